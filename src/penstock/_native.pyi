@@ -1,0 +1,6 @@
+import numpy as np
+from numpy.typing import NDArray
+
+def block_hashes(
+    tokens: NDArray[np.int32], block_size: int, first: tuple[int, int], extra: dict[int, bytes], key: bytes
+) -> NDArray[np.uint64]: ...

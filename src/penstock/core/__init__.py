@@ -1,0 +1,1 @@
+"""Floor 0: ids, messages, hashing, errors, configuration base, logging."""

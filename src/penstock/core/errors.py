@@ -1,0 +1,126 @@
+"""The error tree. The text of each says what happened with its values, what was expected, and the fix.
+
+PenstockError (code, http_status, retryable)
+  ConfigError             a flag, file or field is wrong; the command exits with 2
+  RequestError            the caller's fault: 400, 404, 413
+  Overloaded              429 or 503, with retry_after_s
+  DeadlineExceeded        504
+  Unavailable             503; the request may be tried elsewhere
+    WorkerLost            the worker's process or connection is gone
+    PinExpired            blocks held for a reader were given up
+    TransferError         bytes did not arrive
+  EngineError             500: the engine failed on this request
+  ProtocolError           502: a peer spoke another language
+"""
+
+from typing import ClassVar
+
+from penstock.core.wire import Wire
+
+
+class ErrorInfo(Wire, frozen=True):
+    """An error on the wire. `param` names the offending field of a request."""
+
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+    http_status: int | None = None
+
+
+class PenstockError(Exception):
+    code: ClassVar[str] = "internal_error"
+    http_status: int = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def to_info(self) -> ErrorInfo:
+        return ErrorInfo(
+            code=self.code,
+            message=self.message,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+            http_status=self.http_status,
+        )
+
+
+class ConfigError(PenstockError):
+    code = "config_error"
+
+
+class RequestError(PenstockError):
+    code = "invalid_request_error"
+    http_status = 400
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        http_status: int = 400,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.http_status = http_status
+
+
+class Overloaded(PenstockError):  # noqa: N818 - a state, named as operators say it
+    code = "overloaded"
+    http_status = 503
+    retryable = True
+
+
+class DeadlineExceeded(PenstockError):  # noqa: N818
+    code = "deadline_exceeded"
+    http_status = 504
+
+
+class Unavailable(PenstockError):  # noqa: N818
+    code = "unavailable"
+    http_status = 503
+    retryable = True
+
+
+class WorkerLost(Unavailable):
+    code = "worker_lost"
+
+
+class PinExpired(Unavailable):
+    code = "pin_expired"
+
+
+class TransferError(Unavailable):
+    code = "transfer_error"
+
+
+class EngineError(PenstockError):
+    code = "engine_error"
+
+
+class ProtocolError(PenstockError):
+    code = "protocol_error"
+    http_status = 502
+
+
+_BY_CODE: dict[str, type[PenstockError]] = {
+    kind.code: kind
+    for kind in (
+        ConfigError, RequestError, Overloaded, DeadlineExceeded, Unavailable,
+        WorkerLost, PinExpired, TransferError, EngineError, ProtocolError,
+    )
+}  # fmt: skip
+
+
+def from_info(info: ErrorInfo) -> PenstockError:
+    """Rebuild the exception a peer reported; an unknown code becomes a plain PenstockError."""
+    error = _BY_CODE.get(info.code, PenstockError)(
+        info.message, param=info.param, retry_after_s=info.retry_after_s
+    )
+    if info.http_status is not None:
+        error.http_status = info.http_status
+    return error

@@ -1,0 +1,45 @@
+"""Structured logs: an event is `noun_verbed`, everything else is key=value with units.
+
+info is lifecycle, debug is per request, warning was recovered from, error needs somebody to act.
+"""
+
+import logging
+import os
+import sys
+from typing import Any, TextIO
+
+import structlog
+
+
+def configure(level: str = "info", *, process: str, stream: TextIO | None = None) -> None:
+    """Send this process's log to `stream` (stderr), one line per event; JSON where PENSTOCK_LOG_FORMAT=json.
+
+    Args:
+        level: debug, info, warning or error.
+        process: the name on each line, such as `worker-1`.
+        stream: where the lines go; None is stderr.
+    """
+    out = stream or sys.stderr
+    renderer: Any = (
+        structlog.processors.JSONRenderer()
+        if os.environ.get("PENSTOCK_LOG_FORMAT") == "json"
+        else structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=0, pad_level=False)
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(out),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(process=process)
+
+
+def get_logger(**bound: Any) -> Any:
+    """Give a logger; before `configure` it prints with structlog's defaults."""
+    return structlog.get_logger(**bound)

@@ -1,0 +1,251 @@
+"""The nouns that cross a process boundary."""
+
+from enum import StrEnum
+
+from penstock.core.errors import ErrorInfo
+from penstock.core.ids import PinId, RequestId, WorkerId
+from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
+
+
+class Tier(StrEnum):
+    """Where a block lies, nearest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    OBJECT = "object"
+
+
+class Role(StrEnum):
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token; it is the last of the delta's token ids
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    PREFILLED = "prefilled"  # a prefill worker is done; the KvHandle says where the blocks are
+    ERROR = "error"  # `Delta.error` says why
+
+
+class SamplingParams(Wire, frozen=True):
+    """How to pick tokens. Noise is a function of (seed, choice, output position), never of the batch.
+
+    `max_tokens` and `min_tokens` count the whole output, `Request.num_emitted` included.
+    `logprobs` is the number of alternatives to report (0: only the chosen token's), None for none.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+
+class KvHandle(Wire, frozen=True):
+    """The right to read a finished prefill's blocks for `ttl_s` more seconds.
+
+    Only an engine of the producer's kind looks into `payload`; frontend and router pass it on.
+    """
+
+    producer: WorkerId
+    pin_id: PinId
+    ttl_s: float
+    payload: bytes
+
+
+class Request(Wire, frozen=True):
+    """One choice of a user request, as an engine sees it: token ids in.
+
+    `token_ids` is the prompt followed by the `num_emitted` tokens the user already has (a request that
+    moved to another worker continues there): penalties, stops, positions and usage count them.
+    `block_hashes` holds (n, 2) uint64 row-major, one row per full block of `token_ids` under `salt`.
+    `deadline_s` is what remains, since clocks differ between hosts; None means no deadline.
+    """
+
+    request_id: RequestId
+    model: str
+    token_ids: PackedTokens
+    sampling: SamplingParams
+    block_hashes: PackedHashes = PackedHashes(b"")
+    salt: bytes = b""
+    choice: int = 0
+    num_emitted: int = 0
+    deadline_s: float | None = None
+    kv: KvHandle | None = None
+
+
+class TokenLogprob(Wire, frozen=True, array_like=True):
+    """`top` holds (token id, logprob), most likely first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(Wire, frozen=True, array_like=True):
+    """What one engine step added to one request. Only the last delta carries `finish_reason`.
+
+    `cached_tokens` comes with the first delta: how many prompt tokens the prefix cache gave.
+    """
+
+    request_id: RequestId
+    token_ids: PackedTokens = NO_TOKENS
+    finish_reason: FinishReason | None = None
+    cached_tokens: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: ErrorInfo | None = None
+    kv: KvHandle | None = None
+
+
+class BlockStored(Wire, frozen=True, tag="stored"):
+    """Blocks became readable, chained in this order; `parent_block_hash` comes before the first (None: root)."""
+
+    block_hashes: PackedHashes
+    parent_block_hash: int | None
+    block_size: int
+    tier: Tier = Tier.DEVICE
+
+
+class BlockRemoved(Wire, frozen=True, tag="removed"):
+    block_hashes: PackedHashes
+    tier: Tier = Tier.DEVICE
+
+
+class AllBlocksCleared(Wire, frozen=True, tag="cleared"):
+    pass
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class WorkerLoad(Wire, frozen=True):
+    """A worker's own account of its load; the router adds what it has reserved since.
+
+    `active_blocks` are held by live requests (cached but unused ones do not count).
+    `queued_prefill_tokens` are prompt tokens not computed yet, of waiting and running requests.
+    The last five count since start.
+    """
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    active_blocks: int = 0
+    cached_blocks: int = 0
+    total_blocks: int = 0
+    queued_prefill_tokens: int = 0
+    context_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prefilled_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Step(Wire, frozen=True):
+    """All that one engine step changed, at once."""
+
+    deltas: tuple[Delta, ...] = ()
+    events: tuple[KvEvent, ...] = ()
+    load: WorkerLoad | None = None
+
+
+class EventBatch(Wire, frozen=True, tag="batch"):
+    """The events of one engine step; a worker numbers its batches 1, 2, 3, ... without gaps."""
+
+    sequence: int
+    events: tuple[KvEvent, ...]
+
+
+class EventSnapshot(Wire, frozen=True, tag="snapshot"):
+    """One chunk of a worker's whole content as of `sequence`; replaces what a subscriber knew once `last` has come."""
+
+    sequence: int
+    chunk: int
+    last: bool
+    events: tuple[BlockStored, ...]
+
+
+EventMessage = EventBatch | EventSnapshot
+
+
+class EngineInfo(Wire, frozen=True):
+    """What an engine says of itself once started."""
+
+    block_size: int
+    total_blocks: int
+    context_length: int
+    max_batch_tokens: int
+    max_running_requests: int
+    kv_bytes_per_block: int = 0
+
+
+class CardFile(Wire, frozen=True):
+    """A file of a model card, fetched from any worker of the model by its content hash."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+class ModelCard(Wire, frozen=True):
+    """What a frontend on another host needs to serve a model; the files come over the request plane.
+
+    `salt` starts every block-hash chain: model revision and KV dtype. `default_sampling` holds the model's own
+    (name, value) defaults, such as temperature.
+    """
+
+    name: str
+    context_length: int
+    block_size: int
+    salt: bytes
+    eos_token_ids: tuple[int, ...] = ()
+    files: tuple[CardFile, ...] = ()
+    created_s: int = 0
+    default_sampling: tuple[tuple[str, float], ...] = ()
+
+
+class InstanceState(StrEnum):
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+
+
+class Instance(Wire, frozen=True):
+    """A worker's registration; it lives as long as its lease."""
+
+    worker_id: WorkerId
+    name: str
+    address: str
+    role: Role
+    card: ModelCard
+    engine: EngineInfo
+    state: InstanceState = InstanceState.READY
+    pid: int = 0
+    host: str = ""
+
+
+class InstancePut(Wire, frozen=True, tag="put"):
+    """An instance is present, or changed."""
+
+    instance: Instance
+
+
+class InstanceRemoved(Wire, frozen=True, tag="removed"):
+    worker_id: WorkerId
+    reason: str = ""
+
+
+class WatchSynced(Wire, frozen=True, tag="synced"):
+    """Everything present when the watch began has been told; what follows are changes."""
+
+
+InstanceChange = InstancePut | InstanceRemoved | WatchSynced

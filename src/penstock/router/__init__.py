@@ -1,0 +1,1 @@
+"""Floor 4: which worker gets a request, and the dispatcher that carries it there and back."""

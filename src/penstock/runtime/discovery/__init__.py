@@ -1,0 +1,1 @@
+"""Who serves what, kept true by leases."""

@@ -1,0 +1,1 @@
+"""KV events from a worker to whoever routes: replay ring, snapshot, gap detection."""

@@ -1,0 +1,1 @@
+"""Streaming calls to a worker: many requests on one connection."""

@@ -1,0 +1,291 @@
+"""Every seam of the system, and nothing else: protocols without code.
+
+Write one of these to plug in your own engine, plane or policy; `penstock.testing` holds a conformance
+suite for each. Async methods do I/O; sync methods never block. Every seam has a `memory` (or `mock`)
+implementation, which is the reference the others are tested against.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import WorkerLost
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types import (
+    Delta,
+    EngineInfo,
+    EventMessage,
+    Instance,
+    InstanceChange,
+    Request,
+    Step,
+    WorkerLoad,
+)
+from penstock.core.wire import HashArray
+
+
+class Engine(Protocol):
+    """Runs a model: token ids in, token ids out, one batched step at a time. One task owns it."""
+
+    async def start(self) -> EngineInfo:
+        """Load the model; when this returns, `submit` accepts requests.
+
+        Raises:
+            ConfigError: the model or a setting cannot work.
+        """
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its tokens come out of `steps`.
+
+        Raises:
+            RequestError: it can never run here (longer than the context or than all KV blocks).
+            Overloaded: the queue is full.
+        """
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Free the request's blocks by the end of the step under way; unknown and finished ids are no error.
+
+        No delta of this request follows, not even a last one.
+        """
+        ...
+
+    def steps(self) -> AsyncIterator[Step]:
+        """Yield what each step changed; waits while there is nothing to do and ends after `close`. One consumer."""
+        ...
+
+    def load(self) -> WorkerLoad: ...
+
+    async def close(self) -> None:
+        """Release everything. Safe after a failed `start`, and twice."""
+        ...
+
+
+class BlockAccess(Protocol):
+    """What an engine offers beside `Engine` so that KV can move: whole blocks, named by their hash.
+
+    A block of all layers is one contiguous run of `EngineInfo.kv_bytes_per_block` bytes.
+    Only between steps: call it from the task that consumes `steps`, or while the engine is idle.
+    """
+
+    def export_blocks(self, block_hashes: HashArray) -> NDArray[np.uint8]:
+        """Copy the leading blocks that are resident.
+
+        Args:
+            block_hashes: (n, 2) uint64.
+
+        Returns:
+            (m, kv_bytes_per_block) with m <= n: it stops at the first block that is not there.
+        """
+        ...
+
+    def import_blocks(
+        self, block_hashes: HashArray, blocks: NDArray[np.uint8], parent_block_hash: int | None = None
+    ) -> int:
+        """Put blocks into the prefix cache and announce them as stored.
+
+        Args:
+            block_hashes: (n, 2) uint64, chained.
+            blocks: (n, kv_bytes_per_block).
+            parent_block_hash: low64 of the block before the first, None at the root.
+
+        Returns:
+            How many of the leading blocks are resident now; fewer than n when the pool is full.
+        """
+        ...
+
+
+class Registration(Protocol):
+    """A worker's place in discovery; the lease is renewed until `close`."""
+
+    async def update(self, instance: Instance) -> None:
+        """Replace what watchers see, as when a worker begins to drain."""
+        ...
+
+    async def close(self) -> None:
+        """Withdraw at once, without waiting for the lease to run out. Safe twice."""
+        ...
+
+
+class Discovery(Protocol):
+    """Who serves what, kept true by leases."""
+
+    async def register(self, instance: Instance) -> Registration:
+        """Announce an instance and keep its lease.
+
+        Raises:
+            Unavailable: the registry cannot be reached.
+        """
+        ...
+
+    def watch(self) -> AsyncIterator[InstanceChange]:
+        """Yield what is present, then `WatchSynced`, then every change, until the iterator is closed.
+
+        A registry that goes away is no error: the iterator waits, and yields the differences
+        (ending with another `WatchSynced`) once it is back.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class FrontendSink(Protocol):
+    """The far side of one connection, seen from a worker: one frontend. Not thread-safe."""
+
+    def push(self, deltas: Sequence[Delta]) -> None:
+        """Send all deltas of one step in one frame. Never blocks: what a reader is too slow for is held, merged and bounded."""
+        ...
+
+    def push_load(self, load: WorkerLoad) -> None:
+        """Send the newest load; an older one not sent yet is dropped."""
+        ...
+
+
+class WorkerService(Protocol):
+    """What a worker offers over a request plane. Sync: called from the plane's reader task."""
+
+    def submit(self, request: Request, sink: FrontendSink) -> None:
+        """Start a request; refusals come back as a delta with `error`, never as an exception."""
+        ...
+
+    def abort(self, request_id: RequestId) -> None: ...
+
+    def disconnected(self, sink: FrontendSink) -> None:
+        """Abort whatever this frontend had asked for: it is gone."""
+        ...
+
+    def events_after(self, sequence: int | None) -> Sequence[EventMessage]:
+        """Replay what a subscriber lacks: the batches after `sequence`, or a snapshot (None, or too long ago)."""
+        ...
+
+    def subscribe(self, sink: "EventSink") -> None:
+        """Have every later `EventBatch` pushed to `sink` until `unsubscribe`."""
+        ...
+
+    def unsubscribe(self, sink: "EventSink") -> None: ...
+
+    def read_file(self, sha256: str) -> bytes | None:
+        """Give a model card's file by its content hash; None if it is not one of this worker's."""
+        ...
+
+
+class EventSink(Protocol):
+    """Where a worker's event messages go."""
+
+    def push_event(self, message: EventMessage) -> None: ...
+
+
+class WorkerSink(Protocol):
+    """A frontend's end of its connections: the plane calls it as frames arrive. Sync, must not raise."""
+
+    def push(self, worker_id: WorkerId, deltas: Sequence[Delta]) -> None: ...
+
+    def push_event(self, worker_id: WorkerId, message: EventMessage) -> None: ...
+
+    def push_load(self, worker_id: WorkerId, load: WorkerLoad) -> None: ...
+
+    def lost(self, worker_id: WorkerId, error: WorkerLost) -> None:
+        """The connection ended without `close`: nothing more comes from this worker on it. Called once."""
+        ...
+
+
+class Connection(Protocol):
+    """A frontend's connection to one worker, shared by all its requests."""
+
+    @property
+    def worker_id(self) -> WorkerId: ...
+
+    def submit(self, request: Request) -> None:
+        """Send a request; deltas and refusals arrive at the sink.
+
+        Raises:
+            WorkerLost: the connection is closed already.
+        """
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Ask the worker to stop; no error if the connection or the request is gone."""
+        ...
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        """Allow the worker to send `tokens` more of this request: its reader has taken as many."""
+        ...
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        """Ask for the events after `after_sequence` (None: a snapshot) and all later ones; asking again resyncs."""
+        ...
+
+    async def fetch(self, sha256: str) -> bytes:
+        """Fetch a model card's file by its content hash, and verify it.
+
+        Raises:
+            RequestError: the worker has no such file (404).
+            WorkerLost: the connection ended.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class PlaneServer(Protocol):
+    """A worker's listening end."""
+
+    @property
+    def address(self) -> str:
+        """What goes into `Instance.address`."""
+        ...
+
+    async def close(self) -> None:
+        """Send what is buffered (briefly), then end every connection."""
+        ...
+
+
+class RequestPlane(Protocol):
+    """Streaming calls to workers: many requests on one connection, one frame a step."""
+
+    async def serve(self, service: WorkerService) -> PlaneServer: ...
+
+    async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:
+        """Connect and shake hands.
+
+        Raises:
+            WorkerLost: nobody answers at the address.
+            ProtocolError: the peer speaks another wire or hash version, or has another hash key.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class RoutingContext:
+    """What a policy may look at: columns indexed by worker slot, all of length `num_slots`.
+
+    `overlap_blocks` is the prefix each worker holds; the load columns are the worker's own report plus
+    what this router has reserved since. `eligible` masks slots that are free, lost, draining or excluded.
+    """
+
+    request_tokens: int
+    request_blocks: int
+    block_size: int
+    eligible: NDArray[np.bool_]
+    overlap_blocks: NDArray[np.int32]
+    active_blocks: NDArray[np.int64]
+    total_blocks: NDArray[np.int64]
+    running_requests: NDArray[np.int64]
+    waiting_requests: NDArray[np.int64]
+    queued_prefill_tokens: NDArray[np.int64]
+    turn: int
+
+
+class RoutingPolicy(Protocol):
+    """Prices a request on every worker at once. Pure: the same context gives the same costs."""
+
+    @property
+    def name(self) -> str: ...
+
+    def costs(self, context: RoutingContext) -> NDArray[np.float64]:
+        """Return (num_slots,) costs; the lowest eligible one wins, ties are broken by the request's hash."""
+        ...

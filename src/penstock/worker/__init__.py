@@ -1,0 +1,1 @@
+"""Floor 4: one Worker drives any engine and serves it to frontends."""
