@@ -1,12 +1,15 @@
 """Base of everything a human writes: frozen, every mistake reported with its path, unknown keys with the nearest known one."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import pydantic
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from penstock.core.errors import ConfigError
+
+Path = tuple[int | str, ...]
 
 
 class Config(pydantic.BaseModel):
@@ -17,12 +20,12 @@ class Config(pydantic.BaseModel):
     )
 
     @classmethod
-    def parse(cls, data: Any, *, source: str) -> Self:
+    def parse(cls, data: Any, *, source: str | Callable[[Path], str]) -> Self:
         """Validate plain data.
 
         Args:
             data: what YAML or JSON gave.
-            source: the file or flag to name in errors.
+            source: the file or flag to name in errors, or a function that tells it for a path.
 
         Raises:
             ConfigError: one line per mistake, `source: path: what is wrong`.
@@ -33,17 +36,54 @@ class Config(pydantic.BaseModel):
             raise ConfigError("\n".join(_explain(cls, error, source))) from error
 
 
-def _explain(config: type[pydantic.BaseModel], error: pydantic.ValidationError, source: str) -> Iterator[str]:
+def wrong(message: str) -> PydanticCustomError:
+    """Make the error that a validator raises where the message alone says what is wrong, values included."""
+    return PydanticCustomError(_WORDED, "{message}", {"message": message})
+
+
+_WORDED = "worded"
+
+
+def _explain(
+    config: type[pydantic.BaseModel], error: pydantic.ValidationError, source: str | Callable[[Path], str]
+) -> Iterator[str]:
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"]) or "(top level)"
+        path = item["loc"]
+        where = source if isinstance(source, str) else source(path)
+        where += f": {'.'.join(str(part) for part in path)}" if path else ""
         if item["type"] == "extra_forbidden":
-            known = known_keys(config, item["loc"][:-1])
-            yield f"{source}: {path}: unknown key{nearest(str(item['loc'][-1]), known)}"
+            yield f"{where}: unknown key{nearest(str(path[-1]), known_keys(config, path[:-1]))}"
         elif item["type"] == "missing":
-            yield f"{source}: {path}: missing; it has no default"
+            yield f"{where}: missing; it has no default"
         else:
-            message = item["msg"][:1].lower() + item["msg"][1:].removeprefix("alue error, ")
-            yield f"{source}: {path}: {message}, got {item['input']!r}"
+            yield f"{where}: {_wording(item)}"
+
+
+_BOUNDS = {
+    "greater_than_equal": ("must be >= ", "ge"),
+    "greater_than": ("must be > ", "gt"),
+    "less_than_equal": ("must be <= ", "le"),
+    "less_than": ("must be < ", "lt"),
+    "literal_error": ("must be one of ", "expected"),
+    "enum": ("must be one of ", "expected"),
+}
+
+
+def _wording(item: ErrorDetails) -> str:
+    if item["type"] == _WORDED:
+        return item["msg"]
+    if item["type"] in _BOUNDS:
+        text, limit = _BOUNDS[item["type"]]
+        message = f"{text}{item['ctx'][limit]}"
+    elif item["type"] in {"model_type", "model_attributes_type"}:
+        message = "must be a mapping"
+    else:
+        message = (
+            item["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should", "must", 1)
+        )
+        message = message[:1].lower() + message[1:]
+    value = item["input"]
+    return f"{message}, got {'a mapping' if isinstance(value, (dict, pydantic.BaseModel)) else repr(value)}"
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -54,12 +94,13 @@ def nearest(word: str, known: list[str]) -> str:
     return f"; known: {', '.join(sorted(known))}" if known else ""
 
 
-def known_keys(config: type[pydantic.BaseModel], path: tuple[int | str, ...]) -> list[str]:
+def known_keys(config: type[pydantic.BaseModel], path: Path) -> list[str]:
     """List the fields allowed at `path` below `config`."""
     for part in path:
         field = config.model_fields.get(str(part))
-        candidates = [field.annotation] if field else [f.annotation for f in config.model_fields.values()]
-        inner = next((m for c in candidates for m in _models_in(c)), None)
+        if field is None:  # an index or key of a collection whose model we are in already
+            continue
+        inner = next(_models_in(field.annotation), None)
         if inner is None:
             return []
         config = inner
