@@ -1,0 +1,112 @@
+"""What an engine is made of beside the scheduler: something that computes one planned step.
+
+All engines share scheduler, pool and loop, so that the same requests give the same KV events; a runner is
+where they differ. It owns the model and the memory of the blocks, and knows neither requests' ends nor queues.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What a runner says once its model is loaded.
+
+    `context_length` is the model's own limit; the engine lowers it to what `num_blocks` can hold.
+    """
+
+    num_blocks: int
+    block_size: int
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    kv_bytes_per_block: int = 0
+
+
+class Runner(Protocol):
+    """Computes steps for a `BatchedEngine`, one at a time."""
+
+    async def start(self) -> RunnerInfo:
+        """Load the model.
+
+        Raises:
+            ConfigError: the model or a setting cannot work.
+        """
+        ...
+
+    async def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
+        """Write the KV of the planned tokens into their blocks and sample where `plan.samples` says so.
+
+        The table stays as it is until this returns, and is the scheduler's again afterwards. An exception
+        ends the requests of this plan with an error and leaves the others.
+        """
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Copy blocks out: (n, kv_bytes_per_block). Never called during `run`."""
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
+        """Copy (n, kv_bytes_per_block) bytes in. Never called during `run`."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything. Safe after a failed `start`, and twice."""
+        ...
+
+
+class BlockingRunner(Protocol):
+    """A `Runner` whose methods block, as a model's forward pass does; `ThreadedRunner` makes it one.
+
+    `start`, `run` and `close` are called on one and the same thread, `read_blocks` and `write_blocks` on the
+    event loop's, never at the same time.
+    """
+
+    def start(self) -> RunnerInfo: ...
+
+    def run(self, plan: StepPlan, table: SequenceTable) -> Sampled: ...
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]: ...
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ThreadedRunner:
+    """Runs a `BlockingRunner` on a thread of its own, so that the event loop stays responsive during a step."""
+
+    def __init__(self, runner: BlockingRunner) -> None:
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-runner")
+        self._closed = False
+
+    async def start(self) -> RunnerInfo:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.start)
+
+    async def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.run, plan, table)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        return self._runner.read_blocks(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
+        self._runner.write_blocks(block_ids, blocks)
+
+    async def close(self) -> None:
+        """Wait for the step under way, then release the runner."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.close)
+        finally:
+            self._thread.shutdown(wait=False)
