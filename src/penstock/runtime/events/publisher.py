@@ -1,0 +1,211 @@
+"""A worker's KV events, numbered and kept: the latest in a replay ring, the sum of all in a mirror.
+
+Workers are the truth. Whoever follows one asks for the batches after the last it has; where the ring is
+too short it gets a snapshot of the mirror, stamped with the sequence it stands for.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from penstock.core.log import get_logger
+from penstock.core.types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventMessage,
+    EventSnapshot,
+    KvEvent,
+    Tier,
+)
+from penstock.core.wire import pack_hashes, unpack_hashes
+from penstock.runtime.config import EventConfig
+from penstock.seams import EventSink
+
+_log = get_logger()
+
+
+class ContentMirror:
+    """What a worker holds, summed up from its events.
+
+    Engines may store equal blocks more than once and remove each copy on its own, so that a block counts.
+    A hash names its whole prefix, so that its parent never changes.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
+        self._parents: dict[int, int | None] = {}
+        self._block_size = 0
+        self.unknown_removals = 0
+        """Blocks removed that were not held: the engine's bookkeeping is off by as many."""
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def counts(self) -> dict[tuple[int, Tier], int]:
+        """Give copies held by (hash, tier)."""
+        return {(h, tier): n for tier, held in self._counts.items() for h, n in held.items()}
+
+    def apply(self, event: KvEvent) -> None:
+        match event:
+            case BlockStored():
+                self._store(event)
+            case BlockRemoved():
+                self._remove(event)
+            case AllBlocksCleared():
+                self._parents.clear()
+                for held in self._counts.values():
+                    held.clear()
+
+    def _store(self, event: BlockStored) -> None:
+        held = self._counts[event.tier]
+        parent = event.parent_block_hash
+        self._block_size = event.block_size
+        for block_hash in unpack_hashes(event.block_hashes).tolist():
+            held[block_hash] = held.get(block_hash, 0) + 1
+            self._parents.setdefault(block_hash, parent)
+            parent = block_hash
+
+    def _remove(self, event: BlockRemoved) -> None:
+        held = self._counts[event.tier]
+        for block_hash in unpack_hashes(event.block_hashes).tolist():
+            count = held.get(block_hash, 0)
+            if count > 1:
+                held[block_hash] = count - 1
+            elif count == 1:
+                del held[block_hash]
+                if not any(block_hash in other for other in self._counts.values()):
+                    del self._parents[block_hash]
+            else:
+                self.unknown_removals += 1
+
+    def stored(self, hashes_max: int) -> Iterator[BlockStored]:
+        """Say the whole content as events, parents before children, each of at most `hashes_max` hashes."""
+        for run in self._runs():
+            signature = self._signature(run[0])
+            for start in range(0, len(run), hashes_max):
+                parent = self._parents[run[start]]
+                packed = pack_hashes(run[start : start + hashes_max])
+                for tier, count in signature:
+                    event = BlockStored(
+                        block_hashes=packed, parent_block_hash=parent, block_size=self._block_size, tier=tier
+                    )
+                    for _ in range(count):
+                        yield event
+
+    def _runs(self) -> Iterator[list[int]]:
+        """Walk the forest in preorder, cut into chains of blocks held alike (same tiers, same counts)."""
+        children: dict[int, list[int]] = {}
+        roots: list[int] = []
+        for block_hash, parent in self._parents.items():
+            if parent in self._parents:
+                children.setdefault(parent, []).append(block_hash)
+            else:
+                roots.append(block_hash)
+        stack = roots[::-1]
+        while stack:
+            run = [stack.pop()]
+            signature = self._signature(run[0])
+            below = children.get(run[0], [])
+            while len(below) == 1 and self._signature(below[0]) == signature:
+                run.append(below[0])
+                below = children.get(below[0], [])
+            stack.extend(reversed(below))
+            yield run
+
+    def _signature(self, block_hash: int) -> tuple[tuple[Tier, int], ...]:
+        return tuple((tier, held[block_hash]) for tier, held in self._counts.items() if block_hash in held)
+
+    def check(self) -> None:
+        held = {block_hash for counts in self._counts.values() for block_hash in counts}
+        assert held == self._parents.keys(), "mirror: a parent is kept exactly for each block held"
+        assert all(n > 0 for counts in self._counts.values() for n in counts.values()), (
+            "mirror: counts are > 0"
+        )
+
+
+class EventPublisher:
+    """Numbers a worker's batches 1, 2, 3, ... and brings any subscriber up to date. One task owns it."""
+
+    def __init__(self, config: EventConfig | None = None) -> None:
+        self.config = config or EventConfig()
+        self.mirror = ContentMirror()
+        self.sequence = 0
+        """Number of the latest batch; 0 before the first."""
+        self._ring: deque[EventBatch] = deque()
+        self._ring_hashes = 0
+        self._sinks: list[EventSink] = []
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Number one step's events and push them to every subscriber; nothing for no events."""
+        if not events:
+            return
+        self.sequence += 1
+        batch = EventBatch(sequence=self.sequence, events=tuple(events))
+        for event in events:
+            self.mirror.apply(event)
+        self._keep(batch)
+        for sink in tuple(self._sinks):
+            sink.push_event(batch)
+
+    def events_after(self, sequence: int | None) -> list[EventMessage]:
+        """Give what a subscriber that has applied `sequence` lacks: the tail, or a snapshot and no tail."""
+        if sequence == self.sequence:
+            return []
+        if sequence is None or not self._first_kept() <= sequence + 1 <= self.sequence:
+            return self._snapshot()
+        return list(islice(self._ring, sequence + 1 - self._first_kept(), None))
+
+    def subscribe(self, sink: EventSink) -> None:
+        if sink not in self._sinks:
+            self._sinks.append(sink)
+
+    def unsubscribe(self, sink: EventSink) -> None:
+        if sink in self._sinks:
+            self._sinks.remove(sink)
+
+    def check(self) -> None:
+        assert self._ring_hashes == sum(map(_num_hashes, self._ring)), "publisher: hashes in the ring"
+        numbers = [batch.sequence for batch in self._ring]
+        assert numbers == list(range(self.sequence - len(numbers) + 1, self.sequence + 1)), (
+            f"publisher: the ring holds the latest batches without gaps, got {numbers} at {self.sequence}"
+        )
+        self.mirror.check()
+
+    def _first_kept(self) -> int:
+        return self.sequence - len(self._ring) + 1
+
+    def _keep(self, batch: EventBatch) -> None:
+        self._ring.append(batch)
+        self._ring_hashes += _num_hashes(batch)
+        config = self.config
+        while len(self._ring) > config.replay_batches_max or self._ring_hashes > config.replay_hashes_max:
+            self._ring_hashes -= _num_hashes(self._ring.popleft())
+
+    def _snapshot(self) -> list[EventMessage]:
+        limit = self.config.snapshot_chunk_hashes
+        chunks: list[list[BlockStored]] = [[]]
+        room = limit
+        for event in self.mirror.stored(limit):
+            size = len(event.block_hashes) >> 3
+            if size > room and chunks[-1]:
+                chunks.append([])
+                room = limit
+            chunks[-1].append(event)
+            room -= size
+        _log.debug("snapshot_made", sequence=self.sequence, blocks=len(self.mirror), chunks=len(chunks))
+        return [
+            EventSnapshot(
+                sequence=self.sequence, chunk=index, last=index == len(chunks) - 1, events=tuple(events)
+            )
+            for index, events in enumerate(chunks)
+        ]
+
+
+def _num_hashes(batch: EventBatch) -> int:
+    """Count a batch's hashes, at least one an event."""
+    return sum(
+        1 if isinstance(event, AllBlocksCleared) else max(1, len(event.block_hashes) >> 3)
+        for event in batch.events
+    )

@@ -1,0 +1,162 @@
+"""Follows one worker's KV events: applies them in order, and asks again when some are missing.
+
+A router that connects, reconnects or sees a gap needs nothing but this: it names the last batch it has
+applied, and the worker sends the rest or a snapshot.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+from penstock.core.ids import WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types import BlockStored, EventBatch, EventMessage, EventSnapshot, KvEvent
+from penstock.runtime.config import EventConfig
+from penstock.seams import Connection
+
+Apply = Callable[[WorkerId, Sequence[KvEvent]], None]
+Replace = Callable[[WorkerId, Sequence[BlockStored]], None]
+
+_log = get_logger()
+
+
+class EventSubscriber:
+    """Keeps one worker's content in step with its events. One task owns it; `push` never blocks.
+
+    Messages may come late, twice, out of order or not at all: content is only ever changed by the next batch
+    in order or by a whole snapshot that is not older, so it always equals what the worker held at `sequence`.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        apply: Apply,
+        replace: Replace,
+        rng: random.Random,
+        config: EventConfig | None = None,
+    ) -> None:
+        """Follow `connection`'s worker once `start` is called.
+
+        Args:
+            connection: where to ask; its events go to `push`.
+            apply: called with the events of each batch, in order.
+            replace: called with a whole snapshot: forget this worker's blocks, then store these.
+            rng: for the jitter.
+            config: bounds and delays.
+        """
+        self.sequence: int | None = None
+        """The last batch applied; None before the first snapshot."""
+        self.resyncs = 0
+        """How often a gap made it ask again."""
+        self._connection = connection
+        self._apply = apply
+        self._replace = replace
+        self._rng = rng
+        self._config = config or EventConfig()
+        self._parts: list[BlockStored] = []
+        self._parts_hashes = 0
+        self._parts_of: int | None = None  # the sequence of the snapshot under way
+        self._next_chunk = 0
+        self._newest = 0  # the highest number seen
+        self._tries = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def synced(self) -> bool:
+        """Whether it has the worker's content and knows of nothing missing."""
+        return self.sequence is not None and self._timer is None
+
+    def start(self) -> None:
+        """Ask for the worker's content. The answer, as all that follows, comes through `push`."""
+        self._ask()
+
+    def push(self, message: EventMessage) -> None:
+        if self._closed:
+            return
+        self._newest = max(self._newest, message.sequence)
+        match message:
+            case EventBatch():
+                self._on_batch(message)
+            case EventSnapshot():
+                self._on_snapshot(message)
+
+    def close(self) -> None:
+        """Ask no more and ignore what still comes. Safe twice."""
+        self._closed = True
+        self._cancel()
+
+    def _on_batch(self, batch: EventBatch) -> None:
+        if self.sequence is None or batch.sequence > self.sequence + 1:
+            self._on_gap(batch.sequence)
+        elif batch.sequence == self.sequence + 1:
+            self.sequence = batch.sequence
+            self._apply(self._connection.worker_id, batch.events)
+            self._settle()
+
+    def _on_snapshot(self, snapshot: EventSnapshot) -> None:
+        if self.sequence is not None and snapshot.sequence <= self.sequence:
+            return  # overtaken, or a repetition
+        if snapshot.chunk == 0:
+            self._drop_parts()
+            self._parts_of = snapshot.sequence
+        elif snapshot.sequence != self._parts_of or snapshot.chunk != self._next_chunk:
+            self._drop_parts()
+            self._on_gap(snapshot.sequence)
+            return
+        self._next_chunk += 1
+        self._parts_hashes += sum(len(event.block_hashes) >> 3 for event in snapshot.events)
+        if self._parts_hashes > self._config.snapshot_hashes_max:
+            _log.error(
+                "snapshot_refused",
+                worker_id=self._connection.worker_id,
+                hashes=self._parts_hashes,
+                hashes_max=self._config.snapshot_hashes_max,
+            )
+            self._drop_parts()
+            return
+        self._parts.extend(snapshot.events)
+        if snapshot.last:
+            self.sequence = snapshot.sequence
+            parts = self._parts
+            self._drop_parts()
+            self._replace(self._connection.worker_id, parts)
+            self._settle()
+        elif self._timer is not None:
+            self._arm(self._config.resync_timeout_s_max)  # it is coming: no need to ask meanwhile
+
+    def _drop_parts(self) -> None:
+        self._parts = []
+        self._parts_hashes = 0
+        self._parts_of = None
+        self._next_chunk = 0
+
+    def _on_gap(self, sequence: int) -> None:
+        if self._timer is not None:
+            return  # already asking
+        self.resyncs += 1
+        _log.info("event_gap_seen", worker_id=self._connection.worker_id, have=self.sequence, got=sequence)
+        self._arm(self._rng.uniform(0, self._config.resync_jitter_s))
+
+    def _ask(self) -> None:
+        self._tries += 1
+        config = self._config
+        timeout_s = min(config.resync_timeout_s * 2 ** min(self._tries - 1, 32), config.resync_timeout_s_max)
+        self._arm(timeout_s * self._rng.uniform(0.5, 1.0))
+        self._connection.subscribe(self.sequence)
+
+    def _arm(self, delay_s: float) -> None:
+        self._cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._ask)
+
+    def _settle(self) -> None:
+        """Stop asking, unless a message told of more than has been applied."""
+        if self.sequence is not None and self.sequence >= self._newest:
+            self._tries = 0
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

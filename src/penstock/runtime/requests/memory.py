@@ -1,0 +1,175 @@
+"""The request plane inside one process: the reference for the others, and what tests and simulations use.
+
+Messages are really encoded and decoded, so that what works here works over a socket, and each is delivered
+by a later turn of the event loop, in order, so that no call ever re-enters its caller.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError, WorkerLost
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types import Delta, EventMessage, Instance, Request, WorkerLoad
+from penstock.core.wire import encode
+from penstock.seams import WorkerService, WorkerSink
+
+_requests = msgspec.msgpack.Decoder(Request)
+_deltas = msgspec.msgpack.Decoder(tuple[Delta, ...])
+_loads = msgspec.msgpack.Decoder(WorkerLoad)
+_events = msgspec.msgpack.Decoder(EventMessage)
+
+
+class MemoryPlane:
+    """Connects everything on one event loop."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, MemoryServer] = {}
+        self._numbers = count(1)
+
+    async def serve(self, service: WorkerService) -> "MemoryServer":
+        server = MemoryServer(self, f"memory://{next(self._numbers)}", service)
+        self._servers[server.address] = server
+        return server
+
+    async def connect(self, instance: Instance, sink: WorkerSink) -> "MemoryConnection":
+        server = self._servers.get(instance.address)
+        if server is None:
+            raise WorkerLost(
+                f"worker {instance.name}: nobody listens at {instance.address}; it has probably gone: try another"
+            )
+        link = _Link(server, instance.worker_id, sink)
+        server.links.append(link)
+        return MemoryConnection(link)
+
+    def kill(self, address: str) -> None:
+        """Make the worker at `address` vanish like a killed process: its frontends hear `lost`, it hears nothing."""
+        server = self._servers.pop(address, None)
+        if server is not None:
+            for link in tuple(server.links):
+                link.break_off("its process is gone", tell_service=False)
+
+
+class MemoryServer:
+    """A worker's listening end."""
+
+    def __init__(self, plane: MemoryPlane, address: str, service: WorkerService) -> None:
+        self.address = address
+        self.service = service
+        self.links: list[_Link] = []
+        self._plane = plane
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)  # what was pushed before is delivered
+        self._plane._servers.pop(self.address, None)
+        for link in tuple(self.links):
+            link.break_off("it said goodbye", tell_service=True)
+
+
+class _Link:
+    """One connection seen from the worker: its `FrontendSink` and `EventSink`."""
+
+    def __init__(self, server: MemoryServer, worker_id: WorkerId, sink: WorkerSink) -> None:
+        self.server = server
+        self.worker_id = worker_id
+        self.sink = sink
+        self.up = True
+        self._loop = asyncio.get_running_loop()
+        self._load: WorkerLoad | None = None
+
+    def later(self, call: Callable[..., None], *args: Any) -> None:
+        """Call unless the link has ended by then."""
+        self._loop.call_soon(self._deliver, call, *args)
+
+    def _deliver(self, call: Callable[..., None], *args: Any) -> None:
+        if self.up:
+            call(*args)
+
+    def push(self, deltas: Sequence[Delta]) -> None:
+        self.later(self._push, encode(deltas))
+
+    def _push(self, frame: bytes) -> None:
+        self.sink.push(self.worker_id, _deltas.decode(frame))
+
+    def push_load(self, load: WorkerLoad) -> None:
+        if self._load is None:
+            self.later(self._push_load)
+        self._load = load
+
+    def _push_load(self) -> None:
+        frame, self._load = encode(self._load), None
+        self.sink.push_load(self.worker_id, _loads.decode(frame))
+
+    def push_event(self, message: EventMessage) -> None:
+        self.later(self._push_event, encode(message))
+
+    def _push_event(self, frame: bytes) -> None:
+        self.sink.push_event(self.worker_id, _events.decode(frame))
+
+    def submit(self, frame: bytes) -> None:
+        self.server.service.submit(_requests.decode(frame), self)
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        for message in self.server.service.events_after(after_sequence):
+            self.push_event(message)
+        self.server.service.subscribe(self)
+
+    def break_off(self, why: str, *, tell_service: bool) -> None:
+        if self.up:
+            error = WorkerLost(f"worker {self.worker_id}: the connection ended: {why}; try another worker")
+            self._loop.call_soon(self.sink.lost, self.worker_id, error)
+        self.hang_up(tell_service=tell_service)
+
+    def hang_up(self, *, tell_service: bool) -> None:
+        if not self.up:
+            return
+        self.up = False
+        self.server.links.remove(self)
+        if tell_service:
+            self.server.service.unsubscribe(self)
+            self.server.service.disconnected(self)
+
+
+class MemoryConnection:
+    """A frontend's end."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self._link.worker_id
+
+    def submit(self, request: Request) -> None:
+        if not self._link.up:
+            raise WorkerLost(
+                f"worker {self.worker_id}: the connection has ended; connect again or try another"
+            )
+        self._link.later(self._link.submit, encode(request))
+
+    def abort(self, request_id: RequestId) -> None:
+        self._link.later(self._link.server.service.abort, request_id)
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        pass
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        self._link.later(self._link.subscribe, after_sequence)
+
+    async def fetch(self, sha256: str) -> bytes:
+        await asyncio.sleep(0)
+        if not self._link.up:
+            raise WorkerLost(f"worker {self.worker_id}: the connection has ended; fetch from another worker")
+        content = self._link.server.service.read_file(sha256)
+        if content is None:
+            raise RequestError(
+                f"worker {self.worker_id}: no file {sha256}; fetch from a worker of the same model",
+                http_status=404,
+            )
+        return content
+
+    async def close(self) -> None:
+        self._link.hang_up(tell_service=True)
