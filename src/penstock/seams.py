@@ -5,9 +5,10 @@ suite for each. Async methods do I/O; sync methods never block. Every seam has a
 implementation, which is the reference the others are tested against.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 from penstock.core.errors import WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import (
+    CardFile,
     Delta,
     EngineInfo,
     EventMessage,
     Instance,
     InstanceChange,
+    ModelCard,
     Request,
     Step,
     WorkerLoad,
@@ -58,7 +61,9 @@ class Engine(Protocol):
         """Yield what each step changed; waits while there is nothing to do and ends after `close`. One consumer."""
         ...
 
-    def load(self) -> WorkerLoad: ...
+    def load(self) -> WorkerLoad:
+        """Account for every request `submit` has taken so far, also within a step."""
+        ...
 
     async def close(self) -> None:
         """Release everything. Safe after a failed `start`, and twice."""
@@ -147,6 +152,10 @@ class FrontendSink(Protocol):
 
 class WorkerService(Protocol):
     """What a worker offers over a request plane. Sync: called from the plane's reader task."""
+
+    def connected(self, sink: FrontendSink) -> None:
+        """Push loads to this frontend from now on; called once, before anything else of it."""
+        ...
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         """Start a request; refusals come back as a delta with `error`, never as an exception."""
@@ -288,4 +297,46 @@ class RoutingPolicy(Protocol):
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
         """Return (num_slots,) costs; the lowest eligible one wins, ties are broken by the request's hash."""
+        ...
+
+
+class RequestStream(Protocol):
+    """One request under way. Leaving the context in any way cancels what is left of it."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """Yield deltas until the one with a `finish_reason`; what came while the reader was slow is one delta.
+
+        Raises:
+            PenstockError: the request cannot be served, or not to its end.
+        """
+        ...
+
+
+class RequestDispatcher(Protocol):
+    """What a frontend needs of the deployment: which models there are, and answers from them."""
+
+    def open(self, request: Request) -> RequestStream:
+        """Prepare a request; it is sent when the context is entered."""
+        ...
+
+    def models(self) -> Mapping[str, ModelCard]:
+        """Name the models that at least one ready worker serves now."""
+        ...
+
+    async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
+        """Fetch one of the card's files from any worker that has it.
+
+        Raises:
+            Unavailable: no worker answered.
+        """
+        ...
+
+    def workers(self) -> Sequence[object]:
+        """Describe every known worker in values that msgspec encodes; for people."""
         ...

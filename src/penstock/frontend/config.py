@@ -1,0 +1,30 @@
+"""Settings of the frontend: where it listens and what it lets a client use up."""
+
+import pydantic
+
+from penstock.core.config import Config
+
+
+class FrontendConfig(Config):
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface."""
+    port: int = pydantic.Field(default=8000, ge=0, le=65535)
+    """TCP port; 0 lets the system choose."""
+    processes: int = pydantic.Field(default=1, ge=1, le=64)
+    """Frontend processes that share the port."""
+    body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
+    """Largest request body, after decompression; a larger one gets 413."""
+    inflight_max: int = pydantic.Field(default=2048, ge=1)
+    """Requests under way at once in one process; the next one gets 503 with Retry-After."""
+    choices_max: int = pydantic.Field(default=128, ge=1)
+    """Most choices of one request: prompts times n."""
+    request_timeout_s: float = pydantic.Field(default=600.0, gt=0)
+    """Longest time from a request's arrival to its last token; then it ends with 504."""
+    keepalive_timeout_s: float = pydantic.Field(default=75.0, gt=0)
+    """How long an idle connection stays open."""
+    drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)
+    """On shutdown, how long requests under way may still take."""
+    write_buffer_bytes: int = pydantic.Field(default=64 << 10, ge=4096)
+    """What is buffered for a client that reads slowly, before its stream waits; as much again in the kernel."""
+    models_max: int = pydantic.Field(default=16, ge=1)
+    """Tokenizers and chat templates kept in memory, by model."""
