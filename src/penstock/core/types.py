@@ -134,7 +134,8 @@ class WorkerLoad(Wire, frozen=True):
 
     `active_blocks` are held by live requests (cached but unused ones do not count).
     `queued_prefill_tokens` are prompt tokens not computed yet, of waiting and running requests.
-    The last five count since start.
+    `steps` to `generated_tokens` count since start. `accepted_requests` is set for each frontend: how many of the
+    requests it sent on this connection are in these figures, so that it stops adding its own reservations for them.
     """
 
     running_requests: int = 0
@@ -149,6 +150,7 @@ class WorkerLoad(Wire, frozen=True):
     prefilled_tokens: int = 0
     prefix_hit_tokens: int = 0
     generated_tokens: int = 0
+    accepted_requests: int = 0
 
 
 class Step(Wire, frozen=True):
