@@ -1,0 +1,163 @@
+"""The block pool against a model that keeps whole prefixes in plain dicts and lists."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from penstock.core.hashing import block_hashes
+from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.core.wire import unpack_hashes
+from penstock.kv.pool import BlockPool
+
+NUM_BLOCKS = 8
+BLOCK_SIZE = 2
+# a block's content is one letter, so that sequences often share prefixes; equal texts are equal prefixes
+texts = st.text(alphabet="ab", min_size=1, max_size=5)
+
+
+def hashes_of(text):
+    tokens = np.repeat(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32), BLOCK_SIZE)
+    return block_hashes(tokens, BLOCK_SIZE)
+
+
+class Sequence:
+    """A sequence under way: `block_ids[:committed]` are published."""
+
+    def __init__(self, text, block_ids, committed):
+        self.text = text
+        self.block_ids = block_ids
+        self.committed = committed
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    sequences = Bundle("sequences")
+
+    def __init__(self):
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.live = []  # model: every sequence that holds blocks
+        self.cache = {}  # model: prefix text -> block id
+        self.unused_since = {}  # model: prefix text -> when it became idle
+        self.clock = 0
+        self.low64 = {}
+        self.replayed = set()  # what a subscriber to the events knows
+
+    # ---- the model ------------------------------------------------------------------------------------
+    def held(self):
+        counts = {}
+        for sequence in self.live:
+            for block_id in sequence.block_ids:
+                counts[block_id] = counts.get(block_id, 0) + 1
+        return counts
+
+    def idle(self):
+        held = self.held()
+        return [prefix for prefix, block_id in self.cache.items() if block_id not in held]
+
+    def available(self):
+        return NUM_BLOCKS - len(self.held())
+
+    def expect_allocated(self, count):
+        """Evict in the model what the pool must evict for `count` blocks: longest unused first, tails first."""
+        idle = sorted(self.idle(), key=self.unused_since.__getitem__)
+        free = self.available() - len(idle)
+        for prefix in idle[: max(0, count - free)]:
+            del self.cache[prefix]
+
+    # ---- rules ----------------------------------------------------------------------------------------
+    @rule(target=sequences, text=texts)
+    def admit(self, text):
+        hashes = hashes_of(text)
+        matched = self.pool.match(hashes)
+        expected = []
+        for end in range(1, len(text) + 1):
+            if text[:end] not in self.cache:
+                break
+            expected.append(self.cache[text[:end]])
+        assert matched == expected
+        idle_hits = self.pool.count_idle(matched)
+        assert idle_hits == len(set(matched) - set(self.held()))
+        if len(text) - len(matched) > self.pool.num_available - idle_hits:
+            return multiple()
+        self.pool.acquire(matched)
+        sequence = Sequence(text, list(matched), len(matched))
+        self.live.append(sequence)
+        self.grow(sequence, len(text) - len(matched))
+        return sequence
+
+    def grow(self, sequence, count):
+        fits = count <= self.available()
+        if fits:
+            self.expect_allocated(count)
+        taken = self.pool.allocate(count)
+        assert (taken is not None) == fits
+        if taken is not None:
+            assert len(set(taken)) == count
+            assert set(taken).isdisjoint(self.held())
+            sequence.block_ids += taken
+        return fits
+
+    @rule(sequence=sequences, letter=st.sampled_from("ab"))
+    def append(self, sequence, letter):
+        if sequence.block_ids and self.grow(sequence, 1):
+            sequence.text += letter
+
+    @rule(sequence=sequences, count=st.integers(1, 5))
+    def commit(self, sequence, count):
+        start = sequence.committed
+        end = min(start + count, len(sequence.block_ids))
+        hashes = hashes_of(sequence.text)
+        parent = int(hashes[start - 1, 0]) if start else None
+        self.pool.commit(sequence.block_ids[start:end], hashes[start:end], parent)
+        for index in range(start, end):
+            self.cache.setdefault(sequence.text[: index + 1], sequence.block_ids[index])
+        sequence.committed = max(start, end)
+
+    @rule(sequence=consumes(sequences))
+    def release(self, sequence):
+        self.pool.release(sequence.block_ids)
+        self.live.remove(sequence)
+        for end in range(len(sequence.text), 0, -1):
+            prefix = sequence.text[:end]
+            held = self.held()
+            if self.cache.get(prefix) == sequence.block_ids[end - 1] and self.cache[prefix] not in held:
+                self.clock += 1
+                self.unused_since[prefix] = self.clock
+
+    @rule()
+    def reset(self):
+        self.pool.reset()
+        self.cache.clear()
+        for sequence in self.live:  # the rest of them would be orphans: legal, but the model need not follow
+            sequence.committed = len(sequence.block_ids)
+
+    # ---- invariants -----------------------------------------------------------------------------------
+    @invariant()
+    def state_is_sound(self):
+        self.pool.check()
+        assert self.pool.num_active == len(self.held())
+        assert self.pool.num_available == self.available()
+        names = {tuple(hashes_of(prefix)[-1].tolist()) for prefix in self.cache}
+        assert {tuple(row) for row in self.pool.resident_hashes().tolist()} == names
+        assert self.pool.num_cached == len(names)
+
+    @invariant()
+    def events_tell_the_content(self):
+        for event in self.pool.take_events():
+            match event:
+                case BlockStored(block_hashes=packed):
+                    hashes = unpack_hashes(packed).tolist()
+                    assert self.replayed.isdisjoint(hashes), "stored twice"
+                    self.replayed.update(hashes)
+                case BlockRemoved(block_hashes=packed):
+                    hashes = set(unpack_hashes(packed).tolist())
+                    assert hashes <= self.replayed, "removed but never stored"
+                    self.replayed -= hashes
+                case AllBlocksCleared():
+                    self.replayed.clear()
+        assert self.replayed == {int(row[0]) for row in self.pool.resident_hashes()}
+
+
+BlockPoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockPoolMachine = BlockPoolMachine.TestCase
