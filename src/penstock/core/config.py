@@ -33,7 +33,14 @@ class Config(pydantic.BaseModel):
         try:
             return cls.model_validate(data)
         except pydantic.ValidationError as error:
-            raise ConfigError("\n".join(_explain(cls, error, source))) from error
+            raise config_error(cls, error, source) from error
+
+
+def config_error(
+    config: type[Config], error: pydantic.ValidationError, source: str | Callable[[Path], str]
+) -> ConfigError:
+    """Word what pydantic found, one line per mistake."""
+    return ConfigError("\n".join(_explain(config, error, source)))
 
 
 def wrong(message: str) -> PydanticCustomError:

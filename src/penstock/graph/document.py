@@ -1,0 +1,45 @@
+"""Reads YAML as people expect it: a key written twice is a mistake, not an override, and every error has its line."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from penstock.core.errors import ConfigError
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """Read one YAML document as plain data.
+
+    Args:
+        text: the document.
+        source: the file or flag to name in errors.
+
+    Raises:
+        ConfigError: it is no YAML, or a mapping has the same key twice; one line, with the place.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derived from SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        raise ConfigError(f"{place}: {error.problem or error.context or 'not valid YAML'}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+class _StrictLoader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - as its base
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key_node.start_mark.line + 1
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"key {key_node.value!r} is written twice, first in line {seen[key_node.value]};"
+                    " keep one",
+                    problem_mark=key_node.start_mark,
+                )
+            seen[key_node.value] = line
+        return super().construct_mapping(node, deep)

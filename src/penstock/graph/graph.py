@@ -1,0 +1,147 @@
+"""The deployment as data: one object that says what runs, and how much of it.
+
+A command makes one from its flags, a file holds one as YAML, a program builds one in Python: all are checked alike.
+"""
+
+import re
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import pydantic
+
+from penstock.core.config import Config, config_error, wrong
+from penstock.core.errors import ConfigError
+from penstock.graph.document import parse_yaml
+from penstock.graph.frontend import FrontendSpec
+from penstock.graph.link import Link
+from penstock.graph.overrides import Overrides
+from penstock.graph.role import Roles, RoleSpec
+from penstock.graph.slo import Slo
+from penstock.graph.supervision import Supervision
+
+DEMO_MODEL = "demo"
+"""As a model, the small one that comes with the package."""
+
+
+class Graph(Config):
+    """A deployment of one model."""
+
+    name: str = "default"
+    """Names the deployment's state on disk; deployments that share a name share their block-hash key."""
+    model: str = pydantic.Field(min_length=1)
+    """A directory with a checkpoint, a name on the Hugging Face hub, or `demo` for the one in the package."""
+    served_name: str | None = None
+    """What clients call the model; None is the hub name, or the directory's."""
+    block_size: int = pydantic.Field(default=16, ge=1, le=512)
+    """Tokens in a KV block."""
+    frontend: FrontendSpec = FrontendSpec()
+    """Where users reach the deployment."""
+    roles: Roles = Roles(aggregated=RoleSpec())
+    """Which workers there are."""
+    links: tuple[Link, ...] = ()
+    """What connects them; empty where moving KV is not to be priced."""
+    slo: Slo | None = None
+    """Latency targets; None where there are none."""
+    supervision: Supervision = Supervision()
+    """How patient the supervisor is."""
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
+            raise wrong(
+                f"must be up to 63 letters, digits, '.', '_' or '-', the first a letter or digit, got {name!r}"
+            )
+        return name
+
+    @pydantic.field_validator("roles")
+    @classmethod
+    def _check_roles(cls, roles: Roles) -> Roles:
+        prefill, decode = roles.prefill, roles.decode
+        if not roles.present():
+            raise wrong("no role is described; describe aggregated, or prefill and decode")
+        if prefill and not decode:
+            raise wrong("prefill needs decode: nobody would take its KV over; describe roles.decode as well")
+        if decode and not prefill:
+            raise wrong("decode needs prefill: nobody would run its prompts; describe roles.prefill as well")
+        if prefill and decode:
+            for field in ("engine", "kv_dtype"):
+                ours, theirs = getattr(prefill, field), getattr(decode, field)
+                if ours != theirs:
+                    raise wrong(
+                        f"prefill.{field} is {ours!r} and decode.{field} is {theirs!r}; KV moves between them as it is,"
+                        " so they must be the same"
+                    )
+        return roles
+
+    @pydantic.model_validator(mode="after")
+    def _check_links(self) -> Self:
+        present = self.roles.present()
+        for index, link in enumerate(self.links):
+            for end in (link.source, link.target):
+                if end not in present:
+                    described = ", ".join(present)
+                    raise wrong(
+                        f"links.{index}: there is no role {end.value!r}; the graph describes {described}"
+                    )
+            if any(link.connects(other) for other in self.links[:index]):
+                raise wrong(f"links.{index}: {link.source} to {link.target} is described twice; keep one")
+        return self
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Graph:
+    """Read a graph from a YAML file, or from a Python file that sets `graph`.
+
+    Args:
+        path: the file; `.py` is run, anything else is YAML (of which JSON is a part).
+        overrides: what `--set` gave, as `roles.decode.replicas=4`.
+
+    Raises:
+        ConfigError: one line per mistake, `graph.yaml: roles.decode.replicas: must be >= 0, got -1`.
+    """
+    path = Path(path)
+    source = str(path)
+    if path.suffix == ".py":
+        return override(_run_python(path), overrides, source=source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{source}: {(error.strerror or str(error)).lower()}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: not UTF-8 text (byte {error.start}); a graph is YAML") from error
+    data = parse_yaml(text, source=source)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: must be a mapping, with at least a `model`")
+    return _parse(data, overrides, source)
+
+
+def override(graph: Graph, overrides: Sequence[str], *, source: str) -> Graph:
+    """Return `graph` with what `--set` gave.
+
+    Raises:
+        ConfigError: an assignment is malformed, or the result is no valid graph.
+    """
+    return (
+        _parse(graph.model_dump(mode="json", exclude_unset=True), overrides, source) if overrides else graph
+    )
+
+
+def _parse(data: dict[str, object], assignments: Sequence[str], source: str) -> Graph:
+    changes = Overrides(assignments)
+    return Graph.parse(changes.apply(data), source=lambda path: changes.source_of(path, source))
+
+
+def _run_python(path: Path) -> Graph:
+    try:
+        graph = runpy.run_path(str(path)).get("graph")
+    except pydantic.ValidationError as error:
+        raise config_error(Graph, error, str(path)) from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except Exception as error:
+        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(graph, Graph):
+        raise ConfigError(f"{path}: must set `graph` to a penstock.graph.Graph, got {type(graph).__name__}")
+    return graph

@@ -1,0 +1,49 @@
+"""What the workers of one role are: how many, which engine, on what, with how much KV."""
+
+from typing import Literal
+
+import pydantic
+
+from penstock.core.config import Config
+from penstock.core.types import Role
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class RoleSpec(Config):
+    """One role's workers, all alike."""
+
+    replicas: int = pydantic.Field(default=1, ge=0)
+    """Workers to run."""
+    engine: str = "paged"
+    """`paged` runs the model in PyTorch; `mock` answers with made-up text at a modelled speed."""
+    hardware: str = "cpu"
+    """What a worker runs on."""
+    tensor_parallel: int = pydantic.Field(default=1, ge=1)
+    """Devices that share one worker's weights."""
+    weight_dtype: Dtype = "auto"
+    """Number format of the weights; auto is the checkpoint's own."""
+    kv_dtype: Dtype = "auto"
+    """Number format of the KV cache; auto is that of the weights."""
+    max_batch_tokens: int | None = pydantic.Field(default=None, ge=1)
+    """Tokens one engine step may compute; None is the engine's own choice."""
+    kv_blocks: int | None = pydantic.Field(default=None, ge=2)
+    """Blocks in a worker's KV pool; None is the engine's own choice."""
+
+
+class Roles(Config):
+    """Which kinds of worker there are. Either whole requests (aggregated), or prefill and decode apart."""
+
+    aggregated: RoleSpec | None = None
+    """Workers that run whole requests."""
+    prefill: RoleSpec | None = None
+    """Workers that run prompts and hand their KV over."""
+    decode: RoleSpec | None = None
+    """Workers that take KV over and generate."""
+
+    def present(self) -> dict[Role, RoleSpec]:
+        """Return the roles that are described, replicas 0 included."""
+        specs = {
+            Role.AGGREGATED: self.aggregated, Role.PREFILL: self.prefill, Role.DECODE: self.decode,
+        }  # fmt: skip
+        return {role: spec for role, spec in specs.items() if spec is not None}

@@ -1,0 +1,22 @@
+"""How patient a supervisor is with the processes it runs."""
+
+import pydantic
+
+from penstock.core.config import Config
+
+
+class Supervision(Config):
+    """Restarts and endings on one machine."""
+
+    drain_s: float = pydantic.Field(default=30.0, ge=0)
+    """Seconds that running requests get to finish once the deployment is told to stop."""
+    start_timeout_s: float = pydantic.Field(default=600.0, gt=0)
+    """Seconds that a process gets from its start until it is ready."""
+    restart_delay_s: float = pydantic.Field(default=0.2, gt=0)
+    """Seconds before the first restart; doubled for each further one in a row."""
+    restart_delay_max_s: float = pydantic.Field(default=10.0, gt=0)
+    """The longest delay before a restart, in seconds."""
+    healthy_after_s: float = pydantic.Field(default=30.0, gt=0)
+    """Seconds of service after which earlier failures are forgotten."""
+    failed_starts_max: int = pydantic.Field(default=5, ge=1)
+    """Failed starts in a row after which a process is given up."""

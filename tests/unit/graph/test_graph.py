@@ -1,0 +1,165 @@
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.core.types import Role
+from penstock.graph import Graph, Roles, RoleSpec, load, override
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.*"))
+
+
+def write(tmp_path: Path, text: str, name: str = "graph.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def mistakes(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return [line.replace(f"{path.parent}/", "") for line in caught.value.message.splitlines()]
+
+
+def test_a_model_is_all_it_takes() -> None:
+    graph = Graph(model="demo")
+    assert graph.roles.present() == {Role.AGGREGATED: RoleSpec()}
+    assert (graph.frontend.host, graph.frontend.port, graph.block_size) == ("127.0.0.1", 8000, 16)
+
+
+def test_yaml_and_python_give_the_same_graph(tmp_path: Path) -> None:
+    yaml = write(tmp_path, "model: demo\nroles:\n  aggregated: {replicas: 2, engine: mock}\n")
+    python = write(
+        tmp_path,
+        "from penstock.graph import Graph, Roles, RoleSpec\n"
+        "graph = Graph(model='demo', roles=Roles(aggregated=RoleSpec(replicas=2, engine='mock')))\n",
+        "graph.py",
+    )
+    assert load(yaml) == load(python)
+    assert load(yaml, ["block_size=32"]) == load(python, ["block_size=32"])
+
+
+def test_every_mistake_is_one_line_with_file_path_and_value(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "model: demo\nfrontend: {port: 70000, proceses: 2}\nroles:\n  decode: {replicas: -1, weight_dtype: fp8}\n",
+    )
+    assert mistakes(path) == [
+        "graph.yaml: frontend.port: must be <= 65535, got 70000",
+        "graph.yaml: frontend.proceses: unknown key; did you mean 'processes'?",
+        "graph.yaml: roles.decode.replicas: must be >= 0, got -1",
+        "graph.yaml: roles.decode.weight_dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16', got 'fp8'",
+    ]
+
+
+def test_a_key_written_twice_is_a_mistake(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: demo\nroles:\n  decode: {}\n  prefill: {}\n  decode: {}\n")
+    assert mistakes(path) == ["graph.yaml:5:3: key 'decode' is written twice, first in line 3; keep one"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("model: [demo\n", "graph.yaml:2:1: expected ',' or ']', but got '<stream end>'"),
+        ("", "graph.yaml: must be a mapping, with at least a `model`"),
+        ("block_size: 16\n", "graph.yaml: model: missing; it has no default"),
+        ("model: demo\nname: ../up\n", "graph.yaml: name: must be up to 63 letters"),
+        ("model: \x07\n", "graph.yaml: not valid YAML: unacceptable character #x0007"),
+    ],
+)
+def test_a_file_that_is_no_graph_is_one_line(tmp_path: Path, text: str, line: str) -> None:
+    found = mistakes(write(tmp_path, text))
+    assert len(found) == 1
+    assert found[0].startswith(line)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    assert mistakes(tmp_path / "absent.yaml") == ["absent.yaml: no such file or directory"]
+    assert mistakes(tmp_path / "absent.py") == ["absent.py: no such file or directory"]
+    (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9\n")
+    assert mistakes(tmp_path / "latin.yaml") == ["latin.yaml: not UTF-8 text (byte 10); a graph is YAML"]
+
+
+def test_a_python_file_that_fails_is_one_line(tmp_path: Path) -> None:
+    assert mistakes(write(tmp_path, "graph = 3\n", "a.py")) == [
+        "a.py: must set `graph` to a penstock.graph.Graph, got int"
+    ]
+    assert mistakes(write(tmp_path, "1 / 0\n", "b.py")) == ["b.py: ZeroDivisionError: division by zero"]
+    text = "from penstock.graph import Graph\ngraph = Graph(model='demo', block_size=0)\n"
+    assert mistakes(write(tmp_path, text, "c.py")) == ["c.py: block_size: must be >= 1, got 0"]
+
+
+def test_roles_must_fit_each_other(tmp_path: Path) -> None:
+    assert mistakes(write(tmp_path, "model: demo\nroles: {}\n")) == [
+        "graph.yaml: roles: no role is described; describe aggregated, or prefill and decode"
+    ]
+    for one, other in (("prefill", "decode"), ("decode", "prefill")):
+        (line,) = mistakes(write(tmp_path, f"model: demo\nroles: {{{one}: {{}}}}\n"))
+        assert line.startswith(f"graph.yaml: roles: {one} needs {other}")
+    (line,) = mistakes(
+        write(tmp_path, "model: demo\nroles: {prefill: {kv_dtype: float16}, decode: {kv_dtype: float32}}\n")
+    )
+    assert "prefill.kv_dtype is 'float16' and decode.kv_dtype is 'float32'" in line
+
+
+def test_links_join_roles_that_exist(tmp_path: Path) -> None:
+    roles = "model: demo\nroles: {prefill: {}, decode: {}}\nlinks:\n"
+    one = "  - {source: prefill, target: decode, bandwidth_bytes_per_s: 1.0e+10}\n"
+    assert load(write(tmp_path, roles + one)).links[0].bandwidth_bytes_per_s == 1e10
+    assert mistakes(write(tmp_path, roles + one + one)) == [
+        "graph.yaml: links.1: prefill to decode is described twice; keep one"
+    ]
+    assert mistakes(write(tmp_path, roles + one.replace("decode", "aggregated"))) == [
+        "graph.yaml: links.0: there is no role 'aggregated'; the graph describes prefill, decode"
+    ]
+
+
+def test_set_overrides_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: demo\nroles:\n  aggregated: {replicas: 2}\n")
+    graph = load(path, ["roles.aggregated.replicas=4", "slo.ttft_s=0.5", "frontend.host=0.0.0.0"])
+    assert graph.roles == Roles(aggregated=RoleSpec(replicas=4))
+    assert graph.slo is not None
+    assert (graph.slo.ttft_s, graph.frontend.host) == (0.5, "0.0.0.0")
+
+
+def test_set_reaches_into_lists(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "model: demo\nroles: {prefill: {}, decode: {}}\n"
+        "links: [{source: prefill, target: decode, bandwidth_bytes_per_s: 1}]\n",
+    )
+    assert load(path, ["links.0.bandwidth_bytes_per_s=7"]).links[0].bandwidth_bytes_per_s == 7
+    assert mistakes(path, "links.1.latency_s=7") == [
+        "--set links.1.latency_s: links is a list of 1; set it whole, as [...]"
+    ]
+    assert load(path, ["links=[]"]).links == ()
+
+
+def test_mistakes_of_set_name_the_flag(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: demo\nblock_size: 0\n")
+    assert mistakes(path, "roles.aggregated.replcas=4") == [
+        "graph.yaml: block_size: must be >= 1, got 0",
+        "--set: roles.aggregated.replcas: unknown key; did you mean 'replicas'?",
+    ]
+    assert mistakes(path, "roles") == [
+        "--set roles: must be key=value, as in --set roles.aggregated.replicas=2"
+    ]
+    assert mistakes(path, "block_size.x=2") == ["--set block_size.x: block_size is 0, not a mapping"]
+    assert mistakes(path, "slo=[") == ["--set slo:1:2: expected the node content, but found '<stream end>'"]
+
+
+def test_override_keeps_what_it_does_not_name() -> None:
+    graph = Graph(model="demo", roles=Roles(aggregated=RoleSpec(engine="mock", replicas=3)))
+    changed = override(graph, ["roles.aggregated.kv_blocks=64"], source="flags")
+    assert changed.roles.aggregated == RoleSpec(engine="mock", replicas=3, kv_blocks=64)
+    assert override(graph, [], source="flags") is graph
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_load(path: Path) -> None:
+    assert load(path).model
+
+
+def test_a_graph_survives_its_own_json() -> None:
+    graph = Graph(model="demo", roles=Roles(aggregated=RoleSpec(engine="mock", replicas=3)))
+    assert Graph.model_validate_json(graph.model_dump_json()) == graph
