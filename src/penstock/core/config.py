@@ -85,9 +85,8 @@ def _wording(item: ErrorDetails) -> str:
     elif item["type"] in {"model_type", "model_attributes_type"}:
         message = "must be a mapping"
     else:
-        message = (
-            item["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should", "must", 1)
-        )
+        message = item["msg"].partition(", unable to")[0].removeprefix("Value error, ").removeprefix("Input ")
+        message = message.replace("should", "must", 1)
         message = message[:1].lower() + message[1:]
     value = item["input"]
     return f"{message}, got {'a mapping' if isinstance(value, (dict, pydantic.BaseModel)) else repr(value)}"
