@@ -1,0 +1,305 @@
+"""From token ids back to text, a few at a time, equal to decoding all of them at once.
+
+A tokenizer's decoder is read from tokenizer.json and run incrementally here: text is given out as soon as
+no later token can change it. Byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece-like decoders
+(Llama 2, Mistral, Gemma) have exact decoders of their own; any other one is decoded in a sliding window.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from tokenizers import Tokenizer
+
+REPLACEMENT = "�"
+_WINDOW_TOKENS_MAX = 16  # longer than any character's tokens: what is undecodable by then stays so
+
+
+class TextDecoder(Protocol):
+    """One output's way from ids to text. Not thread-safe."""
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """Give the text that is certain now."""
+        ...
+
+    def finish(self) -> str:
+        """Give what was held back, as the end of the text."""
+        ...
+
+
+class Detokenizer:
+    """A model's way back from ids to text, shared by all its requests; special tokens are left out."""
+
+    def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes) -> None:
+        layout = msgspec.json.decode(tokenizer_json, type=_Layout)
+        self._special = frozenset(token.id for token in layout.added_tokens if token.special)
+        steps = _flatten(layout.decoder)
+        vocabulary: _Vocabulary = tokenizer.id_to_token
+        self._token_bytes: Callable[[int], bytes]
+        self._new: Callable[[bool], TextDecoder]
+        if [step.get("type") for step in steps] == ["ByteLevel"]:
+            table = _ByteTable(vocabulary, skip=self._special)
+            self._token_bytes = _ByteTable(vocabulary).__getitem__
+            self._new = lambda _: _ByteDecoder(table)
+        elif (rule := _PieceRule.read(steps)) is not None:
+            pieces = _PieceTable(vocabulary, rule, skip=self._special)
+            self._token_bytes = _PieceTable(vocabulary, rule).token_bytes
+            self._new = lambda begins_text: _PieceDecoder(pieces, begins_text=begins_text)
+        else:
+            self._token_bytes = lambda token_id: tokenizer.decode(
+                [token_id], skip_special_tokens=False
+            ).encode()
+            self._new = lambda _: _WindowDecoder(tokenizer)
+
+    def stream(self, *, begins_text: bool = True) -> TextDecoder:
+        """Start on one output.
+
+        Args:
+            begins_text: the output is a text of its own, as a chat message is, so that a SentencePiece
+                decoder drops the space before its first word; False where it goes on with a prompt.
+        """
+        return self._new(begins_text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Give a token's own bytes, also a special one's and those of a part of a character."""
+        return self._token_bytes(token_id)
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    special: bool = False
+
+
+class _Layout(msgspec.Struct):
+    """The parts of tokenizer.json that decoding needs."""
+
+    added_tokens: list[_AddedToken] = []
+    decoder: dict[str, Any] | None = None
+
+
+_Vocabulary = Callable[[int], str | None]
+
+
+def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder.get("type") == "Sequence":
+        return [step for inner in decoder["decoders"] for step in _flatten(inner)]
+    return [decoder]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Map GPT-2's printable stand-ins to the bytes they stand for.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, `bytes_to_unicode`.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class _ByteTable(dict[int, bytes]):
+    """Bytes by token id, filled as ids are seen: at most the vocabulary."""
+
+    def __init__(self, vocabulary: _Vocabulary, skip: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+        self._skip = skip
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skip else self._vocabulary(token_id)
+        if token is None:
+            content = b""
+        elif all(character in _BYTE_OF for character in token):
+            content = bytes([_BYTE_OF[character] for character in token])
+        else:
+            content = token.encode()
+        self[token_id] = content
+        return content
+
+
+class _ByteDecoder:
+    """Byte-level BPE: the text is the tokens' bytes as UTF-8, only an unfinished character is held back."""
+
+    __slots__ = ("_held", "_table")
+
+    def __init__(self, table: _ByteTable) -> None:
+        self._table = table
+        self._held = b""
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        table = self._table
+        content = self._held + b"".join([table[token_id] for token_id in token_ids])
+        text, used = codecs.utf_8_decode(content, "replace", False)
+        self._held = content[used:]
+        return text
+
+    def finish(self) -> str:
+        text = self._held.decode("utf-8", "replace")
+        self._held = b""
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class _PieceRule:
+    """What a SentencePiece-like decoder does: replace in each token, join bytes, strip the text's start."""
+
+    replacements: tuple[tuple[str, str], ...]
+    byte_fallback: bool
+    dropped_in_first: str  # Metaspace: dropped wherever it is in the first token
+    strip: str  # taken off the start of the text ...
+    strip_count: int  # ... this often at most
+
+    @classmethod
+    def read(cls, steps: Sequence[dict[str, Any]]) -> "_PieceRule | None":
+        """Understand (Replace | Metaspace)* ByteFallback? (Fuse Strip?)?; None if it is anything else."""
+        remaining = list(steps)
+        replacements: list[tuple[str, str]] = []
+        dropped = ""
+        while remaining and remaining[0]["type"] in {"Replace", "Metaspace"}:
+            step = remaining.pop(0)
+            if step["type"] == "Metaspace":
+                if step.get("prepend_scheme", "always") != "never":
+                    dropped = step["replacement"]
+                replacements.append((step["replacement"], " "))
+            elif "String" in step["pattern"]:
+                replacements.append((step["pattern"]["String"], step["content"]))
+            else:
+                return None
+        byte_fallback = bool(remaining) and remaining[0]["type"] == "ByteFallback"
+        del remaining[: int(byte_fallback)]
+        fused = bool(remaining) and remaining[0]["type"] == "Fuse"
+        del remaining[: int(fused)]
+        strip, strip_count = "", 0
+        if fused and remaining and remaining[0]["type"] == "Strip" and remaining[0]["stop"] == 0:
+            step = remaining.pop(0)
+            strip, strip_count = step["content"], step["start"]
+        if remaining or not steps:
+            return None
+        return cls(tuple(replacements), byte_fallback, dropped, strip, strip_count)
+
+
+class _PieceTable(dict[int, "str | int | None"]):
+    """By token id: its text, or the one byte it stands for, or None if it is left out."""
+
+    def __init__(self, vocabulary: _Vocabulary, rule: _PieceRule, skip: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+        self._skip = skip
+        self.rule = rule
+
+    def __missing__(self, token_id: int) -> str | int | None:
+        token = None if token_id in self._skip else self._vocabulary(token_id)
+        piece = None if token is None else self._piece(token)
+        self[token_id] = piece
+        return piece
+
+    def _piece(self, token: str) -> str | int:
+        for old, new in self.rule.replacements:
+            token = token.replace(old, new)
+        if self.rule.byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return int(token[3:5], 16)
+            except ValueError:
+                return token
+        return token
+
+    def first(self, token_id: int) -> str | int | None:
+        """Give the piece of a text's first token."""
+        dropped = self.rule.dropped_in_first
+        token = self._vocabulary(token_id)
+        if not dropped or token is None or self[token_id] is None:
+            return self[token_id]
+        return self._piece(token.replace(dropped, ""))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self[token_id]
+        return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
+
+
+class _PieceDecoder:
+    """SentencePiece-like: a run of byte tokens is held until it ends, for one bad byte spoils the whole run."""
+
+    __slots__ = ("_begins", "_run", "_strip_left", "_table")
+
+    def __init__(self, table: _PieceTable, *, begins_text: bool) -> None:
+        self._table = table
+        self._run = bytearray()
+        self._begins = begins_text
+        self._strip_left = table.rule.strip_count if begins_text else 0
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        table, run, text = self._table, self._run, ""
+        for token_id in token_ids:
+            piece = table.first(token_id) if self._begins else table[token_id]
+            if piece is None:
+                continue
+            self._begins = False
+            if isinstance(piece, int):
+                run.append(piece)
+                continue
+            if run:
+                text += self._end_run()
+            text += piece
+        return self._strip(text) if self._strip_left else text
+
+    def finish(self) -> str:
+        text = self._end_run()
+        return self._strip(text) if self._strip_left else text
+
+    def _end_run(self) -> str:
+        try:
+            text = self._run.decode()
+        except UnicodeDecodeError:
+            text = REPLACEMENT * len(self._run)
+        self._run.clear()
+        return text
+
+    def _strip(self, text: str) -> str:
+        character = self._table.rule.strip
+        while self._strip_left and text.startswith(character):
+            text = text.removeprefix(character)
+            self._strip_left -= 1
+        if text:
+            self._strip_left = 0
+        return text
+
+
+class _WindowDecoder:
+    """Any other decoder: decode the newest tokens with and without the last ones, and give the difference.
+
+    Exact where a token's text depends on nothing further back than the token before it.
+    """
+
+    __slots__ = ("_ids", "_known", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._known = 0  # leading ids whose text is out
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        self._ids += token_ids
+        return self._take(hold=True)
+
+    def finish(self) -> str:
+        return self._take(hold=False)
+
+    def _take(self, *, hold: bool) -> str:
+        decode = self._tokenizer.decode
+        text = decode(self._ids)
+        if hold and text.endswith(REPLACEMENT) and len(self._ids) - self._known < _WINDOW_TOKENS_MAX:
+            return ""
+        given = decode(self._ids[: self._known])
+        # One token that has text of its own stays, since the first token of a text may be written otherwise.
+        keep = 1
+        while keep < len(self._ids) and not decode(self._ids[-keep:]):
+            keep += 1
+        self._ids = self._ids[-keep:]
+        self._known = len(self._ids)
+        return text[len(given) :]
