@@ -1,0 +1,91 @@
+"""One child process, seen from its supervisor."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from penstock.deploy.messages import Assignment, Report
+
+_REPORT_BYTES_MAX = 1 << 20
+_reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
+
+_ONE_THREAD = {
+    # Processes are the unit of parallelism here. Two OpenMP threads on a busy 2-core machine ran a model
+    # 8 times slower than one (measured); Rust's tokenizers would start a pool for a single prompt.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Child:
+    """A running process. One task owns it; `signal` and `kill` may come from anywhere on its event loop."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, assignment: Assignment) -> "Child":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=_REPORT_BYTES_MAX)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",  # the working directory is no place to import from
+                    "-m",
+                    "penstock.deploy.process",
+                    str(theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # Ctrl-C is the supervisor's to handle
+                    env=_ONE_THREAD | os.environ,
+                )
+            except BaseException:
+                writer.close()
+                raise
+        writer.write(msgspec.json.encode(assignment) + b"\n")
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def report(self) -> Report | None:
+        """Wait for what the child says next; None once it can say no more."""
+        try:
+            line = await self._reader.readline()
+            return _reports.decode(line) if line else None
+        except (OSError, ValueError):  # it died in the middle of a line
+            return None
+
+    async def wait(self) -> int:
+        """Wait for its end, and return its exit status (negative: the signal that ended it)."""
+        status = await self._process.wait()
+        self._writer.close()
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+
+def describe_status(status: int) -> str:
+    """Word an exit status for people."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"

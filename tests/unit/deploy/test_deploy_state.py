@@ -1,0 +1,64 @@
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
+
+
+def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
+    assert state_dir("blue") == tmp_path / "blue"
+    monkeypatch.delenv("PENSTOCK_STATE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert state_dir("blue") == tmp_path / "penstock" / "blue"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert state_dir("blue") == tmp_path / ".local/state/penstock/blue"
+
+
+def test_the_hash_key_is_made_once_kept_and_private(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "b"
+    key = load_hash_key(directory)
+    assert len(key) == 16
+    assert load_hash_key(directory) == key != load_hash_key(tmp_path / "c")
+    assert [path.name for path in directory.iterdir()] == ["hash_key"]
+    assert stat.S_IMODE((directory / "hash_key").stat().st_mode) == 0o600
+
+
+def test_a_damaged_key_or_directory_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hash_key").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"hash_key: must hold 16 bytes, has 5; delete it"):
+        load_hash_key(tmp_path)
+    with pytest.raises(ConfigError, match=r"not a directory; set PENSTOCK_STATE_DIR"):
+        load_hash_key(tmp_path / "hash_key" / "below")
+
+
+def test_the_runtime_directory_is_private_and_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = RuntimeDirectory()
+    assert directory.path.parent == tmp_path
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    (directory.path / "hub.sock").touch()
+    directory.remove()
+    assert not directory.path.exists()
+    directory.remove()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match="set XDG_RUNTIME_DIR"):
+        RuntimeDirectory()
+
+
+def test_what_a_killed_supervisor_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    orphan, living, other = (
+        tmp_path / f"penstock-{gone.pid}-x", tmp_path / f"penstock-{os.getpid()}-x", tmp_path / "penstock-notes",
+    )  # fmt: skip
+    for path in (orphan, living, other):
+        path.mkdir()
+    RuntimeDirectory().remove()
+    assert [path.exists() for path in (orphan, living, other)] == [False, True, True]

@@ -1,0 +1,170 @@
+import asyncio
+import signal
+
+import pytest
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.ids import WorkerId
+from penstock.core.types import Role
+from penstock.deploy.backoff import Backoff
+from penstock.deploy.child import describe_status
+from penstock.deploy.member import Member
+from penstock.deploy.messages import Assignment, Failed, Ready, Report, WorkerJob
+from penstock.graph import Supervision
+
+QUICK = Supervision(restart_delay_s=0.001, restart_delay_max_s=0.002, failed_starts_max=3)
+
+
+class ScriptedChild:
+    """Says its reports, then ends with `status`; without one it lives until a signal comes."""
+
+    def __init__(self, reports: list[Report], status: int | None) -> None:
+        self.pid = 7
+        self.signals: list[signal.Signals] = []
+        self._reports: asyncio.Queue[Report | None] = asyncio.Queue()
+        for report in reports:
+            self._reports.put_nowait(report)
+        self._ended = asyncio.Event()
+        self._status = 0
+        if status is not None:
+            self._end(status)
+
+    def _end(self, status: int) -> None:
+        if not self._ended.is_set():
+            self._status = status
+            self._reports.put_nowait(None)
+            self._ended.set()
+
+    async def report(self) -> Report | None:
+        return await self._reports.get()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return self._status
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+        self._end(0 if number == signal.SIGTERM else -number)
+
+    def kill(self) -> None:
+        self._end(-9)
+
+
+class Scene:
+    """A member whose processes follow a script; the last one repeats."""
+
+    def __init__(self, *script: tuple[list[Report], int | None], settings: Supervision = QUICK) -> None:
+        self.said: list[tuple[str, str]] = []
+        self.children: list[ScriptedChild] = []
+        self._script = list(script)
+        self.member = Member("worker-1", self._assign, settings, start=self._start, say=self._say)
+
+    def _assign(self) -> Assignment:
+        return Assignment(
+            name="worker-1", job=WorkerJob(worker_id=WorkerId(len(self.children) + 1), role=Role.AGGREGATED),
+            graph_json="", hub_address="", hub_token="", hash_key=b"", log_level="info", supervisor_pid=1,
+        )  # fmt: skip
+
+    async def _start(self, _: Assignment) -> ScriptedChild:
+        reports, status = self._script.pop(0) if len(self._script) > 1 else self._script[0]
+        self.children.append(ScriptedChild(reports, status))
+        return self.children[-1]
+
+    def _say(self, name: str, state: str, detail: str) -> None:
+        assert name == "worker-1"
+        self.said.append((state, detail.partition("  ")[0]))
+
+
+def test_backoff_doubles_to_its_bound_and_forgets_after_a_healthy_while() -> None:
+    settings = Supervision(restart_delay_s=0.2, restart_delay_max_s=1.0, healthy_after_s=30)
+    backoff = Backoff(settings)
+    assert [backoff.delay_s(None) for _ in range(5)] == [0.2, 0.4, 0.8, 1.0, 1.0]
+    assert backoff.failed_starts == 5
+    assert backoff.delay_s(5.0) == 1.0
+    assert backoff.failed_starts == 0
+    assert [backoff.delay_s(31.0), backoff.delay_s(5.0)] == [0.2, 0.4]
+    for _ in range(5000):
+        backoff.delay_s(None)
+
+
+def test_statuses_are_worded() -> None:
+    assert describe_status(1) == "exit code 1"
+    assert describe_status(-9) == "killed by SIGKILL"
+    assert describe_status(-99) == "killed by signal 99"
+
+
+def test_a_process_that_dies_is_replaced_until_the_member_is_stopped() -> None:
+    async def main() -> None:
+        scene = Scene(([Ready(detail="a")], -9), ([Ready(detail="b")], None))
+        async with asyncio.TaskGroup() as group, asyncio.timeout(5):
+            running = group.create_task(scene.member.run())
+            while len(scene.children) < 2 or not scene.member.ready.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert scene.member.pid == 7
+            scene.member.stop()
+            scene.member.stop()
+            await running
+        assert scene.said == [
+            ("ready", "a"),
+            ("failed", "killed by SIGKILL; starts again in 0.0 s"),
+            ("ready", "b"),
+            ("stopped", ""),
+        ]
+        assert scene.children[1].signals == [signal.SIGTERM]
+        assert scene.member.pid is None
+
+    asyncio.run(main())
+
+
+def test_settings_that_cannot_work_end_it_with_the_childs_own_words() -> None:
+    scene = Scene(([Failed(message="/m: no weights", config=True)], 2))
+    with pytest.raises(ConfigError, match=r"^/m: no weights$"):
+        asyncio.run(scene.member.run())
+    assert len(scene.children) == 1
+
+
+def test_a_process_that_never_gets_ready_is_given_up() -> None:
+    scene = Scene(([], 1))
+    with pytest.raises(
+        Unavailable, match=r"^worker-1: failed to start 3 times in a row, at last: exit code 1;"
+    ):
+        asyncio.run(scene.member.run())
+    assert len(scene.children) == 3
+
+
+def test_a_member_the_deployment_can_do_without_is_tried_for_ever() -> None:
+    async def main() -> None:
+        scene = Scene(([Failed(message="no weights", config=True)], 2), ([], 1))
+        scene.member.may_give_up = lambda: False
+        async with asyncio.TaskGroup() as group, asyncio.timeout(5):
+            running = group.create_task(scene.member.run())
+            while len(scene.children) < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            scene.member.stop()
+            await running
+
+    asyncio.run(main())
+
+
+def test_a_start_that_takes_too_long_is_a_failed_one() -> None:
+    settings = Supervision(start_timeout_s=0.001, failed_starts_max=1)
+    scene = Scene(([], None), settings=settings)
+    with pytest.raises(Unavailable, match=r"not ready 0\.001 s after its start"):
+        asyncio.run(scene.member.run())
+
+
+def test_kill_ends_at_once_and_cancellation_leaves_no_process() -> None:
+    async def main() -> None:
+        scene = Scene(([Ready()], None))
+        async with asyncio.TaskGroup() as group, asyncio.timeout(5):
+            running = group.create_task(scene.member.run())
+            await scene.member.ready.wait()
+            scene.member.kill()
+            await running
+            other = Scene(([Ready()], None))
+            running = group.create_task(other.member.run())
+            await other.member.ready.wait()
+            running.cancel()
+        assert await other.children[0].wait() == -9
+
+    asyncio.run(main())
