@@ -1,0 +1,96 @@
+"""Native against its Python twin, where the properties' sizes do not reach."""
+
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from penstock.core.hashing import DEFAULT_KEY, block_hashes_python, root_hash
+from penstock.core.native import native
+
+pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
+FIRST = root_hash(16, b"")
+
+
+def _tokens(count: int) -> np.ndarray:
+    return np.random.default_rng(count).integers(-(2**31), 2**31, count, dtype=np.int32)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 64, 128, 256])
+def test_every_block_size_and_remainder_of_the_lanes(block_size):
+    for num_blocks in (*range(20), 40):
+        tokens = _tokens(num_blocks * block_size + block_size // 2)
+        expected = block_hashes_python(tokens, block_size, FIRST, {}, DEFAULT_KEY)
+        np.testing.assert_array_equal(
+            native.block_hashes(tokens, block_size, FIRST, {}, DEFAULT_KEY), expected
+        )
+
+
+@pytest.mark.parametrize("block_size", [3, 16])
+@pytest.mark.parametrize("extra_bytes", [0, 1, 7, 8, 9, 255, 256, 1000])
+def test_extras_of_any_length_in_any_lane(block_size, extra_bytes):
+    tokens = _tokens(30 * block_size)
+    extra = {block: bytes([block]) * extra_bytes for block in (0, 3, 7, 8, 25, 29)}
+    expected = block_hashes_python(tokens, block_size, FIRST, extra, DEFAULT_KEY)
+    np.testing.assert_array_equal(
+        native.block_hashes(tokens, block_size, FIRST, extra, DEFAULT_KEY), expected
+    )
+
+
+def test_the_result_owns_its_memory():
+    hashes = native.block_hashes(_tokens(1600), 16, FIRST, {}, DEFAULT_KEY)
+    before = hashes.copy()
+    for _ in range(50):
+        native.block_hashes(_tokens(1600), 16, (1, 2), {}, DEFAULT_KEY)
+    np.testing.assert_array_equal(hashes, before)
+    assert hashes.flags.writeable
+    assert hashes.flags.c_contiguous
+
+
+def test_long_input_lets_other_threads_run(monkeypatch):
+    """With the GIL held, the main thread would see nothing of the call but its end."""
+    tokens = np.zeros(20_000_000, dtype=np.int32)
+    started, ended = threading.Event(), threading.Event()
+
+    def hash_tokens():
+        started.set()
+        native.block_hashes(tokens, 16, FIRST, {}, DEFAULT_KEY)
+        ended.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)  # no thread is made to give way: it has to do so itself
+    try:
+        thread = threading.Thread(target=hash_tokens)
+        thread.start()
+        started.wait()
+        time.sleep(0.002)
+        seen_running = not ended.is_set()
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen_running
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"block_size": 0}, ValueError),
+        ({"key": b"short"}, ValueError),
+        ({"tokens": np.zeros(4, dtype=np.int64)}, TypeError),
+        ({"tokens": np.zeros((2, 2), dtype=np.int32)}, TypeError),
+        ({"extra": {0: "text"}}, RuntimeError),
+        ({"extra": {-1: b"x"}}, RuntimeError),
+    ],
+)
+def test_wrong_arguments_raise(arguments, error):
+    good = {
+        "tokens": np.zeros(4, dtype=np.int32),
+        "block_size": 2,
+        "first": (0, 0),
+        "extra": {},
+        "key": DEFAULT_KEY,
+    }
+    with pytest.raises(error):
+        native.block_hashes(**(good | arguments))
