@@ -1,0 +1,300 @@
+"""Prices from first principles: a model's bytes and FLOPs over what the hardware can do.
+
+Each matrix product takes the smooth maximum of its arithmetic and its weight traffic; attention, collectives
+and launches are added. One set of factors holds for all models and devices. At a fixed batch a decode step is
+piecewise linear in context, which the simulator relies on.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pydantic import Field, PositiveInt
+
+from penstock.core.config import Config
+from penstock.core.errors import ConfigError
+from penstock.core.types import Tier
+from penstock.perf.hardware import Dtype, Hardware
+from penstock.perf.latency import Link
+from penstock.perf.shape import ModelShape
+
+_US = 1e-6
+
+
+class Parallel(Config):
+    """How one engine is spread over devices: `tp * pp * dp` of them, experts over `ep` of a stage's `tp * dp`."""
+
+    tp: PositiveInt = 1
+    """Tensor parallelism of attention and dense layers."""
+    pp: PositiveInt = 1
+    """Pipeline stages; a batch is cut into as many micro-batches."""
+    ep: PositiveInt = 1
+    """Expert parallelism; 1 shards each expert by `tp`."""
+    dp: PositiveInt = 1
+    """Copies of the attention, each with its share of the batch (wide expert parallelism)."""
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+class Factors(Config):
+    """What is reached of the peaks, and what each launch and collective costs.
+
+    Fitted once, by least 8-norm of the log error, to all six reference tables together (8B and 70B, bf16 and
+    fp8, H100, H200 and GB200, TP 1 to 8; `tests/data/latency_tables.json`, aiconfigurator 0.12.0).
+    """
+
+    gemm: float = Field(default=0.75, gt=0, le=1)
+    """Of the peak, for 16- and 32-bit products of many rows."""
+    gemm_narrow: float = Field(default=0.58, gt=0, le=1)
+    """Of the peak, for 8- and 4-bit products."""
+    gemm_half_rows: float = Field(default=54.0, ge=0)
+    """Rows at which a product reaches half of that."""
+    attention: float = Field(default=0.82, gt=0, le=1)
+    """Of the 16-bit peak, for prefill attention."""
+    bandwidth: float = Field(default=0.92, gt=0, le=1)
+    """Of the memory's, for weights."""
+    kv_bandwidth: float = Field(default=0.92, gt=0, le=1)
+    """Of the memory's, for decode attention."""
+    collective_bandwidth: float = Field(default=0.75, gt=0, le=1)
+    """Of the link's, for all-reduce and all-to-all."""
+    collective_s: float = Field(default=13.6e-6, ge=0)
+    """Latency of one collective."""
+    attention_s: float = Field(default=7e-6, ge=0)
+    layer_s: float = Field(default=18.4e-6, ge=0)
+    """Launches of a layer that nothing hides."""
+    step_s: float = Field(default=0.89e-3, ge=0)
+    """Scheduling and sampling of a step."""
+    overlap: float = Field(default=4.0, ge=1)
+    """Exponent of the smooth maximum: 1 adds, infinity takes the larger."""
+    activation_passes: float = Field(default=12.0, ge=0)
+    """How often a layer moves its hidden states through memory."""
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Of the device's memory, for weights and KV."""
+    storage_bytes_per_s: dict[Tier, float] = Field(
+        default={Tier.HOST: 40e9, Tier.DISK: 5e9, Tier.OBJECT: 1e9}
+    )
+    """Onboarding speed of lower tiers: PCIe 5.0 x16 as measured, an NVMe drive, one object-store stream."""
+
+
+@dataclass(slots=True)
+class Roofline:
+    """A `LatencyModel` of one engine. Stateless after construction."""
+
+    shape: ModelShape
+    hardware: Hardware
+    parallel: Parallel = field(default_factory=Parallel)
+    weight_dtype: Dtype | None = None
+    kv_dtype: Dtype | None = None
+    factors: Factors = field(default_factory=Factors)
+    tokens_per_step: float = 1.0
+    """Tokens a decode step yields on average; above 1 with speculation, whose verification is priced."""
+    _windows: tuple[tuple[int | None, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.weight_dtype = self.weight_dtype or self.shape.weight_dtype
+        wide = Dtype.FP8 if self.weight_dtype in {Dtype.FP8, Dtype.NVFP4, Dtype.MXFP4} else Dtype.BF16
+        self.kv_dtype = self.kv_dtype or (Dtype.FP32 if self.weight_dtype is Dtype.FP32 else wide)
+        self._windows = tuple(Counter(self.shape.windows).items())
+        if self.parallel.ep > 1 and self.shape.moe is None:
+            raise ConfigError(
+                f"parallel.ep: {self.parallel.ep} needs a model with experts; {self.shape.name} has none"
+            )
+        if self.parallel.ep > self.parallel.tp * self.parallel.dp:
+            raise ConfigError(
+                f"parallel.ep: {self.parallel.ep} is more than tp * dp = {self.parallel.tp * self.parallel.dp} devices of a stage"
+            )
+        if self.tokens_per_step < 1:
+            raise ConfigError(f"tokens_per_step: must be >= 1, got {self.tokens_per_step}")
+
+    # ---- LatencyModel -----------------------------------------------------------------------------------
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        assert self.kv_dtype is not None
+        return self.shape.kv_bytes_per_token(self.kv_dtype)
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens whose KV fits beside the weights; raises ConfigError when the weights alone do not fit."""
+        budget = self.hardware.memory_bytes * self.factors.memory_fraction
+        weights = self.weight_bytes_per_device()
+        if weights >= budget:
+            raise ConfigError(
+                f"{self.shape.name}: {weights / 1e9:.1f} GB of {self.weight_dtype} weights a device do not fit in "
+                f"{self.factors.memory_fraction:.0%} of {self.hardware.name}'s {self.hardware.memory_bytes / 1e9:.0f} GB; raise tp, pp or ep"
+            )
+        spread = self.parallel.pp * self.parallel.dp * self._kv_shards()
+        return int((budget - weights) * spread / self.kv_bytes_per_token)
+
+    def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
+        return self.mixed_step_s([(new_tokens, cached_tokens)], 0, 0)
+
+    def prefill_batch_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return self.mixed_step_s(chunks, 0, 0)
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return self.mixed_step_s((), batch, context_tokens)
+
+    def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
+        """Price one step; see `LatencyModel.mixed_step_s`."""
+        new_tokens = sum(new for new, _ in chunks)
+        if new_tokens + batch == 0:
+            return 0.0
+        queries = batch * self.tokens_per_step
+        copies = self.parallel.pp * self.parallel.dp
+        rows = (new_tokens + queries) / copies
+        samples = (len(chunks) + queries) / copies
+        seconds = self._layers_s(rows) + self._head_s(samples) + self.factors.step_s
+        seconds += self._prefill_attention_s(chunks) / copies
+        seconds += self._decode_attention_s(queries / copies, batch / copies, context_tokens / copies)
+        return seconds + self._pipeline_s(rows)
+
+    def transfer_s(self, num_bytes: float, link: Link) -> float:
+        rate = {
+            Link.SCALE_UP: self.hardware.scale_up_bytes_per_s,
+            Link.SCALE_OUT: self.hardware.scale_out_bytes_per_s,
+            Link.HOST: self.factors.storage_bytes_per_s[Tier.HOST],
+        }[link]
+        return self.factors.collective_s + num_bytes / (rate * self.factors.collective_bandwidth)
+
+    def onboard_s(self, num_bytes: float, tier: Tier) -> float:
+        if tier is Tier.DEVICE or num_bytes <= 0:
+            return 0.0
+        return self.factors.collective_s + num_bytes / self.factors.storage_bytes_per_s[tier]
+
+    # ---- parts -------------------------------------------------------------------------------------------
+
+    def weight_bytes_per_device(self) -> float:
+        """Weights on the fullest device; embeddings and head stay 16 bits wide."""
+        assert self.weight_dtype is not None
+        parallel, shape = self.parallel, self.shape
+        experts = 0.0
+        if shape.moe is not None:
+            spread = parallel.ep if parallel.ep > 1 else parallel.tp
+            experts = shape.moe_layers * shape.moe.num_experts * shape.expert_params() / spread
+        body = (shape.dense_params() / parallel.tp + experts) / parallel.pp
+        head = shape.head_params() * (1 if shape.tied_embeddings else 2) / parallel.tp
+        return body * self.weight_dtype.bytes + head * max(2.0, self._wide.bytes)
+
+    @property
+    def _wide(self) -> Dtype:
+        """Format of activations, head and attention arithmetic."""
+        return Dtype.FP32 if self.weight_dtype is Dtype.FP32 else Dtype.BF16
+
+    def _kv_shards(self) -> int:
+        """Devices that hold different parts of one sequence's KV; a KV head is not cut, a latent is copied."""
+        return 1 if self.shape.mla is not None else min(self.parallel.tp, self.shape.kv_heads)
+
+    def _gemm_s(self, rows: float, params: float, dtype: Dtype, loaded_params: float | None = None) -> float:
+        """Multiply `rows` rows with `params` weights, of which `loaded_params` are read."""
+        if rows <= 0 or params <= 0:
+            return 0.0
+        factors = self.factors
+        peak = factors.gemm if dtype.bytes >= Dtype.BF16.bytes else factors.gemm_narrow
+        reached = peak * rows / (rows + factors.gemm_half_rows)
+        arithmetic = 2 * rows * params / (self.hardware.peak_flops_per_s(dtype) * reached)
+        loaded = params if loaded_params is None else loaded_params
+        traffic = loaded * dtype.bytes / (self.hardware.bandwidth_bytes_per_s * factors.bandwidth)
+        return float((arithmetic**factors.overlap + traffic**factors.overlap) ** (1 / factors.overlap))
+
+    def _layers_s(self, rows: float) -> float:
+        assert self.weight_dtype is not None
+        shape, factors, parallel = self.shape, self.factors, self.parallel
+        attention = shape.attention_params() / parallel.tp
+        dense_layers = shape.layers - shape.moe_layers
+        per_layer = factors.layer_s + factors.attention_s + self._activations_s(rows)
+        if parallel.tp > 1:
+            per_layer += 2 * self._all_reduce_s(rows)
+        seconds = shape.layers * per_layer
+        dense = attention + shape.ffn_params(shape.intermediate) / parallel.tp
+        seconds += dense_layers * self._gemm_s(rows, dense, self.weight_dtype)
+        if shape.moe is not None:
+            shared = attention + shape.ffn_params(shape.moe.shared_intermediate) / parallel.tp
+            seconds += shape.moe_layers * (
+                self._gemm_s(rows, shared, self.weight_dtype) + self._experts_s(rows)
+            )
+        return seconds
+
+    def _experts_s(self, rows: float) -> float:
+        """Price one layer's routed experts: products with the experts that are hit, and the exchange of tokens."""
+        moe = self.shape.moe
+        assert moe is not None
+        assert self.weight_dtype is not None
+        parallel = self.parallel
+        tokens = rows * parallel.dp if parallel.ep > 1 else rows
+        spread = parallel.ep if parallel.ep > 1 else parallel.tp
+        hit = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens)
+        pairs = tokens * moe.experts_per_token
+        params = self.shape.expert_params()
+        # All hit experts of a device as one grouped product: rows an expert decide the efficiency.
+        rows_per_expert = pairs / hit if hit else 0.0
+        seconds = self._gemm_s(rows_per_expert, hit * params / spread, self.weight_dtype)
+        if parallel.ep > 1:
+            seconds += self._all_to_all_s(rows / parallel.tp * moe.experts_per_token)
+        return seconds
+
+    def _head_s(self, samples: float) -> float:
+        return self._gemm_s(samples, self.shape.head_params() / self.parallel.tp, self._wide)
+
+    def _activations_s(self, rows: float) -> float:
+        moved = self.factors.activation_passes * rows * self.shape.hidden * self._wide.bytes
+        return moved / (self.hardware.bandwidth_bytes_per_s * self.factors.bandwidth)
+
+    def _prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Price the (query, key) pairs of all chunks, in all layers."""
+        pairs = sum(
+            count * sum(_causal_pairs(new, cached, window) for new, cached in chunks)
+            for window, count in self._windows
+        )
+        flops = pairs * self.shape.attention_flops_per_pair() / self.parallel.tp
+        return flops / (self.hardware.peak_flops_per_s(self._wide) * self.factors.attention)
+
+    def _decode_attention_s(self, queries: float, batch: float, context_tokens: float) -> float:
+        """Price reading the batch's KV once; MLA's arithmetic on latents can outweigh it."""
+        assert self.kv_dtype is not None
+        if batch <= 0:
+            return 0.0
+        tokens = sum(
+            count * (context_tokens if window is None else min(context_tokens, batch * window))
+            for window, count in self._windows
+        )
+        kv_bytes = tokens * self.shape.kv_elements_per_token() * self.kv_dtype.bytes / self._kv_shards()
+        traffic = kv_bytes / (self.hardware.bandwidth_bytes_per_s * self.factors.kv_bandwidth)
+        flops = (
+            tokens * queries / batch * self.shape.attention_flops_per_pair(absorbed=True) / self.parallel.tp
+        )
+        return max(traffic, flops / (self.hardware.peak_flops_per_s(self._wide) * self.factors.attention))
+
+    def _link_bytes_per_s(self, devices: int) -> float:
+        fits = devices <= self.hardware.scale_up_devices
+        rate = self.hardware.scale_up_bytes_per_s if fits else self.hardware.scale_out_bytes_per_s
+        return rate * self.factors.collective_bandwidth
+
+    def _all_reduce_s(self, rows: float) -> float:
+        tp = self.parallel.tp
+        moved = rows * self.shape.hidden * self._wide.bytes * 2 * (tp - 1) / tp
+        return self.factors.collective_s + moved / self._link_bytes_per_s(tp)
+
+    def _all_to_all_s(self, pairs: float) -> float:
+        """Send each (token, expert) pair out in 8 bits and back in 16, as DeepEP does by default."""
+        ep = self.parallel.ep
+        moved = pairs * self.shape.hidden * (1 + 2) * (ep - 1) / ep
+        return 2 * self.factors.collective_s + moved / self._link_bytes_per_s(ep)
+
+    def _pipeline_s(self, rows: float) -> float:
+        hops = self.parallel.pp - 1
+        if not hops:
+            return 0.0
+        moved = rows * self.shape.hidden * self._wide.bytes / self.parallel.tp
+        return hops * (self.factors.collective_s + moved / self._link_bytes_per_s(self.parallel.devices))
+
+
+def _causal_pairs(new: int, cached: int, window: int | None) -> float:
+    """Count the keys that `new` queries after `cached` tokens see."""
+    end = cached + new
+    if window is None or end <= window:
+        return new * cached + new * (new + 1) / 2
+    growing = max(0, window - cached)  # queries that still see all that is before them
+    return growing * cached + growing * (growing + 1) / 2 + (new - growing) * window
