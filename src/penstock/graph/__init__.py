@@ -1,8 +1,9 @@
 """Floor 6: the deployment as data. One graph describes it; the local deployment and later roots read it."""
 
 from penstock.graph.frontend import FrontendSpec
-from penstock.graph.graph import DEMO_MODEL, Graph, load, override
+from penstock.graph.graph import DEMO_MODEL, Graph, build, load
 from penstock.graph.link import Link
+from penstock.graph.overrides import Overrides
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.slo import Slo
 from penstock.graph.supervision import Supervision
@@ -12,10 +13,11 @@ __all__ = [
     "FrontendSpec",
     "Graph",
     "Link",
+    "Overrides",
     "RoleSpec",
     "Roles",
     "Slo",
     "Supervision",
+    "build",
     "load",
-    "override",
 ]

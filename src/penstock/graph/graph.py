@@ -5,9 +5,8 @@ A command makes one from its flags, a file holds one as YAML, a program builds o
 
 import re
 import runpy
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pydantic
 
@@ -91,12 +90,12 @@ class Graph(Config):
         return self
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Graph:
+def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
     """Read a graph from a YAML file, or from a Python file that sets `graph`.
 
     Args:
         path: the file; `.py` is run, anything else is YAML (of which JSON is a part).
-        overrides: what `--set` gave, as `roles.decode.replicas=4`.
+        overrides: what flags say differently.
 
     Raises:
         ConfigError: one line per mistake, `graph.yaml: roles.decode.replicas: must be >= 0, got -1`.
@@ -104,7 +103,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Graph:
     path = Path(path)
     source = str(path)
     if path.suffix == ".py":
-        return override(_run_python(path), overrides, source=source)
+        graph = _run_python(path)
+        return (
+            build(graph.model_dump(mode="json", exclude_unset=True), overrides, source)
+            if overrides
+            else graph
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -114,22 +118,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Graph:
     data = parse_yaml(text, source=source)
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: must be a mapping, with at least a `model`")
-    return _parse(data, overrides, source)
+    return build(data, overrides, source)
 
 
-def override(graph: Graph, overrides: Sequence[str], *, source: str) -> Graph:
-    """Return `graph` with what `--set` gave.
+def build(data: dict[str, Any], overrides: Overrides | None = None, source: str = "graph") -> Graph:
+    """Make a graph of plain data and what flags say differently.
 
     Raises:
-        ConfigError: an assignment is malformed, or the result is no valid graph.
+        ConfigError: one line per mistake; those of a flag name it, the others `source`.
     """
-    return (
-        _parse(graph.model_dump(mode="json", exclude_unset=True), overrides, source) if overrides else graph
-    )
-
-
-def _parse(data: dict[str, object], assignments: Sequence[str], source: str) -> Graph:
-    changes = Overrides(assignments)
+    changes = overrides or Overrides()
     return Graph.parse(changes.apply(data), source=lambda path: changes.source_of(path, source))
 
 

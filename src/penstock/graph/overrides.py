@@ -7,28 +7,42 @@ from penstock.core.config import Path
 from penstock.core.errors import ConfigError
 from penstock.graph.document import parse_yaml
 
-FLAG = "--set"
+SET = "--set"
 
 
 class Overrides:
     """Assignments from the command line, applied to a document before it is validated."""
 
-    def __init__(self, assignments: Sequence[str]) -> None:
-        """Read the assignments.
+    def __init__(self, assignments: Sequence[str] = ()) -> None:
+        """Read what `--set` gave.
 
         Raises:
             ConfigError: one is not `key=value`, or its value is no YAML.
         """
         self._values: dict[Path, Any] = {}
+        self._flags: dict[Path, str] = {}
         for assignment in assignments:
             key, equals, value = assignment.partition("=")
-            parts = key.strip().split(".")
-            if not equals or not all(parts):
+            if not equals or not all(key.split(".")):
                 raise ConfigError(
-                    f"{FLAG} {assignment}: must be key=value, as in {FLAG} roles.aggregated.replicas=2"
+                    f"{SET} {assignment}: must be key=value, as in {SET} roles.aggregated.replicas=2"
                 )
-            path = tuple(int(part) if part.isdecimal() else part for part in parts)
-            self._values[path] = parse_yaml(value, source=f"{FLAG} {key}")
+            self.assign(key.strip(), value, flag=SET)
+
+    def assign(self, key: str, value: str, *, flag: str) -> None:
+        """Add one assignment, of the flag that errors will name.
+
+        Args:
+            key: dotted path, such as `roles.decode.replicas`.
+            value: as written in YAML.
+            flag: the flag it came from.
+
+        Raises:
+            ConfigError: the value is no YAML.
+        """
+        path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        self._values[path] = parse_yaml(value, source=f"{flag} {key}" if flag == SET else flag)
+        self._flags[path] = flag
 
     def apply(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `data` with every assigned path set; mappings on the way are made where absent.
@@ -37,31 +51,29 @@ class Overrides:
             ConfigError: a path leads through something that is no mapping.
         """
         for path, value in self._values.items():
-            data = _with_value(data, path, value, path)
+            data = _with_value(data, path, value, f"{self._flags[path]} {'.'.join(map(str, path))}")
         return data
 
     def source_of(self, path: Path, otherwise: str) -> str:
         """Name where the value at `path` came from: the flag, or `otherwise`."""
-        if any(path[: len(assigned)] == assigned for assigned in self._values):
-            return FLAG
+        for assigned, flag in reversed(self._flags.items()):
+            if path[: len(assigned)] == assigned:
+                return flag
         return otherwise
 
 
-def _with_value(node: Any, path: Path, value: Any, whole: Path) -> Any:
+def _with_value(node: Any, path: Path, value: Any, where: str) -> Any:
     if not path:
         return value
     first, *rest = path
     if isinstance(node, list) and isinstance(first, int) and first < len(node):
-        return [*node[:first], _with_value(node[first], tuple(rest), value, whole), *node[first + 1 :]]
+        return [*node[:first], _with_value(node[first], tuple(rest), value, where), *node[first + 1 :]]
     if node is None:
         node = {}
-    if not isinstance(node, dict):
-        done = ".".join(str(part) for part in whole[: len(whole) - len(path)])
-        key = ".".join(str(part) for part in whole)
-        what = (
-            f"a list of {len(node)}; set it whole, as [...]"
-            if isinstance(node, list)
-            else f"{node!r}, not a mapping"
+    if isinstance(node, list):
+        raise ConfigError(
+            f"{where}: {first!r} is no index of a list of {len(node)}; set the whole list, as [...]"
         )
-        raise ConfigError(f"{FLAG} {key}: {done} is {what}")
-    return {**node, first: _with_value(node.get(first), tuple(rest), value, whole)}
+    if not isinstance(node, dict):
+        raise ConfigError(f"{where}: {first!r} can only be set in a mapping, got {node!r}")
+    return {**node, first: _with_value(node.get(first), tuple(rest), value, where)}

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types import Role
-from penstock.graph import Graph, Roles, RoleSpec, load, override
+from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.*"))
 
@@ -17,7 +17,7 @@ def write(tmp_path: Path, text: str, name: str = "graph.yaml") -> Path:
 
 def mistakes(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
+        load(path, Overrides(overrides))
     return [line.replace(f"{path.parent}/", "") for line in caught.value.message.splitlines()]
 
 
@@ -36,7 +36,7 @@ def test_yaml_and_python_give_the_same_graph(tmp_path: Path) -> None:
         "graph.py",
     )
     assert load(yaml) == load(python)
-    assert load(yaml, ["block_size=32"]) == load(python, ["block_size=32"])
+    assert load(yaml, Overrides(["block_size=32"])) == load(python, Overrides(["block_size=32"]))
 
 
 def test_every_mistake_is_one_line_with_file_path_and_value(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_links_join_roles_that_exist(tmp_path: Path) -> None:
 
 def test_set_overrides_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "model: demo\nroles:\n  aggregated: {replicas: 2}\n")
-    graph = load(path, ["roles.aggregated.replicas=4", "slo.ttft_s=0.5", "frontend.host=0.0.0.0"])
+    graph = load(path, Overrides(["roles.aggregated.replicas=4", "slo.ttft_s=0.5", "frontend.host=0.0.0.0"]))
     assert graph.roles == Roles(aggregated=RoleSpec(replicas=4))
     assert graph.slo is not None
     assert (graph.slo.ttft_s, graph.frontend.host) == (0.5, "0.0.0.0")
@@ -128,11 +128,11 @@ def test_set_reaches_into_lists(tmp_path: Path) -> None:
         "model: demo\nroles: {prefill: {}, decode: {}}\n"
         "links: [{source: prefill, target: decode, bandwidth_bytes_per_s: 1}]\n",
     )
-    assert load(path, ["links.0.bandwidth_bytes_per_s=7"]).links[0].bandwidth_bytes_per_s == 7
+    assert load(path, Overrides(["links.0.bandwidth_bytes_per_s=7"])).links[0].bandwidth_bytes_per_s == 7
     assert mistakes(path, "links.1.latency_s=7") == [
-        "--set links.1.latency_s: links is a list of 1; set it whole, as [...]"
+        "--set links.1.latency_s: 1 is no index of a list of 1; set the whole list, as [...]"
     ]
-    assert load(path, ["links=[]"]).links == ()
+    assert load(path, Overrides(["links=[]"])).links == ()
 
 
 def test_mistakes_of_set_name_the_flag(tmp_path: Path) -> None:
@@ -144,15 +144,19 @@ def test_mistakes_of_set_name_the_flag(tmp_path: Path) -> None:
     assert mistakes(path, "roles") == [
         "--set roles: must be key=value, as in --set roles.aggregated.replicas=2"
     ]
-    assert mistakes(path, "block_size.x=2") == ["--set block_size.x: block_size is 0, not a mapping"]
+    assert mistakes(path, "block_size.x=2") == ["--set block_size.x: 'x' can only be set in a mapping, got 0"]
     assert mistakes(path, "slo=[") == ["--set slo:1:2: expected the node content, but found '<stream end>'"]
 
 
-def test_override_keeps_what_it_does_not_name() -> None:
-    graph = Graph(model="demo", roles=Roles(aggregated=RoleSpec(engine="mock", replicas=3)))
-    changed = override(graph, ["roles.aggregated.kv_blocks=64"], source="flags")
-    assert changed.roles.aggregated == RoleSpec(engine="mock", replicas=3, kv_blocks=64)
-    assert override(graph, [], source="flags") is graph
+def test_flags_are_sugar_for_set_and_named_in_mistakes() -> None:
+    flags = Overrides()
+    flags.assign("model", "demo", flag="MODEL")
+    flags.assign("roles.aggregated.replicas", "2", flag="--workers")
+    assert build({}, flags) == Graph(model="demo", roles=Roles(aggregated=RoleSpec(replicas=2)))
+    flags.assign("roles.aggregated.replicas", "two", flag="--workers")
+    with pytest.raises(ConfigError) as caught:
+        build({}, flags)
+    assert caught.value.message == "--workers: roles.aggregated.replicas: must be a valid integer, got 'two'"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
