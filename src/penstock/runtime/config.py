@@ -22,3 +22,32 @@ class EventConfig(Config):
     """How long it waits for the answer before it asks again (half to all of it); doubles with every try."""
     resync_timeout_s_max: float = Field(default=30.0, gt=0)
     """Upper bound of the doubling."""
+
+
+class PlaneConfig(Config):
+    """Bounds and times of the request plane's connections."""
+
+    window_tokens: int = Field(default=512, ge=1)
+    """Tokens of one request that a frontend takes before it has granted more."""
+    stream_bytes_max: int = Field(default=1 << 20, ge=1024)
+    """What a worker holds for one request whose reader is slow, in bytes; beyond it the request is aborted."""
+    connection_bytes_max: int = Field(default=2 << 20, ge=1024)
+    """The same for all requests of one frontend, and what a frontend buffers for a worker that does not read."""
+    write_buffer_bytes: int = Field(default=256 << 10, ge=1024)
+    """Above this much in a socket's write buffer, deltas are held and merged."""
+    frame_bytes_max: int = Field(default=16 << 20, ge=1024)
+    """The longest frame accepted, in bytes."""
+    file_bytes_max: int = Field(default=64 << 20, ge=1024)
+    """The largest model-card file fetched, in bytes."""
+    requests_max: int = Field(default=16384, ge=1)
+    """Requests of one frontend under way on one worker."""
+    connections_max: int = Field(default=1024, ge=1)
+    """Frontends connected to one worker."""
+    connect_timeout_s: float = Field(default=2.0, gt=0)
+    """For connecting and shaking hands."""
+    heartbeat_interval_s: float = Field(default=2.0, gt=0)
+    """A peer that has been silent for this long is pinged."""
+    heartbeat_timeout_s: float = Field(default=10.0, gt=0)
+    """A peer that has been silent for this long is lost; a killed process is noticed at once, without it."""
+    close_timeout_s: float = Field(default=1.0, gt=0)
+    """What a closing worker waits for its frontends to take what is buffered."""

@@ -11,10 +11,13 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import RequestError, WorkerLost
+from penstock.core.errors import WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import Delta, EventMessage, Instance, Request, WorkerLoad
 from penstock.core.wire import encode
+from penstock.runtime.config import PlaneConfig
+from penstock.runtime.requests.fetch import FileReceiver, missing_file
+from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService, WorkerSink
 
 _requests = msgspec.msgpack.Decoder(Request)
@@ -26,12 +29,13 @@ _events = msgspec.msgpack.Decoder(EventMessage)
 class MemoryPlane:
     """Connects everything on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: PlaneConfig | None = None) -> None:
+        self.config = config or PlaneConfig()
         self._servers: dict[str, MemoryServer] = {}
         self._numbers = count(1)
 
     async def serve(self, service: WorkerService) -> "MemoryServer":
-        server = MemoryServer(self, f"memory://{next(self._numbers)}", service)
+        server = MemoryServer(self, f"memory://{next(self._numbers)}", service, self.config)
         self._servers[server.address] = server
         return server
 
@@ -57,7 +61,8 @@ class MemoryPlane:
 class MemoryServer:
     """A worker's listening end."""
 
-    def __init__(self, plane: MemoryPlane, address: str, service: WorkerService) -> None:
+    def __init__(self, plane: MemoryPlane, address: str, service: WorkerService, config: PlaneConfig) -> None:
+        self.config = config
         self.address = address
         self.service = service
         self.links: list[_Link] = []
@@ -80,6 +85,12 @@ class _Link:
         self.up = True
         self._loop = asyncio.get_running_loop()
         self._load: WorkerLoad | None = None
+        self._outbox = Outbox(
+            window_tokens=server.config.window_tokens,
+            stream_bytes_max=server.config.stream_bytes_max,
+            bytes_max=server.config.connection_bytes_max,
+            abort=lambda request_id: self.later(server.service.abort, request_id),
+        )
 
     def later(self, call: Callable[..., None], *args: Any) -> None:
         """Call unless the link has ended by then."""
@@ -90,7 +101,9 @@ class _Link:
             call(*args)
 
     def push(self, deltas: Sequence[Delta]) -> None:
-        self.later(self._push, encode(deltas))
+        now = self._outbox.offer(deltas, writable=self.up)
+        if now:
+            self.later(self._push, encode(now))
 
     def _push(self, frame: bytes) -> None:
         self.sink.push(self.worker_id, _deltas.decode(frame))
@@ -111,7 +124,19 @@ class _Link:
         self.sink.push_event(self.worker_id, _events.decode(frame))
 
     def submit(self, frame: bytes) -> None:
-        self.server.service.submit(_requests.decode(frame), self)
+        request = _requests.decode(frame)
+        self._outbox.open(request.request_id)
+        self.server.service.submit(request, self)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._outbox.close(request_id)
+        self.server.service.abort(request_id)
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        self._outbox.grant(request_id, tokens)
+        now = self._outbox.take()
+        if now:
+            self.later(self._push, encode(now))
 
     def subscribe(self, after_sequence: int | None) -> None:
         for message in self.server.service.events_after(after_sequence):
@@ -152,10 +177,10 @@ class MemoryConnection:
         self._link.later(self._link.submit, encode(request))
 
     def abort(self, request_id: RequestId) -> None:
-        self._link.later(self._link.server.service.abort, request_id)
+        self._link.later(self._link.abort, request_id)
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
-        pass
+        self._link.later(self._link.grant, request_id, tokens)
 
     def subscribe(self, after_sequence: int | None) -> None:
         self._link.later(self._link.subscribe, after_sequence)
@@ -166,11 +191,10 @@ class MemoryConnection:
             raise WorkerLost(f"worker {self.worker_id}: the connection has ended; fetch from another worker")
         content = self._link.server.service.read_file(sha256)
         if content is None:
-            raise RequestError(
-                f"worker {self.worker_id}: no file {sha256}; fetch from a worker of the same model",
-                http_status=404,
-            )
-        return content
+            raise missing_file(sha256)
+        file = FileReceiver(sha256, self._link.server.config.file_bytes_max)
+        file.add(content)
+        return file.finish()
 
     async def close(self) -> None:
         self._link.hang_up(tell_service=True)

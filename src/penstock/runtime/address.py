@@ -1,0 +1,41 @@
+"""Where something listens: `tcp://127.0.0.1:5000`, `tcp://[::1]:5000` or `unix:///run/penstock/w0.sock`."""
+
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import urlsplit
+
+from penstock.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Either `host` and `port`, or `path`. Port 0 means any free one."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str, *, source: str = "address") -> Self:
+        """Read an address.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        expected = "expected tcp://HOST:PORT or unix:///PATH"
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{source}: {text!r}: {error}; {expected}") from error
+        if parts.scheme == "unix" and parts.path.startswith("/") and not parts.netloc:
+            return cls(path=parts.path)
+        if parts.scheme == "tcp" and parts.hostname and port is not None and not parts.path:
+            return cls(host=parts.hostname, port=port)
+        raise ConfigError(f"{source}: {text!r} is no address; {expected}")
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix://{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"

@@ -1,0 +1,70 @@
+"""Brings one subscriber of a worker's events up to date, as fast as its connection takes them.
+
+It holds no events of its own: what a full connection could not take is read again from the worker's replay
+ring, or as a snapshot where the ring is too short.
+"""
+
+from collections import deque
+from typing import Protocol
+
+from penstock.core.types import EventBatch, EventMessage
+from penstock.seams import WorkerService
+
+
+class EventOutlet(Protocol):
+    """Where a feed sends."""
+
+    @property
+    def writable(self) -> bool: ...
+
+    def send_event(self, message: EventMessage) -> None: ...
+
+
+class EventFeed:
+    """One subscription; the `EventSink` of a worker. One task owns it."""
+
+    def __init__(self, service: WorkerService, outlet: EventOutlet) -> None:
+        self._service = service
+        self._outlet = outlet
+        self._pending: deque[EventMessage] = deque()
+        self._sent: int | None = None  # the sequence that the subscriber has once all sent so far has arrived
+        self._behind = False
+        self._subscribed = False
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        """Send what comes after this sequence (None: a snapshot), and go on; again resyncs."""
+        self._sent = after_sequence
+        self._behind = False
+        self._pending = deque(self._service.events_after(after_sequence))
+        if not self._subscribed:
+            self._subscribed = True
+            self._service.subscribe(self)
+        self.pump()
+
+    def push_event(self, message: EventMessage) -> None:
+        if self._pending or self._behind or not self._outlet.writable:
+            self._behind = True
+        else:
+            self._send(message)
+
+    def pump(self) -> None:
+        """Send what the connection has room for."""
+        while self._outlet.writable:
+            if self._pending:
+                self._send(self._pending.popleft())
+            elif self._behind:
+                self._behind = False
+                self._pending.extend(self._service.events_after(self._sent))
+            else:
+                return
+
+    def close(self) -> None:
+        if self._subscribed:
+            self._subscribed = False
+            self._service.unsubscribe(self)
+        self._pending.clear()
+
+    def _send(self, message: EventMessage) -> None:
+        self._outlet.send_event(message)
+        if isinstance(message, EventBatch) or message.last:
+            self._sent = message.sequence

@@ -1,0 +1,99 @@
+"""The messages of a request plane's connection. See `penstock.runtime.framing` for how they are cut and checked."""
+
+from penstock.core.errors import ErrorInfo
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types import Delta, EventMessage, Request, WorkerLoad
+from penstock.core.wire import Wire
+from penstock.runtime.framing import FrameCodec, Goodbye, Ping, Pong
+
+
+class Challenge(Wire, frozen=True, tag="challenge"):
+    """The server's first frame: `nonce` is new for every connection."""
+
+    wire_version: int
+    nonce: bytes
+
+
+class Hello(Wire, frozen=True, tag="hello"):
+    """The client's answer: who it is, and proof that it knows the deployment's secret.
+
+    `worker_id` is whom it expects here; `window_tokens` what it takes of each request before it grants more.
+    """
+
+    wire_version: int
+    hash_version: int
+    key_fingerprint: str
+    nonce: bytes
+    proof: bytes
+    process: str = ""
+    worker_id: WorkerId | None = None
+    window_tokens: int = 512
+
+
+class HelloReply(Wire, frozen=True, tag="hello_reply"):
+    """The server's side of the same; with `error` set it closes the connection."""
+
+    wire_version: int
+    hash_version: int = 0
+    key_fingerprint: str = ""
+    proof: bytes = b""
+    process: str = ""
+    worker_id: WorkerId | None = None
+    error: ErrorInfo | None = None
+
+
+class Submit(Wire, frozen=True, tag="submit"):
+    request: Request
+
+
+class Abort(Wire, frozen=True, tag="abort"):
+    request_id: RequestId
+
+
+class Grant(Wire, frozen=True, tag="grant"):
+    """Tokens that the readers of these requests have taken since the last grant."""
+
+    grants: tuple[tuple[RequestId, int], ...]
+
+
+class Subscribe(Wire, frozen=True, tag="subscribe"):
+    """Send the events after this sequence (None: a snapshot), and all later ones."""
+
+    after_sequence: int | None = None
+
+
+class Fetch(Wire, frozen=True, tag="fetch"):
+    fetch_id: int
+    sha256: str
+
+
+class FetchChunk(Wire, frozen=True, tag="fetch_chunk"):
+    """The next bytes of a file, or why there are none."""
+
+    fetch_id: int
+    data: bytes = b""
+    last: bool = False
+    error: ErrorInfo | None = None
+
+
+class Deltas(Wire, frozen=True, tag="deltas"):
+    """All that one engine step brought for one frontend."""
+
+    deltas: tuple[Delta, ...]
+
+
+class Load(Wire, frozen=True, tag="load"):
+    load: WorkerLoad
+
+
+class Event(Wire, frozen=True, tag="event"):
+    message: EventMessage
+
+
+Frame = (
+    Challenge | Hello | HelloReply | Submit | Abort | Grant | Subscribe | Fetch | FetchChunk
+    | Deltas | Load | Event | Ping | Pong | Goodbye
+)  # fmt: skip
+
+CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))
+"""A KV event of a newer kind ends no connection: the subscriber gets a snapshot instead."""

@@ -1,0 +1,225 @@
+"""A frontend as its worker sees it: one connection, its requests, its credits, its subscription."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from penstock.core.errors import Overloaded, PenstockError, ProtocolError
+from penstock.core.ids import RequestId
+from penstock.core.log import get_logger
+from penstock.core.types import Delta, EventMessage, WorkerLoad
+from penstock.runtime.channel import FrameChannel
+from penstock.runtime.config import PlaneConfig
+from penstock.runtime.events.feed import EventFeed
+from penstock.runtime.requests import handshake
+from penstock.runtime.requests.fetch import FETCHES_MAX, chunks, missing_file
+from penstock.runtime.requests.frames import (
+    CODEC,
+    Abort,
+    Deltas,
+    Event,
+    Fetch,
+    FetchChunk,
+    Frame,
+    Grant,
+    Hello,
+    Load,
+    Submit,
+    Subscribe,
+)
+from penstock.runtime.requests.outbox import Outbox
+from penstock.seams import WorkerService
+
+_log = get_logger()
+
+
+class FrontendPeer:
+    """The `FrontendSink` of one connection. One event loop owns it."""
+
+    def __init__(
+        self,
+        service: WorkerService,
+        identity: handshake.Identity,
+        config: PlaneConfig,
+        peers: set["FrontendPeer"],
+    ) -> None:
+        """Wait for the client's hello.
+
+        Args:
+            service: the worker.
+            identity: who the worker's process is.
+            config: bounds and times.
+            peers: those connected now; it keeps itself in there while it is.
+        """
+        self.channel: FrameChannel[Frame] = FrameChannel(
+            CODEC,
+            self,
+            frame_bytes_max=config.frame_bytes_max,
+            write_buffer_bytes=config.write_buffer_bytes,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+        )
+        self.process = ""
+        self._service = service
+        self._identity = identity
+        self._config = config
+        self._peers = peers
+        self._challenge = handshake.challenge()
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._outbox: Outbox | None = None  # there once the client has been accepted
+        self._load: WorkerLoad | None = None
+        self._feed = EventFeed(service, self)
+        self._files: deque[tuple[int, Iterator[tuple[bytes, bool]]]] = deque()
+        self._finishing: str | None = None
+
+    @property
+    def writable(self) -> bool:
+        return self.channel.writable
+
+    def push(self, deltas: Sequence[Delta]) -> None:
+        if self._outbox is not None and self.channel.is_open:
+            now = self._outbox.offer(deltas, writable=self.channel.writable)
+            if now:
+                self.channel.send(Deltas(deltas=tuple(now)))
+
+    def push_load(self, load: WorkerLoad) -> None:
+        if self.channel.writable:
+            self.channel.send(Load(load=load))
+        else:
+            self._load = load
+
+    def send_event(self, message: EventMessage) -> None:
+        self.channel.send(Event(message=message))
+
+    def finish(self, reason: str) -> None:
+        """Close once everything held has gone out; the caller bounds the time."""
+        self._finishing = reason
+        self._finish_if_idle()
+
+    def channel_opened(self) -> None:
+        if len(self._peers) >= self._config.connections_max:
+            _log.warning(
+                "frontend_refused", peer=self.channel.peer, connections_max=self._config.connections_max
+            )
+            self.channel.abort("too many connections (connections_max)")
+            return
+        self._peers.add(self)
+        self.channel.send(self._challenge)
+        self._hello_timer = asyncio.get_running_loop().call_later(
+            self._config.connect_timeout_s,
+            self.channel.abort,
+            f"no hello within {self._config.connect_timeout_s:g} s (connect_timeout_s)",
+        )
+
+    def message_received(self, message: Frame) -> None:
+        if self._outbox is None:
+            self._on_hello(message)
+            return
+        match message:
+            case Submit(request=request):
+                if len(self._outbox) >= self._config.requests_max:
+                    raise ProtocolError(f"more than {self._config.requests_max} requests (requests_max)")
+                self._outbox.open(request.request_id)
+                self._service.submit(request, self)
+            case Grant(grants=grants):
+                for request_id, tokens in grants:
+                    self._outbox.grant(request_id, tokens)
+                self._send_held(self._outbox)
+            case Abort(request_id=request_id):
+                self._outbox.close(request_id)
+                self._service.abort(request_id)
+            case Subscribe(after_sequence=after_sequence):
+                self._feed.subscribe(after_sequence)
+            case Fetch():
+                self._on_fetch(message)
+            case _:
+                raise ProtocolError(
+                    f"{type(message).__name__}: a frontend does not send this; update the older side"
+                )
+
+    def unknown_received(self, tag: str) -> None:
+        """A request of a newer frontend that cannot be served; the channel has counted it."""
+
+    def channel_writable(self) -> None:
+        if self._outbox is not None:
+            self._send_held(self._outbox)
+        if self._load is not None and self.channel.writable:
+            self.channel.send(Load(load=self._load))
+            self._load = None
+        self._feed.pump()
+        self._send_files()
+
+    def channel_closed(self, reason: str) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        self._peers.discard(self)
+        if self._outbox is not None:
+            _log.info("frontend_disconnected", process=self.process, peer=self.channel.peer, reason=reason)
+            self._feed.close()
+            self._service.disconnected(self)
+
+    def _on_hello(self, message: Frame) -> None:
+        if not isinstance(message, Hello):
+            raise ProtocolError(
+                f"{type(message).__name__} before hello; the peer is no frontend of this release"
+            )
+        reply = handshake.reply(self._identity, self._challenge, message)
+        self.channel.send(reply)
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        if reply.error is not None:
+            _log.warning("frontend_refused", peer=self.channel.peer, error=reply.error.message)
+            self.channel.close(reply.error.message)
+            return
+        self.process = message.process
+        self._outbox = Outbox(
+            window_tokens=message.window_tokens,
+            stream_bytes_max=self._config.stream_bytes_max,
+            bytes_max=self._config.connection_bytes_max,
+            abort=self._abort_later,
+        )
+        _log.info("frontend_connected", process=self.process, peer=self.channel.peer)
+        self._service.connected(self)
+
+    def _abort_later(self, request_id: RequestId) -> None:
+        """Abort outside of the engine step whose deltas were too many."""
+        asyncio.get_running_loop().call_soon(self._service.abort, request_id)
+
+    def _send_held(self, outbox: Outbox) -> None:
+        if outbox.has_held and self.channel.writable:
+            now = outbox.take()
+            if now:
+                self.channel.send(Deltas(deltas=tuple(now)))
+        self._finish_if_idle()
+
+    def _finish_if_idle(self) -> None:
+        if self._finishing is not None and not (self._outbox and self._outbox.has_held):
+            self.channel.close(self._finishing)
+
+    def _on_fetch(self, fetch: Fetch) -> None:
+        if len(self._files) >= FETCHES_MAX:
+            error = Overloaded(
+                f"{FETCHES_MAX} files are on their way on this connection; wait for one of them"
+            )
+            self._refuse_fetch(fetch, error)
+            return
+        content = self._service.read_file(fetch.sha256)
+        if content is None:
+            self._refuse_fetch(fetch, missing_file(fetch.sha256))
+            return
+        self._files.append((fetch.fetch_id, chunks(content)))
+        self._send_files()
+
+    def _refuse_fetch(self, fetch: Fetch, error: PenstockError) -> None:
+        if not self.channel.writable:
+            raise ProtocolError(f"{error.message}; the peer does not even read that")
+        self.channel.send(FetchChunk(fetch_id=fetch.fetch_id, last=True, error=error.to_info()))
+
+    def _send_files(self) -> None:
+        """Send chunks of all files in turn while there is room."""
+        while self._files and self.channel.writable:
+            fetch_id, content = self._files.popleft()
+            data, last = next(content)
+            self.channel.send(FetchChunk(fetch_id=fetch_id, data=data, last=last))
+            if not last:
+                self._files.append((fetch_id, content))

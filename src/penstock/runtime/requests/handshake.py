@@ -1,0 +1,128 @@
+"""The first three frames of a connection: each side proves to know the deployment's secret, and says its versions.
+
+The server sends a fresh nonce; the client answers with its own and an HMAC over both; the server's reply carries
+the other HMAC. The secret itself, and anything it could be read from, is never sent or logged.
+"""
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass, field
+
+from penstock.core.errors import PenstockError, ProtocolError, WorkerLost
+from penstock.core.hashing import DEFAULT_KEY, HASH_VERSION
+from penstock.core.ids import WorkerId
+from penstock.core.wire import WIRE_VERSION
+from penstock.runtime.requests.frames import Challenge, Hello, HelloReply
+
+_NONCE_BYTES = 16
+_NEIGHBOURS = 1  # wire versions that far apart understand each other
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a process is to its peers.
+
+    `worker_id` is the worker that serves here, None for a frontend. `secret` and `hash_key` are the deployment's.
+    """
+
+    process: str = ""
+    worker_id: WorkerId | None = None
+    hash_key: bytes = field(default=DEFAULT_KEY, repr=False)
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def key_fingerprint(self) -> str:
+        """Names the hash key without giving it away: it is 128 random bits."""
+        return hashlib.sha256(b"penstock hash key" + self.hash_key).hexdigest()[:16]
+
+
+def challenge() -> Challenge:
+    return Challenge(wire_version=WIRE_VERSION, nonce=secrets.token_bytes(_NONCE_BYTES))
+
+
+def hello(identity: Identity, challenge: Challenge, *, expected: WorkerId, window_tokens: int) -> Hello:
+    """Answer a challenge.
+
+    Raises:
+        ProtocolError: the server's wire version is too far from ours.
+    """
+    _check_wire_version(challenge.wire_version)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return Hello(
+        wire_version=WIRE_VERSION,
+        hash_version=HASH_VERSION,
+        key_fingerprint=identity.key_fingerprint,
+        nonce=nonce,
+        proof=_proof(identity.secret, b"hello", challenge.nonce, nonce),
+        process=identity.process,
+        worker_id=expected,
+        window_tokens=window_tokens,
+    )
+
+
+def reply(identity: Identity, challenge: Challenge, hello: Hello) -> HelloReply:
+    """Check a client and answer it; a refusal is a reply with `error`."""
+    try:
+        _check_wire_version(hello.wire_version)
+        _check_proof(hello.proof, _proof(identity.secret, b"hello", challenge.nonce, hello.nonce))
+        _check_hashes(identity, hello.hash_version, hello.key_fingerprint)
+        if identity.worker_id is not None and hello.worker_id not in {None, identity.worker_id}:
+            raise WorkerLost(
+                f"worker {hello.worker_id} is expected here, but {identity.worker_id} listens; it has probably "
+                "been replaced: try the workers that discovery names now"
+            )
+    except PenstockError as error:
+        return HelloReply(wire_version=WIRE_VERSION, error=error.to_info())
+    return HelloReply(
+        wire_version=WIRE_VERSION,
+        hash_version=HASH_VERSION,
+        key_fingerprint=identity.key_fingerprint,
+        proof=_proof(identity.secret, b"reply", challenge.nonce, hello.nonce),
+        process=identity.process,
+        worker_id=identity.worker_id,
+    )
+
+
+def check_reply(identity: Identity, challenge: Challenge, hello: Hello, reply: HelloReply) -> None:
+    """Check the server that accepted us.
+
+    Raises:
+        ProtocolError: it does not know the secret, or hashes differently.
+    """
+    _check_proof(reply.proof, _proof(identity.secret, b"reply", challenge.nonce, hello.nonce))
+    _check_hashes(identity, reply.hash_version, reply.key_fingerprint)
+
+
+def _proof(secret: bytes, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    message = b"penstock " + side + server_nonce + client_nonce
+    return hmac.digest(secret, message, hashlib.sha256)
+
+
+def _check_wire_version(theirs: int) -> None:
+    if abs(theirs - WIRE_VERSION) > _NEIGHBOURS:
+        raise ProtocolError(
+            f"wire version: the peer speaks {theirs}, this process {WIRE_VERSION} and its neighbours; "
+            "bring both to the same release of Penstock"
+        )
+
+
+def _check_proof(theirs: bytes, ours: bytes) -> None:
+    if not hmac.compare_digest(theirs, ours):
+        raise ProtocolError(
+            "deployment secret: the peer's proof does not fit ours, so the two secrets differ; "
+            "start both processes with the secret of the same deployment"
+        )
+
+
+def _check_hashes(identity: Identity, version: int, fingerprint: str) -> None:
+    if version != HASH_VERSION:
+        raise ProtocolError(
+            f"hash version: the peer's is {version}, ours {HASH_VERSION}, so that prefixes would never match; "
+            "bring both to the same release of Penstock"
+        )
+    if fingerprint != identity.key_fingerprint:
+        raise ProtocolError(
+            f"hash key: the peer's has the fingerprint {fingerprint}, ours {identity.key_fingerprint}; "
+            "start both processes with the hash_key of the same deployment"
+        )

@@ -1,0 +1,235 @@
+"""What one frontend may be sent now, and what waits for it.
+
+Each request has a credit in tokens, which its reader renews by granting what it has taken. Deltas that exceed it,
+or that come while the connection is full, are merged per request, so that a slow reader costs tokens' bytes and
+not objects, and holds up nobody else. What is held is bounded: beyond that the request ends with `Overloaded`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from penstock.core.errors import ErrorInfo, Overloaded
+from penstock.core.ids import RequestId
+from penstock.core.log import get_logger
+from penstock.core.types import Delta, FinishReason, KvHandle, TokenLogprob
+from penstock.core.wire import NO_TOKENS, PackedTokens
+
+# What Python needs to hold anything for one request, for a logprob, and for one of its alternatives;
+# summed up from sys.getsizeof on CPython 3.11.
+_STREAM_BYTES = 320
+_LOGPROB_BYTES = 160
+_ALTERNATIVE_BYTES = 116
+
+_log = get_logger()
+
+
+def _logprobs_bytes(logprobs: Iterable[TokenLogprob]) -> int:
+    return sum(_LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(logprob.top) for logprob in logprobs)
+
+
+@dataclass(slots=True)
+class _Held:
+    """Deltas of one request, merged."""
+
+    tokens: bytearray = field(default_factory=bytearray)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    cached_tokens: int | None = None
+    error: ErrorInfo | None = None
+    kv: KvHandle | None = None
+    num_bytes: int = _STREAM_BYTES
+
+    def merge(self, delta: Delta) -> int:
+        """Add a delta; returns by how many bytes this grew."""
+        self.tokens += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.error = delta.error or self.error
+        self.kv = delta.kv or self.kv
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+        growth = len(delta.token_ids) + _logprobs_bytes(delta.logprobs)
+        growth += len(delta.kv.payload) if delta.kv else 0
+        self.num_bytes += growth
+        return growth
+
+    def cut(self, request_id: RequestId, tokens: int) -> Delta:
+        """Take off a delta of the first `tokens` tokens; the finish stays for the last."""
+        delta = Delta(
+            request_id=request_id,
+            token_ids=PackedTokens(bytes(self.tokens[: 4 * tokens])),
+            logprobs=tuple(self.logprobs[:tokens]),
+            cached_tokens=self.cached_tokens,
+        )
+        del self.tokens[: 4 * tokens]
+        del self.logprobs[:tokens]
+        self.cached_tokens = None
+        self.num_bytes -= len(delta.token_ids) + _logprobs_bytes(delta.logprobs)
+        return delta
+
+    def whole(self, request_id: RequestId) -> Delta:
+        return Delta(
+            request_id=request_id,
+            token_ids=PackedTokens(bytes(self.tokens)) if self.tokens else NO_TOKENS,
+            finish_reason=self.finish_reason,
+            cached_tokens=self.cached_tokens,
+            logprobs=tuple(self.logprobs),
+            error=self.error,
+            kv=self.kv,
+        )
+
+
+@dataclass(slots=True)
+class _Stream:
+    credit_tokens: int
+    held: _Held | None = None
+    failed: bool = False
+
+
+def _is_last(delta: Delta | _Held) -> bool:
+    return delta.finish_reason is not None or delta.error is not None
+
+
+class Outbox:
+    """The deltas on their way to one frontend. One task owns it."""
+
+    def __init__(
+        self,
+        *,
+        window_tokens: int,
+        stream_bytes_max: int,
+        bytes_max: int,
+        abort: Callable[[RequestId], None],
+    ) -> None:
+        """Start with no request.
+
+        Args:
+            window_tokens: credit of a request before the first grant.
+            stream_bytes_max: held for one request.
+            bytes_max: held for all of them together.
+            abort: called when a request was given up because its bound was reached.
+        """
+        self.window_tokens = window_tokens
+        self.held_bytes = 0
+        self.overflows = 0
+        """Requests given up because their reader was too slow."""
+        self._stream_bytes_max = stream_bytes_max
+        self._bytes_max = bytes_max
+        self._abort = abort
+        self._streams: dict[RequestId, _Stream] = {}
+        self._waiting: dict[RequestId, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def has_held(self) -> bool:
+        return bool(self._waiting)
+
+    def open(self, request_id: RequestId) -> None:
+        """Expect deltas of this request; those of any other are dropped."""
+        self._streams.setdefault(request_id, _Stream(self.window_tokens))
+
+    def close(self, request_id: RequestId) -> None:
+        """Forget the request and what is held for it. No error if it is unknown."""
+        self._streams.pop(request_id, None)
+        self._unhold(request_id)
+
+    def offer(self, deltas: Iterable[Delta], *, writable: bool) -> list[Delta]:
+        """Take a step's deltas, give back those to send now; the others are held."""
+        now: list[Delta] = []
+        for delta in deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is None or stream.failed:
+                continue
+            tokens = len(delta.token_ids) >> 2
+            if writable and stream.held is None and tokens <= stream.credit_tokens:
+                stream.credit_tokens -= tokens
+                now.append(delta)
+                if _is_last(delta):
+                    del self._streams[delta.request_id]
+            else:
+                self._hold(stream, delta)
+        if self.held_bytes > self._bytes_max:
+            self._shed()
+        return now
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        """Add credit; what may go now comes out of `take`. No error if the request is unknown."""
+        stream = self._streams.get(request_id)
+        if stream is not None and tokens > 0:
+            stream.credit_tokens += tokens
+
+    def take(self) -> list[Delta]:
+        """Give everything held that has credit."""
+        now: list[Delta] = []
+        for request_id, held in tuple(self._waiting.items()):
+            stream = self._streams[request_id]
+            tokens = len(held.tokens) >> 2
+            if tokens <= stream.credit_tokens:
+                stream.credit_tokens -= tokens
+                self._unhold(request_id)
+                now.append(held.whole(request_id))
+                if _is_last(held):
+                    del self._streams[request_id]
+            elif stream.credit_tokens > 0:
+                before = held.num_bytes
+                now.append(held.cut(request_id, stream.credit_tokens))
+                stream.credit_tokens = 0
+                self.held_bytes += held.num_bytes - before
+        return now
+
+    def _hold(self, stream: _Stream, delta: Delta) -> None:
+        request_id = delta.request_id
+        if stream.held is None:
+            stream.held = self._waiting[request_id] = _Held()
+            self.held_bytes += stream.held.num_bytes
+        self.held_bytes += stream.held.merge(delta)
+        if stream.held.num_bytes > self._stream_bytes_max:
+            self._fail(request_id, f"{self._stream_bytes_max} bytes (stream_bytes_max)")
+
+    def _shed(self) -> None:
+        while self.held_bytes > self._bytes_max:
+            largest = max(
+                (r for r in self._waiting if not self._streams[r].failed),
+                key=lambda r: self._waiting[r].num_bytes,
+                default=None,
+            )
+            if largest is None:
+                return
+            self._fail(
+                largest, f"{self._bytes_max} bytes for all requests of a frontend (connection_bytes_max)"
+            )
+
+    def _fail(self, request_id: RequestId, bound: str) -> None:
+        """Put an error in place of what is held, and stop the request."""
+        stream = self._streams[request_id]
+        tokens = len(self._waiting[request_id].tokens) >> 2
+        self._unhold(request_id)
+        error = Overloaded(
+            f"request {request_id}: its reader is too slow: {tokens} tokens wait for it, more than {bound}; "
+            "read faster, or ask for less at once"
+        )
+        stream.failed = True
+        stream.held = self._waiting[request_id] = _Held(
+            finish_reason=FinishReason.ERROR, error=error.to_info()
+        )
+        self.held_bytes += stream.held.num_bytes
+        self.overflows += 1
+        _log.warning("slow_reader_dropped", request_id=request_id, tokens=tokens, bound=bound)
+        self._abort(request_id)
+
+    def _unhold(self, request_id: RequestId) -> None:
+        held = self._waiting.pop(request_id, None)
+        if held is not None:
+            self.held_bytes -= held.num_bytes
+            if request_id in self._streams:
+                self._streams[request_id].held = None
+
+    def check(self) -> None:
+        assert self.held_bytes == sum(held.num_bytes for held in self._waiting.values()), "outbox: held bytes"
+        assert self._waiting.keys() <= self._streams.keys(), "outbox: held only for open requests"
+        assert self.held_bytes <= self._bytes_max + _STREAM_BYTES * len(self._waiting), "outbox: bounded"
+        for request_id, stream in self._streams.items():
+            assert stream.held is self._waiting.get(request_id), f"outbox: {request_id} holds what waits"
+            assert stream.credit_tokens >= 0, f"outbox: {request_id} has credit {stream.credit_tokens}"

@@ -1,0 +1,107 @@
+"""The request plane over sockets: one connection from each frontend to each worker, TCP or Unix."""
+
+import asyncio
+from dataclasses import replace
+
+from penstock.core.errors import WorkerLost
+from penstock.core.types import Instance
+from penstock.runtime.address import Address
+from penstock.runtime.config import PlaneConfig
+from penstock.runtime.listening import dial, listen, remove_socket
+from penstock.runtime.requests.frontend_peer import FrontendPeer
+from penstock.runtime.requests.handshake import Identity
+from penstock.runtime.requests.worker_peer import WorkerPeer
+from penstock.seams import WorkerService, WorkerSink
+
+
+class TcpPlane:
+    """Connects processes, on one host or many."""
+
+    def __init__(
+        self,
+        identity: Identity | None = None,
+        *,
+        listen: str = "tcp://127.0.0.1:0",
+        advertise_host: str | None = None,
+        config: PlaneConfig | None = None,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            identity: who this process is, with the deployment's secret and hash key.
+            listen: where `serve` listens, `tcp://HOST:PORT` or `unix:///PATH`.
+            advertise_host: the name under which other hosts reach this one, where it differs from that in `listen`.
+            config: bounds and times.
+        """
+        self._identity = identity or Identity()
+        self._listen = Address.parse(listen, source="listen")
+        self._advertise_host = advertise_host
+        self._config = config or PlaneConfig()
+
+    async def serve(self, service: WorkerService) -> "TcpServer":
+        """Listen.
+
+        Raises:
+            ConfigError: the address is in use, not allowed or not of this host.
+        """
+        peers: set[FrontendPeer] = set()
+        sockets, bound = await listen(
+            lambda: FrontendPeer(service, self._identity, self._config, peers).channel, self._listen
+        )
+        address = replace(bound, host=self._advertise_host or bound.host)
+        return TcpServer(sockets, peers, bound, str(address), self._config.close_timeout_s)
+
+    async def connect(self, instance: Instance, sink: WorkerSink) -> WorkerPeer:
+        address = Address.parse(instance.address, source=f"worker {instance.name}")
+        peer = WorkerPeer(instance, sink, self._identity, self._config)
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await dial(lambda: peer.channel, address)
+                await peer.enter()
+        except (OSError, TimeoutError) as error:
+            reason = (
+                f"no answer within {self._config.connect_timeout_s:g} s (connect_timeout_s)"
+                if isinstance(error, TimeoutError)
+                else error.strerror or str(error)
+            )
+            raise WorkerLost(
+                f"worker {instance.name} at {instance.address}: {reason}; it has probably gone: try another"
+            ) from error
+        finally:
+            if not peer.entered:
+                peer.channel.abort("not connected in time")
+        return peer
+
+
+class TcpServer:
+    """A worker's listening end."""
+
+    def __init__(
+        self,
+        sockets: asyncio.Server,
+        peers: set[FrontendPeer],
+        bound: Address,
+        address: str,
+        close_timeout_s: float,
+    ) -> None:
+        self.address = address
+        self._sockets = sockets
+        self._peers = peers
+        self._bound = bound
+        self._close_timeout_s = close_timeout_s
+
+    async def close(self) -> None:
+        self._sockets.close()
+        remove_socket(self._bound)
+        peers = tuple(self._peers)
+        for peer in peers:
+            peer.finish("the worker closes")
+        try:
+            async with asyncio.timeout(self._close_timeout_s):
+                for peer in peers:
+                    await peer.channel.closed.wait()
+        except TimeoutError:
+            for peer in peers:
+                peer.channel.abort("it did not take what was buffered (close_timeout_s)")
+                await peer.channel.closed.wait()
+        await self._sockets.wait_closed()

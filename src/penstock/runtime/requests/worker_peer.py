@@ -1,0 +1,261 @@
+"""A worker as its frontend sees it: the connection that all requests of one frontend to one worker share."""
+
+import asyncio
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+
+from penstock.core.errors import Overloaded, PenstockError, ProtocolError, RequestError, WorkerLost, from_info
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types import Instance, Request
+from penstock.runtime.channel import FrameChannel
+from penstock.runtime.config import PlaneConfig
+from penstock.runtime.requests import handshake
+from penstock.runtime.requests.fetch import FileReceiver
+from penstock.runtime.requests.frames import (
+    CODEC,
+    Abort,
+    Challenge,
+    Deltas,
+    Event,
+    Fetch,
+    FetchChunk,
+    Frame,
+    Grant,
+    Hello,
+    HelloReply,
+    Load,
+    Submit,
+    Subscribe,
+)
+from penstock.seams import WorkerSink
+
+_log = get_logger()
+
+
+@dataclass(slots=True)
+class _Fetching:
+    file: FileReceiver
+    content: asyncio.Future[bytes]
+
+
+class WorkerPeer:
+    """The `Connection` to one worker. One event loop owns it."""
+
+    def __init__(
+        self, instance: Instance, sink: WorkerSink, identity: handshake.Identity, config: PlaneConfig
+    ) -> None:
+        self.channel: FrameChannel[Frame] = FrameChannel(
+            CODEC,
+            self,
+            frame_bytes_max=config.frame_bytes_max,
+            write_buffer_bytes=config.write_buffer_bytes,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+        )
+        self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the worker has accepted us; an exception says why not."""
+        self.entered = False
+        """Whether the sink hears of the connection's end."""
+        self._instance = instance
+        self._sink = sink
+        self._identity = identity
+        self._config = config
+        self._hello: tuple[Challenge, Hello] | None = None
+        self._closing = False
+        self._untold: dict[RequestId, int] = {}  # tokens taken of the open requests, and not granted yet
+        self._grants: dict[RequestId, int] = {}  # to go out with the next turn of the loop
+        self._grant_tokens = max(1, config.window_tokens // 4)
+        self._fetches: dict[int, _Fetching] = {}
+        self._fetch_ids = count(1)
+        self._resync_again_s = 0.0
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self._instance.worker_id
+
+    async def enter(self) -> None:
+        """Wait for the worker's welcome; from here on the sink hears if the connection is lost.
+
+        Raises:
+            WorkerLost: the connection ended.
+            ProtocolError: the two sides do not fit together.
+        """
+        await self.welcomed
+        if not self.channel.is_open:
+            raise self._lost("right after the handshake")
+        self.entered = True
+
+    def submit(self, request: Request) -> None:
+        if not self.channel.is_open:
+            raise self._lost("before this request")
+        if len(self._untold) >= self._config.requests_max:
+            raise Overloaded(
+                f"{self._name}: {len(self._untold)} requests are under way on this connection (requests_max); "
+                "try another worker"
+            )
+        if self.channel.buffered_bytes > self._config.connection_bytes_max:
+            raise Overloaded(
+                f"{self._name}: {self.channel.buffered_bytes} bytes wait to be read by it, more than "
+                f"{self._config.connection_bytes_max} (connection_bytes_max); try another worker"
+            )
+        frame = CODEC.encode(Submit(request=request))
+        if len(frame) > self._config.frame_bytes_max:
+            raise RequestError(
+                f"request {request.request_id}: {len(frame)} bytes, more than {self._config.frame_bytes_max} "
+                "(frame_bytes_max); shorten the prompt",
+                http_status=413,
+            )
+        self._untold[request.request_id] = 0
+        self.channel.write(frame)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._forget(request_id)
+        self.channel.send(Abort(request_id=request_id))
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        untold = self._untold.get(request_id)
+        if untold is None:
+            return  # finished or aborted: nothing more will come
+        untold += tokens
+        if untold < self._grant_tokens:
+            self._untold[request_id] = untold
+            return
+        self._untold[request_id] = 0
+        if not self._grants:
+            asyncio.get_running_loop().call_soon(self._send_grants)
+        self._grants[request_id] = self._grants.get(request_id, 0) + untold
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        self.channel.send(Subscribe(after_sequence=after_sequence))
+
+    async def fetch(self, sha256: str) -> bytes:
+        if not self.channel.is_open:
+            raise self._lost("before this fetch")
+        fetch_id = next(self._fetch_ids)
+        content: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._fetches[fetch_id] = _Fetching(FileReceiver(sha256, self._config.file_bytes_max), content)
+        self.channel.send(Fetch(fetch_id=fetch_id, sha256=sha256))
+        try:
+            return await content
+        finally:
+            self._fetches.pop(fetch_id, None)
+
+    async def close(self) -> None:
+        """Say goodbye; the worker aborts whatever is left of our requests."""
+        self._closing = True
+        self.channel.close("the frontend closes")
+        try:
+            async with asyncio.timeout(self._config.close_timeout_s):
+                await self.channel.closed.wait()
+        except TimeoutError:
+            self.channel.abort("the worker did not take what was buffered")
+
+    def channel_opened(self) -> None:
+        pass
+
+    def message_received(self, message: Frame) -> None:
+        match message:
+            case Deltas(deltas=deltas):
+                for delta in deltas:
+                    if delta.finish_reason is not None:
+                        self._forget(delta.request_id)
+                self._sink.push(self.worker_id, deltas)
+            case Load(load=load):
+                self._sink.push_load(self.worker_id, load)
+            case Event(message=event):
+                self._sink.push_event(self.worker_id, event)
+            case FetchChunk():
+                self._on_chunk(message)
+            case Challenge():
+                self._on_challenge(message)
+            case HelloReply():
+                self._on_reply(message)
+            case _:
+                raise ProtocolError(
+                    f"{type(message).__name__}: a worker does not send this; update the older side"
+                )
+
+    def unknown_received(self, tag: str) -> None:
+        """Have the content sent as a snapshot where an event could not be understood, at most once a heartbeat."""
+        now = asyncio.get_running_loop().time()
+        if tag == "event" and now >= self._resync_again_s:
+            self._resync_again_s = now + self._config.heartbeat_interval_s
+            self.subscribe(None)
+
+    def channel_writable(self) -> None:
+        pass
+
+    def channel_closed(self, reason: str) -> None:
+        error = self._lost(reason)
+        if not self.welcomed.done():
+            self.welcomed.set_exception(error)
+        for fetching in self._fetches.values():
+            if not fetching.content.done():
+                fetching.content.set_exception(error)
+        if self.entered and not self._closing:
+            _log.info("worker_lost", worker=self._instance.name, worker_id=self.worker_id, reason=reason)
+            self._sink.lost(self.worker_id, error)
+
+    @property
+    def _name(self) -> str:
+        return f"worker {self._instance.name} ({self.worker_id}) at {self._instance.address}"
+
+    def _lost(self, reason: str) -> WorkerLost:
+        return WorkerLost(f"{self._name}: the connection ended: {reason}; try another worker")
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._untold.pop(request_id, None)
+        self._grants.pop(request_id, None)
+
+    def _send_grants(self) -> None:
+        if self._grants:
+            self.channel.send(Grant(grants=tuple(self._grants.items())))
+            self._grants.clear()
+
+    def _on_challenge(self, challenge: Challenge) -> None:
+        if self._hello is not None:
+            raise ProtocolError("challenge: a second one on the same connection; the peer is broken")
+        try:
+            hello = handshake.hello(
+                self._identity, challenge, expected=self.worker_id, window_tokens=self._config.window_tokens
+            )
+        except ProtocolError as error:
+            self._refuse(error)
+            return
+        self._hello = (challenge, hello)
+        self.channel.send(hello)
+
+    def _on_reply(self, reply: HelloReply) -> None:
+        if self._hello is None or self.welcomed.done():
+            raise ProtocolError("hello reply: not asked for; the peer is broken")
+        if reply.error is not None:
+            message = f"{self._name} refused the connection: {reply.error.message}"
+            self._refuse(from_info(msgspec.structs.replace(reply.error, message=message)))
+            return
+        try:
+            handshake.check_reply(self._identity, *self._hello, reply)
+        except ProtocolError as error:
+            self._refuse(error)
+            return
+        self.welcomed.set_result(None)
+
+    def _refuse(self, error: PenstockError) -> None:
+        if not self.welcomed.done():
+            self.welcomed.set_exception(error)
+        self.channel.abort(error.message)
+
+    def _on_chunk(self, chunk: FetchChunk) -> None:
+        fetching = self._fetches.get(chunk.fetch_id)
+        if fetching is None or fetching.content.done():
+            return  # its caller has gone
+        try:
+            if chunk.error is not None:
+                raise from_info(chunk.error)
+            fetching.file.add(chunk.data)
+            if chunk.last:
+                fetching.content.set_result(fetching.file.finish())
+        except PenstockError as error:
+            fetching.content.set_exception(error)
