@@ -1,0 +1,105 @@
+"""One worker as this frontend knows it: what discovery says, and what its connection says."""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from penstock.core.errors import PenstockError, WorkerLost
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types import Delta, Instance, InstanceState, ModelCard, Role
+from penstock.runtime.events.subscriber import EventSubscriber
+from penstock.seams import Connection
+
+
+class DeltaHandler(Protocol):
+    """Who waits for one request's deltas. Sync, must not raise."""
+
+    def on_delta(self, delta: Delta) -> None: ...
+
+    def on_lost(self, error: WorkerLost) -> None:
+        """The worker is gone; nothing more comes from it."""
+        ...
+
+
+class Condition(StrEnum):
+    """What may be done with a worker. Only a ready one gets new requests."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    CONNECTING = "connecting"  # never reached so far
+    LOST = "lost"  # the connection ended or cannot be made again, whatever discovery says
+    WITHDRAWN = "withdrawn"  # no longer in discovery; finishes what it has
+    MISMATCHED = "mismatched"  # its blocks are named otherwise than those of the model's other workers
+    PREFILL_ONLY = "prefill_only"  # never gets whole requests
+
+
+def identity(card: ModelCard) -> tuple[int, bytes]:
+    """Say what block hashes depend on: workers that differ here cannot take each other's requests."""
+    return card.block_size, card.salt
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A worker's state. `requests` holds those sent and not ended; `closing` ends the present connection."""
+
+    instance: Instance
+    slot: int
+    listed: bool = True
+    matching: bool = True
+    connection: Connection | None = None
+    subscriber: EventSubscriber | None = None
+    problem: PenstockError | None = None
+    requests: dict[RequestId, DeltaHandler] = field(default_factory=dict)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    connections: int = 0
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.instance.worker_id
+
+    @property
+    def identity(self) -> tuple[int, bytes]:
+        return identity(self.instance.card)
+
+    @property
+    def condition(self) -> Condition:
+        if self.connection is None:
+            return Condition.LOST if self.connections else Condition.CONNECTING
+        if not self.listed:
+            return Condition.WITHDRAWN
+        if self.instance.state is InstanceState.DRAINING:
+            return Condition.DRAINING
+        if self.instance.role is Role.PREFILL:
+            return Condition.PREFILL_ONLY
+        return Condition.READY if self.matching else Condition.MISMATCHED
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as `/admin/workers` shows it. `condition` says whether it gets requests, `problem` why not.
+
+    `load` is its own last report, None before the first; `reserved_*` is what this frontend sent since.
+    `event_sequence` is the last event batch applied, None before the first.
+    """
+
+    worker_id: int
+    name: str
+    model: str
+    role: Role
+    state: InstanceState
+    condition: Condition
+    problem: str | None
+    address: str
+    host: str
+    pid: int
+    connections: int
+    open_requests: int
+    load: dict[str, int] | None
+    reserved_requests: int
+    reserved_prefill_tokens: int
+    reserved_blocks: int
+    indexed_blocks: int
+    event_sequence: int | None
+    event_resyncs: int

@@ -1,0 +1,159 @@
+"""How a worker is chosen: each policy prices a request on every worker at once.
+
+Policies are pure functions of `RoutingContext`; write your own against `seams.RoutingPolicy`. Costs of
+workers that are not eligible are ignored. What looks random is a hash of the turn, so that a run repeats.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.config import nearest
+from penstock.core.errors import ConfigError
+from penstock.seams import RoutingContext, RoutingPolicy
+
+Costs = NDArray[np.float64]
+
+DEFAULT_LOAD_WEIGHT = 0.25
+"""What a block costs while it is decoded against, in blocks of prefill. From a roofline: 16 tokens of an 8 B
+bf16 model on one H100 take 0.5 ms to prefill (256 GFLOP at half the peak), and 0.13 ms to be read again in
+200 decode steps (2 MiB at 3.35 TB/s). docs/decisions/0006 has the derivation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongestPrefix:
+    """Longest prefix, then load, both in tokens of prefill.
+
+    cost = prompt tokens not cached there + prompt tokens queued there
+         + load_weight * tokens in blocks that its running requests hold
+         + tokens for which it has no free block left (something would have to be preempted)
+
+    A shared prefix thus attracts requests until a holder's queue costs more than computing the prefix again.
+    """
+
+    name: ClassVar[str] = "kv"
+    load_weight: float = DEFAULT_LOAD_WEIGHT
+
+    def costs(self, context: RoutingContext) -> Costs:
+        block_size = context.block_size
+        missing = context.total_blocks - context.active_blocks
+        np.subtract(context.request_blocks, missing, out=missing)
+        np.maximum(missing, 0, out=missing)
+        missing[context.total_blocks == 0] = 0  # it has not said how many it has
+        costs: Costs = context.active_blocks * np.float64(self.load_weight * block_size)
+        costs += uncached_tokens(context)
+        costs += context.queued_prefill_tokens
+        costs += block_size * missing
+        return costs
+
+
+@dataclass(frozen=True, slots=True)
+class LeastLoaded:
+    """Fewest requests running and waiting; among equals, the smallest part of blocks in use."""
+
+    name: ClassVar[str] = "least-loaded"
+
+    def costs(self, context: RoutingContext) -> Costs:
+        in_use: Costs = context.active_blocks / np.maximum(context.total_blocks, context.active_blocks + 1)
+        in_use += context.running_requests
+        in_use += context.waiting_requests
+        return in_use
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """Each eligible worker in turn, whatever it does."""
+
+    name: ClassVar[str] = "round-robin"
+
+    def costs(self, context: RoutingContext) -> Costs:
+        rank = np.cumsum(context.eligible) - 1
+        num_eligible = int(rank[-1]) + 1 if len(rank) else 0
+        costs: Costs = ((rank - context.turn) % max(num_eligible, 1)).astype(np.float64)
+        return costs
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """Any worker, all equally likely."""
+
+    name: ClassVar[str] = "random"
+
+    def costs(self, context: RoutingContext) -> Costs:
+        return noise(context.turn, len(context.eligible))
+
+
+@dataclass(frozen=True, slots=True)
+class PowerOfTwo:
+    """The less loaded of two random workers: near the best balance from two looks.
+
+    Source: Mitzenmacher, "The power of two choices in randomized load balancing", 2001.
+    """
+
+    name: ClassVar[str] = "power-of-two"
+
+    def costs(self, context: RoutingContext) -> Costs:
+        drawn = np.where(context.eligible, noise(context.turn, len(context.eligible)), np.inf)
+        costs: Costs = np.full(len(drawn), np.inf)
+        two = np.argpartition(drawn, 1)[:2] if len(drawn) > 1 else slice(None)
+        costs[two] = LeastLoaded().costs(context)[two]
+        return costs
+
+
+POLICIES: dict[str, Callable[[float], RoutingPolicy]] = {
+    LongestPrefix.name: LongestPrefix,
+    LeastLoaded.name: lambda _: LeastLoaded(),
+    PowerOfTwo.name: lambda _: PowerOfTwo(),
+    RoundRobin.name: lambda _: RoundRobin(),
+    Random.name: lambda _: Random(),
+}
+"""By name; each is made with the load weight, which only `kv` has a use for."""
+
+
+def make_policy(name: str, load_weight: float = DEFAULT_LOAD_WEIGHT) -> RoutingPolicy:
+    """Make a policy by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"policy {name!r} is unknown{nearest(name, list(POLICIES))}")
+    return POLICIES[name](load_weight)
+
+
+def uncached_tokens(context: RoutingContext) -> NDArray[np.int64]:
+    """Count the prompt tokens each worker would have to compute: at least 1, for the first output token."""
+    cached = context.overlap_blocks.astype(np.int64) * context.block_size
+    return np.maximum(context.request_tokens - cached, 1)
+
+
+def choose(costs: Costs, eligible: NDArray[np.bool_], request_hash: int) -> int | None:
+    """Return the cheapest eligible slot, None where there is none; the request's hash breaks ties.
+
+    Equal requests break them alike, so that they meet where their prefix will be.
+    """
+    slots = np.flatnonzero(eligible)
+    if not len(slots):
+        return None
+    prices = costs[slots]
+    candidates = slots[prices == prices.min()]
+    return int(candidates[mix(request_hash) % len(candidates)])
+
+
+def mix(value: int) -> int:
+    """Scatter 64 bits.
+
+    Source: Steele, Lea and Flood, SplitMix64's finaliser, 2014.
+    """
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFF_FFFF_FFFF_FFFF
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFF_FFFF_FFFF_FFFF
+    return value ^ value >> 31
+
+
+def noise(turn: int, num_slots: int) -> Costs:
+    """Draw (num_slots,) numbers below 1 that depend on turn and slot only."""
+    rng = np.random.Generator(np.random.PCG64(turn))
+    return rng.random(num_slots)
