@@ -1,45 +1,11 @@
 """The messages of a request plane's connection. See `penstock.runtime.framing` for how they are cut and checked."""
 
 from penstock.core.errors import ErrorInfo
-from penstock.core.ids import RequestId, WorkerId
+from penstock.core.ids import RequestId
 from penstock.core.types import Delta, EventMessage, Request, WorkerLoad
 from penstock.core.wire import Wire
 from penstock.runtime.framing import FrameCodec, Goodbye, Ping, Pong
-
-
-class Challenge(Wire, frozen=True, tag="challenge"):
-    """The server's first frame: `nonce` is new for every connection."""
-
-    wire_version: int
-    nonce: bytes
-
-
-class Hello(Wire, frozen=True, tag="hello"):
-    """The client's answer: who it is, and proof that it knows the deployment's secret.
-
-    `worker_id` is whom it expects here; `window_tokens` what it takes of each request before it grants more.
-    """
-
-    wire_version: int
-    hash_version: int
-    key_fingerprint: str
-    nonce: bytes
-    proof: bytes
-    process: str = ""
-    worker_id: WorkerId | None = None
-    window_tokens: int = 512
-
-
-class HelloReply(Wire, frozen=True, tag="hello_reply"):
-    """The server's side of the same; with `error` set it closes the connection."""
-
-    wire_version: int
-    hash_version: int = 0
-    key_fingerprint: str = ""
-    proof: bytes = b""
-    process: str = ""
-    worker_id: WorkerId | None = None
-    error: ErrorInfo | None = None
+from penstock.runtime.handshake import Challenge, Hello, HelloReply
 
 
 class Submit(Wire, frozen=True, tag="submit"):

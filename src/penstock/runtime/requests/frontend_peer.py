@@ -8,10 +8,10 @@ from penstock.core.errors import Overloaded, PenstockError, ProtocolError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types import Delta, EventMessage, WorkerLoad
+from penstock.runtime import handshake
 from penstock.runtime.channel import FrameChannel
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.events.feed import EventFeed
-from penstock.runtime.requests import handshake
 from penstock.runtime.requests.fetch import FETCHES_MAX, chunks, missing_file
 from penstock.runtime.requests.frames import (
     CODEC,
@@ -22,7 +22,6 @@ from penstock.runtime.requests.frames import (
     FetchChunk,
     Frame,
     Grant,
-    Hello,
     Load,
     Submit,
     Subscribe,
@@ -159,7 +158,7 @@ class FrontendPeer:
             self._service.disconnected(self)
 
     def _on_hello(self, message: Frame) -> None:
-        if not isinstance(message, Hello):
+        if not isinstance(message, handshake.Hello):
             raise ProtocolError(
                 f"{type(message).__name__} before hello; the peer is no frontend of this release"
             )

@@ -10,22 +10,19 @@ from penstock.core.errors import Overloaded, PenstockError, ProtocolError, Reque
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import Instance, Request
+from penstock.runtime import handshake
 from penstock.runtime.channel import FrameChannel
 from penstock.runtime.config import PlaneConfig
-from penstock.runtime.requests import handshake
 from penstock.runtime.requests.fetch import FileReceiver
 from penstock.runtime.requests.frames import (
     CODEC,
     Abort,
-    Challenge,
     Deltas,
     Event,
     Fetch,
     FetchChunk,
     Frame,
     Grant,
-    Hello,
-    HelloReply,
     Load,
     Submit,
     Subscribe,
@@ -63,7 +60,7 @@ class WorkerPeer:
         self._sink = sink
         self._identity = identity
         self._config = config
-        self._hello: tuple[Challenge, Hello] | None = None
+        self._hello: tuple[handshake.Challenge, handshake.Hello] | None = None
         self._closing = False
         self._untold: dict[RequestId, int] = {}  # tokens taken of the open requests, and not granted yet
         self._grants: dict[RequestId, int] = {}  # to go out with the next turn of the loop
@@ -169,9 +166,9 @@ class WorkerPeer:
                 self._sink.push_event(self.worker_id, event)
             case FetchChunk():
                 self._on_chunk(message)
-            case Challenge():
+            case handshake.Challenge():
                 self._on_challenge(message)
-            case HelloReply():
+            case handshake.HelloReply():
                 self._on_reply(message)
             case _:
                 raise ProtocolError(
@@ -215,7 +212,7 @@ class WorkerPeer:
             self.channel.send(Grant(grants=tuple(self._grants.items())))
             self._grants.clear()
 
-    def _on_challenge(self, challenge: Challenge) -> None:
+    def _on_challenge(self, challenge: handshake.Challenge) -> None:
         if self._hello is not None:
             raise ProtocolError("challenge: a second one on the same connection; the peer is broken")
         try:
@@ -228,7 +225,7 @@ class WorkerPeer:
         self._hello = (challenge, hello)
         self.channel.send(hello)
 
-    def _on_reply(self, reply: HelloReply) -> None:
+    def _on_reply(self, reply: handshake.HelloReply) -> None:
         if self._hello is None or self.welcomed.done():
             raise ProtocolError("hello reply: not asked for; the peer is broken")
         if reply.error is not None:

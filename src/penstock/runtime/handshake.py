@@ -9,14 +9,48 @@ import hmac
 import secrets
 from dataclasses import dataclass, field
 
-from penstock.core.errors import PenstockError, ProtocolError, WorkerLost
+from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, WorkerLost
 from penstock.core.hashing import DEFAULT_KEY, HASH_VERSION
 from penstock.core.ids import WorkerId
-from penstock.core.wire import WIRE_VERSION
-from penstock.runtime.requests.frames import Challenge, Hello, HelloReply
+from penstock.core.wire import WIRE_VERSION, Wire
 
 _NONCE_BYTES = 16
 _NEIGHBOURS = 1  # wire versions that far apart understand each other
+
+
+class Challenge(Wire, frozen=True, tag="challenge"):
+    """The server's first frame: `nonce` is new for every connection."""
+
+    wire_version: int
+    nonce: bytes
+
+
+class Hello(Wire, frozen=True, tag="hello"):
+    """The client's answer: who it is, and proof that it knows the deployment's secret.
+
+    `worker_id` is whom it expects here; `window_tokens` what it takes of each request before it grants more.
+    """
+
+    wire_version: int
+    hash_version: int
+    key_fingerprint: str
+    nonce: bytes
+    proof: bytes
+    process: str = ""
+    worker_id: WorkerId | None = None
+    window_tokens: int = 0
+
+
+class HelloReply(Wire, frozen=True, tag="hello_reply"):
+    """The server's side of the same; with `error` set it closes the connection."""
+
+    wire_version: int
+    hash_version: int = 0
+    key_fingerprint: str = ""
+    proof: bytes = b""
+    process: str = ""
+    worker_id: WorkerId | None = None
+    error: ErrorInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +75,9 @@ def challenge() -> Challenge:
     return Challenge(wire_version=WIRE_VERSION, nonce=secrets.token_bytes(_NONCE_BYTES))
 
 
-def hello(identity: Identity, challenge: Challenge, *, expected: WorkerId, window_tokens: int) -> Hello:
+def hello(
+    identity: Identity, challenge: Challenge, *, expected: WorkerId | None = None, window_tokens: int = 0
+) -> Hello:
     """Answer a challenge.
 
     Raises:
