@@ -1,0 +1,122 @@
+"""A profile goes through its points and predicts the ones it was not shown."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.profile import DecodePoint, LinearPrior, PrefillPoint, Profile, ProfiledModel
+from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.shape import shape_of
+
+TABLES = json.loads((Path(__file__).parents[2] / "data" / "latency_tables.json").read_text())
+SIZES = {"70B": (8192, 28672, 64, 80), "8B": (4096, 14336, 32, 32)}
+
+
+def profile_of(table: dict) -> Profile:
+    return Profile(
+        engine=table["model"],
+        prefill=tuple(
+            PrefillPoint(new_tokens=int(n), seconds=ms / 1e3) for n, ms in table["prefill_ms"].items()
+        ),
+        decode=tuple(
+            DecodePoint(context=int(cell.split("x")[0]), batch=int(cell.split("x")[1]), seconds=ms / 1e3)
+            for cell, ms in table["decode_ms"].items()
+        ),
+    )
+
+
+def prior_of(table: dict) -> Roofline:
+    hidden, intermediate, heads, layers = SIZES["8B" if "8B" in table["model"] else "70B"]
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": layers,
+        "vocab_size": 128256,
+    }
+    return Roofline(
+        shape_of(config, name="llama"),
+        find_hardware(table["system"]),
+        Parallel(tp=table["tp"]),
+        Dtype(table["weights"]),
+    )
+
+
+def without(points: tuple, index: int) -> tuple:
+    return points[:index] + points[index + 1 :]
+
+
+@pytest.mark.parametrize(
+    "table", TABLES, ids=lambda t: f"{t['model'].split('/')[1]}-{t['system']}-tp{t['tp']}"
+)
+def test_leave_one_out(table: dict) -> None:
+    profile, prior = profile_of(table), prior_of(table)
+    fitted = ProfiledModel(profile, prior).residuals(profile)
+    assert max(map(abs, fitted.values())) < 0.10
+    left_out: dict[str, float] = {}
+    for kind in ("prefill", "decode"):
+        points = getattr(profile, kind)
+        empty = {"prefill": (), "decode": ()}
+        for index in range(len(points)):
+            rest = msgspec.structs.replace(profile, **{kind: without(points, index)})
+            held = msgspec.structs.replace(profile, **(empty | {kind: points[index : index + 1]}))
+            left_out |= ProfiledModel(rest, prior).residuals(held)
+    assert max(map(abs, left_out.values())) < 0.20, left_out
+
+
+def test_plain_engine_is_recovered_exactly() -> None:
+    truth = LinearPrior(prefill=(0.005, 1e-4, 1e-8), decode=(0.004, 2e-4, 1e-7))
+    profile = Profile(
+        engine="plain",
+        prefill=tuple(PrefillPoint(new_tokens=n, seconds=truth.prefill_s(n)) for n in (16, 128, 1024, 4096)),
+        decode=tuple(
+            DecodePoint(batch=b, context=c, seconds=truth.decode_step_s(b, b * c))
+            for b in (1, 8, 32)
+            for c in (128, 1024, 4096)
+        ),
+    )
+    model = ProfiledModel(profile)
+    assert model.prefill_s(300) == pytest.approx(truth.prefill_s(300), rel=1e-3)
+    assert model.prefill_s(100, 1000) == pytest.approx(truth.prefill_s(100, 1000), rel=1e-3)
+    assert model.decode_step_s(20, 20 * 700) == pytest.approx(truth.decode_step_s(20, 20 * 700), rel=1e-3)
+    assert model.decode_step_s(64, 64 * 9000) == pytest.approx(truth.decode_step_s(64, 64 * 9000), rel=1e-3)
+    two = model.prefill_batch_s([(300, 0), (200, 0)])
+    assert model.prefill_s(300) < two < model.prefill_s(300) + model.prefill_s(200)
+
+
+def test_decode_is_piecewise_linear_in_context() -> None:
+    model = ProfiledModel(profile_of(TABLES[0]), prior_of(TABLES[0]))
+    low, middle, high = (model.decode_step_s(24, 24 * context) for context in (5000, 6000, 7000))
+    assert middle - low == pytest.approx(high - middle, rel=1e-9)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    profile = profile_of(TABLES[0])
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+    with pytest.raises(ConfigError, match="no such file"):
+        Profile.load(tmp_path / "absent.json")
+    (tmp_path / "bad.json").write_text('{"engine": 3}')
+    with pytest.raises(ConfigError, match="not a profile"):
+        Profile.load(tmp_path / "bad.json")
+    (tmp_path / "old.json").write_text('{"engine": "e", "prefill": [], "decode": [], "schema": 99}')
+    with pytest.raises(ConfigError, match="schema 99, expected 1"):
+        Profile.load(tmp_path / "old.json")
+
+
+def test_bad_points() -> None:
+    with pytest.raises(ConfigError, match="0 prefill and 0 decode points"):
+        ProfiledModel(Profile(engine="e", prefill=(), decode=()))
+    with pytest.raises(ConfigError, match="seconds must be > 0"):
+        ProfiledModel(
+            Profile(
+                engine="e",
+                prefill=(PrefillPoint(new_tokens=1, seconds=0.0),),
+                decode=(DecodePoint(batch=1, context=1, seconds=1.0),),
+            )
+        )
