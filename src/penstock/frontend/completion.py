@@ -1,0 +1,189 @@
+"""One user request under way: engine deltas in, pieces of text out, for all its choices at once.
+
+Knows nothing of HTTP. Each choice is a small state machine (`ChoiceText`) fed with deltas; stop strings,
+characters split over tokens, log-probabilities and usage are settled here.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.core.errors import EngineError, from_info
+from penstock.core.types import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.wire import num_tokens, unpack_tokens
+from penstock.frontend.detokenize import Detokenizer, TextDecoder
+from penstock.frontend.metrics import RequestTimer
+from penstock.frontend.openai import PromptTokensDetails, Usage
+from penstock.frontend.preprocess import Work
+from penstock.frontend.stops import StopFinder
+from penstock.seams import RequestDispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One output token with its log-probability; `start` is where it begins in the choice's text."""
+
+    logprob: TokenLogprob
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """What one delta added to one choice. The last event of a choice has its finish reason."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: tuple[TokenText, ...] = ()
+
+
+class ChoiceText:
+    """Turns one choice's deltas into text events. Not thread-safe; one task owns it."""
+
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, stops: Sequence[str], *, begins_text: bool
+    ) -> None:
+        self.index = index
+        self.output_tokens = 0
+        self.cached_tokens = 0
+        self.finished = False
+        self._decoder: TextDecoder = detokenizer.stream(begins_text=begins_text)
+        self._finder = StopFinder(stops) if stops else None
+        self._decoded = 0  # characters out of the decoder
+        self._given = 0  # characters out of here
+        self._waiting: deque[TokenText] = deque()  # log-probabilities of tokens whose text is not out yet
+
+    def feed(self, delta: Delta) -> TextEvent | None:
+        """Take a delta; None while all its text is held back.
+
+        Raises:
+            PenstockError: the request ended with an error.
+        """
+        if delta.error is not None:
+            raise from_info(delta.error)
+        if delta.finish_reason in {FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED}:
+            raise EngineError(f"the worker ended the request as {delta.finish_reason}; try again")
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+        token_ids = unpack_tokens(delta.token_ids).tolist()
+        self.output_tokens += len(token_ids)
+        if delta.finish_reason is FinishReason.STOP and token_ids:
+            token_ids.pop()  # the stop token counts, but is not text
+        stopped, text = self._decode(token_ids, delta.logprobs)
+        reason = "stop" if stopped else None
+        if delta.finish_reason is not None and not stopped:
+            stopped, rest = self._end()
+            text += rest
+            reason = "length" if delta.finish_reason is FinishReason.LENGTH and not stopped else "stop"
+        if not text and reason is None:
+            return None
+        self._given += len(text)
+        self.finished = reason is not None
+        everything = self.finished and not stopped
+        logprobs = self._take_logprobs(None if everything else self._given) if self._waiting else ()
+        return TextEvent(self.index, text, reason, logprobs)
+
+    def _decode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[bool, str]:
+        """Give whether a stop string is complete, and the text that may go out."""
+        if self._finder is None and not logprobs:
+            text = self._decoder.feed(token_ids)
+            self._decoded += len(text)
+            return False, text
+        text = ""
+        for position, token_id in enumerate(token_ids):  # one by one, to know which completes a stop string
+            if position < len(logprobs):
+                self._waiting.append(TokenText(logprobs[position], self._decoded))
+            decoded = self._decoder.feed((token_id,))
+            self._decoded += len(decoded)
+            stopped, found = self._find(decoded)
+            text += found
+            if stopped:
+                self.output_tokens -= len(token_ids) - position - 1
+                return True, text
+        return False, text
+
+    def _end(self) -> tuple[bool, str]:
+        stopped, text = self._find(self._decoder.finish())
+        if not stopped and self._finder is not None:
+            text += self._finder.finish()
+        return stopped, text
+
+    def _find(self, text: str) -> tuple[bool, str]:
+        if self._finder is None:
+            return False, text
+        text, stopped = self._finder.feed(text)
+        return stopped, text
+
+    def _take_logprobs(self, before: int | None) -> tuple[TokenText, ...]:
+        waiting, taken = self._waiting, []
+        while waiting and (before is None or waiting[0].start < before):
+            taken.append(waiting.popleft())
+        return tuple(taken)
+
+
+Emit = Callable[[TextEvent], Awaitable[None]]
+
+
+class Completion:
+    """Runs a request's choices side by side and hands their text to one receiver."""
+
+    def __init__(self, work: Work, dispatcher: RequestDispatcher, timer: RequestTimer) -> None:
+        self._work = work
+        self._dispatcher = dispatcher
+        self._timer = timer
+        self._choices = [
+            ChoiceText(index, work.model.detokenizer, work.stops, begins_text=work.begins_text)
+            for index in range(len(work.requests))
+        ]
+
+    async def run(self, emit: Emit) -> None:
+        """Go on until every choice has ended; cancelling this ends them all at once.
+
+        Args:
+            emit: takes each event; while it waits, that choice takes no more tokens from its worker.
+
+        Raises:
+            PenstockError: a choice failed; the others are cancelled.
+        """
+        try:
+            if len(self._choices) == 1:
+                await self._run_choice(self._choices[0], self._work.requests[0], emit)
+                return
+            async with asyncio.TaskGroup() as group:
+                for choice, request in zip(self._choices, self._work.requests, strict=True):
+                    group.create_task(self._run_choice(choice, request, emit))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        finally:
+            self._timer.finish(self.usage(), asyncio.get_running_loop().time())
+
+    def usage(self) -> Usage:
+        """Count tokens so far: each prompt once, and every choice's output."""
+        prompt_tokens = self._work.prompt_tokens
+        output_tokens = sum(choice.output_tokens for choice in self._choices)
+        cached_tokens = sum(
+            choice.cached_tokens for choice in self._choices[:: self._work.choices_per_prompt]
+        )
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=output_tokens,
+            total_tokens=prompt_tokens + output_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        )
+
+    async def _run_choice(self, choice: ChoiceText, request: Request, emit: Emit) -> None:
+        timer, clock = self._timer, asyncio.get_running_loop().time
+        last: float | None = None
+        async with self._dispatcher.open(request) as stream:
+            async for delta in stream:
+                if tokens := num_tokens(delta.token_ids):
+                    now = clock()
+                    timer.tokens(tokens, now, last)
+                    last = now
+                event = choice.feed(delta)
+                if event is not None:
+                    await emit(event)
+                    if choice.finished:
+                        return
+        raise EngineError("the worker's stream ended without a finish reason; try again")

@@ -1,0 +1,62 @@
+"""Refusals that the HTTP API names by a code of their own, and how any error is worded in its shape."""
+
+from typing import ClassVar
+
+import msgspec
+
+from penstock.core.errors import PenstockError, RequestError
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    error: ErrorBody
+
+
+def error_answer(error: PenstockError) -> ErrorAnswer:
+    """Word an error the way the API does."""
+    caller = 400 <= error.http_status < 500
+    kind = "invalid_request_error" if caller else "server_error"
+    code = None if error.code == RequestError.code else error.code  # the type says as much
+    return ErrorAnswer(ErrorBody(message=error.message, type=kind, param=error.param, code=code))
+
+
+class _RefusalError(RequestError):
+    status: ClassVar[int] = 400
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, http_status=self.status)
+
+
+class ContextLengthError(_RefusalError):
+    code = "context_length_exceeded"
+
+
+class ForbiddenError(_RefusalError):
+    code = "forbidden"
+    status = 403
+
+
+class UnknownModelError(_RefusalError):
+    code = "model_not_found"
+    status = 404
+
+
+class UnknownPathError(_RefusalError):
+    code = "path_not_found"
+    status = 404
+
+
+class MethodError(_RefusalError):
+    code = "method_not_allowed"
+    status = 405
+
+
+class BodySizeError(_RefusalError):
+    code = "request_too_large"
+    status = 413

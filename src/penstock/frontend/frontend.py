@@ -1,0 +1,140 @@
+"""What the HTTP layer serves, without HTTP: bodies in, prepared answers out, and the state of the service."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.core.clock import wall_time_s
+from penstock.frontend.admission import Admission, Slot
+from penstock.frontend.completion import Completion
+from penstock.frontend.config import FrontendConfig
+from penstock.frontend.metrics import FrontendMetrics
+from penstock.frontend.models import ModelShelf
+from penstock.frontend.openai import ModelEntry, ModelList, StreamOptions, parse_chat, parse_completion
+from penstock.frontend.preprocess import Arrival, Preprocessor, Work
+from penstock.frontend.sse import Envelope, EventStream, WholeAnswer
+from penstock.frontend.validation import check_chat, check_completion
+from penstock.seams import RequestDispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """A request that is about to run, and how its answer is to be given."""
+
+    completion: Completion
+    work: Work
+    envelope: Envelope
+    stream: bool
+    include_usage: bool
+
+    def event_stream(self) -> EventStream:
+        token_bytes = self.work.model.detokenizer.token_bytes
+        return EventStream(self.envelope, token_bytes, include_usage=self.include_usage)
+
+    def whole_answer(self) -> WholeAnswer:
+        return WholeAnswer(
+            self.envelope,
+            self.work.model.detokenizer.token_bytes,
+            choices=len(self.work.requests),
+            logprobs=self.work.logprobs is not None,
+        )
+
+
+class Frontend:
+    """One frontend process's state. One event loop owns it."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        dispatcher: RequestDispatcher,
+        *,
+        hash_key: bytes,
+        rng: random.Random | None = None,
+    ) -> None:
+        """Compose.
+
+        Args:
+            config: the frontend's settings.
+            dispatcher: the way to the workers.
+            hash_key: the deployment's, for block hashes.
+            rng: for ids and seeds; None takes one seeded by the system.
+        """
+        self.config = config
+        self.dispatcher = dispatcher
+        self.metrics = FrontendMetrics()
+        self.admission = Admission(
+            inflight_max=config.inflight_max, request_timeout_s=config.request_timeout_s
+        )
+        self._rng = rng if rng is not None else random.Random()
+        self._models = ModelShelf(dispatcher, config.models_max)
+        self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
+
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[Slot]:
+        """Hold a slot while a request is under way.
+
+        Raises:
+            Overloaded: as many as allowed are.
+        """
+        with self.admission.admit() as slot:
+            self.metrics.inflight(1)
+            try:
+                yield slot
+            finally:
+                self.metrics.inflight(-1)
+
+    async def chat(self, body: bytes, slot: Slot) -> Answering:
+        """Understand and prepare a chat request.
+
+        Raises:
+            PenstockError: it cannot be served; the text says why.
+        """
+        request = parse_chat(body)
+        check_chat(request, self.config.choices_max)
+        model = await self._models.get(request.model)
+        arrival = Arrival(f"chatcmpl-{self.new_id()}", len(body), slot.deadline)
+        work = await self._preprocessor.chat(request, model, arrival)
+        return self._answering(work, slot, chat=True, stream=request.stream, options=request.stream_options)
+
+    async def completion(self, body: bytes, slot: Slot) -> Answering:
+        """Understand and prepare a plain completion request.
+
+        Raises:
+            PenstockError: it cannot be served; the text says why.
+        """
+        request = parse_completion(body)
+        check_completion(request, self.config.choices_max)
+        model = await self._models.get(request.model)
+        arrival = Arrival(f"cmpl-{self.new_id()}", len(body), slot.deadline)
+        work = await self._preprocessor.completion(request, model, arrival)
+        return self._answering(work, slot, chat=False, stream=request.stream, options=request.stream_options)
+
+    def models(self) -> ModelList:
+        cards = self.dispatcher.models().values()
+        return ModelList([ModelEntry(card.name, card.created_s, card.context_length) for card in cards])
+
+    def model(self, name: str) -> ModelEntry:
+        """Raises: UnknownModelError: no worker serves it."""
+        card = self._models.card(name)
+        return ModelEntry(card.name, card.created_s, card.context_length)
+
+    def unhealthy(self) -> str | None:
+        """Say why no request could be served now; None if it could."""
+        return None if self.dispatcher.models() else "no worker is ready"
+
+    def new_id(self) -> str:
+        return f"{self._rng.getrandbits(96):024x}"
+
+    def _answering(
+        self, work: Work, slot: Slot, *, chat: bool, stream: bool | None, options: StreamOptions | None
+    ) -> Answering:
+        name = work.model.card.name
+        timer = self.metrics.timer(name, slot.arrived)
+        return Answering(
+            completion=Completion(work, self.dispatcher, timer),
+            work=work,
+            envelope=Envelope(work.id, int(wall_time_s()), name, chat),
+            stream=bool(stream),
+            include_usage=options is not None and options.include_usage,
+        )

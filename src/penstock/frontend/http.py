@@ -1,0 +1,253 @@
+"""The HTTP surface: routes, headers, status codes, and writing no faster than a client reads.
+
+No logic of its own: `Frontend` understands and prepares, `Completion` runs. A client that goes away cancels
+its handler, and with it the request on its workers, before the first token as well as after.
+"""
+
+import ipaddress
+import math
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from penstock.core.errors import PenstockError, RequestError
+from penstock.core.log import get_logger
+from penstock.frontend.admission import Slot
+from penstock.frontend.completion import TextEvent
+from penstock.frontend.errors import (
+    BodySizeError,
+    ForbiddenError,
+    MethodError,
+    UnknownPathError,
+    error_answer,
+)
+from penstock.frontend.frontend import Answering, Frontend
+from penstock.frontend.openai import encode
+from penstock.frontend.sse import DONE, error_event
+
+_REQUEST_ID = "X-Request-Id"
+_REQUEST_ID_CHARACTERS_MAX = 128
+_CLIENT_GONE = 499  # as nginx counts a client that closed before its answer's end
+_FORWARDED = ("Forwarded", "X-Forwarded-For")
+
+_request_id: ContextVar[str] = ContextVar("request_id")  # each request runs in a context of its own
+_log = get_logger()
+
+Prepare = Callable[[bytes, Slot], Awaitable[Answering]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpSurface:
+    """Handlers over one `Frontend`."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._config = frontend.config
+        self.draining = False
+        """Answer what comes, but keep no connection open."""
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._frame], client_max_size=self._config.body_bytes_max)
+        app.on_response_prepare.append(self._add_headers)
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completion),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/health", self._health),
+                web.get("/live", self._live),
+                web.get("/metrics", self._metrics),
+                web.get("/admin/workers", self._workers),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Give every answer an id and every failure the API's shape, and count them."""
+        given = request.headers.get(_REQUEST_ID, "")
+        sound = 0 < len(given) <= _REQUEST_ID_CHARACTERS_MAX and given.isascii() and given.isprintable()
+        _request_id.set(given if sound else self._frontend.new_id())
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unknown"
+        code = _CLIENT_GONE
+        try:
+            response = await self._answer(request, handler)
+            code = response.outcome if isinstance(response, _SseResponse) else response.status
+        finally:
+            self._frontend.metrics.answered(route, code)
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except PenstockError as error:
+            return _error_response(error)
+        except web.HTTPException as error:
+            return _error_response(self._translate(error, request), error.headers.get("Allow"))
+        except web.RequestPayloadError as error:
+            return _error_response(RequestError(f"the body cannot be read: {error}"))
+        except ConnectionError:  # the client is gone
+            raise
+        except Exception:  # noqa: BLE001 - a handler's fate is owned here
+            _log.exception("request_failed", path=request.path, request_id=_request_id.get())
+            return _error_response(PenstockError("the server failed on this request; its log says more"))
+
+    def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
+        """Say in the API's words what aiohttp refused."""
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            return MethodError(
+                f"{request.method} is not allowed on {request.path}; use {', '.join(sorted(error.allowed_methods))}"
+            )
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            return self._too_large()
+        if isinstance(error, web.HTTPNotFound):
+            return UnknownPathError(
+                f"{request.path} does not exist; the API is under /v1, as /v1/chat/completions"
+            )
+        return RequestError(f"{error.status}: {error.reason}", http_status=error.status)
+
+    def _too_large(self) -> BodySizeError:
+        limit = self._config.body_bytes_max
+        return BodySizeError(
+            f"the body is larger than {limit} bytes; send less, or raise frontend.body_bytes_max"
+        )
+
+    async def _add_headers(self, _: web.Request, response: web.StreamResponse) -> None:
+        response.headers[_REQUEST_ID] = _request_id.get("")
+        if self.draining:
+            response.force_close()
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, self._frontend.chat)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, self._frontend.completion)
+
+    async def _generate(self, request: web.Request, prepare: Prepare) -> web.StreamResponse:
+        with self._frontend.admit() as slot:
+            async with slot.limit():
+                if (request.content_length or 0) > self._config.body_bytes_max:
+                    raise self._too_large()
+                answering = await prepare(await request.read(), slot)
+            if answering.stream:
+                return await self._stream(request, answering, slot)
+            answer = answering.whole_answer()
+            async with slot.limit():
+                await answering.completion.run(answer.take)
+            return _json(answer.body(answering.completion.usage()))
+
+    async def _stream(self, request: web.Request, answering: Answering, slot: Slot) -> web.StreamResponse:
+        response = _SseResponse(request, answering, self._config.write_buffer_bytes)
+        try:
+            async with slot.limit():
+                await answering.completion.run(response.take)
+        except PenstockError as error:
+            if not response.prepared:
+                raise  # nothing is out yet: it gets a status of its own
+            await response.fail(error)
+        else:
+            await response.finish()
+        return response
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return _json(encode(self._frontend.models()))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        return _json(encode(self._frontend.model(request.match_info["model"])))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        reason = "the server is shutting down" if self.draining else self._frontend.unhealthy()
+        if reason is not None:
+            return _json(encode({"status": "unavailable", "reason": reason}), status=503)
+        return _json(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
+
+    async def _live(self, _: web.Request) -> web.Response:
+        return _json(b'{"status":"live"}')
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = self._frontend.metrics.expose()
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        if not _is_local(request):
+            raise ForbiddenError(f"{request.path} is for this machine only; ask from it, by 127.0.0.1")
+        workers = msgspec.to_builtins(self._frontend.dispatcher.workers(), str_keys=True)
+        return _json(encode({"workers": workers}))
+
+
+class _SseResponse(web.StreamResponse):
+    """Sends events as they come. Headers go out with the first one, so that an early error has its own status."""
+
+    def __init__(self, request: web.Request, answering: Answering, write_buffer_bytes: int) -> None:
+        super().__init__(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        self.outcome = 200
+        """The status it would have had if its end had been known at its start."""
+        self._request = request
+        self._answering = answering
+        self._encoder = answering.event_stream()
+        self._writer: AbstractStreamWriter | None = None
+        self._write_buffer_bytes = write_buffer_bytes
+
+    async def take(self, event: TextEvent) -> None:
+        await self._send(self._encoder.event(event))
+
+    async def finish(self) -> None:
+        end = DONE
+        if self._answering.include_usage:
+            end = self._encoder.usage(self._answering.completion.usage()) + DONE
+        await self._send(end)
+
+    async def fail(self, error: PenstockError) -> None:
+        self.outcome = error.http_status
+        await self._send(error_event(error))
+
+    async def _send(self, chunk: bytes) -> None:
+        """Write, and wait while the client has not read enough of what was written before."""
+        writer = self._writer
+        if writer is None:
+            writer = self._writer = await self._begin()
+        await writer.write(chunk)
+        await writer.drain()
+
+    async def _begin(self) -> AbstractStreamWriter:
+        transport = self._request.transport
+        if transport is not None:
+            transport.set_write_buffer_limits(high=self._write_buffer_bytes)
+        writer = await self.prepare(self._request)
+        if writer is None:
+            raise ConnectionResetError("the client is gone")
+        return writer
+
+
+def _json(body: bytes, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _error_response(error: PenstockError, allow: str | None = None) -> web.Response:
+    response = _json(encode(error_answer(error)), error.http_status)
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if allow is not None:
+        response.headers["Allow"] = allow
+    return response
+
+
+def _is_local(request: web.Request) -> bool:
+    """Tell whether the peer is on this machine, and is not a proxy that speaks for somebody else."""
+    if any(name in request.headers for name in _FORWARDED):
+        return False
+    try:
+        return ipaddress.ip_address(request.remote or "").is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,107 @@
+"""What the frontend counts, for Prometheus.
+
+With several frontend processes on one port, set PROMETHEUS_MULTIPROC_DIR to an empty directory for all of
+them before they start: then any of them answers for all.
+"""
+
+import os
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from penstock.frontend.openai import Usage
+
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+_E2E_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class FrontendMetrics:
+    """One process's figures. Not thread-safe beyond what prometheus_client is."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "penstock_frontend_requests", "Answers by route and HTTP status.", ["route", "code"], registry=registry
+        )  # fmt: skip
+        self._inflight = Gauge(
+            "penstock_frontend_inflight_requests",
+            "Requests under way.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._ttft = Histogram(
+            "penstock_frontend_ttft_seconds",
+            "From a request's arrival to its first token.",
+            ["model"],
+            registry=registry,
+            buckets=_TTFT_S,
+        )
+        self._itl = Histogram(
+            "penstock_frontend_itl_seconds",
+            "Between tokens of one choice; where several came at once, the mean of their gaps, once.",
+            ["model"],
+            registry=registry,
+            buckets=_ITL_S,
+        )
+        self._e2e = Histogram(
+            "penstock_frontend_e2e_seconds",
+            "From a request's arrival to the end of its answer, also of one cut short.",
+            ["model"],
+            registry=registry,
+            buckets=_E2E_S,
+        )
+        self._tokens = {
+            kind: Counter(f"penstock_frontend_{kind}_tokens", text, ["model"], registry=registry)
+            for kind, text in (
+                ("prompt", "Prompt tokens of requests that were sent to a worker."),
+                ("cached", "Prompt tokens that a worker's prefix cache gave."),
+                ("output", "Tokens generated."),
+            )
+        }
+
+    def inflight(self, change: int) -> None:
+        self._inflight.inc(change)
+
+    def answered(self, route: str, code: int) -> None:
+        self._requests.labels(route, str(code)).inc()
+
+    def timer(self, model: str, arrived: float) -> "RequestTimer":
+        """Start on a request; `arrived` is in the event loop's time."""
+        return RequestTimer(self, model, arrived)
+
+    def expose(self) -> bytes:
+        """Write all figures in Prometheus' text format."""
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return generate_latest(self._registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+
+class RequestTimer:
+    """Takes the times of one request's tokens."""
+
+    __slots__ = ("_arrived", "_itl", "_metrics", "_model", "_seen_first")
+
+    def __init__(self, metrics: FrontendMetrics, model: str, arrived: float) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._arrived = arrived
+        self._seen_first = False
+        self._itl = metrics._itl.labels(model)
+
+    def tokens(self, count: int, now: float, last: float | None) -> None:
+        """Note that a choice got tokens now, having got some before at `last` (None: these are the first)."""
+        if last is not None:
+            self._itl.observe((now - last) / count)
+        elif not self._seen_first:
+            self._seen_first = True
+            self._metrics._ttft.labels(self._model).observe(now - self._arrived)
+
+    def finish(self, usage: Usage, now: float) -> None:
+        self._metrics._e2e.labels(self._model).observe(now - self._arrived)
+        tokens = self._metrics._tokens
+        tokens["prompt"].labels(self._model).inc(usage.prompt_tokens)
+        tokens["cached"].labels(self._model).inc(usage.prompt_tokens_details.cached_tokens)
+        tokens["output"].labels(self._model).inc(usage.completion_tokens)

@@ -1,0 +1,93 @@
+"""The models of the deployment, as the frontend needs them: tokenizer, chat template, limits.
+
+A card's files are fetched from its workers once, named by their content, and kept while they are used.
+"""
+
+import asyncio
+from collections import OrderedDict
+
+from tokenizers import Tokenizer
+
+from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
+from penstock.core.types import ModelCard
+from penstock.frontend.detokenize import Detokenizer
+from penstock.frontend.errors import UnknownModelError
+from penstock.frontend.template import ChatTemplate
+from penstock.seams import RequestDispatcher
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+_log = get_logger()
+
+
+class ServedModel:
+    """One model's card, with what its files say. Immutable; its tokenizer may be used in threads."""
+
+    def __init__(self, card: ModelCard, files: dict[str, bytes]) -> None:
+        """Load; for a large vocabulary this takes a second, so call it in a thread.
+
+        Raises:
+            ConfigError: a file is missing or malformed.
+        """
+        if TOKENIZER not in files:
+            raise ConfigError(f"model {card.name}: has no {TOKENIZER}; its worker must publish one")
+        try:
+            self.tokenizer: Tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
+            self.detokenizer = Detokenizer(self.tokenizer, files[TOKENIZER])
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"model {card.name}: {TOKENIZER}: {error}") from error
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.template = ChatTemplate.load(files.get(TOKENIZER_CONFIG), files.get(CHAT_TEMPLATE))
+        self.card = card
+        self.defaults = dict(card.default_sampling)
+        self.num_token_ids = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+class ModelShelf:
+    """Loads served models on first use and keeps the most recent ones. One event loop owns it."""
+
+    def __init__(self, dispatcher: RequestDispatcher, models_max: int) -> None:
+        self._dispatcher = dispatcher
+        self._models_max = models_max
+        self._models: OrderedDict[ModelCard, ServedModel] = OrderedDict()
+        self._loading = asyncio.Lock()
+
+    async def get(self, name: str) -> ServedModel:
+        """Give a model that is served now, loading it if need be.
+
+        Raises:
+            UnknownModelError: no worker serves it; the text names those that are.
+            Unavailable: its files cannot be fetched now.
+            ConfigError: its files are malformed.
+        """
+        card = self.card(name)
+        if card not in self._models:
+            async with self._loading:  # the others wait, and then find it
+                if card not in self._models:
+                    await self._load(card)
+        self._models.move_to_end(card)
+        return self._models[card]
+
+    def card(self, name: str) -> ModelCard:
+        """Raises: UnknownModelError: no worker serves it."""
+        cards = self._dispatcher.models()
+        if name in cards:
+            return cards[name]
+        present = ", ".join(sorted(cards)) or "none yet, no worker is ready"
+        raise UnknownModelError(f"model: {name!r} does not exist here; models: {present}", param="model")
+
+    async def _load(self, card: ModelCard) -> None:
+        names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+        files = {
+            file.name: await self._dispatcher.fetch_file(card, file)
+            for file in card.files
+            if file.name in names
+        }
+        self._models[card] = await asyncio.to_thread(ServedModel, card, files)
+        while len(self._models) > self._models_max:
+            self._models.popitem(last=False)
+        _log.info("model_loaded", model=card.name, context_tokens=card.context_length)

@@ -1,0 +1,100 @@
+"""A frontend process's listening end: it opens the port, and closes it without losing an answer."""
+
+import asyncio
+import logging
+import socket
+
+from aiohttp import web
+
+from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
+from penstock.frontend.config import FrontendConfig
+from penstock.frontend.frontend import Frontend
+from penstock.frontend.http import HttpSurface
+
+_BACKLOG = 1024
+_CLOSE_TIMEOUT_S = 1.0  # for connections of requests that were ended; they have nothing left to wait for
+
+_log = get_logger()
+
+
+class FrontendServer:
+    """Serves one `Frontend` over HTTP until `close`."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._surface = HttpSurface(frontend)
+        self._runner: web.AppRunner | None = None
+        self._sites: list[web.SockSite] = []
+
+    async def start(self) -> tuple[str, int]:
+        """Listen.
+
+        Returns:
+            The address and the port, which the system chose if the configured one is 0.
+
+        Raises:
+            ConfigError: the port is taken, or the address is not this machine's.
+        """
+        config = self._frontend.config
+        listener = _listen(config)
+        # What aiohttp itself refuses, as garbage instead of HTTP, is the client's fault and no event here.
+        quiet = logging.getLogger("penstock.frontend.http")
+        quiet.setLevel(logging.CRITICAL)
+        self._runner = web.AppRunner(
+            self._surface.app(),
+            handler_cancellation=True,
+            access_log=None,
+            logger=quiet,
+            keepalive_timeout=config.keepalive_timeout_s,
+            shutdown_timeout=_CLOSE_TIMEOUT_S,
+        )
+        await self._runner.setup()
+        site = web.SockSite(self._runner, listener, backlog=_BACKLOG)
+        await site.start()
+        self._sites.append(site)
+        host, port = listener.getsockname()[:2]
+        _log.info("frontend_listening", host=host, port=port)
+        return host, port
+
+    async def close(self) -> None:
+        """Stop listening, let requests under way finish for a while, then end the rest with an error. Safe twice."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        self._surface.draining = True
+        for site in self._sites:
+            await site.stop()
+        await asyncio.sleep(0)  # connections accepted already get to start their requests
+        ended = await self._frontend.admission.drain(self._frontend.config.drain_timeout_s)
+        await runner.cleanup()
+        _log.info("frontend_closed", requests_ended=ended)
+
+
+def _listen(config: FrontendConfig) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _unusable(config, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if config.reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Accepted connections inherit it. Left to grow by itself, it takes megabytes for a client that stalls.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.write_buffer_bytes)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise _unusable(config, error) from error
+    return listener
+
+
+def _unusable(config: FrontendConfig, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"frontend: cannot listen on {config.host} port {config.port}: {error.strerror or error}; "
+        "stop what listens there, or choose another with --port"
+    )

@@ -1,0 +1,154 @@
+"""Chat templates as Hugging Face writes them: Jinja that comes with the model, so it runs in a sandbox."""
+
+import datetime as dt
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import msgspec
+
+from penstock.core.clock import wall_time_s
+from penstock.core.errors import ConfigError, RequestError
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _SpecialToken(msgspec.Struct):
+    content: str
+
+
+class TokenizerConfig(msgspec.Struct):
+    """The parts of tokenizer_config.json that a chat template needs."""
+
+    chat_template: str | list[_NamedTemplate] | None = None
+    bos_token: str | _SpecialToken | None = None
+    eos_token: str | _SpecialToken | None = None
+    unk_token: str | _SpecialToken | None = None
+    pad_token: str | _SpecialToken | None = None
+
+
+class ChatTemplate:
+    """Renders messages to the one text that the model continues."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """Compile.
+
+        Args:
+            source: the Jinja text.
+            special_tokens: `bos_token` and the like, by variable name.
+
+        Raises:
+            ConfigError: it is not Jinja.
+        """
+        try:
+            self._template = _ENVIRONMENT.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"chat template: line {error.lineno}: {error.message}") from error
+        self._special_tokens = special_tokens
+
+    @classmethod
+    def load(cls, tokenizer_config: bytes | None, template_file: bytes | None) -> "ChatTemplate | None":
+        """Take the template of a model's files; a file of its own goes before tokenizer_config.json.
+
+        Raises:
+            ConfigError: tokenizer_config.json is malformed, or the template is.
+        """
+        try:
+            config = msgspec.json.decode(tokenizer_config or b"{}", type=TokenizerConfig)
+        except ValueError as error:
+            raise ConfigError(f"tokenizer_config.json: {error}") from error
+        source = template_file.decode() if template_file is not None else _default(config.chat_template)
+        if source is None:
+            return None
+        tokens = {
+            name: token if isinstance(token, str) else token.content
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (token := getattr(config, name)) is not None
+        }
+        return cls(source, tokens)
+
+    def render(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> str:
+        """Render messages up to where the assistant's answer begins.
+
+        Args:
+            messages: `role`, `content` and whatever else the template reads.
+            arguments: further variables, as `enable_thinking`.
+
+        Raises:
+            RequestError: the template refuses these messages.
+        """
+        variables = {
+            **self._special_tokens,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **(arguments or {}),
+            "messages": messages,
+        }
+        try:
+            return self._template.render(variables)
+        except (
+            Exception
+        ) as error:  # the template is the model's code: whatever it raises is about these messages
+            raise RequestError(
+                f"messages: the model's chat template refuses them: {error}", param="messages"
+            ) from error
+
+
+def _default(template: str | list[_NamedTemplate] | None) -> str | None:
+    if template is None or isinstance(template, str):
+        return template
+    by_name = {named.name: named.template for named in template}
+    return by_name.get("default") or next(iter(by_name.values()), None)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's tokens for training; here it only gives its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return dt.datetime.fromtimestamp(wall_time_s(), dt.UTC).astimezone().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - as templates call it
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    """Dump without jinja2's HTML escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()
