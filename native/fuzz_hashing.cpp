@@ -1,6 +1,7 @@
 // Fuzz target: every implementation of block_hashes against a second, straightforward one written from the paper.
 //
-// With Clang it is a libFuzzer target; with PENSTOCK_FUZZ_MAIN a seeded loop feeds it: fuzz_hashing RUNS SEED.
+// With Clang it is a libFuzzer target; with PENSTOCK_FUZZ_MAIN a seeded loop feeds it.
+// Either way: fuzz_hashing -runs=N -seed=N
 
 #include <algorithm>
 #include <cstdio>
@@ -8,7 +9,6 @@
 #include <cstring>
 #include <memory>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "hashing.hpp"
@@ -154,12 +154,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 #if defined(PENSTOCK_FUZZ_MAIN)
 
 int main(int argc, char** argv) {
-    if (argc != 3) {
-        std::fprintf(stderr, "usage: fuzz_hashing RUNS SEED\n");
+    unsigned long long runs = 0;
+    unsigned long long seed = 0;
+    if (argc != 3 || std::sscanf(argv[1], "-runs=%llu", &runs) != 1 || std::sscanf(argv[2], "-seed=%llu", &seed) != 1) {
+        std::fprintf(stderr, "usage: fuzz_hashing -runs=N -seed=N\n");
         return 2;
     }
-    const auto runs = std::stoull(argv[1]);
-    std::mt19937_64 random(std::stoull(argv[2]));
+    std::mt19937_64 random(seed);
     for (unsigned long long run = 0; run < runs; ++run) {
         Bytes data(random() % 6000);
         std::ranges::generate(data, [&] { return static_cast<std::uint8_t>(random()); });

@@ -1,0 +1,87 @@
+# `make demo` serves the demo model, `make test` runs every test; both create .venv and install first.
+
+PYTHON = python3
+PORT = 8000
+# An extra package index for torch, such as PyTorch's CPU index; empty where plain pip finds the build you want.
+TORCH_INDEX =
+# ON or OFF; by default ON where a C++20 compiler and Python's headers are found.
+PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
+	$(CXX) -std=c++20 -I"$$include" -include Python.h -include span -fsyntax-only -x c++ /dev/null 2>/dev/null && \
+	echo ON || echo OFF)
+FUZZ_RUNS = 20000
+FUZZ_SEED = 1
+
+VENV = .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed-native-$(NATIVE)
+NATIVE := $(PENSTOCK_NATIVE)
+NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
+CHECKED_TESTS = $(wildcard tests/unit tests/properties tests/conformance tests/wire tests/native)
+
+.DEFAULT_GOAL = help
+.PHONY: help venv demo test check lint types floors test-fast fuzz bench format clean
+
+help:
+	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
+	@echo 'make test     run every test'
+	@echo 'make check    format, lint, types, floors and the fast tests (make -j2 check is quicker)'
+	@echo 'make fuzz     compare native code with a second implementation under sanitisers (FUZZ_RUNS=... FUZZ_SEED=...)'
+	@echo 'make bench    run the benchmarks that need no server; results go to benchmarks/results/'
+	@echo 'make format   format the code'
+	@echo 'make venv     only create .venv and install'
+	@echo 'make clean    remove .venv and everything that was built'
+
+demo: venv
+	@$(BIN)/penstock serve --demo --port $(PORT) --first-chat
+
+test: venv
+	$(BIN)/pytest
+
+check: lint types floors test-fast
+
+lint: venv
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+types: venv
+	$(BIN)/mypy
+
+floors: venv
+	$(BIN)/lint-imports
+
+test-fast: venv
+	$(BIN)/pytest -q -m 'not slow' $(CHECKED_TESTS)
+
+fuzz: venv
+	@$(BIN)/pip install -q 'cmake>=3.24' ninja
+	$(BIN)/cmake --fresh -G Ninja -S native -B build/fuzz -DPENSTOCK_FUZZ=ON \
+	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX)
+	$(BIN)/cmake --build build/fuzz
+	build/fuzz/fuzz_hashing -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
+
+bench: venv
+	$(BIN)/penstock bench hashing --json benchmarks/results/hashing.json
+	$(BIN)/penstock bench engine --json benchmarks/results/engine.json
+
+format: venv
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+venv: $(STAMP)
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("penstock needs Python 3.11 or newer, but $(PYTHON) is %d.%d; name another with PYTHON=..." % v[:2])'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(STAMP): pyproject.toml Makefile $(NATIVE_SOURCES) | $(BIN)/pip
+	@echo 'Installing into $(VENV), native code $(NATIVE); the first time this takes some minutes.'
+	@rm -f $(VENV)/.installed-* src/penstock/_native.*.so
+	@$(BIN)/pip install -q $(if $(filter ON,$(NATIVE)),'cmake>=3.22' ninja) $$($(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
+	@PENSTOCK_NATIVE=$(NATIVE) $(BIN)/pip install -q --no-build-isolation \
+	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[engine,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	git clean -q -X -f -d native src

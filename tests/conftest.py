@@ -1,0 +1,21 @@
+"""Order and settings of all tests."""
+
+import os
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile(
+    "penstock",
+    deadline=None,  # a busy machine is no failure
+    print_blob=True,
+    derandomize=bool(
+        os.environ.get("CI")
+    ),  # CI tries what it tried before; elsewhere every run tries something new
+)
+hypothesis.settings.load_profile("penstock")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run slow tests last: what is quickly known to be broken is quickly said."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
