@@ -7,7 +7,8 @@ as it is listed it is tried again. Workers are the truth: after every new connec
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -81,7 +82,7 @@ class Fleet:
         self._members: dict[WorkerId, Member] = {}
         self._by_slot: list[Member | None] = []
         self._left_out: dict[WorkerId, Instance] = {}
-        self._news = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
         self._group: asyncio.TaskGroup | None = None
         for condition in Condition:
             metrics.workers.labels(condition).set_function(partial(self._count, condition))
@@ -97,7 +98,7 @@ class Fleet:
                     case InstanceRemoved(worker_id=worker_id, reason=reason):
                         self._remove(worker_id, reason)
                     case WatchSynced():
-                        self._tell_news()
+                        pass
                     case _:
                         assert_never(change)
 
@@ -115,9 +116,14 @@ class Fleet:
         member = self._members.get(worker_id)
         return None if member is None else member.slot
 
-    async def news(self) -> None:
-        """Wait until something about some worker has changed for the better."""
-        await self._news.wait()
+    @contextmanager
+    def telling(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Have `listener` called whenever something about some worker has changed."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
 
     def submit(self, slot: int, request: Request, handler: DeltaHandler) -> Connection:
         """Send a request; from now on its deltas go to `handler`, until `finished`.
@@ -267,8 +273,8 @@ class Fleet:
         return sum(member.condition is condition for member in self._members.values())
 
     def _tell_news(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        for listener in tuple(self._listeners):
+            listener()
 
     # -- connections
 
@@ -433,12 +439,16 @@ class _MemberSink:
         self._member = member
 
     def push(self, worker_id: WorkerId, deltas: Sequence[Delta]) -> None:  # noqa: ARG002 - one sink a worker
+        if self.ended:
+            return
+        num_bytes = 0
         requests = self._member.requests
-        if not self.ended:
-            for delta in deltas:
-                handler = requests.get(delta.request_id)
-                if handler is not None:
-                    handler.on_delta(delta)
+        for delta in deltas:
+            handler = requests.get(delta.request_id)
+            if handler is not None:
+                num_bytes += len(delta.token_ids)
+                handler.on_delta(delta)
+        self._fleet._metrics.output_tokens.inc(num_bytes >> 2)
 
     def push_event(self, worker_id: WorkerId, message: EventMessage) -> None:  # noqa: ARG002
         if self.subscriber is not None and not self.ended:

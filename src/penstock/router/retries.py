@@ -10,10 +10,10 @@ class RetryBudget:
     retries are put off, and then refused.
     """
 
-    def __init__(self, config: RetryConfig, now_s: float) -> None:
+    def __init__(self, config: RetryConfig) -> None:
         self._config = config
         self._balance = float(config.burst)
-        self._seen_s = now_s
+        self._seen_s = 0.0
 
     def earn(self) -> None:
         """Note that a request was opened."""

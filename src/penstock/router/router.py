@@ -108,6 +108,11 @@ class Router:
             why=why,
         )
 
+    def has_ready(self, model: str) -> bool:
+        """Say whether any worker of the model may get requests."""
+        pool = self.fleet.pools.get(model)
+        return pool is not None and bool(pool.ready.any())
+
     def recent(self) -> Sequence[Decision]:
         """Give the latest decisions, oldest first."""
         return tuple(self._decisions)

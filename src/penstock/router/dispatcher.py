@@ -1,0 +1,123 @@
+"""The whole life of requests, for any frontend: choose a worker, stream its tokens, survive its loss.
+
+All logic is here and none in HTTP, so that it runs alike over sockets, in one process and on virtual time.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry
+
+from penstock.core.errors import Unavailable
+from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.types import CardFile, ModelCard, Request
+from penstock.router.config import RouterConfig
+from penstock.router.fleet import Fleet
+from penstock.router.member import WorkerView
+from penstock.router.metrics import RouterMetrics
+from penstock.router.open_request import OpenRequest, Shared
+from penstock.router.policies import make_policy
+from penstock.router.quarantine import Quarantine
+from penstock.router.retries import RetryBudget
+from penstock.router.router import Decision, Router
+from penstock.seams import Discovery, RequestPlane
+
+
+class Dispatcher:
+    """A `seams.RequestDispatcher`. It works while its context is entered; one event loop owns it."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        plane: RequestPlane,
+        *,
+        rng: random.Random,
+        config: RouterConfig | None = None,
+        hash_key: bytes = DEFAULT_KEY,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            discovery: says which workers there are; its owner closes it.
+            plane: connects to them.
+            rng: for jitter and the first turn.
+            config: policy and bounds.
+            hash_key: the deployment's, for the blocks of requests that move.
+            registry: where the metrics go; None keeps them apart.
+        """
+        config = config or RouterConfig()
+        metrics = RouterMetrics(registry or CollectorRegistry())
+        fleet = Fleet(discovery, plane, config=config, metrics=metrics, rng=rng)
+        policy = make_policy(config.policy, config.load_weight)
+        self._shared = Shared(
+            config=config,
+            fleet=fleet,
+            router=Router(fleet, policy, metrics=metrics, rng=rng),
+            budget=RetryBudget(config.retries),
+            quarantine=Quarantine(config.retries),
+            metrics=metrics,
+            rng=rng,
+            hash_key=hash_key,
+        )
+        self._group = asyncio.TaskGroup()
+        self._running: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._running = self._group.create_task(self._shared.fleet.run(), name="fleet")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what is still open with `Unavailable`, and every connection."""
+        for request in tuple(self._shared.requests.values()):
+            request.fail(
+                Unavailable("the frontend is shutting down; send the request again", retry_after_s=1.0)
+            )
+        assert self._running is not None, "entered before"
+        self._running.cancel()
+        if isinstance(error, asyncio.CancelledError):  # perhaps because the fleet's task died: the group knows
+            await self._group.__aexit__(kind, error, trace)
+        else:
+            await self._group.__aexit__(None, None, None)
+
+    def open(self, request: Request) -> OpenRequest:
+        """Prepare a request; it is sent when the context is entered, and cancelled when it is left.
+
+        Missing block hashes are computed.
+        """
+        return OpenRequest(self._shared, request)
+
+    def models(self) -> dict[str, ModelCard]:
+        """Name the models that at least one ready worker serves now."""
+        return self._shared.fleet.models()
+
+    async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
+        """Fetch one of the card's files from any worker that has it.
+
+        Raises:
+            Unavailable: no worker answered.
+        """
+        return await self._shared.fleet.fetch_file(card, file)
+
+    def workers(self) -> Sequence[WorkerView]:
+        """Describe every known worker; for people."""
+        return self._shared.fleet.workers()
+
+    def decisions(self) -> Sequence[Decision]:
+        """Explain the latest routing decisions, oldest first."""
+        return self._shared.router.recent()
+
+    def check(self) -> None:
+        """Raise AssertionError where the parts disagree; for tests and simulations."""
+        shared = self._shared
+        shared.fleet.check()
+        shared.budget.check()
+        shared.quarantine.check()
+        in_fleet = sum(view.open_requests for view in shared.fleet.workers())
+        assert in_fleet <= len(shared.requests), f"{in_fleet} requests are sent, {len(shared.requests)} open"

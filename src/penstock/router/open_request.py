@@ -1,0 +1,439 @@
+"""One request from its first route to its end, whatever happens to its workers.
+
+It has no task of its own: deltas are taken as they arrive, and everything that waits is done by its reader.
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import (
+    DeadlineExceeded,
+    EngineError,
+    Overloaded,
+    PenstockError,
+    RequestError,
+    Unavailable,
+    WorkerLost,
+    from_info,
+)
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types import Delta, FinishReason, Request
+from penstock.core.wire import num_tokens
+from penstock.router.config import RouterConfig
+from penstock.router.fleet import Fleet
+from penstock.router.loads import Reservation
+from penstock.router.member import identity
+from penstock.router.metrics import RouterMetrics
+from penstock.router.progress import Progress
+from penstock.router.quarantine import Quarantine
+from penstock.router.retries import RetryBudget
+from penstock.router.router import Route, Router
+from penstock.seams import Connection
+
+_log = get_logger()
+
+
+@dataclass(slots=True)
+class Shared:
+    """What all requests of one dispatcher use together."""
+
+    config: RouterConfig
+    fleet: Fleet
+    router: Router
+    budget: RetryBudget
+    quarantine: Quarantine
+    metrics: RouterMetrics
+    rng: random.Random
+    hash_key: bytes
+    requests: dict[RequestId, "OpenRequest"] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """The request on one worker. Tokens taken below `granted_from` are not this worker's to be renewed."""
+
+    route: Route
+    connection: Connection
+    reservation: Reservation
+    granted_from: int
+    has_tokens: bool = False
+
+
+class OpenRequest:
+    """A `seams.RequestStream`: enter it to send the request, iterate for deltas, leave it to cancel the rest.
+
+    Deltas received while the reader was away come as one. The last has a `finish_reason`; any failure is one
+    PenstockError after the deltas before it. One task reads it.
+    """
+
+    def __init__(self, shared: Shared, request: Request) -> None:
+        self.request = request
+        self.migrations = 0
+        """Times it went on elsewhere because its worker was lost."""
+        self._shared = shared
+        self._loop = asyncio.get_running_loop()
+        self._opened_s = self._loop.time()
+        self._deadline_at_s = None if request.deadline_s is None else self._opened_s + request.deadline_s
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._progress: Progress | None = None
+        self._attempt: _Attempt | None = None
+        self._interruption: PenstockError | None = (
+            None  # why the last attempt ended early; the reader acts on it
+        )
+        self._error: PenstockError | None = None
+        self._finish_reason: FinishReason | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._lost: set[WorkerId] = set()
+        self._avoid: set[WorkerId] = set()
+        self._refusals = 0
+        self._refusal: Overloaded | None = None
+        self._deaths = 0
+
+    async def __aenter__(self) -> Self:
+        """Send the request to a worker; waits for one where its model has none.
+
+        Raises:
+            Overloaded: too many requests are open, or no worker takes it.
+            Unavailable: no worker came in time.
+            RequestError: its id is in use, or it does not fit the model.
+            EngineError: its content is in quarantine.
+        """
+        shared = self._shared
+        try:
+            self._admit()
+        except PenstockError as error:
+            shared.metrics.requests.labels(error.code).inc()
+            raise
+        shared.requests[self.request.request_id] = self
+        shared.metrics.open_requests.set(len(shared.requests))
+        shared.budget.earn()
+        if self._deadline_at_s is not None:
+            self._deadline_timer = self._loop.call_at(self._deadline_at_s, self._expire)
+        try:
+            await self._attempt_until_sent()
+        except PenstockError as error:
+            self.fail(error)
+            self._leave()
+            raise
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while True:
+            if self._progress is not None and self._progress.has_unread:
+                return self._take(self._progress)
+            if self._error is not None:
+                raise self._error
+            if self._finish_reason is not None:
+                raise StopAsyncIteration
+            if self._interruption is not None:
+                interruption, self._interruption = self._interruption, None
+                try:
+                    await self._go_on_after(interruption)
+                except PenstockError as error:
+                    self.fail(error)
+            else:
+                self._waiter = self._loop.create_future()
+                await self._waiter
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The true length of the prompt, however often the request moved."""
+        return num_tokens(self.request.token_ids) - self.request.num_emitted
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens received so far, those that came with the request included."""
+        return self.request.num_emitted if self._progress is None else self._progress.output_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first worker had cached."""
+        return 0 if self._progress is None else self._progress.cached_tokens or 0
+
+    def fail(self, error: PenstockError) -> None:
+        """End the request with this error, once its reader has taken what came before. The first error counts."""
+        if self._error is None and self._finish_reason is None:
+            self._error = error
+            self._abort()
+            self._wake()
+
+    # -- DeltaHandler
+
+    def on_delta(self, delta: Delta) -> None:
+        attempt, progress = self._attempt, self._progress
+        assert attempt is not None, "deltas come during an attempt only"
+        assert progress is not None, "and there is progress since the first"
+        if delta.token_ids and not attempt.has_tokens:
+            self._on_first_token(attempt, progress)
+        progress.add(delta)
+        if delta.error is not None:
+            self._on_error(from_info(delta.error), attempt)
+        elif delta.finish_reason is not None:
+            self._finish(delta.finish_reason)
+        self._wake()
+
+    def on_lost(self, error: WorkerLost) -> None:
+        if self._attempt is not None:
+            self._lost.add(self._attempt.route.worker_id)
+        self._release()
+        self._interrupt(error)
+
+    # -- the life of an attempt
+
+    async def _attempt_until_sent(self) -> None:
+        """Choose a worker and send the request there; wait for a worker where there is none."""
+        give_up_at_s = self._loop.time() + self._shared.config.no_worker_wait_s
+        while True:
+            if self._error is not None:
+                raise self._error
+            route = self._route()
+            if route is not None:
+                try:
+                    self._send(route)
+                except WorkerLost:
+                    self._lost.add(route.worker_id)
+                    continue
+                except Overloaded as refusal:
+                    self._on_refusal(refusal, route.worker_id)
+                    continue
+                return
+            if self._refusal is not None and self._shared.router.has_ready(self.request.model):
+                raise Overloaded(
+                    f"model {self.request.model}: every worker that is ready has refused this request; the last one:"
+                    f" {self._refusal.message}",
+                    retry_after_s=self._refusal.retry_after_s or 1.0,
+                )
+            if self._loop.time() >= give_up_at_s:
+                raise self._no_worker()
+            with self._shared.fleet.telling(self._wake):
+                await self._wait_until(give_up_at_s)
+
+    def _route(self) -> Route | None:
+        shared = self._shared
+        pool = shared.fleet.pools.get(self.request.model)
+        if pool is None:
+            return None
+        if self._progress is None:
+            self._progress = Progress(self.request, pool.card, shared.hash_key)
+        elif identity(pool.card) != self._progress.identity:
+            raise Unavailable(
+                f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
+            )
+        request = self._progress.request(None)
+        route = shared.router.route(request, exclude=self._avoid | self._lost)
+        if route is None and self._lost:  # one that was lost and is back is better than none
+            route = shared.router.route(request, exclude=self._avoid)
+        return route
+
+    def _send(self, route: Route) -> None:
+        assert self._progress is not None, "a route was made for it"
+        shared, progress = self._shared, self._progress
+        remaining_s = (
+            None if self._deadline_at_s is None else max(self._deadline_at_s - self._loop.time(), 0.0)
+        )
+        connection = shared.fleet.submit(route.slot, progress.request(remaining_s), self)
+        self._attempt = _Attempt(
+            route=route,
+            connection=connection,
+            reservation=shared.fleet.loads.reserve(route.slot, route.prefill_tokens, route.blocks),
+            granted_from=progress.taken_tokens + progress.unread_tokens,
+        )
+
+    async def _go_on_after(self, interruption: PenstockError) -> None:
+        """Take the request elsewhere, if it may."""
+        now_s = self._loop.time()
+        if not isinstance(interruption, Overloaded):
+            delay_s = self._may_migrate(interruption, now_s)
+            self.migrations += 1
+            await self._wait_until(now_s + delay_s)
+        await self._attempt_until_sent()
+
+    def _on_refusal(self, refusal: Overloaded, worker_id: WorkerId) -> None:
+        """Note that a worker did not take the request, or raise why it is not tried elsewhere."""
+        shared = self._shared
+        shared.metrics.refusals.inc()
+        self._avoid.add(worker_id)
+        self._refusals += 1
+        self._refusal = refusal
+        if self._refusals > shared.config.retries.refusals_max:
+            raise refusal
+        if shared.budget.take(self._loop.time(), wait_s_max=0.0) is None:
+            raise refusal
+
+    def _may_migrate(self, interruption: PenstockError, now_s: float) -> float:
+        """Return how long to wait before the request goes on, or raise why it does not."""
+        shared, retries = self._shared, self._shared.config.retries
+        if self._deaths >= retries.deaths_max:
+            shared.quarantine.put(self.request, now_s)
+            shared.metrics.migrations.labels("quarantined").inc()
+            raise EngineError(
+                f"request {self.request.request_id}: {self._deaths} workers in a row were lost while they ran it, the last"
+                f" one with: {interruption.message}; the same content is refused for {retries.quarantine_s:g} s",
+                retry_after_s=retries.quarantine_s,
+            ) from interruption
+        if self.migrations >= retries.migrations_max:
+            shared.metrics.migrations.labels("too_many").inc()
+            raise Unavailable(
+                f"request {self.request.request_id}: moved {self.migrations} times already, the limit"
+                f" (retries.migrations_max); the last worker was lost with: {interruption.message}; send it again",
+                retry_after_s=1.0,
+            ) from interruption
+        delay_s = shared.budget.take(now_s, wait_s_max=retries.wait_s_max)
+        if delay_s is None:
+            shared.metrics.migrations.labels("no_budget").inc()
+            raise Unavailable(
+                f"request {self.request.request_id}: its worker was lost, and so were too many others lately (retries"
+                f" are limited to {retries.per_s:g} a second); send it again",
+                retry_after_s=retries.wait_s_max,
+            ) from interruption
+        shared.metrics.migrations.labels("moved").inc()
+        _log.info(
+            "request_migrated",
+            request_id=self.request.request_id,
+            tokens=self.output_tokens,
+            migrations=self.migrations + 1,
+            error=interruption.message,
+        )
+        return delay_s + shared.rng.uniform(0, retries.jitter_s)
+
+    # -- what happens to it
+
+    def _admit(self) -> None:
+        shared, request = self._shared, self.request
+        if len(shared.requests) >= shared.config.open_requests_max:
+            raise Overloaded(
+                f"{len(shared.requests)} requests are under way here, the limit (router.open_requests_max); try again"
+                " in a second",
+                retry_after_s=1.0,
+            )
+        if request.request_id in shared.requests:
+            raise RequestError(
+                f"request_id: {request.request_id} is under way already; give each request its own",
+                param="request_id",
+            )
+        remaining_s = shared.quarantine.remaining_s(request, self._loop.time())
+        if remaining_s is not None:
+            shared.metrics.quarantined.inc()
+            raise EngineError(
+                f"worker after worker was lost while running this prompt: it is refused for {remaining_s:.0f} s more;"
+                " change it, or ask the operator to look at the workers' logs",
+                retry_after_s=remaining_s,
+            )
+
+    def _on_first_token(self, attempt: _Attempt, progress: Progress) -> None:
+        attempt.has_tokens = True
+        self._shared.fleet.loads.prefill_done(attempt.reservation)
+        if progress.output_tokens == self.request.num_emitted:
+            self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
+
+    def _on_error(self, error: PenstockError, attempt: _Attempt) -> None:
+        """Handle the worker's own word that it will not go on."""
+        self._release()
+        if isinstance(error, Overloaded) and not attempt.has_tokens:
+            try:
+                self._on_refusal(error, attempt.route.worker_id)
+            except Overloaded:
+                self.fail(error)
+            else:
+                self._interrupt(error)
+        elif isinstance(error, Unavailable):
+            self._avoid.add(attempt.route.worker_id)
+            self._interrupt(error)
+        else:
+            self.fail(error)
+
+    def _interrupt(self, error: PenstockError) -> None:
+        if isinstance(error, WorkerLost):
+            self._deaths += 1
+        if self.output_tokens >= self.request.sampling.max_tokens and self._progress is not None:
+            self._progress.end(FinishReason.LENGTH)  # only the word that this was all got lost
+            self._finish(FinishReason.LENGTH)
+        elif self._error is None:
+            self._interruption = error
+        self._wake()
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._finish_reason = reason
+        self._release()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+
+    def _expire(self) -> None:
+        self.fail(
+            DeadlineExceeded(
+                f"request {self.request.request_id}: {self.request.deadline_s:g} s have passed and"
+                f" {self.output_tokens} of at most {self.request.sampling.max_tokens} tokens are there; allow more time"
+                " or ask for fewer tokens"
+            )
+        )
+
+    def _no_worker(self) -> Unavailable:
+        models = ", ".join(sorted(self._shared.fleet.models())) or "none"
+        return Unavailable(
+            f"model {self.request.model}: no worker was ready within {self._shared.config.no_worker_wait_s:g} s; models"
+            f" with ready workers: {models}; start a worker, or try again later",
+            retry_after_s=1.0,
+        )
+
+    def _take(self, progress: Progress) -> Delta:
+        before = progress.taken_tokens
+        delta = progress.take()
+        attempt = self._attempt
+        if attempt is not None and progress.taken_tokens > attempt.granted_from:
+            tokens = progress.taken_tokens - max(before, attempt.granted_from)
+            attempt.connection.grant(self.request.request_id, tokens)
+        return delta
+
+    # -- ends
+
+    def _abort(self) -> None:
+        if self._attempt is not None:
+            self._attempt.connection.abort(self.request.request_id)
+            self._release()
+
+    def _release(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            self._shared.fleet.loads.release(attempt.reservation)
+            self._shared.fleet.finished(attempt.route.slot, self.request.request_id)
+
+    def _leave(self) -> None:
+        """Give everything back. Safe twice."""
+        self._abort()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        shared = self._shared
+        if shared.requests.pop(self.request.request_id, None) is None:
+            return
+        outcome = "cancelled" if self._finish_reason is None else self._finish_reason.value
+        metrics = shared.metrics
+        metrics.cached_tokens.inc(self.cached_tokens)
+        metrics.requests.labels(outcome if self._error is None else self._error.code).inc()
+        metrics.request_s.observe(self._loop.time() - self._opened_s)
+        metrics.open_requests.set(len(shared.requests))
+
+    # -- waiting
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait_until(self, time_s: float) -> None:
+        """Wait until this loop time, or until something happens to the request."""
+        self._waiter = self._loop.create_future()
+        await asyncio.wait((self._waiter,), timeout=time_s - self._loop.time())
