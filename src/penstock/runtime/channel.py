@@ -54,18 +54,32 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         *,
         frame_bytes_max: int,
         write_buffer_bytes: int,
+        write_bytes_max: int,
         heartbeat_interval_s: float,
         heartbeat_timeout_s: float,
     ) -> None:
-        """Wait for a transport; the bounds are those of `PlaneConfig`."""
+        """Wait for a transport.
+
+        Args:
+            codec: what is said here.
+            handler: who hears it.
+            frame_bytes_max: the longest frame accepted.
+            write_buffer_bytes: with more than this to be written, the channel is not `writable`.
+            write_bytes_max: with more than this the peer is given up: it does not read.
+            heartbeat_interval_s: a peer silent for so long is pinged.
+            heartbeat_timeout_s: a peer silent for so long is given up.
+        """
         self.peer = "unknown"
         """Where the other end is; for logs."""
         self.unknown_frames = 0
+        self.said_goodbye = False
+        """Whether the other end closed on purpose."""
         self.closed = asyncio.Event()
         self._codec = codec
         self._handler = handler
         self._reader = FrameReader(frame_bytes_max)
         self._write_buffer_bytes = write_buffer_bytes
+        self._write_bytes_max = write_bytes_max
         self._interval_s = heartbeat_interval_s
         self._timeout_s = heartbeat_timeout_s
         self._transport: asyncio.Transport | None = None
@@ -95,8 +109,14 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
 
     def write(self, frame: bytes) -> None:
         """Send what the codec has encoded. Nothing happens once the connection ends."""
-        if self._transport is not None and not self._ending:
-            self._transport.write(frame)
+        if self._transport is None or self._ending:
+            return
+        if self._paused and self.buffered_bytes > self._write_bytes_max:
+            self.abort(
+                f"it does not read: {self.buffered_bytes} bytes wait, more than {self._write_bytes_max}"
+            )
+            return
+        self._transport.write(frame)
 
     def close(self, reason: str) -> None:
         """Say goodbye, let the write buffer empty, and end the connection. Safe twice."""
@@ -146,6 +166,7 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
             case Pong():
                 pass
             case Goodbye(reason=reason):
+                self.said_goodbye = True
                 self._reason = f"it said goodbye: {reason}"
             case UnknownFrame(tag=tag):
                 self.unknown_frames += 1

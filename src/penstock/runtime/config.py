@@ -51,3 +51,24 @@ class PlaneConfig(Config):
     """A peer that has been silent for this long is lost; a killed process is noticed at once, without it."""
     close_timeout_s: float = Field(default=1.0, gt=0)
     """What a closing worker waits for its frontends to take what is buffered."""
+
+
+class DiscoveryConfig(Config):
+    """Bounds and times of the registry that the local hub keeps, and of its clients."""
+
+    lease_ttl_s: float = Field(default=5.0, gt=0)
+    """A registration not renewed for this long is dropped; also how long a restarted hub is waited for."""
+    linger_s: float = Field(default=0.5, ge=0)
+    """A registration whose connection broke is dropped after this, unless its worker connects again."""
+    instances_max: int = Field(default=4096, ge=1)
+    """Registrations in one hub."""
+    connections_max: int = Field(default=4096, ge=1)
+    """Clients of one hub, watchers among them."""
+    frame_bytes_max: int = Field(default=4 << 20, ge=1024)
+    """The longest message accepted, in bytes."""
+    connect_timeout_s: float = Field(default=2.0, gt=0)
+    """For connecting, shaking hands and registering."""
+    reconnect_delay_s: float = Field(default=0.05, gt=0)
+    """After losing the hub, a client tries again within this; doubles with every try."""
+    reconnect_delay_s_max: float = Field(default=1.0, gt=0)
+    """Upper bound of the doubling."""

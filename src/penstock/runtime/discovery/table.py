@@ -1,4 +1,4 @@
-"""The instances one process knows of, and iterators over their changes.
+"""The instances one process knows of, and how their changes are told.
 
 A watcher compares what it last told with what is true now, so it needs no queue: its memory is bounded
 by the number of instances however slow its reader is, and quick changes in between collapse into one.
@@ -6,7 +6,7 @@ by the number of instances however slow its reader is, and quick changes in betw
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from penstock.core.errors import Overloaded
 from penstock.core.ids import WorkerId
@@ -21,7 +21,7 @@ class InstanceTable:
     def __init__(self, *, watchers_max: int = 1024) -> None:
         self._instances: dict[WorkerId, Instance] = {}
         self._reasons: OrderedDict[WorkerId, str] = OrderedDict()
-        self._wakeups: set[asyncio.Event] = set()
+        self._wakeups: dict[TableCursor, Callable[[], None]] = {}
         self._watchers_max = watchers_max
         self._syncs = 0
         self._closed = False
@@ -64,57 +64,62 @@ class InstanceTable:
         self._closed = True
         self._wake()
 
+    def cursor(self, wakeup: Callable[[], None]) -> "TableCursor":
+        """Follow the table; `wakeup` is called whenever the cursor may have something to tell.
+
+        Raises:
+            Overloaded: `watchers_max` cursors are there already.
+        """
+        if len(self._wakeups) >= self._watchers_max:
+            raise Overloaded(f"discovery: {self._watchers_max} watchers already; close one (watchers_max)")
+        cursor = TableCursor(self)
+        self._wakeups[cursor] = wakeup
+        return cursor
+
     async def watch(self) -> AsyncIterator[InstanceChange]:
         """Yield what is known, then `WatchSynced` (once `mark_synced` was called), then changes.
 
         Raises:
             Overloaded: `watchers_max` watchers are there already.
         """
-        if len(self._wakeups) >= self._watchers_max:
-            raise Overloaded(f"discovery: {self._watchers_max} watchers already; close one first")
-        told: dict[WorkerId, Instance] = {}
-        syncs_told = 0
         wakeup = asyncio.Event()
-        self._wakeups.add(wakeup)
+        cursor = self.cursor(wakeup.set)
         try:
             while not self._closed:
                 wakeup.clear()
-                syncs = self._syncs
-                for change in self._changes_since(told):
-                    _tell(told, change)
+                for change in cursor.changes():
                     yield change
-                if wakeup.is_set():  # the table changed while the reader was busy
-                    continue
-                if syncs != syncs_told:
-                    syncs_told = syncs
-                    yield WatchSynced()
                 await wakeup.wait()
         finally:
-            self._wakeups.discard(wakeup)
-
-    def _changes_since(self, told: dict[WorkerId, Instance]) -> list[InstanceChange]:
-        changes: list[InstanceChange] = [
-            InstanceRemoved(worker_id=worker_id, reason=self._reasons.get(worker_id, ""))
-            for worker_id in told
-            if worker_id not in self._instances
-        ]
-        changes += [
-            InstancePut(instance=instance)
-            for worker_id, instance in self._instances.items()
-            if told.get(worker_id) != instance
-        ]
-        return changes
+            cursor.close()
 
     def _wake(self) -> None:
-        for wakeup in self._wakeups:
-            wakeup.set()
+        for wakeup in tuple(self._wakeups.values()):
+            wakeup()
 
 
-def _tell(told: dict[WorkerId, Instance], change: InstanceChange) -> None:
-    match change:
-        case InstancePut(instance=instance):
-            told[instance.worker_id] = instance
-        case InstanceRemoved(worker_id=worker_id):
-            told.pop(worker_id, None)
-        case WatchSynced():
-            pass
+class TableCursor:
+    """What one watcher has been told."""
+
+    def __init__(self, table: InstanceTable) -> None:
+        self._table = table
+        self._told: dict[WorkerId, Instance] = {}
+        self._syncs_told = 0
+
+    def changes(self) -> Iterator[InstanceChange]:
+        """Give the differences between what was told and what is, each as it is at that moment."""
+        table = self._table
+        syncs = table._syncs
+        for worker_id in [w for w in self._told if w not in table._instances]:
+            del self._told[worker_id]
+            yield InstanceRemoved(worker_id=worker_id, reason=table._reasons.get(worker_id, ""))
+        for instance in [i for i in table._instances.values() if self._told.get(i.worker_id) != i]:
+            self._told[instance.worker_id] = instance
+            yield InstancePut(instance=instance)
+        if syncs != self._syncs_told:
+            self._syncs_told = syncs
+            yield WatchSynced()
+
+    def close(self) -> None:
+        """Follow no more. Safe twice."""
+        self._table._wakeups.pop(self, None)

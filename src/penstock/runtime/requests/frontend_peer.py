@@ -55,6 +55,7 @@ class FrontendPeer:
             self,
             frame_bytes_max=config.frame_bytes_max,
             write_buffer_bytes=config.write_buffer_bytes,
+            write_bytes_max=2 * config.connection_bytes_max,
             heartbeat_interval_s=config.heartbeat_interval_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
         )

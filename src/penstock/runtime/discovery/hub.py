@@ -1,0 +1,266 @@
+"""The registry of one machine: a server inside the supervisor that keeps registrations as long as their leases.
+
+Nothing is stored. A hub that restarts is filled again by its clients, which register anew by themselves.
+"""
+
+import asyncio
+import ipaddress
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from penstock.core.errors import ConfigError, Overloaded, PenstockError, ProtocolError
+from penstock.core.ids import WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types import Instance, InstanceChange
+from penstock.runtime import handshake
+from penstock.runtime.address import Address
+from penstock.runtime.channel import FrameChannel
+from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.discovery.messages import (
+    CODEC,
+    Change,
+    HubMessage,
+    Lapsed,
+    Register,
+    Registered,
+    Renew,
+    Watch,
+    Welcome,
+    Withdraw,
+)
+from penstock.runtime.discovery.table import InstanceTable, TableCursor
+from penstock.runtime.listening import listen, remove_socket
+
+_CLOSE_TIMEOUT_S = 0.5
+_log = get_logger()
+
+
+@dataclass(slots=True)
+class _Lease:
+    owner: "_Client"
+    timer: asyncio.TimerHandle
+
+
+class LocalHub:
+    """Keeps who serves what on this machine. One event loop owns it."""
+
+    def __init__(
+        self,
+        identity: handshake.Identity,
+        *,
+        listen: str = "tcp://127.0.0.1:0",
+        config: DiscoveryConfig | None = None,
+    ) -> None:
+        """Do nothing until `start`.
+
+        Args:
+            identity: with the deployment's secret, which every client must prove to know.
+            listen: `unix:///PATH`, or a loopback `tcp://HOST:PORT`.
+            config: bounds and times.
+
+        Raises:
+            ConfigError: a TCP address that others can reach, or without a secret.
+        """
+        self.config = config or DiscoveryConfig()
+        self.identity = identity
+        self.hub_id = secrets.token_hex(8)
+        self.address = listen
+        """Where clients connect; its real port after `start`."""
+        self.table = InstanceTable(watchers_max=self.config.connections_max)
+        self.table.mark_synced()
+        self.clients: set[_Client] = set()
+        self._leases: dict[WorkerId, _Lease] = {}
+        self._bound = _checked(Address.parse(listen, source="hub"), identity)
+        self._sockets: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the address is in use or not allowed.
+        """
+        self._sockets, self._bound = await listen(lambda: _Client(self).channel, self._bound)
+        self.address = str(self._bound)
+
+    def watch(self) -> AsyncIterator[InstanceChange]:
+        """Do as `Discovery.watch`, for the supervisor's own process."""
+        return self.table.watch()
+
+    async def close(self) -> None:
+        """Say goodbye to every client; they keep what they know. Safe twice."""
+        if self._sockets is None:
+            return
+        self._sockets.close()
+        remove_socket(self._bound)
+        for lease in self._leases.values():
+            lease.timer.cancel()
+        self._leases.clear()
+        clients = tuple(self.clients)
+        for client in clients:
+            client.channel.close("the hub closes")
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                for client in clients:
+                    await client.channel.closed.wait()
+        except TimeoutError:
+            for client in clients:
+                client.channel.abort("it did not take what was buffered")
+                await client.channel.closed.wait()
+        self.table.close()
+        await self._sockets.wait_closed()
+        self._sockets = None
+
+    def register(self, owner: "_Client", instance: Instance) -> None:
+        worker_id = instance.worker_id
+        if worker_id not in self._leases:
+            if len(self._leases) >= self.config.instances_max:
+                raise Overloaded(
+                    f"worker {instance.name}: the hub has {len(self._leases)} registrations already (instances_max)"
+                )
+            _log.info(
+                "instance_registered", worker=instance.name, worker_id=worker_id, address=instance.address
+            )
+        self._lease(worker_id, owner, self.config.lease_ttl_s, "lease expired")
+        self.table.put(instance)
+
+    def renew(self, owner: "_Client", worker_ids: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
+        """Prolong the leases that this client has; returns those that it has not."""
+        lapsed = []
+        for worker_id in worker_ids:
+            lease = self._leases.get(worker_id)
+            if lease is None or lease.owner is not owner:
+                lapsed.append(worker_id)
+            else:
+                self._lease(worker_id, owner, self.config.lease_ttl_s, "lease expired")
+        return tuple(lapsed)
+
+    def withdraw(self, owner: "_Client", worker_id: WorkerId, reason: str) -> None:
+        lease = self._leases.get(worker_id)
+        if lease is not None and lease.owner is owner:
+            self._drop(worker_id, reason)
+
+    def disconnected(self, owner: "_Client", reason: str, *, on_purpose: bool) -> None:
+        self.clients.discard(owner)
+        for worker_id in [w for w, lease in self._leases.items() if lease.owner is owner]:
+            if on_purpose:
+                self._drop(worker_id, "its process closed")
+            else:
+                self._lease(worker_id, owner, self.config.linger_s, f"its process is gone: {reason}")
+
+    def check(self) -> None:
+        assert self._leases.keys() == set(self.table), "hub: an instance for every lease, and no other"
+
+    def _lease(self, worker_id: WorkerId, owner: "_Client", seconds: float, reason: str) -> None:
+        lease = self._leases.get(worker_id)
+        if lease is not None:
+            lease.timer.cancel()
+        timer = asyncio.get_running_loop().call_later(seconds, self._drop, worker_id, reason)
+        self._leases[worker_id] = _Lease(owner, timer)
+
+    def _drop(self, worker_id: WorkerId, reason: str) -> None:
+        self._leases.pop(worker_id).timer.cancel()
+        self.table.remove(worker_id, reason)
+        _log.info("instance_removed", worker_id=worker_id, reason=reason)
+
+
+class _Client:
+    """One client of the hub."""
+
+    def __init__(self, hub: LocalHub) -> None:
+        config = hub.config
+        self.channel: FrameChannel[HubMessage] = FrameChannel(
+            CODEC,
+            self,
+            frame_bytes_max=config.frame_bytes_max,
+            write_buffer_bytes=64 << 10,
+            write_bytes_max=config.frame_bytes_max,
+            heartbeat_interval_s=config.lease_ttl_s / 3,
+            heartbeat_timeout_s=config.lease_ttl_s,
+        )
+        self._hub = hub
+        self._challenge = handshake.challenge()
+        self._accepted = False
+        self._cursor: TableCursor | None = None
+
+    def channel_opened(self) -> None:
+        if len(self._hub.clients) >= self._hub.config.connections_max:
+            _log.warning("client_refused", connections_max=self._hub.config.connections_max)
+            self.channel.abort("too many clients (connections_max)")
+            return
+        self._hub.clients.add(self)
+        self.channel.send(self._challenge)
+
+    def message_received(self, message: HubMessage) -> None:
+        if not self._accepted:
+            self._on_hello(message)
+            return
+        match message:
+            case Register(instance=instance):
+                self._on_register(instance)
+            case Renew(worker_ids=worker_ids):
+                lapsed = self._hub.renew(self, worker_ids)
+                if lapsed:
+                    self.channel.send(Lapsed(worker_ids=lapsed))
+            case Withdraw(worker_id=worker_id):
+                self._hub.withdraw(self, worker_id, "withdrawn")
+            case Watch():
+                if self._cursor is None:
+                    self._cursor = self._hub.table.cursor(self._tell)
+                    self._tell()
+            case _:
+                raise ProtocolError(f"{type(message).__name__}: a client of the hub does not send this")
+
+    def unknown_received(self, tag: str) -> None:
+        """Something a newer client can do without."""
+
+    def channel_writable(self) -> None:
+        self._tell()
+
+    def channel_closed(self, reason: str) -> None:
+        if self._cursor is not None:
+            self._cursor.close()
+        self._hub.disconnected(self, reason, on_purpose=self.channel.said_goodbye)
+
+    def _on_hello(self, message: HubMessage) -> None:
+        if not isinstance(message, handshake.Hello):
+            raise ProtocolError(
+                f"{type(message).__name__} before hello; the peer is no client of this release"
+            )
+        reply = handshake.reply(self._hub.identity, self._challenge, message)
+        self.channel.send(reply)
+        if reply.error is not None:
+            _log.warning("client_refused", process=message.process, error=reply.error.message)
+            self.channel.close(reply.error.message)
+            return
+        self._accepted = True
+        self.channel.send(Welcome(hub_id=self._hub.hub_id, lease_ttl_s=self._hub.config.lease_ttl_s))
+
+    def _on_register(self, instance: Instance) -> None:
+        try:
+            self._hub.register(self, instance)
+            reply = Registered(worker_id=instance.worker_id)
+        except PenstockError as error:
+            reply = Registered(worker_id=instance.worker_id, error=error.to_info())
+        self.channel.send(reply)
+
+    def _tell(self) -> None:
+        """Send what this watcher has not been told, as far as there is room; the rest follows with the room."""
+        if self._cursor is not None:
+            changes = self._cursor.changes()
+            while self.channel.writable and (change := next(changes, None)) is not None:
+                self.channel.send(Change(change=change))
+
+
+def _checked(address: Address, identity: handshake.Identity) -> Address:
+    if address.path:
+        return address
+    if not identity.secret:
+        raise ConfigError(
+            f"hub: {address}: a TCP hub needs a secret, since every user of this machine can reach it"
+        )
+    if address.host != "localhost" and not ipaddress.ip_address(address.host).is_loopback:
+        raise ConfigError(
+            f"hub: {address}: expected a loopback address such as tcp://127.0.0.1:0, or unix:///PATH"
+        )
+    return address

@@ -1,0 +1,354 @@
+"""Discovery through the hub of this machine's supervisor.
+
+The hub may go and come back at any time: registrations are renewed and made again without anybody asking, and
+watchers keep what they know. A hub that comes back empty gets one lease's time to be filled again before
+what it lacks counts as gone.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import PenstockError, ProtocolError, Unavailable, from_info
+from penstock.core.ids import WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types import Instance, InstanceChange, InstancePut, InstanceRemoved, WatchSynced
+from penstock.runtime import handshake
+from penstock.runtime.address import Address
+from penstock.runtime.channel import FrameChannel
+from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.discovery.messages import (
+    CODEC,
+    Change,
+    HubMessage,
+    Lapsed,
+    Register,
+    Registered,
+    Renew,
+    Watch,
+    Welcome,
+    Withdraw,
+)
+from penstock.runtime.discovery.table import InstanceTable
+from penstock.runtime.listening import dial
+
+__all__ = ["LocalDiscovery", "LocalHub", "LocalRegistration"]
+
+_log = get_logger()
+
+
+class LocalDiscovery:
+    """A client of the hub at `address`; inside its context it connects, and connects again.
+
+        async with LocalDiscovery(address, identity, rng=rng) as discovery:
+            registration = await discovery.register(instance)
+
+    One event loop owns it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        identity: handshake.Identity,
+        *,
+        rng: random.Random,
+        config: DiscoveryConfig | None = None,
+    ) -> None:
+        """Do nothing until the context is entered.
+
+        Args:
+            address: the hub's.
+            identity: with the deployment's secret.
+            rng: for the jitter.
+            config: bounds and times.
+        """
+        self._address = Address.parse(address, source="hub")
+        self._identity = identity
+        self._rng = rng
+        self._config = config or DiscoveryConfig()
+        self._table = InstanceTable(watchers_max=self._config.connections_max)
+        self._registrations: dict[WorkerId, LocalRegistration] = {}
+        self._session: _Session | None = None
+        self._last_error = "it does not answer"
+        self._watching = False
+        self._hub_id = ""  # of the hub that watchers were last in step with
+        self._absent: set[WorkerId] = set()  # known, but not registered with the restarted hub yet
+        self._grace: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._tasks = asyncio.TaskGroup()
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        self._keeper = self._tasks.create_task(self._keep_connected(), name="hub connection")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+        await self._tasks.__aexit__(None, None, None)  # an error of the body goes on as it is
+
+    @property
+    def connected(self) -> bool:
+        return self._session is not None
+
+    async def register(self, instance: Instance) -> "LocalRegistration":
+        registration = LocalRegistration(self, instance)
+        self._registrations[instance.worker_id] = registration
+        registration.send()
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await registration.accepted
+        except (TimeoutError, PenstockError) as error:
+            await registration.close()
+            if isinstance(error, PenstockError):
+                raise
+            raise Unavailable(
+                f"hub at {self._address}: {self._last_error}; waited {self._config.connect_timeout_s:g} s "
+                "(connect_timeout_s): is the supervisor running?"
+            ) from error
+        return registration
+
+    def watch(self) -> AsyncIterator[InstanceChange]:
+        if not self._watching:
+            self._watching = True
+            if self._session is not None:
+                self._session.watch()
+        return self._table.watch()
+
+    async def close(self) -> None:
+        """Say goodbye, which withdraws what is registered, and end every watch. Safe twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._table.close()
+        if self._grace is not None:
+            self._grace.cancel()
+        if self._session is not None:
+            await self._session.close()
+        if self._keeper is not None:
+            self._keeper.cancel()
+
+    async def _keep_connected(self) -> None:
+        tries = 0
+        while True:
+            try:
+                await self._connect_once()
+                tries = 0
+            except (OSError, TimeoutError, PenstockError) as error:
+                self._last_error = str(error) or self._last_error
+                if tries == 0:
+                    _log.warning("hub_unreachable", address=str(self._address), error=self._last_error)
+            config = self._config
+            longest_s = min(config.reconnect_delay_s * 2 ** min(tries, 16), config.reconnect_delay_s_max)
+            tries += 1
+            await asyncio.sleep(longest_s * self._rng.uniform(0.5, 1.0))
+
+    async def _connect_once(self) -> None:
+        """Connect, and stay until the connection ends.
+
+        Raises:
+            OSError, TimeoutError: nobody answers.
+            PenstockError: the hub refuses us.
+        """
+        session = _Session(self, self._identity, self._config)
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await dial(lambda: session.channel, self._address)
+                welcome = await session.welcomed
+            _log.info("hub_connected", address=str(self._address), hub_id=welcome.hub_id)
+            self._session = session
+            session.begin(welcome, tuple(self._registrations.values()), watch=self._watching)
+            await session.channel.closed.wait()
+            if not self._closed:
+                _log.warning("hub_lost", address=str(self._address), known_instances=len(self._table))
+        finally:
+            self._session = None
+            session.channel.abort("not needed any more")
+
+    def _on_change(self, change: InstanceChange) -> None:
+        match change:
+            case InstancePut(instance=instance):
+                self._absent.discard(instance.worker_id)
+                self._table.put(instance)
+            case InstanceRemoved(worker_id=worker_id, reason=reason):
+                self._absent.discard(worker_id)
+                self._table.remove(worker_id, reason)
+            case WatchSynced():
+                pass
+
+    def _on_synced(self, hub_id: str, present: set[WorkerId], lease_ttl_s: float) -> None:
+        """Settle what the hub did not name: gone for the hub we knew, given time by one that has restarted."""
+        absent = {worker_id for worker_id in self._table if worker_id not in present}
+        if hub_id != self._hub_id:
+            self._hub_id = hub_id
+            self._absent = absent
+            if self._grace is not None:
+                self._grace.cancel()
+            self._grace = asyncio.get_running_loop().call_later(lease_ttl_s, self._end_grace)
+        else:
+            for worker_id in absent - self._absent:
+                self._table.remove(worker_id, "it left while the hub was out of reach")
+        self._table.mark_synced()
+
+    def _end_grace(self) -> None:
+        absent, self._absent = self._absent, set()
+        if self._session is not None:  # else the next hub will tell
+            for worker_id in absent:
+                self._table.remove(worker_id, "it did not register again with the restarted hub")
+
+
+class LocalRegistration:
+    """One worker's place in the hub, made again whenever the hub comes back."""
+
+    def __init__(self, discovery: LocalDiscovery, instance: Instance) -> None:
+        self.instance = instance
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done with the hub's first answer."""
+        self._discovery = discovery
+
+    def send(self) -> None:
+        """Announce the instance if the hub is there; if not, that is done once it is."""
+        session = self._discovery._session
+        if session is not None:
+            session.channel.send(Register(instance=self.instance))
+
+    def answered(self, answer: Registered) -> None:
+        if answer.error is not None:
+            _log.warning("registration_refused", worker=self.instance.name, error=answer.error.message)
+        if self.accepted.done():
+            return
+        if answer.error is not None:
+            self.accepted.set_exception(from_info(answer.error))
+        else:
+            self.accepted.set_result(None)
+
+    async def update(self, instance: Instance) -> None:
+        self.instance = instance
+        if self._discovery._registrations.get(instance.worker_id) is self:
+            self.send()
+
+    async def close(self) -> None:
+        worker_id = self.instance.worker_id
+        if self._discovery._registrations.get(worker_id) is self:
+            del self._discovery._registrations[worker_id]
+            if self._discovery._session is not None:
+                self._discovery._session.channel.send(Withdraw(worker_id=worker_id))
+
+
+class _Session:
+    """One connection to the hub."""
+
+    def __init__(
+        self, discovery: LocalDiscovery, identity: handshake.Identity, config: DiscoveryConfig
+    ) -> None:
+        self.channel: FrameChannel[HubMessage] = FrameChannel(
+            CODEC,
+            self,
+            frame_bytes_max=config.frame_bytes_max,
+            write_buffer_bytes=64 << 10,
+            write_bytes_max=config.frame_bytes_max,
+            heartbeat_interval_s=config.lease_ttl_s / 3,
+            heartbeat_timeout_s=config.lease_ttl_s,
+        )
+        self.welcomed: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._discovery = discovery
+        self._identity = identity
+        self._close_timeout_s = config.connect_timeout_s
+        self._hello: tuple[handshake.Challenge, handshake.Hello] | None = None
+        self._trusted = False
+        self._present: set[WorkerId] | None = None  # named so far; None once all present have been
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, welcome: Welcome, registrations: "tuple[LocalRegistration, ...]", *, watch: bool) -> None:
+        """Register, watch and renew."""
+        for registration in registrations:
+            registration.send()
+        if watch:
+            self.watch()
+        self._renew(welcome.lease_ttl_s / 3)
+
+    def watch(self) -> None:
+        self._present = set()
+        self.channel.send(Watch())
+
+    async def close(self) -> None:
+        self.channel.close("the client closes")
+        try:
+            async with asyncio.timeout(self._close_timeout_s):
+                await self.channel.closed.wait()
+        except TimeoutError:
+            self.channel.abort("the hub did not take what was buffered")
+
+    def channel_opened(self) -> None:
+        pass
+
+    def message_received(self, message: HubMessage) -> None:
+        match message:
+            case Change(change=change):
+                self._on_change(change)
+            case Registered(worker_id=worker_id):
+                registration = self._discovery._registrations.get(worker_id)
+                if registration is not None:
+                    registration.answered(message)
+            case Lapsed(worker_ids=worker_ids):
+                for worker_id in worker_ids:
+                    registration = self._discovery._registrations.get(worker_id)
+                    if registration is not None:
+                        registration.send()
+            case handshake.Challenge():
+                self._hello = (message, handshake.hello(self._identity, message))
+                self.channel.send(self._hello[1])
+            case handshake.HelloReply():
+                self._on_reply(message)
+            case Welcome():
+                if not self._trusted or self.welcomed.done():
+                    raise ProtocolError("welcome: before the handshake, or twice; the peer is no hub")
+                self.welcomed.set_result(message)
+            case _:
+                raise ProtocolError(
+                    f"{type(message).__name__}: a hub does not send this; update the older side"
+                )
+
+    def unknown_received(self, tag: str) -> None:
+        """Something of a newer hub that this client can do without."""
+
+    def channel_writable(self) -> None:
+        pass
+
+    def channel_closed(self, reason: str) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.welcomed.done():
+            self.welcomed.set_exception(Unavailable(f"the connection ended: {reason}"))
+
+    def _on_reply(self, reply: handshake.HelloReply) -> None:
+        if self._hello is None or self._trusted:
+            raise ProtocolError("hello reply: not asked for; the peer is no hub")
+        if reply.error is not None:
+            raise ProtocolError(f"the hub refused us: {reply.error.message}")
+        handshake.check_reply(self._identity, *self._hello, reply)
+        self._trusted = True
+
+    def _on_change(self, change: InstanceChange) -> None:
+        if self._present is not None:
+            match change:
+                case InstancePut(instance=instance):
+                    self._present.add(instance.worker_id)
+                case InstanceRemoved(worker_id=worker_id):
+                    self._present.discard(worker_id)
+                case WatchSynced():
+                    present, self._present = self._present, None
+                    welcome = self.welcomed.result()
+                    self._discovery._on_synced(welcome.hub_id, present, welcome.lease_ttl_s)
+        self._discovery._on_change(change)
+
+    def _renew(self, interval_s: float) -> None:
+        worker_ids = tuple(self._discovery._registrations)
+        if worker_ids and self.channel.writable:
+            self.channel.send(Renew(worker_ids=worker_ids))
+        self._timer = asyncio.get_running_loop().call_later(interval_s, self._renew, interval_s)

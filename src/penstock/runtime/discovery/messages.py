@@ -1,0 +1,56 @@
+"""What the local hub and its clients say to each other."""
+
+from penstock.core.errors import ErrorInfo
+from penstock.core.ids import WorkerId
+from penstock.core.types import Instance, InstanceChange
+from penstock.core.wire import Wire
+from penstock.runtime.framing import FrameCodec, Goodbye, Ping, Pong
+from penstock.runtime.handshake import Challenge, Hello, HelloReply
+
+
+class Welcome(Wire, frozen=True, tag="welcome"):
+    """The hub's first message to a client it accepted; a restarted hub has another `hub_id`."""
+
+    hub_id: str
+    lease_ttl_s: float
+
+
+class Register(Wire, frozen=True, tag="register"):
+    """Announce an instance, or replace what was announced; `Registered` answers."""
+
+    instance: Instance
+
+
+class Registered(Wire, frozen=True, tag="registered"):
+    worker_id: WorkerId
+    error: ErrorInfo | None = None
+
+
+class Renew(Wire, frozen=True, tag="renew"):
+    """Keep these leases for another `lease_ttl_s`; `Lapsed` names those that are gone already."""
+
+    worker_ids: tuple[WorkerId, ...]
+
+
+class Lapsed(Wire, frozen=True, tag="lapsed"):
+    worker_ids: tuple[WorkerId, ...]
+
+
+class Withdraw(Wire, frozen=True, tag="withdraw"):
+    worker_id: WorkerId
+
+
+class Watch(Wire, frozen=True, tag="watch"):
+    """Tell everything present, then `WatchSynced`, then every change."""
+
+
+class Change(Wire, frozen=True, tag="change"):
+    change: InstanceChange
+
+
+HubMessage = (
+    Challenge | Hello | HelloReply | Welcome | Register | Registered | Renew | Lapsed | Withdraw | Watch | Change
+    | Ping | Pong | Goodbye
+)  # fmt: skip
+
+CODEC: FrameCodec[HubMessage] = FrameCodec(HubMessage)
