@@ -1,0 +1,32 @@
+"""The files of a model card, by content hash."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.core.log import get_logger
+from penstock.core.types import CardFile
+
+_log = get_logger()
+
+
+class ModelFiles:
+    """Gives the files a card lists, and no others, whatever a peer asks for."""
+
+    def __init__(self, directory: Path, files: Iterable[CardFile]) -> None:
+        self._paths = {file.sha256: directory / file.name for file in files}
+
+    def read(self, sha256: str) -> bytes | None:
+        """Return a file's content; None if the card lists none of this hash, or it has changed since."""
+        path = self._paths.get(sha256)
+        if path is None:
+            return None
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            _log.error("model_file_unreadable", path=str(path), error=str(error))
+            return None
+        if hashlib.sha256(content).hexdigest() != sha256:
+            _log.error("model_file_changed", path=str(path), fix="restart the worker to serve the new model")
+            return None
+        return content

@@ -1,0 +1,396 @@
+"""Drives one engine: takes requests from frontends, gives each of them its deltas step by step, ends well.
+
+Everything an engine does not have to know is here, once for all engines: registration, whose request is whose,
+KV events, load reports, deadlines, draining and death.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    Overloaded,
+    PenstockError,
+    RequestError,
+    Unavailable,
+    WorkerLost,
+)
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types import (
+    Delta,
+    EngineInfo,
+    EventMessage,
+    FinishReason,
+    Instance,
+    InstanceState,
+    ModelCard,
+    Request,
+    Role,
+    Step,
+)
+from penstock.core.wire import num_tokens
+from penstock.runtime.events.publisher import EventPublisher
+from penstock.seams import Discovery, Engine, EventSink, FrontendSink, Registration, RequestPlane
+from penstock.worker.config import WorkerConfig
+
+_log = get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class _Frontend:
+    """`accepted` counts the requests it has sent on its connection, refused ones included."""
+
+    sink: FrontendSink
+    accepted: int = 0
+    requests: set[RequestId] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    frontend: _Frontend
+    deadline: asyncio.TimerHandle | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """What a worker is called, and where it runs."""
+
+    worker_id: WorkerId
+    name: str
+    role: Role = Role.AGGREGATED
+    pid: int = 0
+    host: str = ""
+
+
+class Worker:
+    """One engine as a `seams.WorkerService`. One event loop owns it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        discovery: Discovery,
+        plane: RequestPlane,
+        *,
+        identity: WorkerIdentity,
+        card: ModelCard,
+        read_file: Callable[[str], bytes | None],
+        config: WorkerConfig | None = None,
+    ) -> None:
+        """Start nothing yet; `run` does.
+
+        Args:
+            engine: not started; the worker starts and closes it.
+            discovery: where to register; its owner closes it.
+            plane: where to listen.
+            identity: the worker's name and number.
+            card: the model as a frontend has to know it; a smaller context of the engine's is put in.
+            read_file: gives a card's file by its content hash, such as `ModelFiles.read`.
+            config: times and bounds.
+        """
+        self.config = config or WorkerConfig()
+        self.publisher = EventPublisher(self.config.events)
+        self.ready = asyncio.Event()
+        """Set once the worker is registered."""
+        self.instance: Instance | None = None
+        """As registered; None before that."""
+        self._engine = engine
+        self._discovery = discovery
+        self._plane = plane
+        self._identity = identity
+        self._card = card
+        self._read_file = read_file
+        self._info: EngineInfo | None = None
+        self._frontends: dict[FrontendSink, _Frontend] = {}
+        self._requests: dict[RequestId, _Running] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = asyncio.Event()
+        self._refusal: PenstockError | None = None
+        self._load_timer: asyncio.TimerHandle | None = None
+        self._load_pushed_s = float("-inf")
+        self._was_busy = False
+
+    async def run(self) -> None:
+        """Start the engine and serve until `stop`; then finish what is under way and withdraw.
+
+        Raises:
+            ConfigError: the model or a setting cannot work.
+            Unavailable: the registry cannot be reached.
+            EngineError: the engine died; its requests were handed to other workers, and this one is withdrawn.
+        """
+        try:
+            info = self._info = await self._engine.start()
+            card = self._fitting_card(info)
+            server = await self._plane.serve(self)
+            try:
+                self.instance = self._make_instance(server.address, card, info)
+                registration = await self._discovery.register(self.instance)
+                try:
+                    await self._serve(registration)
+                finally:
+                    await registration.close()
+            finally:
+                await server.close()
+        finally:
+            if self._load_timer is not None:
+                self._load_timer.cancel()
+            await self._engine.close()
+
+    def stop(self) -> None:
+        """Begin to drain; `run` returns once that is done. Call it from the event loop; safe twice."""
+        self._stopping.set()
+
+    # -- WorkerService
+
+    def connected(self, sink: FrontendSink) -> None:
+        self._frontends[sink] = frontend = _Frontend(sink)
+        self._push_load_to(frontend)
+
+    def submit(self, request: Request, sink: FrontendSink) -> None:
+        frontend = self._frontends[sink]
+        frontend.accepted += 1
+        try:
+            self._check(request, frontend)
+            self._engine.submit(request)
+        except PenstockError as error:
+            self._push_error(frontend, request.request_id, error)
+            return
+        except Exception as error:  # noqa: BLE001 - an engine's bug must not take the others' requests along
+            _log.exception("engine_submit_failed", request_id=request.request_id)
+            refusal = EngineError(f"request {request.request_id}: the engine could not take it: {error!r}")
+            self._push_error(frontend, request.request_id, refusal)
+            return
+        deadline = None
+        if request.deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            deadline = loop.call_later(
+                request.deadline_s, self._expire, request.request_id, request.deadline_s
+            )
+        self._requests[request.request_id] = _Running(frontend, deadline)
+        frontend.requests.add(request.request_id)
+        self._idle.clear()
+        self._note_load()
+
+    def abort(self, request_id: RequestId) -> None:
+        if self._forget(request_id) is not None:
+            self._engine.abort(request_id)
+            self._note_load()
+
+    def disconnected(self, sink: FrontendSink) -> None:
+        frontend = self._frontends.pop(sink, None)
+        if frontend is not None:
+            for request_id in tuple(frontend.requests):
+                self.abort(request_id)
+
+    def events_after(self, sequence: int | None) -> Sequence[EventMessage]:
+        return self.publisher.events_after(sequence)
+
+    def subscribe(self, sink: EventSink) -> None:
+        self.publisher.subscribe(sink)
+
+    def unsubscribe(self, sink: EventSink) -> None:
+        self.publisher.unsubscribe(sink)
+
+    def read_file(self, sha256: str) -> bytes | None:
+        return self._read_file(sha256)
+
+    def check(self) -> None:
+        """Raise AssertionError where the parts disagree; for tests and simulations."""
+        by_frontend = {r: f for f in self._frontends.values() for r in f.requests}
+        assert by_frontend == {r: running.frontend for r, running in self._requests.items()}, (
+            "requests: each belongs to the frontend that sent it, which is connected"
+        )
+        assert self._idle.is_set() == (not self._requests), "idle: set exactly while nothing runs"
+        self.publisher.check()
+
+    # -- starting
+
+    def _fitting_card(self, info: EngineInfo) -> ModelCard:
+        card = self._card
+        if card.block_size != info.block_size:
+            raise ConfigError(
+                f"block_size: the model card says {card.block_size} tokens and the engine {info.block_size}; make them equal"
+            )
+        context_length = min(card.context_length, info.context_length)
+        return msgspec.structs.replace(card, context_length=context_length)
+
+    def _make_instance(self, address: str, card: ModelCard, info: EngineInfo) -> Instance:
+        identity = self._identity
+        return Instance(
+            worker_id=identity.worker_id,
+            name=identity.name,
+            address=address,
+            role=identity.role,
+            card=card,
+            engine=info,
+            pid=identity.pid,
+            host=identity.host,
+        )
+
+    # -- serving
+
+    async def _serve(self, registration: Registration) -> None:
+        assert self.instance is not None, "registered"
+        _log.info("worker_registered", worker=self.instance.name, address=self.instance.address)
+        self.ready.set()
+        async with asyncio.TaskGroup() as group:
+            steps = group.create_task(self._consume_steps(), name="engine steps")
+            stopping = group.create_task(self._stopping.wait())
+            await asyncio.wait((steps, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not steps.done():
+                await self._drain(registration)
+            stopping.cancel()
+            steps.cancel()
+        if isinstance(self._refusal, WorkerLost):
+            raise EngineError(f"{self._name}: {self._refusal.message}") from self._refusal.__cause__
+
+    async def _consume_steps(self) -> None:
+        """Hand out what the engine yields, until it dies or this is cancelled."""
+        problem: Exception | None = None
+        try:
+            # Cancelling arrives inside the iterator, as the body never waits: it cleans up by itself.
+            async for step in self._engine.steps():
+                self._on_step(step)
+        except Exception as error:  # noqa: BLE001 - the engine's own failure, of any kind, ends the worker
+            problem = error
+            _log.exception("engine_died", worker=self._name, requests=len(self._requests))
+        else:
+            _log.error("engine_died", worker=self._name, requests=len(self._requests))
+        refusal = WorkerLost(f"the engine ended: {problem!r}" if problem else "the engine ended by itself")
+        refusal.__cause__ = problem
+        self._refusal = refusal
+        self._hand_over(refusal)
+
+    def _on_step(self, step: Step) -> None:
+        """Send each frontend its part of a step at once."""
+        parts: dict[_Frontend, list[Delta]] = {}
+        for delta in step.deltas:
+            running = self._requests.get(delta.request_id)
+            if running is None:
+                continue  # aborted meanwhile
+            parts.setdefault(running.frontend, []).append(delta)
+            if delta.finish_reason is not None or delta.error is not None:
+                self._forget(delta.request_id)
+        for frontend, deltas in parts.items():
+            frontend.sink.push(deltas)
+        self.publisher.publish(step.events)
+        self._note_load()
+
+    async def _drain(self, registration: Registration) -> None:
+        """Take nothing new, wait for what runs, hand the rest to other workers."""
+        assert self.instance is not None, "registered"
+        _log.info("worker_draining", worker=self._name, requests=len(self._requests))
+        self.instance = msgspec.structs.replace(self.instance, state=InstanceState.DRAINING)
+        try:
+            await registration.update(self.instance)
+        except Unavailable as error:
+            _log.warning("drain_not_announced", worker=self._name, error=error.message)
+        await asyncio.sleep(self.config.drain_notice_s)
+        if self._refusal is None:
+            self._refusal = Overloaded(
+                f"{self._name} is draining and takes nothing new; try another worker", retry_after_s=1.0
+            )
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            _log.warning("requests_handed_over", worker=self._name, requests=len(self._requests))
+            aborted = tuple(self._requests)
+            self._hand_over(
+                Unavailable(f"{self._name} stops, after {self.config.drain_timeout_s:g} s of draining")
+            )
+            for request_id in aborted:
+                self._engine.abort(request_id)
+        _log.info("worker_drained", worker=self._name)
+
+    def _hand_over(self, error: PenstockError) -> None:
+        """End every request with an error that has its frontend go on elsewhere."""
+        for request_id in tuple(self._requests):
+            running = self._forget(request_id)
+            if running is not None:
+                self._push_error(running.frontend, request_id, error)
+
+    @property
+    def _name(self) -> str:
+        return f"worker {self._identity.name}"
+
+    # -- requests
+
+    def _check(self, request: Request, frontend: _Frontend) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        running = self._requests.get(request.request_id)
+        if running is not None:
+            if running.frontend is frontend:  # it could not tell one's deltas from the other's: both end
+                self.abort(request.request_id)
+            raise RequestError(
+                f"request_id: {request.request_id} is under way already; give each request its own",
+                param="request_id",
+            )
+        assert self._info is not None, "started"
+        have = len(request.block_hashes) // 16
+        expected = num_tokens(request.token_ids) // self._info.block_size
+        if have != expected:
+            raise RequestError(
+                f"block_hashes: got {have}, expected {expected}: this worker has blocks of {self._info.block_size} tokens;"
+                " use the model card it serves",
+                param="block_hashes",
+            )
+
+    def _forget(self, request_id: RequestId) -> _Running | None:
+        running = self._requests.pop(request_id, None)
+        if running is not None:
+            running.frontend.requests.discard(request_id)
+            if running.deadline is not None:
+                running.deadline.cancel()
+            if not self._requests:
+                self._idle.set()
+        return running
+
+    def _expire(self, request_id: RequestId, deadline_s: float) -> None:
+        running = self._forget(request_id)
+        if running is not None:
+            self._engine.abort(request_id)
+            error = DeadlineExceeded(
+                f"request {request_id}: its {deadline_s:g} s have passed; allow more time"
+            )
+            self._push_error(running.frontend, request_id, error)
+            self._note_load()
+
+    @staticmethod
+    def _push_error(frontend: _Frontend, request_id: RequestId, error: PenstockError) -> None:
+        frontend.sink.push(
+            (Delta(request_id=request_id, finish_reason=FinishReason.ERROR, error=error.to_info()),)
+        )
+
+    # -- load
+
+    def _note_load(self) -> None:
+        """Report the load: at once when the worker became busy or idle, else when the last report is old enough."""
+        busy = bool(self._requests)
+        now_s = asyncio.get_running_loop().time()
+        due_s = self._load_pushed_s + self.config.load_interval_s
+        if busy is not self._was_busy or now_s >= due_s:
+            self._push_load()
+        elif self._load_timer is None:
+            self._load_timer = asyncio.get_running_loop().call_at(due_s, self._push_load)
+
+    def _push_load(self) -> None:
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+            self._load_timer = None
+        self._load_pushed_s = asyncio.get_running_loop().time()
+        self._was_busy = bool(self._requests)
+        for frontend in self._frontends.values():
+            self._push_load_to(frontend)
+
+    def _push_load_to(self, frontend: _Frontend) -> None:
+        frontend.sink.push_load(
+            msgspec.structs.replace(self._engine.load(), accepted_requests=frontend.accepted)
+        )
