@@ -83,5 +83,6 @@ HashPair siphash128(const nb::bytes& data, const nb::bytes& key) {
 NB_MODULE(_native, module) {
     module.def("block_hashes", &block_hashes, nb::arg("tokens").noconvert(), "block_size"_a, "first"_a, "extra"_a,
                "key"_a);
+    module.attr("implementation") = penstock::implementations().front().name;
     module.def("siphash128", &siphash128, "data"_a, "key"_a);
 }

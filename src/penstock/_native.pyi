@@ -1,6 +1,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+implementation: str
+"""The instruction set that `block_hashes` uses here: avx512, avx2 or portable."""
+
 def block_hashes(
     tokens: NDArray[np.int32], block_size: int, first: tuple[int, int], extra: dict[int, bytes], key: bytes
 ) -> NDArray[np.uint64]: ...

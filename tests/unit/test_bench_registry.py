@@ -1,0 +1,59 @@
+import argparse
+import json
+
+import pytest
+
+from penstock import bench
+from penstock.bench import registry
+from penstock.bench.report import Report
+from penstock.core.errors import ConfigError
+
+
+def _main(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    bench.add_parsers(parser.add_subparsers(required=True))
+    options = parser.parse_args(["bench", *arguments])
+    return options.run(options)
+
+
+@pytest.mark.parametrize("name", registry.BENCHES)
+def test_every_bench_explains_its_arguments(name, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        _main(name, "--help")
+    assert exit_info.value.code == 0
+    assert "--quick" in capsys.readouterr().out
+
+
+def test_a_quick_run_of_hashing_writes_its_report(tmp_path, capsys):
+    out = tmp_path / "hashing.json"
+    assert _main("hashing", "--quick", "--tokens", "256", "--json", str(out)) == 0
+    written = json.loads(out.read_text())
+    assert written["name"] == "hashing"
+    assert written["figures"]["hash_tokens_per_s"] > 0
+    assert len(written["samples"]["block_hashes_s"]) == 20
+    assert "hash_tokens_per_s" in capsys.readouterr().out
+
+
+def test_a_wrong_size_is_refused():
+    with pytest.raises(ConfigError, match="at least one block"):
+        _main("hashing", "--tokens", "8")
+
+
+def test_a_report_that_cannot_be_kept_is_refused_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match="expected a file in a directory that exists"):
+        _main("hashing", "--json", str(tmp_path / "nowhere" / "out.json"))
+
+
+def test_problems_make_the_exit_code(monkeypatch, capsys):
+    class Failing:
+        @staticmethod
+        def add_arguments(parser):
+            pass
+
+        @staticmethod
+        def run(options):
+            return Report(name="hashing", config={}, figures={}, problems=["3 of 4 requests failed"])
+
+    monkeypatch.setattr(registry, "_bench", lambda _: Failing)
+    assert _main("hashing") == 1
+    assert capsys.readouterr().err == "penstock bench hashing: 3 of 4 requests failed\n"
