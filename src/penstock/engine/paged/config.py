@@ -1,0 +1,28 @@
+"""Settings of the paged engine's runner: which model, where it computes, how much KV it keeps."""
+
+from typing import Literal
+
+import pydantic
+
+from penstock.core.config import Config
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class PagedConfig(Config):
+    model: str = pydantic.Field(min_length=1)
+    """A directory with a checkpoint, or a name on the Hugging Face hub."""
+    device: str = pydantic.Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where the model computes: cpu, cuda or cuda:N."""
+    dtype: Dtype = "auto"
+    """Number format of weights and KV; auto is the checkpoint's own."""
+    block_size: int = pydantic.Field(default=16, ge=1, le=1024)
+    """Tokens in a KV block."""
+    kv_blocks: int | None = pydantic.Field(default=None, ge=2)
+    """KV blocks to keep; None is as many as `kv_memory_bytes` holds."""
+    kv_memory_bytes: int | None = pydantic.Field(default=None, ge=1)
+    """Memory for KV blocks where `kv_blocks` is not given; None is 1 GiB on a CPU and 85 % of what is free on a GPU."""
+    context_length: int | None = pydantic.Field(default=None, ge=1)
+    """Tokens a request may have, prompt and output; None is the model's own limit."""
+    threads: int = pydantic.Field(default=1, ge=1)
+    """CPU threads of one step. More than the cores that are free makes steps many times slower."""

@@ -1,0 +1,122 @@
+"""The KV blocks' memory: block-first, so that a block of all layers is one contiguous slab to copy or send."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.core.errors import ConfigError
+
+_CPU_DEFAULT_BYTES = 1 << 30
+_GPU_DEFAULT_FRACTION = 0.85
+_SPARE_BLOCKS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token's keys and values look like, all layers alike."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def block_bytes(self, block_size: int) -> int:
+        elements = self.num_layers * 2 * block_size * self.num_kv_heads * self.head_dim
+        return elements * int(self.dtype.itemsize)
+
+
+class KvMemory:
+    """`num_blocks` slabs of [num_layers, 2, block_size, num_kv_heads, head_dim], and a spare one.
+
+    The spare block takes what padding tokens write. Everything starts as zeros, since attention multiplies
+    what it masks by zero and that must not be NaN.
+    """
+
+    def __init__(self, shape: KvShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.spare_block = num_blocks
+        self._storage = torch.zeros(
+            num_blocks + _SPARE_BLOCKS, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim,
+            dtype=shape.dtype, device=device,
+        )  # fmt: skip
+        tokens = [self._storage.select(1, layer) for layer in range(shape.num_layers)]
+        self.by_token = [(kv[:, 0], kv[:, 1]) for kv in tokens]
+        """By layer: keys and values as views of (num_blocks + 1, block_size, num_kv_heads, head_dim)."""
+        self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in self.by_token]
+        """By layer: the same as views of (num_blocks + 1, a block's elements), for gathering whole blocks."""
+        self._slabs = self._storage.view(num_blocks + _SPARE_BLOCKS, -1).view(torch.uint8)
+
+    def read(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Copy blocks out: (n, block bytes)."""
+        copied: NDArray[np.uint8] = self._slabs[self._index(block_ids)].cpu().numpy()
+        return copied
+
+    def write(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
+        """Copy (n, block bytes) in."""
+        expected = (len(block_ids), self._slabs.shape[1])
+        if blocks.shape != expected:
+            raise ValueError(f"blocks: expected shape {expected}, got {blocks.shape}")
+        source = torch.from_numpy(np.require(blocks, np.uint8, ["C", "W"]))
+        self._slabs[self._index(block_ids)] = source.to(self._slabs.device)
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        index = np.asarray(block_ids, dtype=np.int64)
+        if index.size and (index.min() < 0 or index.max() >= self.num_blocks):
+            raise ValueError(
+                f"block_ids: must be in 0..{self.num_blocks - 1}, got {index.min()}..{index.max()}"
+            )
+        return torch.from_numpy(index).to(self._slabs.device)
+
+
+def plan_blocks(
+    block_bytes: int, *, kv_blocks: int | None, kv_memory_bytes: int | None, device: torch.device
+) -> int:
+    """Decide how many blocks to keep.
+
+    Raises:
+        ConfigError: they do not fit into memory, or the memory allowed holds fewer than two.
+    """
+    free_bytes = free_memory_bytes(device)
+    if kv_blocks is None:
+        budget = kv_memory_bytes or _default_budget(device, free_bytes)
+        if budget < 2 * block_bytes:
+            raise ConfigError(
+                f"kv_memory_bytes: {budget} hold fewer than two KV blocks of {block_bytes} bytes;"
+                " raise it, or lower block_size"
+            )
+        kv_blocks = budget // block_bytes
+    needed = (kv_blocks + _SPARE_BLOCKS) * block_bytes
+    if needed > free_bytes:
+        fits = max(0, free_bytes // block_bytes - _SPARE_BLOCKS)
+        raise ConfigError(
+            f"kv_blocks: {kv_blocks} blocks of {block_bytes} bytes need {needed / 2**30:.1f} GiB,"
+            f" {device} has {free_bytes / 2**30:.1f} GiB free; at most {fits} fit"
+        )
+    return kv_blocks
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that can still be taken: of the GPU, or of this machine within the limit of its control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control groups of version 2, or no limit
+        return available
+    return min(available, max(0, limit - used))
+
+
+def _default_budget(device: torch.device, free_bytes: int) -> int:
+    if device.type == "cuda":
+        return int(free_bytes * _GPU_DEFAULT_FRACTION)
+    return min(_CPU_DEFAULT_BYTES, free_bytes // 2)

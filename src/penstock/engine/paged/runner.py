@@ -1,0 +1,117 @@
+"""Runs a model's steps on one device: build the batch, write and read paged KV, sample."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.core.errors import ConfigError
+from penstock.core.types import TokenLogprob
+from penstock.engine.paged.attention import Gather, PagedStep
+from penstock.engine.paged.batch import BatchBuilder, StepBatch
+from penstock.engine.paged.checkpoint import Checkpoint
+from penstock.engine.paged.config import PagedConfig
+from penstock.engine.paged.memory import KvMemory, plan_blocks
+from penstock.engine.paged.models import PagedModel
+from penstock.engine.paged.sampling import Sampler, SamplingColumns
+from penstock.engine.paged.weights import load_model
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What exists between `start` and `close`."""
+
+    model: PagedModel
+    memory: KvMemory
+    gather: Gather
+    builder: BatchBuilder
+    sampler: Sampler
+
+
+class PagedRunner:
+    """The `BlockingRunner` of the paged engine.
+
+    `run` is `execute` between two translations: `execute` takes plain data, so that the ranks of a
+    tensor-parallel group can run the same batch.
+    """
+
+    def __init__(self, config: PagedConfig) -> None:
+        self._config = config
+        self._parts: _Loaded | None = None
+
+    def start(self) -> RunnerInfo:
+        """Load the model and take the memory.
+
+        Raises:
+            ConfigError: the model or a setting cannot work.
+        """
+        config = self._config
+        torch.set_num_threads(config.threads)
+        checkpoint = Checkpoint.open(config.model)
+        limit = checkpoint.context_length
+        if config.context_length is not None and config.context_length > limit:
+            raise ConfigError(
+                f"context_length: must be <= {limit}, the model's own, got {config.context_length}"
+            )
+        model = load_model(checkpoint, config.dtype, torch.device(config.device))
+        block_bytes = model.kv_shape.block_bytes(config.block_size)
+        num_blocks = plan_blocks(
+            block_bytes,
+            kv_blocks=config.kv_blocks,
+            kv_memory_bytes=config.kv_memory_bytes,
+            device=model.device,
+        )
+        memory = KvMemory(model.kv_shape, num_blocks, config.block_size, model.device)
+        columns = SamplingColumns(checkpoint.eos_token_ids)
+        self._parts = _Loaded(
+            model=model,
+            memory=memory,
+            gather=Gather(memory),
+            builder=BatchBuilder(config.block_size, memory.spare_block, columns),
+            sampler=Sampler(model.vocab_size, model.device),
+        )
+        return RunnerInfo(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            context_length=config.context_length or limit,
+            vocab_size=model.vocab_size,
+            eos_token_ids=checkpoint.eos_token_ids,
+            kv_bytes_per_block=block_bytes,
+        )
+
+    def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
+        """Compute one step."""
+        batch, rows = self._loaded.builder.build(plan, table)
+        token_ids, logprobs = self.execute(batch)
+        sampled = np.full(len(plan.slots), -1, dtype=np.int32)
+        sampled[rows] = token_ids
+        return Sampled(sampled, {int(rows[row]): logprob for row, logprob in logprobs.items()})
+
+    def execute(self, batch: StepBatch) -> tuple[NDArray[np.int64], dict[int, TokenLogprob]]:
+        """Compute a batch: token ids and logprobs by sampled row."""
+        parts = self._loaded
+        with torch.inference_mode():
+            tokens = torch.from_numpy(batch.tokens).to(parts.model.device)
+            step = PagedStep(batch, tokens[2:], parts.memory, parts.gather)
+            last_tokens = torch.from_numpy(batch.last_tokens).to(parts.model.device)
+            logits = parts.model.logits(tokens[0], tokens[1], last_tokens, step)
+            return parts.sampler.sample(logits, batch.sampling)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        return self._loaded.memory.read(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
+        self._loaded.memory.write(block_ids, blocks)
+
+    def close(self) -> None:
+        """Release the model and the memory."""
+        self._parts = None
+
+    @property
+    def _loaded(self) -> _Loaded:
+        assert self._parts is not None, "used before start, or after close"
+        return self._parts

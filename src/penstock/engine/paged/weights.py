@@ -1,0 +1,106 @@
+"""A checkpoint's weights, loaded into transformers' definition of its model."""
+
+from typing import Any
+
+import torch
+import transformers
+
+from penstock.core.errors import ConfigError
+from penstock.engine.paged.attention import ATTENTION
+from penstock.engine.paged.checkpoint import Checkpoint
+from penstock.engine.paged.config import Dtype
+from penstock.engine.paged.models import PagedModel, unsupported
+
+_LATENT = ("kv_lora_rank", "q_lora_rank")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def load_model(checkpoint: Checkpoint, dtype: Dtype, device: torch.device) -> PagedModel:
+    """Load a model onto a device.
+
+    Raises:
+        ConfigError: there are no weights, they do not fit their config, or the architecture is not supported.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device: {device} is not there: this PyTorch ({torch.__version__}) sees no GPU; use cpu"
+        )
+    checkpoint.weight_files()
+    config = _read_config(checkpoint)
+    _check(checkpoint, config)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        module, info = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{checkpoint.path}: the weights cannot be loaded: {_first_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{checkpoint.path}: the weights lack {len(missing)} tensors that config.json asks for,"
+            f" such as {missing[0]}; download the checkpoint again"
+        )
+    module = module.eval().to(device)
+    if device.type == "cpu":
+        _store_by_input(module)
+    return PagedModel(module, checkpoint.name)
+
+
+def _read_config(checkpoint: Checkpoint) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise unsupported(
+            checkpoint.name,
+            f"transformers {transformers.__version__} does not read its config.json: {_first_line(error)}",
+        ) from error
+
+
+def _check(checkpoint: Checkpoint, config: Any) -> None:
+    """Refuse before loading what cannot run; `PagedModel` looks closer once it is loaded."""
+    text = config.get_text_config()
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise unsupported(checkpoint.name, f"{config.model_type} is no causal language model")
+    latent = [key for key in _LATENT if getattr(text, key, None)]
+    if latent:
+        raise unsupported(checkpoint.name, f"it compresses keys and values ({latent[0]})")
+    kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds:
+        raise unsupported(checkpoint.name, f"it has layers of type {', '.join(sorted(kinds))}")
+    model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    if not model_class._supports_attention_backend:
+        raise unsupported(checkpoint.name, f"{model_class.__name__} has no attention interface")
+    _ = checkpoint.context_length
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
+        size = getattr(text, key, None)
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{checkpoint.path / 'config.json'}: {key}: must be >= 1, got {size!r}")
+    if getattr(text, "head_dim", None) is None and text.hidden_size % text.num_attention_heads:
+        raise ConfigError(
+            f"{checkpoint.path / 'config.json'}: head_dim: missing, and hidden_size {text.hidden_size}"
+            f" is no multiple of num_attention_heads {text.num_attention_heads}"
+        )
+
+
+def _store_by_input(module: torch.nn.Module) -> None:
+    """Lay the matrices out column by column: products of few rows are a fifth to a third faster with MKL on a CPU.
+
+    Measured with torch 2.13 on 2 cores of an AMD EPYC (Zen 4), float32, 1 to 64 rows; equal from 512 rows on.
+    An embedding that doubles as the output layer stays as it is, since it is read by rows.
+    """
+    embeddings = {id(layer.weight) for layer in module.modules() if isinstance(layer, torch.nn.Embedding)}
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear) and id(layer.weight) not in embeddings:
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]

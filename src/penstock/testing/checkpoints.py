@@ -1,0 +1,91 @@
+"""Small random checkpoints of real architectures, for tests and benchmarks of engines. Needs the `engine` extra."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
+
+EOS_TOKEN_ID = 2
+ARCHITECTURES = {
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
+}
+_SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": 0,
+}
+_OWN_SIZES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 48},
+    "qwen2": {"head_dim": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "gemma2": {"sliding_window": 48, "query_pre_attn_scalar": 16},
+    "gemma3": {
+        "num_hidden_layers": 3,
+        "sliding_window": 48,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+_SPREAD = 1.5
+
+
+def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **sizes: Any) -> Path:
+    """Write a float32 checkpoint with random weights and a byte-level tokenizer.
+
+    Weights are spread wider than in a new model, so that the likeliest token leads clearly and greedy outputs
+    of two correct engines are equal.
+
+    Args:
+        path: the directory to make.
+        architecture: one of `ARCHITECTURES`.
+        seed: of the weights.
+        sizes: fields of the architecture's config that differ from the small ones here.
+
+    Returns:
+        `path`
+    """
+    fields = _SIZES | _OWN_SIZES.get(architecture, {}) | sizes
+    config = ARCHITECTURES[architecture](**{key: value for key, value in fields.items() if value is not None})
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                scale = 1.0 if "embed" in name else _SPREAD * parameter.shape[-1] ** -0.5
+                parameter.normal_(0, scale, generator=generator)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.5, generator=generator)
+    model.generation_config.update(eos_token_id=EOS_TOKEN_ID, do_sample=False)
+    model.save_pretrained(path)
+    _tokenizer(config.vocab_size).save(str(path / "tokenizer.json"))
+    return path
+
+
+def _tokenizer(vocab_size: int) -> Tokenizer:
+    """Make a tokenizer that knows bytes; the rest of the vocabulary decodes to words `w300` and the like."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<pad>", "<bos>", "<eos>", *letters]
+    tokens += [f"w{index}" for index in range(len(tokens), vocab_size)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
