@@ -1,0 +1,78 @@
+"""The model card: what frontends need of a model, from the files of its checkpoint."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.core.clock import wall_time_s
+from penstock.core.errors import ConfigError
+from penstock.core.types import CardFile, ModelCard
+from penstock.demo import MODEL_DIR, MODEL_NAME
+from penstock.engine.paged.checkpoint import Checkpoint
+from penstock.graph import DEMO_MODEL, Graph, RoleSpec
+
+CARD_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
+"""What a frontend may fetch from a worker."""
+_SALT_BYTES = 16
+
+
+def open_checkpoint(graph: Graph) -> Checkpoint:
+    """Find the graph's model, downloading it where it is a name on the hub.
+
+    Raises:
+        ConfigError: there is no such model, or it has no tokenizer.
+    """
+    checkpoint = Checkpoint.open(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model)
+    if not (checkpoint.path / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{checkpoint.path}: no tokenizer.json; save the model's tokenizer there in the fast format"
+        )
+    return checkpoint
+
+
+def served_name(graph: Graph) -> str:
+    """Return what clients call the model."""
+    if graph.served_name:
+        return graph.served_name
+    if graph.model == DEMO_MODEL:
+        return MODEL_NAME
+    path = Path(graph.model).expanduser()
+    return path.resolve().name if path.is_dir() else graph.model
+
+
+def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard:
+    """Describe the model as the workers of `role` serve it.
+
+    The salt names contents and number formats: where it is equal, equal tokens have equal KV.
+
+    Raises:
+        ConfigError: a file is missing that the role needs, or is malformed.
+    """
+    files = tuple(_card_files(checkpoint.path))
+    digest = hashlib.sha256(repr((files, role.weight_dtype, role.kv_dtype)).encode())
+    if role.engine != "mock":  # which computes nothing, so needs no weights
+        digest.update(checkpoint.revision())
+    return ModelCard(
+        name=served_name(graph),
+        context_length=checkpoint.context_length,
+        block_size=graph.block_size,
+        salt=digest.digest()[:_SALT_BYTES],
+        eos_token_ids=checkpoint.eos_token_ids,
+        files=files,
+        created_s=int(wall_time_s()),
+        default_sampling=checkpoint.default_sampling,
+    )
+
+
+def _card_files(directory: Path) -> Iterator[CardFile]:
+    for name in CARD_FILES:
+        path = directory / name
+        if path.is_file():
+            content = path.read_bytes()
+            yield CardFile(name=name, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content))

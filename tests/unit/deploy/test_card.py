@@ -1,0 +1,77 @@
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.deploy.card import make_card, open_checkpoint, served_name
+from penstock.graph import Graph, RoleSpec
+
+PAGED = RoleSpec(engine="paged")
+MOCK = RoleSpec(engine="mock")
+
+
+def make(directory: Path) -> Path:
+    """Write a model directory that is complete as far as a card goes."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 128, "eos_token_id": 2}))
+    (directory / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 7], "temperature": 0.6})
+    )
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+def test_the_card_says_what_a_frontend_needs(tmp_path: Path) -> None:
+    graph = Graph(model=str(make(tmp_path / "m")), block_size=8)
+    card = make_card(open_checkpoint(graph), graph, PAGED)
+    assert (card.name, card.context_length, card.block_size, card.eos_token_ids) == ("m", 128, 8, (2, 7))
+    assert dict(card.default_sampling) == {"temperature": 0.6}
+    assert [file.name for file in card.files] == ["tokenizer.json", "generation_config.json", "config.json"]
+    tokenizer = card.files[0]
+    assert (tokenizer.sha256, tokenizer.size_bytes) == (hashlib.sha256(b"{}").hexdigest(), 2)
+    assert len(card.salt) == 16
+
+
+def test_the_salt_follows_contents_and_number_formats_but_not_the_place(tmp_path: Path) -> None:
+    def salt(directory: Path, role: RoleSpec) -> bytes:
+        graph = Graph(model=str(directory))
+        return make_card(open_checkpoint(graph), graph, role).salt
+
+    directory, copy = make(tmp_path / "m"), make(tmp_path / "copy")
+    assert salt(directory, PAGED) == salt(copy, PAGED)
+    salts = {
+        salt(copy, role)
+        for role in (PAGED, MOCK, RoleSpec(kv_dtype="float16"), RoleSpec(weight_dtype="float16"))
+    }
+    (copy / "model.safetensors").write_bytes(b"WEIGHTS")
+    salts.add(salt(copy, PAGED))
+    (copy / "tokenizer.json").write_text("{ }")
+    salts.add(salt(copy, PAGED))
+    assert len(salts) == 6
+
+
+def test_only_an_engine_that_computes_needs_weights(tmp_path: Path) -> None:
+    directory = make(tmp_path / "m")
+    (directory / "model.safetensors").unlink()
+    graph = Graph(model=str(directory))
+    assert make_card(open_checkpoint(graph), graph, MOCK).name == "m"
+    with pytest.raises(ConfigError, match="no weights"):
+        make_card(open_checkpoint(graph), graph, PAGED)
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    directory = make(tmp_path / "m")
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json; save the model's tokenizer"):
+        open_checkpoint(Graph(model=str(directory)))
+
+
+def test_the_served_name(tmp_path: Path) -> None:
+    directory = make(tmp_path / "my-model")
+    assert served_name(Graph(model=str(directory))) == "my-model"
+    assert served_name(Graph(model=str(directory), served_name="x")) == "x"
+    assert served_name(Graph(model="org/name")) == "org/name"
+    assert served_name(Graph(model="demo")) == "penstock-demo"
