@@ -1,0 +1,146 @@
+"""The prefix index: depths, copies, tiers, holes, eviction."""
+
+import timeit
+
+import numpy as np
+import pytest
+
+from penstock.core.types import Tier
+from penstock.router.radix import RadixTree
+
+
+def hashes(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint64)
+
+
+def test_depth_is_the_leading_run_each_worker_holds():
+    tree = RadixTree(100, num_slots=3)
+    tree.store(0, hashes(1, 2, 3))
+    tree.store(1, hashes(1, 2))
+    assert tree.match(hashes(1, 2, 3, 4)).tolist() == [3, 2, 0]
+    assert tree.match(hashes(2, 3)).tolist() == [2, 1, 0]
+    assert tree.match(hashes(9)).tolist() == [0, 0, 0]
+    assert tree.match(hashes()).tolist() == [0, 0, 0]
+    assert tree.match(hashes(1, 2, 3)).dtype == np.int32
+    tree.check()
+
+
+def test_nothing_after_a_hole_counts():
+    tree = RadixTree(100)
+    tree.store(0, hashes(1, 2, 3))
+    tree.remove(0, hashes(2))
+    assert tree.match(hashes(1, 2, 3)).tolist() == [1]
+    tree.store(0, hashes(2), parent=1)
+    assert tree.match(hashes(1, 2, 3)).tolist() == [3]
+    tree.check()
+
+
+def test_copies_are_removed_one_by_one_and_by_tier():
+    tree = RadixTree(100)
+    tree.store(0, hashes(1))
+    tree.store(0, hashes(1))
+    tree.store(0, hashes(1), tier=Tier.HOST)
+    for tier in (Tier.DEVICE, Tier.DEVICE):
+        tree.remove(0, hashes(1), tier=tier)
+        assert tree.match(hashes(1)).tolist() == [1]
+    tree.remove(0, hashes(1), tier=Tier.DEVICE)  # no such copy
+    assert tree.match(hashes(1)).tolist() == [1]
+    tree.remove(0, hashes(1), tier=Tier.HOST)
+    assert tree.match(hashes(1)).tolist() == [0]
+    assert tree.stats().unknown_removals == 1
+    assert tree.stats().pairs == tree.stats().nodes == 0
+
+
+def test_clear_forgets_one_worker_only():
+    tree = RadixTree(100)
+    tree.store(0, hashes(1, 2))
+    tree.store(70, hashes(1, 2))
+    tree.clear(0)
+    depths = tree.match(hashes(1, 2))
+    assert len(depths) == 71
+    assert depths[[0, 70]].tolist() == [0, 2]
+    assert tree.held_blocks(0) == 0
+    assert tree.held_blocks(70) == 2
+    tree.clear(500)  # never seen
+    tree.check()
+
+
+def test_many_holders_drop_out_at_the_same_block():
+    tree = RadixTree(10_000, num_slots=100)
+    for slot in range(100):
+        tree.store(slot, hashes(1, 2, 3) if slot % 3 else hashes(1, 2))
+    expected = [3 if slot % 3 else 2 for slot in range(100)]
+    assert tree.match(hashes(1, 2, 3)).tolist() == expected
+    assert tree.match(hashes(1, 2, 3, 4)).tolist() == expected
+
+
+def test_the_oldest_leaf_goes_first_and_its_chain_before_younger_ones():
+    tree = RadixTree(6)
+    tree.store(0, hashes(1, 2, 3))
+    tree.store(0, hashes(11, 12, 13))
+    tree.store(0, hashes(21, 22), parent=None)
+    assert tree.match(hashes(1, 2, 3)).tolist() == [1]
+    assert tree.match(hashes(11, 12, 13)).tolist() == [3]
+    assert tree.stats().evicted_pairs == 2
+    tree.check()
+
+
+def test_a_match_keeps_a_prefix_from_being_forgotten():
+    tree = RadixTree(4)
+    tree.store(0, hashes(1, 2))
+    tree.store(0, hashes(11, 12))
+    assert tree.match(hashes(1, 2)).tolist() == [2]
+    tree.store(0, hashes(21, 22))
+    assert tree.match(hashes(1, 2)).tolist() == [2]
+    assert tree.match(hashes(11, 12)).tolist() == [0]
+    tree.check()
+
+
+def test_a_matched_parent_outlives_its_children():
+    tree = RadixTree(4)
+    tree.store(0, hashes(1, 2))
+    tree.store(0, hashes(11, 12))
+    tree.match(hashes(1))  # somebody else's prompt ends here
+    tree.store(0, hashes(21, 22))  # 2 is the oldest leaf, then 12 is older than 1
+    assert tree.match(hashes(1, 2)).tolist() == [1]
+    assert tree.match(hashes(11, 12)).tolist() == [1]
+    tree.check()
+
+
+def test_a_shared_prefix_is_no_leaf():
+    tree = RadixTree(5)
+    tree.store(0, hashes(1, 2))
+    tree.store(0, hashes(3), parent=2)
+    tree.store(0, hashes(4), parent=2)
+    tree.store(0, hashes(5, 6), parent=2)
+    assert tree.match(hashes(1, 2, 5, 6)).tolist() == [4]
+    assert tree.match(hashes(1, 2, 3)).tolist() == [2]
+    tree.check()
+
+
+def test_parents_in_a_circle_do_not_break_the_bound():
+    tree = RadixTree(3)
+    tree.store(0, hashes(1), parent=2)
+    tree.store(0, hashes(2), parent=1)
+    tree.store(1, hashes(1, 2), parent=2)
+    assert tree.stats().pairs <= 3
+    tree.check()
+
+
+def test_stale_leaves_are_swept():
+    tree = RadixTree(10_000)
+    for _ in range(3000):
+        tree.store(0, hashes(1))
+        tree.remove(0, hashes(1))
+    assert len(tree._leaves) <= 1024 + 2
+    tree.check()
+
+
+@pytest.mark.parametrize("num_workers", [8, 64, 1000])
+def test_matching_is_fast_enough(num_workers):
+    tree = RadixTree(1_000_000, num_slots=num_workers)
+    path = np.arange(1, 65, dtype=np.uint64)
+    for slot in range(num_workers):
+        tree.store(slot, path[: 1 + slot % 64])
+    took_s = min(timeit.repeat(lambda: tree.match(path), number=20, repeat=5)) / 20
+    assert took_s < 2e-3  # about 20 us for 8 workers and 250 us for 1,000 on an idle core: a wide bound
