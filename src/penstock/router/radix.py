@@ -108,9 +108,21 @@ class RadixTree:
 
     def clear(self, worker_slot: int) -> None:
         """Forget all that a worker holds."""
-        if worker_slot < self.num_slots:
-            for block_hash in tuple(self._held[worker_slot]):
-                self._drop_pair(worker_slot, block_hash)
+        if worker_slot >= self.num_slots:
+            return
+        held, self._held[worker_slot] = self._held[worker_slot], {}
+        self._pairs -= len(held)
+        holders, others = self._holders, ~(1 << worker_slot)
+        gone = []
+        for block_hash in held:
+            mask = holders[block_hash] & others
+            if mask:
+                holders[block_hash] = mask
+            else:
+                del holders[block_hash]
+                gone.append(block_hash)
+        for block_hash in gone:  # once all are out, so that no parent among them is taken for a leaf
+            self._unlink(block_hash)
 
     def match(self, hashes: HashArray) -> NDArray[np.int32]:
         """Count, per worker, the leading blocks it holds in any tier; nothing after the first missing one.
@@ -206,10 +218,12 @@ class RadixTree:
         self._pairs -= 1
         self._holders[block_hash] &= ~(1 << worker_slot)
         if not self._holders[block_hash]:
-            self._drop_node(block_hash)
+            del self._holders[block_hash]
+            self._unlink(block_hash)
 
-    def _drop_node(self, block_hash: int) -> None:
-        del self._holders[block_hash], self._used[block_hash]
+    def _unlink(self, block_hash: int) -> None:
+        """Take a block that nobody holds any more out of the tree's shape."""
+        del self._used[block_hash]
         parent = self._parents.pop(block_hash, None)
         if parent is None:
             return
