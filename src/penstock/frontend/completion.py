@@ -9,15 +9,17 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.core.errors import EngineError, from_info
+from penstock.core.errors import EngineError
 from penstock.core.types import Delta, FinishReason, Request, TokenLogprob
-from penstock.core.wire import num_tokens, unpack_tokens
+from penstock.core.wire import num_tokens, token_list
 from penstock.frontend.detokenize import Detokenizer, TextDecoder
 from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.openai import PromptTokensDetails, Usage
 from penstock.frontend.preprocess import Work
 from penstock.frontend.stops import StopFinder
 from penstock.seams import RequestDispatcher
+
+_GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +60,23 @@ class ChoiceText:
         """Take a delta; None while all its text is held back.
 
         Raises:
-            PenstockError: the request ended with an error.
+            EngineError: the worker gave up on the request.
         """
-        if delta.error is not None:
-            raise from_info(delta.error)
-        if delta.finish_reason in {FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED}:
+        if delta.finish_reason in _GIVEN_UP:
             raise EngineError(f"the worker ended the request as {delta.finish_reason}; try again")
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
-        token_ids = unpack_tokens(delta.token_ids).tolist()
+        token_ids = token_list(delta.token_ids)
+        tokens_before = self.output_tokens
         self.output_tokens += len(token_ids)
         if delta.finish_reason is FinishReason.STOP and token_ids:
             token_ids.pop()  # the stop token counts, but is not text
-        stopped, text = self._decode(token_ids, delta.logprobs)
+        used, text = self._decode(token_ids, delta.logprobs)
+        stopped = used is not None
         reason = "stop" if stopped else None
-        if delta.finish_reason is not None and not stopped:
+        if used is not None:
+            self.output_tokens = tokens_before + used
+        elif delta.finish_reason is not None:
             stopped, rest = self._end()
             text += rest
             reason = "length" if delta.finish_reason is FinishReason.LENGTH and not stopped else "stop"
@@ -84,24 +88,23 @@ class ChoiceText:
         logprobs = self._take_logprobs(None if everything else self._given) if self._waiting else ()
         return TextEvent(self.index, text, reason, logprobs)
 
-    def _decode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[bool, str]:
-        """Give whether a stop string is complete, and the text that may go out."""
+    def _decode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[int | None, str]:
+        """Give how many tokens it took to complete a stop string (None: there is none), and the text to go out."""
         if self._finder is None and not logprobs:
             text = self._decoder.feed(token_ids)
             self._decoded += len(text)
-            return False, text
+            return None, text
         text = ""
-        for position, token_id in enumerate(token_ids):  # one by one, to know which completes a stop string
-            if position < len(logprobs):
-                self._waiting.append(TokenText(logprobs[position], self._decoded))
+        for index, token_id in enumerate(token_ids):
+            if index < len(logprobs):
+                self._waiting.append(TokenText(logprobs[index], self._decoded))
             decoded = self._decoder.feed((token_id,))
             self._decoded += len(decoded)
             stopped, found = self._find(decoded)
             text += found
             if stopped:
-                self.output_tokens -= len(token_ids) - position - 1
-                return True, text
-        return False, text
+                return index + 1, text
+        return None, text
 
     def _end(self) -> tuple[bool, str]:
         stopped, text = self._find(self._decoder.finish())

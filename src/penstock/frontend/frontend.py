@@ -5,6 +5,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
+
 from penstock.core.clock import wall_time_s
 from penstock.frontend.admission import Admission, Slot
 from penstock.frontend.completion import Completion
@@ -50,6 +52,7 @@ class Frontend:
         dispatcher: RequestDispatcher,
         *,
         hash_key: bytes,
+        registry: CollectorRegistry | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """Compose.
@@ -58,11 +61,12 @@ class Frontend:
             config: the frontend's settings.
             dispatcher: the way to the workers.
             hash_key: the deployment's, for block hashes.
+            registry: what /metrics shows, the dispatcher's figures too if it has the same; None makes one.
             rng: for ids and seeds; None takes one seeded by the system.
         """
         self.config = config
         self.dispatcher = dispatcher
-        self.metrics = FrontendMetrics()
+        self.metrics = FrontendMetrics(registry if registry is not None else CollectorRegistry())
         self.admission = Admission(
             inflight_max=config.inflight_max, request_timeout_s=config.request_timeout_s
         )

@@ -17,10 +17,10 @@ _E2E_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 6
 
 
 class FrontendMetrics:
-    """One process's figures. Not thread-safe beyond what prometheus_client is."""
+    """One frontend process's figures. Making two in one registry is an error."""
 
-    def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self._requests = Counter(
             "penstock_frontend_requests", "Answers by route and HTTP status.", ["route", "code"], registry=registry
         )  # fmt: skip
@@ -71,7 +71,7 @@ class FrontendMetrics:
         return RequestTimer(self, model, arrived)
 
     def expose(self) -> bytes:
-        """Write all figures in Prometheus' text format."""
+        """Write all figures of the registry, or of all processes, in Prometheus' text format."""
         if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             return generate_latest(self._registry)
         registry = CollectorRegistry()

@@ -1,0 +1,88 @@
+"""Slots for requests under way, and their time."""
+
+import asyncio
+
+import pytest
+
+from penstock.core.errors import DeadlineExceeded, Overloaded, Unavailable
+from penstock.frontend.admission import Admission
+
+
+def test_more_than_allowed_is_refused_until_one_leaves() -> None:
+    async def main() -> None:
+        admission = Admission(inflight_max=1, request_timeout_s=60)
+        with admission.admit():
+            with pytest.raises(Overloaded, match="1 requests are under way") as caught, admission.admit():
+                pass
+            assert caught.value.http_status == 503
+            assert caught.value.retry_after_s
+        with admission.admit():
+            assert admission.inflight == 1
+        assert admission.inflight == 0
+
+    asyncio.run(main())
+
+
+def test_time_is_up() -> None:
+    async def main() -> None:
+        admission = Admission(inflight_max=1, request_timeout_s=0.001)
+        with admission.admit() as slot, pytest.raises(DeadlineExceeded, match=r"longer than 0\.001 s"):
+            async with slot.limit():
+                await asyncio.sleep(3600)
+
+    asyncio.run(main())
+
+
+def test_a_timeout_of_something_inside_stays_what_it_is() -> None:
+    async def main() -> None:
+        admission = Admission(inflight_max=1, request_timeout_s=60)
+        with admission.admit() as slot, pytest.raises(TimeoutError):
+            async with slot.limit():
+                raise TimeoutError
+
+    asyncio.run(main())
+
+
+def test_draining_waits_for_the_last_one() -> None:
+    async def main() -> None:
+        admission = Admission(inflight_max=2, request_timeout_s=60)
+
+        async def request() -> None:
+            with admission.admit() as slot:
+                async with slot.limit():
+                    await asyncio.sleep(0.01)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(request())
+            await asyncio.sleep(0)
+            assert await admission.drain(60) == 0
+        assert admission.inflight == 0
+
+    asyncio.run(main())
+
+
+def test_draining_ends_what_takes_too_long() -> None:
+    async def main() -> None:
+        admission = Admission(inflight_max=2, request_timeout_s=60)
+        errors: list[Exception] = []
+
+        async def request(*, limited: bool) -> None:
+            with admission.admit() as slot:
+                if not limited:
+                    await started.wait()  # between two limits when the end comes
+                try:
+                    async with slot.limit():
+                        await asyncio.sleep(3600)
+                except Unavailable as error:
+                    errors.append(error)
+
+        started = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(request(limited=True))
+            group.create_task(request(limited=False))
+            await asyncio.sleep(0)
+            assert await admission.drain(0.001) == 2
+            started.set()
+        assert [str(error) for error in errors] == ["the server is shutting down; try again"] * 2
+
+    asyncio.run(main())

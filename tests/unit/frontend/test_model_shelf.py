@@ -1,0 +1,99 @@
+"""Models loaded on first use, from files fetched by content."""
+
+import asyncio
+
+import pytest
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.types import CardFile, ModelCard
+from penstock.frontend.errors import UnknownModelError
+from penstock.frontend.models import ModelShelf
+from penstock.testing.dispatcher import ScriptedDispatcher, speak
+from penstock.testing.tokenizer import tiny_card, tiny_model_files
+
+
+def dispatcher(*names: str, **options) -> ScriptedDispatcher:
+    return ScriptedDispatcher(speak([]), cards=[tiny_card(name) for name in names], **options)
+
+
+def test_a_model_is_loaded_once_for_all_who_ask_at_once() -> None:
+    async def main() -> None:
+        source = dispatcher("a")
+        shelf = ModelShelf(source, models_max=2)
+        models = await asyncio.gather(*(shelf.get("a") for _ in range(5)))
+        assert len({id(model) for model in models}) == 1
+        assert source.fetches == 2
+
+    asyncio.run(main())
+
+
+def test_an_unknown_model_names_those_that_are() -> None:
+    async def main() -> None:
+        with pytest.raises(
+            UnknownModelError, match=r"model: 'c' does not exist here; models: a, b"
+        ) as caught:
+            await ModelShelf(dispatcher("b", "a"), models_max=2).get("c")
+        assert (caught.value.http_status, caught.value.param) == (404, "model")
+        with pytest.raises(UnknownModelError, match="none yet, no worker is ready"):
+            await ModelShelf(dispatcher(), models_max=2).get("c")
+
+    asyncio.run(main())
+
+
+def test_the_one_unused_for_longest_makes_room() -> None:
+    async def main() -> None:
+        source = dispatcher("a", "b", "c")
+        shelf = ModelShelf(source, models_max=2)
+        for name in ("a", "b", "a", "c", "a"):
+            await shelf.get(name)
+        assert source.fetches == 6
+        await shelf.get("b")
+        assert source.fetches == 8
+
+    asyncio.run(main())
+
+
+def test_a_changed_card_is_loaded_anew() -> None:
+    async def main() -> None:
+        source = dispatcher("a")
+        shelf = ModelShelf(source, models_max=2)
+        await shelf.get("a")
+        source.cards = {"a": tiny_card("a", context_length=1024)}
+        assert (await shelf.get("a")).card.context_length == 1024
+
+    asyncio.run(main())
+
+
+def test_a_fetch_that_fails_is_tried_again_by_the_next() -> None:
+    class Flaky(ScriptedDispatcher):
+        async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
+            if self.fetches == 0:
+                self.fetches += 1
+                raise Unavailable("no worker answered")
+            return await super().fetch_file(card, file)
+
+    async def main() -> None:
+        shelf = ModelShelf(Flaky(speak([])), models_max=2)
+        with pytest.raises(Unavailable):
+            await shelf.get("tiny")
+        assert (await shelf.get("tiny")).card.name == "tiny"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "has no tokenizer.json"),
+        ({"tokenizer.json": b"{"}, r"model a: tokenizer.json: "),
+        ({**tiny_model_files(), "tokenizer_config.json": b"["}, "tokenizer_config.json"),
+        ({**tiny_model_files(), "chat_template.jinja": b"{% if %}"}, "chat template: line 1"),
+    ],
+)
+def test_malformed_files_are_named(files: dict[str, bytes], says: str) -> None:
+    async def main() -> None:
+        source = ScriptedDispatcher(speak([]), cards=[tiny_card("a", files)], files=files)
+        with pytest.raises(ConfigError, match=says):
+            await ModelShelf(source, models_max=2).get("a")
+
+    asyncio.run(main())
