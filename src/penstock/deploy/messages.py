@@ -3,14 +3,20 @@
 The child's end closing tells the supervisor that it is gone, and the other way round.
 """
 
+from collections.abc import Callable
+
 from penstock.core.ids import WorkerId
-from penstock.core.types import Role
+from penstock.core.types import ModelCard, Role
 from penstock.core.wire import Wire
 
 
 class WorkerJob(Wire, frozen=True, tag="worker"):
+    """`card` says what it serves, from the files in `model_dir`."""
+
     worker_id: WorkerId
     role: Role
+    card: ModelCard
+    model_dir: str
 
 
 class FrontendJob(Wire, frozen=True, tag="frontend"):
@@ -20,20 +26,27 @@ class FrontendJob(Wire, frozen=True, tag="frontend"):
     port: int
 
 
-class Assignment(Wire, frozen=True):
-    """The supervisor's only message: all a child needs to know, secrets included (thus not in its arguments).
+Job = WorkerJob | FrontendJob
 
-    `graph_json` is the whole `Graph`; the child is trusted and runs the same version.
-    """
 
-    name: str
-    job: WorkerJob | FrontendJob
+class Common(Wire, frozen=True):
+    """What all processes of one run know: `secret` proves that they belong to it."""
+
     graph_json: str
+    runtime_dir: str
     hub_address: str
-    hub_token: str
+    secret: bytes
     hash_key: bytes
     log_level: str
     supervisor_pid: int
+
+
+class Assignment(Wire, frozen=True):
+    """The supervisor's only message: all a child needs to know, secrets included (thus not in its arguments)."""
+
+    name: str
+    job: Job
+    common: Common
 
 
 class Ready(Wire, frozen=True, tag="ready"):
@@ -50,3 +63,4 @@ class Failed(Wire, frozen=True, tag="failed"):
 
 
 Report = Ready | Failed
+Tell = Callable[[Report], None]

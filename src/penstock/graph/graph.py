@@ -19,6 +19,8 @@ from penstock.graph.overrides import Overrides
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.slo import Slo
 from penstock.graph.supervision import Supervision
+from penstock.router.config import RouterConfig
+from penstock.worker.config import WorkerConfig
 
 DEMO_MODEL = "demo"
 """As a model, the small one that comes with the package."""
@@ -37,8 +39,12 @@ class Graph(Config):
     """Tokens in a KV block."""
     frontend: FrontendSpec = FrontendSpec()
     """Where users reach the deployment."""
+    router: RouterConfig = RouterConfig()
+    """How each frontend process chooses workers."""
     roles: Roles = Roles(aggregated=RoleSpec())
     """Which workers there are."""
+    worker: WorkerConfig = WorkerConfig()
+    """How every worker reports and drains."""
     links: tuple[Link, ...] = ()
     """What connects them; empty where moving KV is not to be priced."""
     slo: Slo | None = None

@@ -27,21 +27,18 @@ class Overrides:
                 raise ConfigError(
                     f"{SET} {assignment}: must be key=value, as in {SET} roles.aggregated.replicas=2"
                 )
-            self.assign(key.strip(), value, flag=SET)
+            self.assign(key.strip(), parse_yaml(value, source=f"{SET} {key}"), flag=SET)
 
-    def assign(self, key: str, value: str, *, flag: str) -> None:
-        """Add one assignment, of the flag that errors will name.
+    def assign(self, key: str, value: Any, *, flag: str) -> None:
+        """Add one assignment.
 
         Args:
             key: dotted path, such as `roles.decode.replicas`.
-            value: as written in YAML.
-            flag: the flag it came from.
-
-        Raises:
-            ConfigError: the value is no YAML.
+            value: plain data; a string is read as the field's type.
+            flag: the flag it came from, for errors to name.
         """
         path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
-        self._values[path] = parse_yaml(value, source=f"{flag} {key}" if flag == SET else flag)
+        self._values[path] = value
         self._flags[path] = flag
 
     def apply(self, data: dict[str, Any]) -> dict[str, Any]:

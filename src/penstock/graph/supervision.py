@@ -6,10 +6,8 @@ from penstock.core.config import Config
 
 
 class Supervision(Config):
-    """Restarts and endings on one machine."""
+    """When processes on one machine are started again."""
 
-    drain_s: float = pydantic.Field(default=30.0, ge=0)
-    """Seconds that running requests get to finish once the deployment is told to stop."""
     start_timeout_s: float = pydantic.Field(default=600.0, gt=0)
     """Seconds that a process gets from its start until it is ready."""
     restart_delay_s: float = pydantic.Field(default=0.2, gt=0)

@@ -97,6 +97,14 @@ class Dispatcher:
         """Name the models that at least one ready worker serves now."""
         return self._shared.fleet.models()
 
+    async def serving(self) -> None:
+        """Wait until at least one worker is ready."""
+        news = asyncio.Event()
+        with self._shared.fleet.telling(news.set):
+            while not self.models():
+                news.clear()
+                await news.wait()
+
     async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
         """Fetch one of the card's files from any worker that has it.
 

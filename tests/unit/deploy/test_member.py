@@ -5,14 +5,25 @@ import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.ids import WorkerId
-from penstock.core.types import Role
+from penstock.core.types import ModelCard, Role
 from penstock.deploy.backoff import Backoff
 from penstock.deploy.child import describe_status
 from penstock.deploy.member import Member
-from penstock.deploy.messages import Assignment, Failed, Ready, Report, WorkerJob
+from penstock.deploy.messages import Assignment, Common, Failed, Ready, Report, WorkerJob
 from penstock.graph import Supervision
 
 QUICK = Supervision(restart_delay_s=0.001, restart_delay_max_s=0.002, failed_starts_max=3)
+
+CARD = ModelCard(name="m", context_length=64, block_size=16, salt=b"")
+COMMON = Common(
+    graph_json="",
+    runtime_dir="",
+    hub_address="",
+    secret=b"",
+    hash_key=b"",
+    log_level="info",
+    supervisor_pid=1,
+)
 
 
 class ScriptedChild:
@@ -61,9 +72,12 @@ class Scene:
 
     def _assign(self) -> Assignment:
         return Assignment(
-            name="worker-1", job=WorkerJob(worker_id=WorkerId(len(self.children) + 1), role=Role.AGGREGATED),
-            graph_json="", hub_address="", hub_token="", hash_key=b"", log_level="info", supervisor_pid=1,
-        )  # fmt: skip
+            name="worker-1",
+            job=WorkerJob(
+                worker_id=WorkerId(len(self.children) + 1), role=Role.AGGREGATED, model_dir="", card=CARD
+            ),
+            common=COMMON,
+        )
 
     async def _start(self, _: Assignment) -> ScriptedChild:
         reports, status = self._script.pop(0) if len(self._script) > 1 else self._script[0]

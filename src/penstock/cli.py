@@ -1,0 +1,178 @@
+"""The `penstock` command. A mistake of the caller is one line on stderr and exit code 2, never a traceback.
+
+What a subcommand needs is imported when it runs, so that `penstock --help` answers at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from penstock import __version__
+from penstock.core.errors import ConfigError, PenstockError
+
+EXIT_FAILED = 1
+EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+_SERVE_FLAGS = {
+    "--workers": ("roles.aggregated.replicas", "N", "worker processes (default 1)"),
+    "--engine": ("roles.aggregated.engine", "NAME", "paged: PyTorch (default); mock: made-up text, no model"),
+    "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
+    "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),
+    "--port": ("frontend.port", "P", "port to listen on; 0 takes a free one (default 8000)"),
+    "--frontend-processes": ("frontend.processes", "N", "processes that share the port (default 1)"),
+    "--policy": ("router.policy", "NAME", "how a worker is chosen, such as kv or least-loaded (default kv)"),
+}
+"""Flag: place in the graph, placeholder, help. Each is a short way to write `--set PLACE=VALUE`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        code: int = options.run(options)
+    except ConfigError as error:
+        return _complain(error, EXIT_WRONG_INPUT)
+    except PenstockError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code
+
+
+def _complain(error: PenstockError, code: int) -> int:
+    for line in error.message.splitlines():
+        print(f"penstock: {line}", file=sys.stderr)  # noqa: T201 - what a command is for
+    return code
+
+
+def _parser() -> "_Parser":
+    from penstock.bench import add_parsers  # noqa: PLC0415 - see above
+
+    parser = _Parser(
+        prog="penstock", description="Serve large language models on many machines as if they were one."
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_graph(commands)
+    add_parsers(commands)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model on this machine",
+        description="Serve a model on this machine: an OpenAI-compatible server, a KV-aware router, workers.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a checkpoint's directory, or a hub name such as Qwen/Qwen3-0.6B",
+    )
+    parser.add_argument("--demo", action="store_true", help="serve the small model that comes with Penstock")
+    parser.add_argument(
+        "--graph", metavar="FILE", help="start from a deployment graph; other flags override it"
+    )
+    for flag, (place, metavar, text) in _SERVE_FLAGS.items():
+        parser.add_argument(flag, dest=place, metavar=metavar, help=text)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="set any field of the graph, as roles.aggregated.kv_blocks=512",
+    )
+    parser.add_argument(
+        "--first-chat", action="store_true", help="send one chat when ready, and show what to try next"
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="warning",
+        help="log on stderr (default warning)",
+    )
+    parser.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    graph = _graph_of(options)
+    from penstock.core import log  # noqa: PLC0415
+    from penstock.deploy.serve import serve  # noqa: PLC0415
+
+    log.configure(options.log_level, process="supervisor")
+    serve(graph, log_level=options.log_level, first_chat=options.first_chat)
+    return 0
+
+
+def _graph_of(options: argparse.Namespace) -> Any:
+    from penstock.graph import DEMO_MODEL, Overrides, build, load  # noqa: PLC0415
+
+    if options.demo and options.model:
+        raise ConfigError(f"--demo and {options.model}: serve one of them")
+    overrides = Overrides(options.set)
+    for flag, (place, _, _) in _SERVE_FLAGS.items():
+        if (value := getattr(options, place)) is not None:
+            overrides.assign(place, value, flag=flag)
+    mock = getattr(options, _SERVE_FLAGS["--engine"][0]) == "mock"
+    model = DEMO_MODEL if options.demo else options.model
+    if options.graph:
+        if model:
+            overrides.assign("model", model, flag="MODEL")
+        return load(options.graph, overrides)
+    if not model and not mock:
+        raise ConfigError(
+            "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
+        )
+    return build({"model": model or DEMO_MODEL}, overrides, source="MODEL")
+
+
+def _add_graph(commands: Any) -> None:
+    parser = commands.add_parser(
+        "graph", help="work with deployment graphs", description="Work with deployment graphs."
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check",
+        help="say whether a graph is valid",
+        description="Say whether a graph is valid, every mistake in one line.",
+    )
+    check.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
+    check.add_argument("--set", action="append", default=[], metavar="K=V", help="set a field, as for serve")
+    check.set_defaults(run=_check_graph)
+
+
+def _check_graph(options: argparse.Namespace) -> int:
+    from penstock.graph import Overrides, load  # noqa: PLC0415
+
+    graph = load(options.file, Overrides(options.set))
+    roles = ", ".join(
+        f"{spec.replicas} {role} ({spec.engine})" for role, spec in graph.roles.present().items()
+    )
+    print(f"{options.file}: valid: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, and names the nearest flag."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        options, unknown = super().parse_known_args(args, namespace)
+        if not unknown:
+            return options, unknown
+        from penstock.core.config import nearest  # noqa: PLC0415
+
+        word = unknown[0].partition("=")[0]
+        if not word.startswith("-"):
+            self.error(f"unexpected argument {word!r}")
+        hint = nearest(word, [flag for flag in self._option_string_actions if flag.startswith("--")])
+        raise ConfigError(f"{self.prog}: unknown flag {word}{hint}")

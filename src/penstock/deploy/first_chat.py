@@ -1,0 +1,62 @@
+"""What a newcomer sees first: one chat with the deployment that was just started, and what to try next."""
+
+import aiohttp
+import msgspec
+
+QUESTION = "What is Penstock?"
+_TIMEOUT_S = 120.0
+
+
+async def chat_once(url: str, model: str) -> None:
+    """Ask one question, print the answer as it comes, and print what to try next.
+
+    A failure is printed, not raised: the deployment is up all the same.
+    """
+    print(f"\nyou> {QUESTION}\n{model}> ", end="", flush=True)  # noqa: T201 - what a command is for
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "stream": True,
+        "max_tokens": 200,
+    }
+    try:
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(f"{url}/v1/chat/completions", json=body) as response,
+        ):
+            async for line in response.content:
+                print(_text_of(line), end="", flush=True)  # noqa: T201
+    except (aiohttp.ClientError, TimeoutError) as error:
+        print(f"(no answer: {error or type(error).__name__})", end="")  # noqa: T201
+    print(f"\n{what_next(url, model)}", flush=True)  # noqa: T201
+
+
+def _text_of(line: bytes) -> str:
+    """Give the text in one line of the answer: an event of the stream, or an error's JSON."""
+    data = line.removeprefix(b"data: ").strip()
+    if not data.startswith(b"{"):
+        return ""
+    event = msgspec.json.decode(data)
+    if "error" in event:
+        return f"(no answer: {event['error']['message']})"
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+def what_next(url: str, model: str) -> str:
+    """Word the next steps, ready to be pasted."""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What does the router do?"}}]}}'
+    return f"""
+Try next, in another terminal:
+
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
+
+  from openai import OpenAI          # pip install openai
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  question = [{{"role": "user", "content": "What is a KV cache?"}}]
+  for chunk in client.chat.completions.create(model="{model}", messages=question, stream=True):
+      print(chunk.choices[0].delta.content or "", end="")
+
+  curl {url}/admin/workers           # who serves, and with what load
+  curl {url}/metrics                 # Prometheus
+"""

@@ -1,0 +1,58 @@
+"""A frontend's process: HTTP, preprocessing, routing; no engine and no torch."""
+
+import asyncio
+import random
+
+from prometheus_client import CollectorRegistry
+
+from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
+from penstock.frontend.frontend import Frontend
+from penstock.frontend.server import FrontendServer
+from penstock.graph import Graph
+from penstock.router.dispatcher import Dispatcher
+from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.handshake import Identity
+from penstock.runtime.requests.tcp import TcpPlane
+
+
+async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: asyncio.Event, tell: Tell) -> None:
+    """Serve until `stopping`, then finish what is under way.
+
+    Raises:
+        ConfigError: the port cannot be listened on.
+    """
+    common = assignment.common
+    graph = Graph.model_validate_json(common.graph_json)
+    config = graph.frontend.model_copy(update={"host": job.host, "port": job.port, "reuse_port": True})
+    identity = Identity(process=assignment.name, hash_key=common.hash_key, secret=common.secret)
+    registry = CollectorRegistry()
+    rng = random.Random()
+    discovery = LocalDiscovery(common.hub_address, identity, rng=rng)
+    dispatcher = Dispatcher(
+        discovery,
+        TcpPlane(identity),
+        rng=rng,
+        config=graph.router,
+        hash_key=common.hash_key,
+        registry=registry,
+    )
+    frontend = Frontend(config, dispatcher, hash_key=common.hash_key, registry=registry, rng=rng)
+    async with discovery, dispatcher:
+        server = FrontendServer(frontend)
+        await server.start()
+        try:
+            if await _serving(dispatcher, stopping):
+                tell(Ready(detail=", ".join(dispatcher.models())))
+                await stopping.wait()
+        finally:
+            await server.close()
+
+
+async def _serving(dispatcher: Dispatcher, stopping: asyncio.Event) -> bool:
+    """Wait for the first worker; False if told to stop before."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(dispatcher.serving()), group.create_task(stopping.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+    return not stopping.is_set()

@@ -1,0 +1,193 @@
+"""A deployment on this machine: a supervisor with the hub inside, frontends and workers as its child processes."""
+
+import asyncio
+import itertools
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import ConfigError
+from penstock.core.ids import WorkerId
+from penstock.core.types import ModelCard, Role
+from penstock.deploy.card import make_card, open_checkpoint
+from penstock.deploy.causes import cause_of
+from penstock.deploy.child import Child
+from penstock.deploy.member import Member
+from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, WorkerJob
+from penstock.deploy.port import Port
+from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
+from penstock.graph import Graph, RoleSpec
+from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.handshake import Identity
+
+Say = Callable[[str, str, str], None]
+_SECRET_BYTES = 32
+_KILL_AFTER_S = 5.0  # what a process gets to end by itself beyond its own time to drain
+
+
+class LocalDeployment:
+    """Runs a graph on this machine, for as long as its context.
+
+        async with LocalDeployment(graph) as deployment:
+            ...  # deployment.url answers
+
+    Entering waits until everything is ready. Leaving drains: frontends take nothing new and finish their
+    streams, then workers end; no process, socket or directory is left. A body that raises is not waited for.
+    Should the deployment fail for good meanwhile, the body is cancelled and leaving raises why. One task owns it.
+    """
+
+    def __init__(self, graph: Graph, *, log_level: str = "warning", say: Say | None = None) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            graph: what to run.
+            log_level: of the child processes, which log on stderr.
+            say: hears of every change of state, as name, state and detail.
+
+        Raises:
+            ConfigError: the graph asks for what this version cannot run.
+        """
+        self._role = _runnable_role(graph)
+        self.graph = graph
+        self.url = ""
+        """Where it answers, once entered."""
+        self.hub: LocalHub
+        self._log_level = log_level
+        self._say: Say = say or (lambda *_: None)
+        self._workers: list[Member] = []
+        self._frontends: list[Member] = []
+        self._context = self._run()
+
+    @property
+    def members(self) -> list[Member]:
+        return [*self._workers, *self._frontends]
+
+    def pids(self) -> dict[str, int]:
+        """Return the processes that run now, by name."""
+        return {member.name: member.pid for member in self.members if member.pid is not None}
+
+    def kill(self) -> None:
+        """End every process at once; for whoever has waited enough while it drains."""
+        for member in self.members:
+            member.kill()
+
+    async def __aenter__(self) -> Self:
+        await self._context.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._context.__aexit__(kind, error, trace)
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
+            self.url = port.url
+            checkpoint = await asyncio.to_thread(open_checkpoint, self.graph)
+            card = await asyncio.to_thread(make_card, checkpoint, self.graph, self._role)
+            common = await self._share(stack)
+            self._employ(common, port, card, str(checkpoint.path))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = {member: group.create_task(member.run()) for member in self.members}
+                    try:
+                        for member in self.members:
+                            await member.ready.wait()
+                        yield
+                    except BaseException:
+                        self.kill()
+                        raise
+                    await self._drain(tasks)
+            except BaseExceptionGroup as errors:
+                raise cause_of(errors) from None
+
+    async def _share(self, stack: AsyncExitStack) -> Common:
+        """Make what all processes share: a key, a secret, a directory, the hub."""
+        hash_key = load_hash_key(state_dir(self.graph.name))
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        directory = RuntimeDirectory()
+        stack.callback(directory.remove)
+        self.hub = LocalHub(
+            Identity(process="hub", hash_key=hash_key, secret=secret),
+            listen=f"unix://{directory.path}/hub.sock",
+        )
+        await self.hub.start()
+        stack.push_async_callback(self.hub.close)
+        return Common(
+            graph_json=self.graph.model_dump_json(),
+            runtime_dir=str(directory.path),
+            hub_address=self.hub.address,
+            secret=secret,
+            hash_key=hash_key,
+            log_level=self._log_level,
+            supervisor_pid=os.getpid(),
+        )
+
+    def _employ(self, common: Common, port: Port, card: ModelCard, model_dir: str) -> None:
+        worker_ids = itertools.count(1)  # every process gets a new one, a restarted one too
+
+        def work() -> WorkerJob:
+            worker_id = WorkerId(next(worker_ids))
+            return WorkerJob(worker_id=worker_id, role=Role.AGGREGATED, card=card, model_dir=model_dir)
+
+        def front() -> FrontendJob:
+            return FrontendJob(host=port.host, port=port.number)
+
+        self._workers = [self._member(f"worker-{n + 1}", work, common) for n in range(self._role.replicas)]
+        self._frontends = [
+            self._member(f"frontend-{n + 1}", front, common) for n in range(self.graph.frontend.processes)
+        ]
+        for group in (self._workers, self._frontends):
+            for member in group:
+                member.may_give_up = partial(_nobody_serves, group)
+
+    def _member(self, name: str, job: Callable[[], Job], common: Common) -> Member:
+        return Member(
+            name,
+            lambda: Assignment(name=name, job=job(), common=common),
+            self.graph.supervision,
+            start=Child.start,
+            say=self._say,
+        )
+
+    async def _drain(self, tasks: dict[Member, asyncio.Task[None]]) -> None:
+        """End the frontends, which finish their streams, and only then the workers that feed these."""
+        for members, patience_s in (
+            (self._frontends, self.graph.frontend.drain_timeout_s),
+            (self._workers, self.graph.worker.drain_timeout_s),
+        ):
+            for member in members:
+                member.stop()
+            await asyncio.wait([tasks[member] for member in members], timeout=patience_s + _KILL_AFTER_S)
+            for member in members:
+                member.kill()
+
+
+def _nobody_serves(group: list[Member]) -> bool:
+    return not any(member.ready.is_set() for member in group)
+
+
+def _runnable_role(graph: Graph) -> RoleSpec:
+    """Give the one role that this version runs.
+
+    Raises:
+        ConfigError: the graph asks for more.
+    """
+    role = graph.roles.aggregated
+    if role is None or graph.roles.prefill or graph.roles.decode:
+        raise ConfigError(
+            "roles: disaggregated serving is not available in this version; describe roles.aggregated alone"
+        )
+    if role.replicas < 1:
+        raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
+    if role.tensor_parallel != 1:
+        raise ConfigError(
+            f"roles.aggregated.tensor_parallel: must be 1 in this version, got {role.tensor_parallel}"
+        )
+    return role

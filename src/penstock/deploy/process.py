@@ -1,0 +1,87 @@
+"""Where a child process begins: `python -m penstock.deploy.process FD`, FD being its end of a socket pair.
+
+Its supervisor sends one `Assignment` and hears how it goes. A child never outlives its supervisor: the kernel
+kills it with its parent, and the socket's end tells it should that be missed.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from penstock.core import log
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.deploy.causes import cause_of
+from penstock.deploy.messages import Assignment, Failed, FrontendJob, Report, Tell, WorkerJob
+
+EXIT_FAILED = 1
+EXIT_WRONG_CONFIG = 2
+_PR_SET_PDEATHSIG = 1
+
+_log = log.get_logger()
+
+
+def main() -> int:
+    """Run one child process and return its exit code."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    with control.makefile("rb") as lines:
+        assignment = msgspec.json.decode(lines.readline(), type=Assignment)
+    _die_with(assignment.common.supervisor_pid)
+    log.configure(assignment.common.log_level, process=assignment.name)
+
+    def tell(report: Report) -> None:
+        control.sendall(msgspec.json.encode(report) + b"\n")
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(assignment, control, tell))
+    except Exception as error:  # noqa: BLE001 - the end of this process, whatever it was
+        return _fail(cause_of(error), tell)
+    return 0
+
+
+def _fail(error: BaseException, tell: Tell) -> int:
+    if isinstance(error, PenstockError):
+        wrong_config = isinstance(error, ConfigError)
+        tell(Failed(message=error.message, config=wrong_config))
+        return EXIT_WRONG_CONFIG if wrong_config else EXIT_FAILED
+    _log.error("process_failed", exc_info=error)
+    tell(Failed(message=f"{type(error).__name__}: {error}"))
+    return EXIT_FAILED
+
+
+def _die_with(supervisor_pid: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != supervisor_pid:
+        os._exit(EXIT_FAILED)  # it had died before the kernel knew
+
+
+async def _run(assignment: Assignment, control: socket.socket, tell: Tell) -> None:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    loop.add_reader(control, _check_supervisor, control)
+    match assignment.job:  # each imports much that the other does not need
+        case WorkerJob() as job:
+            from penstock.deploy.worker_process import run_worker  # noqa: PLC0415
+
+            await run_worker(assignment, job, stopping, tell)
+        case FrontendJob() as job:
+            from penstock.deploy.frontend_process import run_frontend  # noqa: PLC0415
+
+            await run_frontend(assignment, job, stopping, tell)
+
+
+def _check_supervisor(control: socket.socket) -> None:
+    if not control.recv(4096):
+        os._exit(EXIT_FAILED)  # the supervisor is gone
+
+
+if __name__ == "__main__":
+    sys.exit(main())
