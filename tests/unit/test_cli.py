@@ -1,0 +1,110 @@
+"""What the command says without starting anything; tests/e2e/test_cli_errors.py runs the real one."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock import __version__, cli
+from penstock.graph import Graph, Roles, RoleSpec
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must fail with exit code 2 and one line."""
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("penstock: ")
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("penstock: ").strip()
+
+
+def graph_of(*arguments: str) -> Graph:
+    return cli._graph_of(cli._parser().parse_args(["serve", *arguments]))
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"penstock {__version__}\n"
+
+
+def test_unknown_flags_and_arguments_name_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "serve", "--wrokers", "2") == (
+        "penstock serve: unknown flag --wrokers; did you mean '--workers'?"
+    )
+    assert complaint(capsys, "serve", "--port=1", "--hots=1").endswith("--hots; did you mean '--host'?")
+    assert complaint(capsys, "serve", "a", "b") == "unexpected argument 'b'; see penstock serve --help"
+    assert "invalid choice: 'srve' (choose from 'serve'" in complaint(capsys, "srve")
+    assert "expected one argument" in complaint(capsys, "serve", "--workers")
+
+
+def test_it_must_be_said_once_what_to_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "serve").startswith("serve what? Give a model directory or hub name, --demo")
+    assert complaint(capsys, "serve", "--demo", "x") == "--demo and x: serve one of them"
+
+
+def test_flags_become_a_graph() -> None:
+    assert graph_of("--demo") == Graph(model="demo")
+    assert graph_of("--engine", "mock") == Graph(
+        model="demo", roles=Roles(aggregated=RoleSpec(engine="mock"))
+    )
+    graph = graph_of(
+        "m", "--workers", "3", "--host", "0.0.0.0", "--port", "0", "--frontend-processes", "2", "--policy",
+        "least-loaded", "--set", "block_size=32", "--set", "roles.aggregated.kv_blocks=64",
+    )  # fmt: skip
+    assert (graph.model, graph.block_size) == ("m", 32)
+    assert graph.roles.aggregated == RoleSpec(replicas=3, kv_blocks=64)
+    assert (graph.frontend.host, graph.frontend.port, graph.frontend.processes) == ("0.0.0.0", 0, 2)
+    assert graph.router.policy == "least-loaded"
+
+
+def test_flags_override_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: a\nblock_size: 8\nfrontend: {port: 1234}\n")
+    graph = graph_of("--graph", str(path), "--workers", "2")
+    assert (graph.model, graph.block_size, graph.frontend.port) == ("a", 8, 1234)
+    assert graph.roles.aggregated == RoleSpec(replicas=2)
+    assert graph_of("b", "--graph", str(path)).model == "b"
+    assert graph_of("--demo", "--graph", str(path)).model == "demo"
+
+
+def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "serve", "--demo", "--workers", "two") == (
+        "--workers: roles.aggregated.replicas: must be a valid integer, got 'two'"
+    )
+    assert complaint(capsys, "serve", "--demo", "--policy", "least_loaded") == (
+        "--policy: router.policy: unknown policy; did you mean 'least-loaded'?"
+    )
+    assert complaint(capsys, "serve", "--demo", "--set", "roles.aggregated.weight_dtype=fp8") == (
+        "--set: roles.aggregated.weight_dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16', got 'fp8'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--demo", "--workers", "0"), "roles.aggregated.replicas: must be >= 1 to serve anything, got 0"),
+        (("--demo", "--set", "roles.aggregated.tensor_parallel=2"), "tensor_parallel: must be 1 in this version, got 2"),
+        (("--demo", "--set", "roles={prefill: {}, decode: {}}"), "disaggregated serving is not available in this version"),
+        (("./absent",), "model: no such directory: ./absent"),
+        (("--demo", "--host", "192.0.2.7", "--port", "0"), "192.0.2.7 is not an address of this machine"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], text: str
+) -> None:
+    port = () if "--port" in arguments else ("--port", "0")
+    assert text in complaint(capsys, "serve", *arguments, *port)
+
+
+def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: demo\nroles: {prefill: {replicas: 2}, decode: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out == (
+        f"{path}: valid: demo, 2 prefill (paged), 1 decode (paged), frontend on port 8000\n"
+    )
+    assert complaint(capsys, "graph", "check", str(path), "--set", "roles.decode.replicas=-1") == (
+        "--set: roles.decode.replicas: must be >= 0, got -1"
+    )
