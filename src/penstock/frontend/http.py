@@ -9,7 +9,6 @@ import math
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 
-import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
@@ -176,8 +175,7 @@ class HttpSurface:
     async def _workers(self, request: web.Request) -> web.Response:
         if not _is_local(request):
             raise ForbiddenError(f"{request.path} is for this machine only; ask from it, by 127.0.0.1")
-        workers = msgspec.to_builtins(self._frontend.dispatcher.workers(), str_keys=True)
-        return _json(encode({"workers": workers}))
+        return _json(encode({"workers": self._frontend.dispatcher.workers()}))
 
 
 class _SseResponse(web.StreamResponse):

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 from tokenizers import Tokenizer
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types import ModelCard
 from penstock.frontend.detokenize import Detokenizer
@@ -57,14 +57,17 @@ class ModelShelf:
         self._loading = asyncio.Lock()
 
     async def get(self, name: str) -> ServedModel:
-        """Give a model that is served now, loading it if need be.
+        """Give a model, loading it if need be.
+
+        One that was served a while ago is given too: its workers may be about to come back, and the
+        dispatcher waits for them.
 
         Raises:
-            UnknownModelError: no worker serves it; the text names those that are.
-            Unavailable: its files cannot be fetched now.
+            UnknownModelError: no worker serves it; the text names the models there are.
+            Unavailable: no worker serves anything yet, or the model's files cannot be fetched now.
             ConfigError: its files are malformed.
         """
-        card = self.card(name)
+        card = self._dispatcher.models().get(name) or self._remembered(name) or self.card(name)
         if card not in self._models:
             async with self._loading:  # the others wait, and then find it
                 if card not in self._models:
@@ -73,12 +76,22 @@ class ModelShelf:
         return self._models[card]
 
     def card(self, name: str) -> ModelCard:
-        """Raises: UnknownModelError: no worker serves it."""
+        """Give the card of a model that is served now.
+
+        Raises:
+            UnknownModelError: no worker serves it.
+            Unavailable: no worker serves anything.
+        """
         cards = self._dispatcher.models()
-        if name in cards:
-            return cards[name]
-        present = ", ".join(sorted(cards)) or "none yet, no worker is ready"
-        raise UnknownModelError(f"model: {name!r} does not exist here; models: {present}", param="model")
+        if not cards:
+            raise Unavailable("no worker is ready; try again in a moment", retry_after_s=1.0)
+        if name not in cards:
+            present = ", ".join(sorted(cards))
+            raise UnknownModelError(f"model: {name!r} does not exist here; models: {present}", param="model")
+        return cards[name]
+
+    def _remembered(self, name: str) -> ModelCard | None:
+        return next((card for card in reversed(self._models) if card.name == name), None)
 
     async def _load(self, card: ModelCard) -> None:
         names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)

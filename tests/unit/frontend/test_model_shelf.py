@@ -34,8 +34,22 @@ def test_an_unknown_model_names_those_that_are() -> None:
         ) as caught:
             await ModelShelf(dispatcher("b", "a"), models_max=2).get("c")
         assert (caught.value.http_status, caught.value.param) == (404, "model")
-        with pytest.raises(UnknownModelError, match="none yet, no worker is ready"):
+        with pytest.raises(Unavailable, match="no worker is ready") as unavailable:
             await ModelShelf(dispatcher(), models_max=2).get("c")
+        assert unavailable.value.retry_after_s
+
+    asyncio.run(main())
+
+
+def test_a_model_whose_workers_are_away_is_remembered() -> None:
+    async def main() -> None:
+        source = dispatcher("a", "b")
+        shelf = ModelShelf(source, models_max=2)
+        model = await shelf.get("a")
+        source.cards.pop("a")
+        assert await shelf.get("a") is model
+        with pytest.raises(UnknownModelError):
+            shelf.card("a")
 
     asyncio.run(main())
 
