@@ -4,8 +4,10 @@ from typing import Literal
 
 import pydantic
 
-from penstock.core.config import Config
+from penstock.core.config import Config, wrong
+from penstock.core.errors import ConfigError
 from penstock.core.types import Role
+from penstock.perf.hardware import find_hardware
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -18,7 +20,7 @@ class RoleSpec(Config):
     engine: str = "paged"
     """`paged` runs the model in PyTorch; `mock` answers with made-up text at a modelled speed."""
     hardware: str = "cpu"
-    """What a worker runs on."""
+    """What a worker's devices are, as the catalogue in `penstock.perf.hardware` names them."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """Devices that share one worker's weights."""
     weight_dtype: Dtype = "auto"
@@ -29,6 +31,14 @@ class RoleSpec(Config):
     """Tokens one engine step may compute; None is the engine's own choice."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)
     """Blocks in a worker's KV pool; None is the engine's own choice."""
+
+    @pydantic.field_validator("hardware")
+    @classmethod
+    def _check_hardware(cls, hardware: str) -> str:
+        try:
+            return find_hardware(hardware).name
+        except ConfigError as error:
+            raise wrong(error.message.removeprefix("hardware: ")) from error
 
 
 class Roles(Config):

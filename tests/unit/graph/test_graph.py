@@ -102,6 +102,14 @@ def test_roles_must_fit_each_other(tmp_path: Path) -> None:
     assert "prefill.kv_dtype is 'float16' and decode.kv_dtype is 'float32'" in line
 
 
+def test_hardware_is_one_of_the_catalogue(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: demo\nroles: {aggregated: {hardware: H100}}\n")
+    assert load(path).roles.present()[Role.AGGREGATED].hardware == "h100"
+    assert mistakes(path, "roles.aggregated.hardware=h1000") == [
+        "--set: roles.aggregated.hardware: unknown 'h1000'; did you mean 'h100'?"
+    ]
+
+
 def test_links_join_roles_that_exist(tmp_path: Path) -> None:
     roles = "model: demo\nroles: {prefill: {}, decode: {}}\nlinks:\n"
     one = "  - {source: prefill, target: decode, bandwidth_bytes_per_s: 1.0e+10}\n"
