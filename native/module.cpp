@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention.hpp"
 #include "hashing.hpp"
 
 namespace nb = nanobind;
@@ -78,11 +79,74 @@ HashPair siphash128(const nb::bytes& data, const nb::bytes& key) {
     return {hash.low, hash.high};
 }
 
+template <class Element, class... Properties>
+using Array = nb::ndarray<Element, nb::c_contig, nb::device::cpu, Properties...>;
+
+template <class Element>
+void decode_attention(const Array<const Element, nb::ndim<3>>& query, const Array<const Element, nb::ndim<6>>& storage,
+                      std::size_t layer, const Array<const std::int32_t, nb::ndim<2>>& tables,
+                      const Array<const std::int64_t, nb::ndim<1>>& lengths, const Array<Element, nb::ndim<3>>& out,
+                      std::size_t window, float scale, float softcap) {
+    const std::size_t num_blocks = storage.shape(0);
+    const std::size_t layer_elements = storage.shape(3) * storage.shape(4) * storage.shape(5);
+    const Element* keys = storage.data() + layer * 2 * layer_elements;
+    const penstock::DecodeAttention<Element> call{
+        .query = query.data(),
+        .keys = keys,
+        .values = keys + layer_elements,
+        .tables = tables.data(),
+        .lengths = lengths.data(),
+        .out = out.data(),
+        .rows = query.shape(0),
+        .heads = query.shape(1),
+        .kv_heads = storage.shape(4),
+        .head_dim = query.shape(2),
+        .block_size = storage.shape(3),
+        .block_stride = storage.shape(1) * 2 * layer_elements,
+        .table_width = tables.shape(1),
+        .window = window,
+        .scale = scale,
+        .softcap = softcap,
+    };
+    if (layer >= storage.shape(1) || storage.shape(2) != 2 || layer_elements == 0) {
+        throw nb::value_error("storage: must be (blocks, layers, 2, block_size, kv_heads, head_dim) with that layer");
+    }
+    if (call.head_dim != storage.shape(5) || call.head_dim % penstock::kHeadDimStep != 0 ||
+        call.heads % call.kv_heads != 0) {
+        throw nb::value_error("query: heads must be a multiple of kv_heads, head_dim the storage's and one of 16");
+    }
+    if (out.shape(0) != call.rows || out.shape(1) != call.heads || out.shape(2) != call.head_dim ||
+        tables.shape(0) != call.rows || lengths.shape(0) != call.rows) {
+        throw nb::value_error("query, out, tables and lengths: must have as many rows, and out the shape of query");
+    }
+    for (std::size_t row = 0; row < call.rows; ++row) {
+        const std::int64_t length = call.lengths[row];
+        if (length < 1 || static_cast<std::size_t>(length) > call.table_width * call.block_size) {
+            throw nb::value_error("lengths: must be >= 1 and within the row's table");
+        }
+        const std::size_t used = (static_cast<std::size_t>(length) - 1) / call.block_size + 1;
+        for (std::size_t at = 0; at < used; ++at) {
+            const std::int32_t block = call.tables[row * call.table_width + at];
+            if (block < 0 || static_cast<std::size_t>(block) >= num_blocks) {
+                throw nb::value_error("tables: a block id is out of range");
+            }
+        }
+    }
+    const nb::gil_scoped_release release;
+    penstock::decode_attention(call);
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
     module.def("block_hashes", &block_hashes, nb::arg("tokens").noconvert(), "block_size"_a, "first"_a, "extra"_a,
                "key"_a);
     module.attr("implementation") = penstock::implementations().front().name;
+    module.def("decode_attention", &decode_attention<float>, "query"_a.noconvert(), "storage"_a.noconvert(), "layer"_a,
+               "tables"_a.noconvert(), "lengths"_a.noconvert(), "out"_a.noconvert(), "window"_a, "scale"_a,
+               "softcap"_a);
+    module.def("decode_attention", &decode_attention<std::uint16_t>, "query"_a.noconvert(), "storage"_a.noconvert(),
+               "layer"_a, "tables"_a.noconvert(), "lengths"_a.noconvert(), "out"_a.noconvert(), "window"_a, "scale"_a,
+               "softcap"_a);
     module.def("siphash128", &siphash128, "data"_a, "key"_a);
 }

@@ -42,7 +42,7 @@ class StepBatch:
     num_decode: int
     tokens: Int64s
     decode_tables: Int32s
-    decode_lengths: Int32s
+    decode_lengths: Int64s
     prefills: tuple[PrefillSpan, ...]
     last_tokens: Int64s
     sampling: SamplingRows | None
@@ -82,14 +82,14 @@ class BatchBuilder:
         tokens[3, :num_tokens] = offsets
         tokens[:, num_tokens:] = [[0], [0], [self._spare_block], [0]]
 
-        lengths = computed[:decode] + 1
+        lengths = computed[:decode].astype(np.int64) + 1
         longest = -(-int(lengths[-1]) // self._block_size) if decode else 0
         rows = order[plan.samples[order]]
         batch = StepBatch(
             num_tokens=num_tokens,
             num_decode=decode,
             tokens=tokens,
-            decode_tables=table.block_tables[slots[:decode], :longest],
+            decode_tables=np.ascontiguousarray(table.block_tables[slots[:decode], :longest]),
             decode_lengths=lengths,
             prefills=tuple(
                 self._span(table, int(slots[row]), int(starts[row]), int(ends[row]))

@@ -41,16 +41,17 @@ class KvMemory:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.spare_block = num_blocks
-        self._storage = torch.zeros(
+        self.device = device
+        self.storage = torch.zeros(
             num_blocks + _SPARE_BLOCKS, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim,
             dtype=shape.dtype, device=device,
         )  # fmt: skip
-        tokens = [self._storage.select(1, layer) for layer in range(shape.num_layers)]
+        tokens = [self.storage.select(1, layer) for layer in range(shape.num_layers)]
         self.by_token = [(kv[:, 0], kv[:, 1]) for kv in tokens]
         """By layer: keys and values as views of (num_blocks + 1, block_size, num_kv_heads, head_dim)."""
         self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in self.by_token]
         """By layer: the same as views of (num_blocks + 1, a block's elements), for gathering whole blocks."""
-        self._slabs = self._storage.view(num_blocks + _SPARE_BLOCKS, -1).view(torch.uint8)
+        self._slabs = self.storage.view(num_blocks + _SPARE_BLOCKS, -1).view(torch.uint8)
 
     def read(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copy blocks out: (n, block bytes)."""
@@ -72,6 +73,25 @@ class KvMemory:
                 f"block_ids: must be in 0..{self.num_blocks - 1}, got {index.min()}..{index.max()}"
             )
         return torch.from_numpy(index).to(self._slabs.device)
+
+
+class Gather:
+    """Copies blocks together, into memory that is kept: fresh memory for each call costs ten times the copy."""
+
+    def __init__(self, memory: KvMemory) -> None:
+        self.memory = memory
+        self._scratch = memory.storage.new_empty(2, 0, 0)
+
+    def __call__(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of the blocks, (n, a block's elements) each; valid until the next call."""
+        keys, values = self.memory.by_block[layer]
+        count = len(block_ids)
+        if count > self._scratch.shape[1]:
+            self._scratch = keys.new_empty(2, count, keys.shape[1])
+        to_keys, to_values = self._scratch[0, :count], self._scratch[1, :count]
+        torch.index_select(keys, 0, block_ids, out=to_keys)
+        torch.index_select(values, 0, block_ids, out=to_values)
+        return to_keys, to_values
 
 
 def plan_blocks(

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError
 from penstock.core.types import TokenLogprob
-from penstock.engine.paged.attention import Gather, PagedStep
 from penstock.engine.paged.batch import BatchBuilder, StepBatch
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.paged.config import PagedConfig
-from penstock.engine.paged.memory import KvMemory, plan_blocks
+from penstock.engine.paged.memory import Gather, KvMemory, plan_blocks
 from penstock.engine.paged.models import PagedModel
 from penstock.engine.paged.sampling import Sampler, SamplingColumns
+from penstock.engine.paged.step import PagedStep
 from penstock.engine.paged.weights import load_model
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
@@ -96,7 +96,7 @@ class PagedRunner:
         parts = self._loaded
         with torch.inference_mode():
             tokens = torch.from_numpy(batch.tokens).to(parts.model.device)
-            step = PagedStep(batch, tokens[2:], parts.memory, parts.gather)
+            step = PagedStep(batch, tokens[2:], parts.gather)
             last_tokens = torch.from_numpy(batch.last_tokens).to(parts.model.device)
             logits = parts.model.logits(tokens[0], tokens[1], last_tokens, step)
             return parts.sampler.sample(logits, batch.sampling)
