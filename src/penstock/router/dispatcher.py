@@ -81,7 +81,9 @@ class Dispatcher:
             )
         assert self._running is not None, "entered before"
         self._running.cancel()
-        if isinstance(error, asyncio.CancelledError):  # perhaps because the fleet's task died: the group knows
+        if isinstance(
+            error, asyncio.CancelledError
+        ):  # perhaps because the fleet's task died: the group knows
             await self._group.__aexit__(kind, error, trace)
         else:
             await self._group.__aexit__(None, None, None)

@@ -280,32 +280,39 @@ class Fleet:
 
     async def _keep_connected(self, member: Member) -> None:
         """Connect, and again whenever the connection is lost, for as long as the worker is listed."""
-        shortest_s = self._config.reconnect_s_max / 100
+        loop = asyncio.get_running_loop()
+        shortest_s, longest_s = self._config.reconnect_s_max / 100, self._config.reconnect_s_max
         pause_s = shortest_s
         while member.listed:
             sink = _MemberSink(self, member)
-            member.closing.clear()
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     connection = await self._plane.connect(member.instance, sink)
             except (PenstockError, TimeoutError) as error:
                 self._on_unreachable(member, error)
-                pause_s = self._config.reconnect_s_max if isinstance(error, ProtocolError) else pause_s
+                if isinstance(error, ProtocolError):  # one of the two has to be replaced first
+                    pause_s = longest_s
+            else:
+                connected_s = loop.time()
+                await self._hold(member, connection, sink)
+                if loop.time() - connected_s > longest_s:
+                    pause_s = shortest_s
+            member.closing.clear()
+            if member.listed:
                 await self._wait_closing(member, pause_s * self._rng.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, self._config.reconnect_s_max)
-                continue
-            pause_s = shortest_s
-            try:
-                if not sink.ended:
-                    self._on_connected(member, connection, sink)
-                    await member.closing.wait()
-            finally:
-                sink.ended = True
-                self._detach(
-                    member, WorkerLost(f"worker {member.instance.name}: the connection was closed here")
-                )
-                await connection.close()
+                pause_s = min(2 * pause_s, longest_s)
         self._forget(member)
+
+    async def _hold(self, member: Member, connection: Connection, sink: "_MemberSink") -> None:
+        """Use a connection until it is lost or not needed any more."""
+        try:
+            if not sink.ended:
+                self._on_connected(member, connection, sink)
+                await member.closing.wait()
+        finally:
+            sink.ended = True
+            self._detach(member, WorkerLost(f"worker {member.instance.name}: the connection was closed here"))
+            await connection.close()
 
     async def _wait_closing(self, member: Member, timeout_s: float) -> None:
         try:

@@ -1,0 +1,156 @@
+"""A whole deployment on one event loop: real workers and dispatchers, memory planes, and ways to hurt them."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import PenstockError
+from penstock.core.ids import WorkerId
+from penstock.core.types import Instance, InstanceChange, ModelCard
+from penstock.router.config import RouterConfig
+from penstock.router.dispatcher import Dispatcher
+from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
+from penstock.runtime.requests.memory import MemoryPlane
+from penstock.seams import Engine
+from penstock.worker.config import WorkerConfig
+from penstock.worker.worker import Worker, WorkerIdentity
+
+
+def small_card(name: str = "tiny", block_size: int = 4) -> ModelCard:
+    """Describe a model without files."""
+    return ModelCard(name=name, context_length=400, block_size=block_size, salt=b"tiny-1")
+
+
+@dataclass(slots=True)
+class _Seat:
+    worker: Worker
+    engine: Engine
+    discovery: "_MortalDiscovery"
+    task: asyncio.Task[None]
+
+
+class MemoryCluster:
+    """Workers by name. Enter it; leaving it stops what is left, at once."""
+
+    def __init__(self, seed: int = 0, *, lease_ttl_s: float = 5.0) -> None:
+        self.rng = random.Random(seed)
+        self.discovery = MemoryDiscovery(lease_ttl_s=lease_ttl_s)
+        self.plane = MemoryPlane()
+        self.errors: dict[str, PenstockError] = {}
+        """Why workers ended, of those that did so with an error."""
+        self._seats: dict[str, _Seat] = {}
+        self._numbers = 0
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for seat in self._seats.values():
+            seat.task.cancel()
+        await self._group.__aexit__(None, None, None)
+        await self.discovery.close()
+
+    async def start(
+        self,
+        name: str,
+        engine: Engine,
+        *,
+        card: ModelCard | None = None,
+        config: WorkerConfig | None = None,
+        files: dict[str, bytes] | None = None,
+    ) -> Worker:
+        """Run a worker; returns once it is registered or has failed."""
+        self._numbers += 1
+        discovery = _MortalDiscovery(self.discovery)
+        worker = Worker(
+            engine,
+            discovery,
+            self.plane,
+            identity=WorkerIdentity(WorkerId(self._numbers), name),
+            card=card or small_card(),
+            read_file=(files or {}).get,
+            config=config,
+        )
+        task = self._group.create_task(self._run(name, worker), name=name)
+        self._seats[name] = _Seat(worker, engine, discovery, task)
+        ready = self._group.create_task(worker.ready.wait())
+        await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return worker
+
+    def kill(self, name: str) -> None:
+        """Make a worker vanish like a killed process: connections break, its lease runs out, nothing is said."""
+        seat = self._seats.pop(name)
+        seat.discovery.abandon()
+        assert seat.worker.instance is not None, f"{name} has not been ready"
+        self.plane.kill(seat.worker.instance.address)
+        seat.task.cancel()
+
+    def dispatcher(self, config: RouterConfig | None = None) -> Dispatcher:
+        """Make one more frontend's dispatcher; the caller enters it."""
+        return Dispatcher(
+            self.discovery, self.plane, rng=random.Random(self.rng.getrandbits(64)), config=config
+        )
+
+    def worker(self, name: str) -> Worker:
+        return self._seats[name].worker
+
+    def engine(self, name: str) -> Engine:
+        return self._seats[name].engine
+
+    @property
+    def names(self) -> list[str]:
+        """Name those that were neither killed nor ended by themselves."""
+        return [name for name, seat in self._seats.items() if not seat.task.done()]
+
+    async def _run(self, name: str, worker: Worker) -> None:
+        try:
+            await worker.run()
+        except PenstockError as error:
+            self.errors[name] = error
+
+
+class _MortalDiscovery:
+    """One worker's way to the registry, which dies with it."""
+
+    def __init__(self, inner: MemoryDiscovery) -> None:
+        self.dead = False
+        self._inner = inner
+        self._registrations: list[MemoryRegistration] = []
+
+    async def register(self, instance: Instance) -> "_MortalRegistration":
+        registration = await self._inner.register(instance)
+        self._registrations.append(registration)
+        return _MortalRegistration(self, registration)
+
+    def watch(self) -> AsyncIterator[InstanceChange]:
+        return self._inner.watch()
+
+    async def close(self) -> None:
+        """Leave the registry to the others."""
+
+    def abandon(self) -> None:
+        self.dead = True
+        for registration in self._registrations:
+            registration.abandon()
+
+
+class _MortalRegistration:
+    def __init__(self, owner: _MortalDiscovery, inner: MemoryRegistration) -> None:
+        self._owner = owner
+        self._inner = inner
+
+    async def update(self, instance: Instance) -> None:
+        if not self._owner.dead:
+            await self._inner.update(instance)
+
+    async def close(self) -> None:
+        if not self._owner.dead:
+            await self._inner.close()

@@ -1,0 +1,377 @@
+"""What a frontend knows of its workers: health, prefixes, loads, files; and the routes that follow."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.core.errors import ProtocolError, Unavailable
+from penstock.core.hashing import block_hashes
+from penstock.core.ids import RequestId
+from penstock.core.types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CardFile,
+    EngineInfo,
+    FinishReason,
+    InstanceState,
+    Request,
+    Role,
+    SamplingParams,
+)
+from penstock.core.wire import pack_hashes, pack_tokens
+from penstock.router.config import RouterConfig
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.member import Condition, WorkerView
+from penstock.router.router import RouteReason
+from penstock.testing.cluster import MemoryCluster, small_card
+from penstock.testing.hand_engine import HandEngine
+from penstock.testing.loop import run_virtual
+
+PROMPT = tuple(range(100, 121))
+HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]
+
+
+def make_request(request_id: str = "r", prompt: tuple[int, ...] = PROMPT) -> Request:
+    return Request(
+        request_id=RequestId(request_id),
+        model="tiny",
+        token_ids=pack_tokens(prompt),
+        sampling=SamplingParams(max_tokens=9),
+        salt=b"tiny-1",
+    )
+
+
+def stored(hashes: np.ndarray) -> BlockStored:
+    return BlockStored(block_hashes=pack_hashes(hashes), parent_block_hash=None, block_size=4)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+Scene = Callable[[MemoryCluster, Dispatcher, dict[str, HandEngine]], Awaitable[None]]
+
+
+def play(scene: Scene, num_workers: int = 3, config: RouterConfig | None = None) -> None:
+    async def main() -> None:
+        async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
+            engines = {f"w{number}": HandEngine() for number in range(1, num_workers + 1)}
+            for name, engine in engines.items():
+                await cluster.start(name, engine)
+            await asyncio.sleep(0.01)
+            await scene(cluster, dispatcher, engines)
+            dispatcher.check()
+
+    run_virtual(main())
+
+
+def view(dispatcher: Dispatcher, name: str) -> WorkerView:
+    (found,) = (worker for worker in dispatcher.workers() if worker.name == name)
+    return found
+
+
+async def route(dispatcher: Dispatcher, request: Request) -> str:
+    """Open and leave a request; returns who got it."""
+    async with dispatcher.open(request):
+        return dispatcher.decisions()[-1].worker
+
+
+def test_a_prefix_attracts_requests_to_its_holder():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        engines["w2"].step(events=[stored(HASHES[:3])])
+        engines["w3"].step(events=[stored(HASHES)])
+        await settle()
+        assert await route(dispatcher, make_request()) == "w3"
+        decision = dispatcher.decisions()[-1]
+        assert decision.reason is RouteReason.LONGEST_PREFIX
+        assert (decision.overlap_blocks, decision.request_blocks, decision.num_eligible) == (5, 6, 3)
+        assert decision.next_worker == "w2"
+        assert decision.cost < decision.next_cost
+        engines["w3"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[1:]))])
+        await settle()
+        assert await route(dispatcher, make_request()) == "w2"
+        engines["w2"].step(events=[AllBlocksCleared()])
+        await settle()
+        assert await route(dispatcher, make_request()) == "w3"
+        assert view(dispatcher, "w3").indexed_blocks == 1
+        assert view(dispatcher, "w3").event_sequence == 2
+
+    play(scene)
+
+
+def test_a_frontend_that_comes_late_knows_the_prefixes_too():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        engines["w2"].step(events=[stored(HASHES)])
+        await settle()
+        async with cluster.dispatcher() as late:
+            await asyncio.sleep(0.01)
+            assert await route(late, make_request()) == "w2"
+
+    play(scene)
+
+
+def test_two_requests_at_once_do_not_both_see_an_idle_worker():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        async with dispatcher.open(make_request("a")), dispatcher.open(make_request("b", PROMPT[::-1])):
+            first, second = (decision.worker for decision in dispatcher.decisions())
+            assert first != second
+            assert view(dispatcher, first).reserved_prefill_tokens == 21
+            await settle()
+            # busy workers report at once, and that replaces the reservation
+            assert view(dispatcher, first).reserved_requests == 0
+            assert view(dispatcher, first).load["running_requests"] == 1
+
+    play(scene)
+
+
+def test_other_frontends_hear_of_the_load_they_did_not_cause():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        async with cluster.dispatcher() as other:
+            await asyncio.sleep(0.01)
+            async with dispatcher.open(make_request("a")):
+                busy = dispatcher.decisions()[-1].worker
+                await settle()
+                assert view(other, busy).load["running_requests"] == 1
+                async with other.open(make_request("b", PROMPT[::-1])):
+                    assert other.decisions()[-1].worker != busy
+
+    play(scene, num_workers=2)
+
+
+def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        engines["w2"].step(events=[stored(HASHES)])
+        await settle()
+        cluster.kill("w2")
+        await settle()
+        lost = view(dispatcher, "w2")
+        assert lost.condition is Condition.LOST
+        assert "its process is gone" in lost.problem
+        assert lost.indexed_blocks == 0
+        assert await route(dispatcher, make_request()) != "w2"
+        await asyncio.sleep(cluster.discovery.lease_ttl_s + 6)
+        assert [worker.name for worker in dispatcher.workers()] == ["w1", "w3"]
+
+    play(scene)
+
+
+def test_a_broken_connection_is_made_again_and_content_asked_for_anew():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        engines["w1"].step(events=[stored(HASHES)])
+        await settle()
+        (server,) = cluster.plane._servers.values()
+        server.links[0].break_off("the cable was pulled", tell_service=True)
+        await settle()
+        assert (
+            view(dispatcher, "w1").condition is not Condition.READY or view(dispatcher, "w1").connections == 2
+        )
+        await asyncio.sleep(1.0)
+        back = view(dispatcher, "w1")
+        assert (back.condition, back.connections, back.problem) == (Condition.READY, 2, None)
+        assert back.indexed_blocks == 5
+
+    play(scene, num_workers=1)
+
+
+def test_a_stream_survives_the_loss_of_the_only_connection():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        engine = engines["w1"]
+        async with dispatcher.open(make_request()) as stream:
+            await settle()
+            engine.emit("r", 1)
+            await anext(stream)
+            (server,) = cluster.plane._servers.values()
+            server.links[0].break_off("the cable was pulled", tell_service=True)
+            reading = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(1.0)
+            assert engine.aborted == ["r"]
+            assert engine.submitted[-1].num_emitted == 1
+            engine.emit("r", 2, finish=FinishReason.STOP)
+            assert (await reading).finish_reason is FinishReason.STOP
+
+    play(scene, num_workers=1)
+
+
+def test_a_draining_worker_finishes_and_gets_nothing_new():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        engines["w1"].step(events=[stored(HASHES)])
+        await settle()
+        async with dispatcher.open(make_request()) as stream:
+            await settle()
+            cluster.worker("w1").stop()
+            await settle()
+            draining = view(dispatcher, "w1")
+            assert (draining.condition, draining.state) == (Condition.DRAINING, InstanceState.DRAINING)
+            assert await route(dispatcher, make_request("other")) == "w2"
+            await asyncio.sleep(5.0)
+            engines["w1"].emit("r", 1, finish=FinishReason.STOP)
+            assert (await anext(stream)).finish_reason is FinishReason.STOP
+        await asyncio.sleep(1.0)
+        assert [worker.name for worker in dispatcher.workers()] == ["w2"]
+        assert engines["w1"].closed
+
+    play(scene, num_workers=2)
+
+
+def test_a_withdrawn_worker_may_finish_what_it_has():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        async with dispatcher.open(make_request()) as stream:
+            await settle()
+            cluster.discovery._table.remove(cluster.worker("w1").instance.worker_id, "the operator said so")
+            await settle()
+            assert view(dispatcher, "w1").condition is Condition.WITHDRAWN
+            assert not dispatcher.models()
+            engines["w1"].emit("r", 1, finish=FinishReason.STOP)
+            assert (await anext(stream)).finish_reason is FinishReason.STOP
+        await settle()
+        assert not dispatcher.workers()
+
+    play(scene, num_workers=1)
+
+
+def test_workers_that_name_blocks_otherwise_wait_until_the_others_are_gone():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        info = EngineInfo(
+            block_size=8, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
+        )
+        await cluster.start("w2", HandEngine(info), card=small_card(block_size=8))
+        await asyncio.sleep(0.01)
+        assert view(dispatcher, "w2").condition is Condition.MISMATCHED
+        assert dispatcher.models()["tiny"].block_size == 4
+        assert await route(dispatcher, make_request("a")) == "w1"
+        cluster.worker("w1").stop()
+        await settle()
+        assert view(dispatcher, "w2").condition is Condition.READY
+        assert dispatcher.models()["tiny"].block_size == 8
+        assert dispatcher.models()["tiny"].context_length == 99
+
+    play(scene, num_workers=1)
+
+
+def test_prefill_workers_get_no_whole_requests():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        instance = cluster.worker("w1").instance
+        prefill = msgspec.structs.replace(instance, role=Role.PREFILL)
+        cluster.discovery._table.put(prefill)
+        await settle()
+        assert view(dispatcher, "w1").condition is Condition.PREFILL_ONLY
+        assert not dispatcher.models()
+
+    play(scene, num_workers=1)
+
+
+def test_too_many_workers_are_left_out_until_there_is_room():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        assert [worker.name for worker in dispatcher.workers()] == ["w1", "w2"]
+        cluster.worker("w1").stop()
+        await asyncio.sleep(1.0)
+        assert [(w.name, w.condition) for w in dispatcher.workers()] == [("w3", "ready"), ("w2", "ready")]
+        engines["w3"].step(events=[stored(HASHES)])
+        await settle()
+        assert await route(dispatcher, make_request()) == "w3"
+
+    play(scene, num_workers=3, config=RouterConfig(workers_max=2))
+
+
+def test_a_worker_of_another_language_is_shown_with_its_problem():
+    async def main() -> None:
+        async with MemoryCluster() as cluster:
+            tries = []
+
+            async def connect(instance: object, sink: object) -> None:
+                tries.append(asyncio.get_running_loop().time())
+                raise ProtocolError("hash version 2, expected 1; update the older side")
+
+            cluster.plane.connect = connect
+            async with cluster.dispatcher() as dispatcher:
+                await cluster.start("w1", HandEngine())
+                await asyncio.sleep(60)
+                shown = view(dispatcher, "w1")
+                assert shown.condition is Condition.CONNECTING
+                assert "hash version 2" in shown.problem
+                assert 12 <= len(tries) <= 25  # patient: it needs a restart
+
+    run_virtual(main())
+
+
+def test_an_unreachable_worker_is_tried_with_growing_pauses():
+    async def main() -> None:
+        config = RouterConfig(reconnect_s_max=5.0)
+        async with MemoryCluster(lease_ttl_s=1000) as cluster, cluster.dispatcher(config) as dispatcher:
+            await cluster.start("w1", HandEngine())
+            await asyncio.sleep(0.01)
+            failures = dispatcher._shared.metrics.connect_failures
+            cluster.kill("w1")
+            await asyncio.sleep(1.0)
+            early = failures._value.get()
+            assert 3 <= early <= 8
+            await asyncio.sleep(100.0)
+            assert 20 <= failures._value.get() - early <= 45
+            assert "nobody listens" in view(dispatcher, "w1").problem
+
+    run_virtual(main())
+
+
+def test_a_worker_that_hangs_up_again_and_again_is_not_called_in_a_tight_loop():
+    async def main() -> None:
+        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+            connect = cluster.plane.connect
+
+            async def connect_and_break(instance: object, sink: object) -> object:
+                connection = await connect(instance, sink)
+                asyncio.get_running_loop().call_later(
+                    0.001, partial(connection._link.break_off, "moody", tell_service=True)
+                )
+                return connection
+
+            cluster.plane.connect = connect_and_break
+            await cluster.start("w1", HandEngine())
+            await asyncio.sleep(100.0)
+            assert 20 <= view(dispatcher, "w1").connections <= 50
+
+    run_virtual(main())
+
+
+def test_files_come_from_any_worker_that_has_them():
+    content = b"{}"
+    file = CardFile(name="tokenizer.json", sha256=hashlib.sha256(content).hexdigest(), size_bytes=2)
+    card = msgspec.structs.replace(small_card(), files=(file,))
+
+    async def main() -> None:
+        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+            await cluster.start("w1", HandEngine(), card=card)  # lists it and has lost it
+            await cluster.start("w2", HandEngine(), card=card, files={file.sha256: content})
+            await asyncio.sleep(0.01)
+            for _ in range(5):
+                assert await dispatcher.fetch_file(dispatcher.models()["tiny"], file) == content
+            cluster.kill("w2")
+            await settle()
+            with pytest.raises(
+                Unavailable, match=r"tokenizer.json could not be fetched from any of 1 connected"
+            ):
+                await dispatcher.fetch_file(card, file)
+
+    run_virtual(main())
+
+
+def test_the_view_is_json_for_people():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        async with dispatcher.open(make_request()):
+            await settle()
+            shown = json.loads(msgspec.json.encode(dispatcher.workers()))
+        assert [(worker["name"], worker["condition"], worker["model"]) for worker in shown] == [
+            ("w1", "ready", "tiny")
+        ]
+        assert shown[0]["load"]["running_requests"] == 1
+        assert shown[0]["load"]["waiting_requests"] == 0  # zeros are shown
+        assert shown[0]["open_requests"] == 1
+
+    play(scene, num_workers=1)

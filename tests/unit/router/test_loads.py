@@ -1,0 +1,89 @@
+"""Reservations: each request counts once, from the decision until its worker's own report."""
+
+import pytest
+
+from penstock.core.types import WorkerLoad
+from penstock.router.loads import LoadTracker, Reserved
+
+
+def report(accepted: int, **figures: int) -> WorkerLoad:
+    return WorkerLoad(accepted_requests=accepted, total_blocks=100, **figures)
+
+
+def test_a_reservation_counts_at_once():
+    loads = LoadTracker(2)
+    loads.reset(1, total_blocks=64)
+    loads.reserve(1, prefill_tokens=40, blocks=3)
+    assert loads.running_requests.tolist() == [0, 1]
+    assert loads.queued_prefill_tokens.tolist() == [0, 40]
+    assert loads.active_blocks.tolist() == [0, 3]
+    assert loads.total_blocks.tolist() == [0, 64]
+    loads.check()
+
+
+def test_a_report_replaces_the_reservations_it_includes_and_no_others():
+    loads = LoadTracker()
+    loads.reserve(0, 40, 3)
+    loads.reserve(0, 50, 4)
+    loads.report(0, report(1, running_requests=1, active_blocks=3, queued_prefill_tokens=24))
+    assert loads.reserved(0) == Reserved(requests=1, prefill_tokens=50, blocks=4)
+    assert loads.running_requests.tolist() == [2]
+    assert loads.queued_prefill_tokens.tolist() == [74]
+    loads.report(0, report(2, running_requests=1, waiting_requests=1, active_blocks=3))
+    assert loads.reserved(0) == Reserved(0, 0, 0)
+    assert loads.waiting_requests.tolist() == [1]
+    loads.check()
+
+
+def test_an_old_report_keeps_the_reservation():
+    loads = LoadTracker()
+    loads.reserve(0, 40, 3)
+    loads.report(0, report(0, running_requests=5))
+    assert loads.running_requests.tolist() == [6]
+
+
+def test_the_first_token_ends_the_prefill_part_only():
+    loads = LoadTracker()
+    reservation = loads.reserve(0, 40, 3)
+    loads.prefill_done(reservation)
+    loads.prefill_done(reservation)
+    assert loads.reserved(0) == Reserved(requests=1, prefill_tokens=0, blocks=3)
+    loads.check()
+
+
+@pytest.mark.parametrize("covered", [False, True])
+def test_release_is_safe_twice(covered):
+    loads = LoadTracker()
+    reservation = loads.reserve(0, 40, 3)
+    if covered:
+        loads.report(0, report(1))
+    loads.release(reservation)
+    loads.release(reservation)
+    loads.prefill_done(reservation)
+    assert loads.reserved(0) == Reserved(0, 0, 0)
+    assert loads.open_requests(0) == 0
+    loads.check()
+
+
+def test_a_new_connection_counts_from_one_again():
+    loads = LoadTracker()
+    old = loads.reserve(0, 40, 3)
+    loads.report(0, report(1, running_requests=1))
+    loads.reserve(0, 40, 3)
+    loads.reset(0, total_blocks=8)
+    assert loads.load(0) is None
+    assert loads.reserved(0) == Reserved(0, 0, 0)
+    new = loads.reserve(0, 10, 1)
+    loads.release(old)
+    loads.report(0, report(1))
+    assert new.covered
+    loads.check()
+
+
+def test_slots_grow_and_keep_what_they_have():
+    loads = LoadTracker()
+    loads.reserve(0, 40, 3)
+    loads.grow(3)
+    loads.reserve(2, 10, 1)
+    assert loads.queued_prefill_tokens.tolist() == [40, 0, 10]
+    loads.check()
