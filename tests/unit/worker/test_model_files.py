@@ -1,0 +1,22 @@
+"""Files by content hash, and nothing else."""
+
+import hashlib
+
+from penstock.core.types import CardFile
+from penstock.worker.files import ModelFiles
+
+
+def test_only_what_the_card_lists_and_only_unchanged(tmp_path):
+    content = b'{"a": 1}'
+    sha256 = hashlib.sha256(content).hexdigest()
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    (tmp_path / "secret.txt").write_bytes(b"secret")
+    files = ModelFiles(tmp_path, [CardFile(name="config.json", sha256=sha256, size_bytes=8)])
+    assert files.read(sha256) == content
+    assert files.read(hashlib.sha256(b"secret").hexdigest()) is None
+    assert files.read("../secret.txt") is None
+    path.write_bytes(b"{}")
+    assert files.read(sha256) is None
+    path.unlink()
+    assert files.read(sha256) is None
