@@ -1,10 +1,10 @@
 """The frontend over real sockets, with the openai client and by hand, against a scripted dispatcher."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 
 import openai
 import pytest
@@ -86,7 +86,7 @@ def chat(**fields: object) -> bytes:
     return json.dumps({"model": "tiny", "messages": HI, **fields}).encode()
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def serving(
     script: Script = SPEAK, dispatcher: ScriptedDispatcher | None = None, **config
 ) -> AsyncIterator[Site]:
@@ -423,18 +423,26 @@ def test_a_failure_in_a_stream_is_an_event_without_done() -> None:
 
 def test_an_unexpected_failure_is_a_500_without_details(capfd: pytest.CaptureFixture[str]) -> None:
     async def broken(request: Request) -> AsyncIterator[Delta]:
+        if request.sampling.max_tokens == 5:
+            yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS[:1]))
         raise KeyError("secret")
-        yield Delta(request_id=request.request_id)
 
     async def test() -> None:
         async with serving(broken) as site:
             answer = await site.ask("POST", "/v1/chat/completions", chat(), "X-Request-Id: find-me")
             assert answer.status == 500
             assert "secret" not in answer.error["message"]
+            body = chat(stream=True, max_tokens=5)
+            answer = await site.ask("POST", "/v1/chat/completions", body, "X-Request-Id: me-too")
+            assert answer.status == 200
+            assert b'{"error":{"message":"the server failed' in answer.body
+            assert answer.body.count(b"HTTP/1.1") == 0
+            assert b"secret" not in answer.body
 
     run(test)
     out, err = capfd.readouterr()
     assert "find-me" in out + err
+    assert "me-too" in out + err
 
 
 def test_time_is_up_before_and_in_a_stream() -> None:
@@ -502,6 +510,17 @@ def test_a_client_that_goes_away_in_a_stream_cancels_every_choice() -> None:
     run(test)
 
 
+async def stall(site: Site) -> socket.socket:
+    """Ask for a stream and never read it."""
+    stalled = socket.socket()
+    stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    stalled.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(stalled, ("127.0.0.1", site.port))
+    await loop.sock_sendall(stalled, http("POST", "/v1/chat/completions", chat(stream=True, max_tokens=7)))
+    return stalled
+
+
 def test_a_reader_that_stalls_holds_back_its_own_stream_only() -> None:
     taken = {"stalled": 0}
 
@@ -517,14 +536,8 @@ def test_a_reader_that_stalls_holds_back_its_own_stream_only() -> None:
 
     async def test() -> None:
         async with serving(endless) as site:
-            stalled = socket.socket()
-            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            stalled.setblocking(False)
             loop = asyncio.get_running_loop()
-            await loop.sock_connect(stalled, ("127.0.0.1", site.port))
-            await loop.sock_sendall(
-                stalled, http("POST", "/v1/chat/completions", chat(stream=True, max_tokens=7))
-            )
+            stalled = await stall(site)
             before = -1
             while before != taken["stalled"]:  # until it stands still
                 before = taken["stalled"]
@@ -538,6 +551,42 @@ def test_a_reader_that_stalls_holds_back_its_own_stream_only() -> None:
             assert taken["stalled"] == before
             stalled.close()
             assert await site.until(lambda: site.dispatcher.open_streams == 0) < 0.1
+
+    run(test)
+
+
+def test_a_reader_that_stalls_is_cut_off_when_its_time_is_up() -> None:
+    async def endless(request: Request) -> AsyncIterator[Delta]:
+        while True:
+            await asyncio.sleep(0)
+            yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS[:1]))
+
+    async def test() -> None:
+        async with serving(endless, request_timeout_s=0.5) as site:
+            stalled = await stall(site)
+            await site.until(lambda: site.dispatcher.open_streams == 1)
+            await site.until(lambda: site.dispatcher.open_streams == 0)
+            await site.until(lambda: site.frontend.admission.inflight == 0, timeout_s=1)
+            received = b""
+            with contextlib.suppress(ConnectionResetError), stalled:
+                while data := await asyncio.get_running_loop().sock_recv(stalled, 1 << 20):
+                    received += data
+            assert received
+            assert not received.endswith(b"0\r\n\r\n")  # the client can tell that this is not the end
+
+    run(test)
+
+
+def test_http_1_0_gets_its_stream_without_chunks() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            reader, writer = await site.connect()
+            body = chat(stream=True)
+            writer.write(http("POST", "/v1/chat/completions", body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+            answer = Answer(await reader.read())
+            writer.close()
+            assert "transfer-encoding" not in answer.headers
+            assert answer.body.endswith(b"data: [DONE]\n\n")
 
     run(test)
 

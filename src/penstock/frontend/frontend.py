@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from penstock.core.clock import wall_time_s
+from penstock.core.types import ModelCard
 from penstock.frontend.admission import Admission, Slot
 from penstock.frontend.completion import Completion
 from penstock.frontend.config import FrontendConfig
@@ -115,13 +116,11 @@ class Frontend:
         return self._answering(work, slot, chat=False, stream=request.stream, options=request.stream_options)
 
     def models(self) -> ModelList:
-        cards = self.dispatcher.models().values()
-        return ModelList([ModelEntry(card.name, card.created_s, card.context_length) for card in cards])
+        return ModelList(data=[_entry(card) for card in self.dispatcher.models().values()])
 
     def model(self, name: str) -> ModelEntry:
         """Raises: UnknownModelError: no worker serves it."""
-        card = self._models.card(name)
-        return ModelEntry(card.name, card.created_s, card.context_length)
+        return _entry(self._models.card(name))
 
     def unhealthy(self) -> str | None:
         """Say why no request could be served now; None if it could."""
@@ -142,3 +141,7 @@ class Frontend:
             stream=bool(stream),
             include_usage=options is not None and options.include_usage,
         )
+
+
+def _entry(card: ModelCard) -> ModelEntry:
+    return ModelEntry(id=card.name, created=card.created_s, max_model_len=card.context_length)

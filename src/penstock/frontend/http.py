@@ -93,8 +93,7 @@ class HttpSurface:
         except ConnectionError:  # the client is gone
             raise
         except Exception:  # noqa: BLE001 - a handler's fate is owned here
-            _log.exception("request_failed", path=request.path, request_id=_request_id.get())
-            return _error_response(PenstockError("the server failed on this request; its log says more"))
+            return _error_response(_unexpected(request))
 
     def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
         """Say in the API's words what aiohttp refused."""
@@ -145,12 +144,13 @@ class HttpSurface:
         try:
             async with slot.limit():
                 await answering.completion.run(response.take)
-        except PenstockError as error:
+            await response.finish()
+        except ConnectionError:
+            raise
+        except Exception as error:
             if not response.prepared:
                 raise  # nothing is out yet: it gets a status of its own
-            await response.fail(error)
-        else:
-            await response.finish()
+            await response.fail(error if isinstance(error, PenstockError) else _unexpected(request))
         return response
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -207,8 +207,13 @@ class _SseResponse(web.StreamResponse):
         await self._send(end)
 
     async def fail(self, error: PenstockError) -> None:
+        """End with an error; a client that has not read what was sent before would not read it and is cut off."""
         self.outcome = error.http_status
-        await self._send(error_event(error))
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() > self._write_buffer_bytes:
+            transport.abort()
+        else:
+            await self._send(error_event(error))
 
     async def _send(self, chunk: bytes) -> None:
         """Write, and wait while the client has not read enough of what was written before."""
@@ -239,6 +244,12 @@ def _error_response(error: PenstockError, allow: str | None = None) -> web.Respo
     if allow is not None:
         response.headers["Allow"] = allow
     return response
+
+
+def _unexpected(request: web.Request) -> PenstockError:
+    """Log the failure being handled, and say no more of it to the client than that it happened."""
+    _log.exception("request_failed", path=request.path, request_id=_request_id.get())
+    return PenstockError("the server failed on this request; its log says more")
 
 
 def _is_local(request: web.Request) -> bool:

@@ -142,9 +142,9 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-class AssistantMessage(msgspec.Struct):
-    content: str
+class AssistantMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
+    content: str
     refusal: None = None
 
 
@@ -173,17 +173,19 @@ class Answer(msgspec.Struct):
     usage: Usage
 
 
-class ModelEntry(msgspec.Struct):
+class ModelEntry(msgspec.Struct, kw_only=True):
+    """A model; `max_model_len` is its context length, named as other servers name it."""
+
     id: str
-    created: int
-    max_model_len: int
     object: str = "model"
+    created: int
     owned_by: str = "penstock"
+    max_model_len: int
 
 
-class ModelList(msgspec.Struct):
-    data: list[ModelEntry]
+class ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
+    data: list[ModelEntry]
 
 
 encode = msgspec.json.Encoder().encode

@@ -131,7 +131,7 @@ class WholeAnswer:
     def _chat_choice(self, index: int, collected: _Collected) -> ChatChoice:
         return ChatChoice(
             index=index,
-            message=AssistantMessage("".join(collected.pieces)),
+            message=AssistantMessage(content="".join(collected.pieces)),
             logprobs=_chat_logprobs(collected.logprobs, self._token_bytes) if self._wants_logprobs else None,
             finish_reason=collected.finish_reason,
         )
