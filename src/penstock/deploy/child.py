@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from penstock.deploy.messages import Assignment, Report
+from penstock.deploy.messages import Assignment, FrontendJob, Report
 
 _REPORT_BYTES_MAX = 1 << 20
 _reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
@@ -36,7 +36,11 @@ class Child:
     async def start(cls, assignment: Assignment) -> "Child":
         ours, theirs = socket.socketpair()
         with theirs:
-            reader, writer = await asyncio.open_connection(sock=ours, limit=_REPORT_BYTES_MAX)
+            try:
+                reader, writer = await asyncio.open_connection(sock=ours, limit=_REPORT_BYTES_MAX)
+            except BaseException:
+                ours.close()
+                raise
             try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -47,7 +51,7 @@ class Child:
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # Ctrl-C is the supervisor's to handle
-                    env=_ONE_THREAD | os.environ,
+                    env=_environment(assignment),
                 )
             except BaseException:
                 writer.close()
@@ -79,6 +83,13 @@ class Child:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
+
+
+def _environment(assignment: Assignment) -> dict[str, str]:
+    environment = _ONE_THREAD | os.environ
+    if isinstance(assignment.job, FrontendJob) and assignment.job.metrics_dir:
+        environment["PROMETHEUS_MULTIPROC_DIR"] = assignment.job.metrics_dir  # read when it is imported
+    return environment
 
 
 def describe_status(status: int) -> str:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -130,6 +131,9 @@ class LocalDeployment:
         )
 
     def _employ(self, common: Common, port: Port, card: ModelCard, model_dir: str) -> None:
+        metrics_dir = Path(common.runtime_dir, "metrics") if self.graph.frontend.processes > 1 else None
+        if metrics_dir is not None:
+            metrics_dir.mkdir()
         worker_ids = itertools.count(1)  # every process gets a new one, a restarted one too
 
         def work() -> WorkerJob:
@@ -137,7 +141,9 @@ class LocalDeployment:
             return WorkerJob(worker_id=worker_id, role=Role.AGGREGATED, card=card, model_dir=model_dir)
 
         def front() -> FrontendJob:
-            return FrontendJob(host=port.host, port=port.number)
+            if metrics_dir is not None:
+                self._forget_dead(metrics_dir)
+            return FrontendJob(host=port.host, port=port.number, metrics_dir=str(metrics_dir or ""))
 
         self._workers = [self._member(f"worker-{n + 1}", work, common) for n in range(self._role.replicas)]
         self._frontends = [
@@ -146,6 +152,13 @@ class LocalDeployment:
         for group in (self._workers, self._frontends):
             for member in group:
                 member.may_give_up = partial(_nobody_serves, group)
+
+    def _forget_dead(self, metrics_dir: Path) -> None:
+        """Remove what frontends that died had said of the present; what they counted stays."""
+        living = set(self.pids().values())
+        for path in metrics_dir.glob("gauge_live*.db"):
+            if int(path.stem.rpartition("_")[2]) not in living:
+                path.unlink()
 
     def _member(self, name: str, job: Callable[[], Job], common: Common) -> Member:
         return Member(

@@ -20,10 +20,14 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
 
 
 class FrontendJob(Wire, frozen=True, tag="frontend"):
-    """`host` and `port` are what the supervisor holds; the graph's port may have been 0."""
+    """`host` and `port` are what the supervisor holds; the graph's port may have been 0.
+
+    `metrics_dir` is where several frontends put their figures together, empty for a single one.
+    """
 
     host: str
     port: int
+    metrics_dir: str = ""
 
 
 Job = WorkerJob | FrontendJob
