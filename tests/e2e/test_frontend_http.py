@@ -379,6 +379,26 @@ def test_garbage_instead_of_http_is_400() -> None:
     run(test)
 
 
+def test_a_huge_prompt_is_refused_without_holding_up_others() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            loop = asyncio.get_running_loop()
+            await site.ask("POST", "/v1/chat/completions", chat())  # the model is loaded
+            start = loop.time()
+            huge = chat(messages=[{"role": "user", "content": "the lazy dog, é 1 " * 60_000}])
+            asking = asyncio.ensure_future(site.ask("POST", "/v1/chat/completions", huge))
+            longest_s = 0.0
+            while not asking.done():
+                asked = loop.time()
+                await site.ask("GET", "/live")
+                longest_s = max(longest_s, loop.time() - asked)
+            answer = await asking
+            assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+            assert longest_s < (loop.time() - start) / 2
+
+    run(test)
+
+
 # --- failures
 
 
