@@ -16,6 +16,7 @@ from penstock.core.errors import ConfigError
 
 BENCHES = {
     "hashing": "token ids into block hashes, against the Python twin",
+    "serve": "load on a running OpenAI-compatible server: latency, throughput, goodput",
 }
 """Name, which is also the module in `penstock.bench`, and what it measures."""
 

@@ -1,0 +1,289 @@
+"""An HTTP/1.1 client for streams of server-sent events that costs little per token.
+
+A protocol of our own instead of a client library, as the load generator often shares the machine with what it
+measures.
+"""
+
+import asyncio
+import socket
+import ssl
+from dataclasses import dataclass
+from time import perf_counter
+from urllib.parse import urlsplit
+
+from penstock.bench.exchange import Exchange, Failure
+from penstock.core.errors import ConfigError
+
+_HEAD_BYTES_MAX = 64 * 1024
+_REFUSAL_BYTES_MAX = 64 * 1024
+_OK = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where requests go."""
+
+    host: str
+    port: int
+    secure: bool
+    path: str
+
+    @classmethod
+    def parse(cls, url: str, endpoint: str) -> "Address":
+        """Read a base URL such as http://127.0.0.1:8000, with or without /v1.
+
+        Raises:
+            ConfigError: it is not one.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"--url: {url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url: {url!r}: expected a URL such as http://127.0.0.1:8000")
+        secure = parts.scheme == "https"
+        base = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port or (443 if secure else 80), secure, f"{base}/v1/{endpoint}")
+
+
+class Client:
+    """Sends requests, and keeps their connections for the next ones. The event loop owns it."""
+
+    def __init__(
+        self, address: Address, *, timeout_s: float, quickack: bool = False, api_key: str | None = None
+    ) -> None:
+        """Connect when the first request comes.
+
+        Args:
+            address: where to send.
+            timeout_s: for one request, from connecting to the last byte received.
+            quickack: acknowledge every packet at once, which takes delayed ACKs out of the measurement.
+            api_key: sent as a bearer token.
+        """
+        self._address = address
+        self._timeout_s = timeout_s
+        self._quickack = quickack
+        self._idle: list[_Connection] = []
+        self._tls = ssl.create_default_context() if address.secure else None
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._head = (
+            f"POST {address.path} HTTP/1.1\r\nHost: {host}:{address.port}\r\n{authorization}"
+            "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
+        ).encode()
+
+    async def send(self, body: bytes, due_s: float | None = None) -> Exchange:
+        """Send one request and wait for the end of its answer.
+
+        Args:
+            body: JSON.
+            due_s: when it should have been sent, by `perf_counter`; None is now.
+
+        Returns:
+            What came of it; what went wrong is its `failure` and no exception.
+        """
+        sent_s = perf_counter()
+        exchange = Exchange(sent_s if due_s is None else due_s, sent_s)
+        message = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._exchange(message, exchange)
+        except TimeoutError:
+            exchange.fail(Failure.TIMEOUT, f"no end of the answer after {self._timeout_s:g} s")
+        except OSError as error:
+            exchange.fail(Failure.CONNECT, error.strerror or str(error))
+        exchange.finish(perf_counter())
+        return exchange
+
+    async def _exchange(self, message: bytes, exchange: Exchange) -> None:
+        reused = self._take_idle()
+        connection = reused or await self._connect()
+        answered = await connection.run(message, exchange)
+        if (
+            reused and not answered
+        ):  # the server closed an idle connection just then: no fault of this request
+            connection = await self._connect()
+            answered = await connection.run(message, exchange)
+        if not answered:
+            exchange.fail(Failure.DISCONNECTED, "the connection was closed without an answer")
+        if connection.reusable:
+            self._idle.append(connection)
+
+    def _take_idle(self) -> "_Connection | None":
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+        return None
+
+    async def _connect(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: _Connection(loop, quickack=self._quickack),
+            self._address.host,
+            self._address.port,
+            ssl=self._tls,
+        )
+        return connection
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, one exchange at a time: a head, then a body that is chunked, measured or ends with the connection."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, quickack: bool) -> None:
+        self._loop = loop
+        self._quickack = quickack
+        self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
+        self._exchange: Exchange | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._received = b""
+        self._status: int | None = None  # None until the whole head has come
+        self._chunked = False
+        self._remaining_bytes: int | None = None  # None: to the end of the connection
+        self._refusal = b""
+        self._keep_alive = True
+
+    @property
+    def reusable(self) -> bool:
+        return self._transport is not None and self._keep_alive and self._exchange is None
+
+    async def run(self, message: bytes, exchange: Exchange) -> bool:
+        """Send a request and wait for the end of its answer; False if there was none at all."""
+        if self._transport is None:
+            return False
+        self._exchange, self._ended = exchange, self._loop.create_future()
+        self._received, self._status, self._refusal = b"", None, b""
+        self._transport.write(message)
+        try:
+            await self._ended
+        finally:
+            if self._exchange is not None:  # cancelled: the rest of the answer is on its way
+                self._exchange = None
+                self.close()
+        return self._status is not None
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._socket = transport.get_extra_info("socket")
+        self._enable(socket.TCP_NODELAY)
+
+    def _enable(self, option: int) -> None:
+        if self._socket is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, 1)
+
+    def data_received(self, data: bytes) -> None:
+        now_s = perf_counter()
+        if self._quickack:
+            self._enable(socket.TCP_QUICKACK)
+        if self._exchange is None:  # bytes that nobody asked for
+            self.close()
+            return
+        self._received += data
+        try:
+            if self._status is None and not self._take_head():
+                return
+            body, complete = self._take_body()
+        except ValueError as error:
+            self._exchange.fail(Failure.MALFORMED, str(error))
+            self._keep_alive = False
+            self._status = self._status or 0
+            self._end()
+            self.close()
+            return
+        if self._status == _OK:
+            self._exchange.feed(body, now_s)
+        elif len(self._refusal) < _REFUSAL_BYTES_MAX:
+            self._refusal += body
+        if complete:
+            self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._exchange is None:
+            return
+        if self._status is not None and (self._chunked or self._remaining_bytes is not None):
+            self._exchange.fail(
+                Failure.DISCONNECTED, str(error or "the connection was closed within the answer")
+            )
+        self._end()
+
+    def _end(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None
+        assert self._ended is not None
+        if self._status and self._status != _OK:
+            exchange.refuse(self._status, self._refusal)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _take_head(self) -> bool:
+        """Read the head, if it is there.
+
+        Raises:
+            ValueError: it is none.
+        """
+        head, end, rest = self._received.partition(b"\r\n\r\n")
+        if not end:
+            if len(head) > _HEAD_BYTES_MAX or not b"HTTP/1.".startswith(head[:7]):
+                raise ValueError(f"expected an HTTP answer, got {head[:40]!r}")
+            return False
+        status_line, *lines = head.split(b"\r\n")
+        words = status_line.split(None, 2)
+        if len(words) < 2 or not words[0].startswith(b"HTTP/1."):
+            raise ValueError(f"expected an HTTP answer, got {status_line[:40]!r}")
+        fields = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)
+        }
+        self._chunked = b"chunked" in fields.get(b"transfer-encoding", b"").lower()
+        length = fields.get(b"content-length")
+        self._remaining_bytes = None if length is None or self._chunked else int(length)
+        measured = self._chunked or self._remaining_bytes is not None
+        self._keep_alive = measured and fields.get(b"connection", b"").lower() != b"close"
+        self._status = int(words[1])
+        self._received = rest
+        return True
+
+    def _take_body(self) -> tuple[bytes, bool]:
+        """Give what has come of the body, and whether that was its end.
+
+        Raises:
+            ValueError: a chunk without a length.
+        """
+        if self._chunked:
+            return self._take_chunks()
+        body, self._received = self._received, b""
+        if self._remaining_bytes is None:
+            return body, False
+        self._remaining_bytes -= len(body)
+        return body, self._remaining_bytes <= 0
+
+    def _take_chunks(self) -> tuple[bytes, bool]:
+        data, at = self._received, 0
+        chunks = []
+        complete = False
+        while not complete:
+            line_end = data.find(b"\r\n", at)
+            if line_end < 0:
+                break
+            size = int(data[at:line_end].partition(b";")[0], 16)
+            if size < 0:
+                raise ValueError(f"a chunk of {size} bytes")
+            begin = line_end + 2
+            end = begin + size
+            if len(data) < end + 2:
+                break
+            chunks.append(data[begin:end])
+            at = end + 2
+            complete = size == 0
+        self._received = data[at:]
+        return b"".join(chunks), complete

@@ -1,0 +1,304 @@
+"""Load on a running OpenAI-compatible server, and what its users would have felt."""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from penstock.bench.client import Address, Client
+from penstock.bench.exchange import Exchange, Failure
+from penstock.bench.load import Planned, poisson, replay, run_load, steady
+from penstock.bench.prompts import PROBE_WORDS, Prompts, Scale, text
+from penstock.bench.report import Report
+from penstock.bench.tally import Slo, Tally
+from penstock.bench.trace import TraceRow, read_trace
+from penstock.core.errors import ConfigError, Unavailable
+
+_REQUESTS = 100
+_CONCURRENCY = 16
+_OPEN_CONCURRENCY = 4096
+_QUICK_REQUESTS = 16
+_QUICK_CONCURRENCY = 4
+_QUICK_TOKENS = 16
+_UNKNOWN_SCALE = Scale(overhead_tokens=0.0, tokens_per_word=1.3)
+"""For a server that does not count: what common English words take with usual vocabularies."""
+_REFRESH_S = 0.25
+_ENDPOINTS = {"chat": "chat/completions", "completions": "completions"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of the server (default http://127.0.0.1:8000)")
+    add("--model", required=True, help="as GET /v1/models names it")
+    add("--endpoint", choices=tuple(_ENDPOINTS), default="chat", help="which API to call (default chat)")
+    add("--api-key", metavar="KEY", help="sent as a bearer token")
+
+    load = parser.add_argument_group(
+        "load", "closed (--concurrency), random (--rate) or as recorded (--trace)"
+    )
+    arrival = load.add_mutually_exclusive_group()
+    arrival.add_argument("--rate", type=_positive, metavar="R", help="requests a second, at random moments")
+    arrival.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Azure CSV or Mooncake JSONL, plain or gzipped"
+    )
+    load.add_argument(
+        "--requests",
+        type=_count,
+        metavar="N",
+        help=f"how many (default {_REQUESTS}, the whole trace, or --duration)",
+    )
+    load.add_argument(
+        "--concurrency",
+        type=_count,
+        metavar="C",
+        help=f"the most under way at once (default {_CONCURRENCY}; {_OPEN_CONCURRENCY} with --rate and --trace)",
+    )
+    load.add_argument(
+        "--duration", type=_positive, metavar="S", help="send nothing new after so many seconds"
+    )
+    load.add_argument("--speed", type=_positive, metavar="X", help="play --trace X times as fast (default 1)")
+    load.add_argument(
+        "--input-tokens",
+        type=_count,
+        metavar="I",
+        help="of each prompt (default 128; the most, with --trace)",
+    )
+    load.add_argument(
+        "--output-tokens",
+        type=_count,
+        metavar="O",
+        help="of each answer (default 64; the most, with --trace)",
+    )
+    load.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default 0)")
+    load.add_argument("--seed", type=int, default=0, help="of prompts and moments (default 0)")
+
+    judge = parser.add_argument_group("judgement")
+    judge.add_argument(
+        "--slo-ttft", type=_positive, metavar="S", help="goodput: most seconds to the first token"
+    )
+    judge.add_argument(
+        "--slo-itl", type=_positive, metavar="S", help="goodput: most seconds per further token"
+    )
+    judge.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600.0,
+        metavar="S",
+        help="give a request up after this (default 600)",
+    )
+    judge.add_argument("--quickack", action="store_true", help="acknowledge packets at once (TCP_QUICKACK)")
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Put the load on the server.
+
+    Raises:
+        ConfigError: an option is wrong, or the server does not know the model.
+        Unavailable: the server does not answer.
+    """
+    address = Address.parse(options.url, _ENDPOINTS[options.endpoint])
+    if options.speed and not options.trace:
+        raise ConfigError("--speed: only with --trace; use --rate to send more a second")
+    rows = read_trace(options.trace) if options.trace else []
+    load = _settle(options, rows)
+    _allow_many_connections()
+    cpu_s = time.process_time()
+    tally: Tally = uvloop.run(_measure(options, address, load, rows))
+    cpu_s = time.process_time() - cpu_s
+    figures = tally.figures()
+    if figures["duration_s"]:
+        figures["client_cpu_cores"] = cpu_s / figures["duration_s"]
+    return Report(
+        name="serve", config=load, samples=tally.samples(), figures=figures, problems=tally.problems()
+    )
+
+
+def _settle(options: argparse.Namespace, rows: list[TraceRow]) -> dict[str, Any]:
+    """Fill in what was not given; this is the report's `config`."""
+    quick, is_open = options.quick, bool(options.rate or options.trace)
+    requests = options.requests
+    if requests is None and not options.trace and (quick or options.duration is None):
+        requests = _QUICK_REQUESTS if quick else _REQUESTS
+    if options.trace:
+        requests = min(requests or (_QUICK_REQUESTS if quick else len(rows)), len(rows))
+    concurrency = _OPEN_CONCURRENCY if is_open else _QUICK_CONCURRENCY if quick else _CONCURRENCY
+    tokens = None if options.trace else _QUICK_TOKENS if quick else None
+    return {
+        "url": options.url,
+        "model": options.model,
+        "endpoint": options.endpoint,
+        "mode": "trace" if options.trace else "rate" if options.rate else "closed",
+        "requests": requests,
+        "concurrency": options.concurrency or concurrency,
+        "rate_per_s": options.rate,
+        "trace": options.trace and options.trace.name,
+        "speed": options.speed or 1.0,
+        "duration_s": options.duration,
+        "input_tokens": options.input_tokens or (None if options.trace else 128),
+        "output_tokens": options.output_tokens or tokens or (None if options.trace else 64),
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "slo_ttft_s": options.slo_ttft,
+        "slo_itl_s": options.slo_itl,
+        "timeout_s": options.timeout,
+        "quickack": options.quickack,
+        "quick": quick,
+    }
+
+
+async def _measure(
+    options: argparse.Namespace, address: Address, load: dict[str, Any], rows: list[TraceRow]
+) -> Tally:
+    client = Client(address, timeout_s=options.timeout, quickack=options.quickack, api_key=options.api_key)
+    tally = Tally(Slo(options.slo_ttft, options.slo_itl))
+
+    async def send(planned: Planned, due_s: float | None) -> None:
+        tally.add(await client.send(_body(load, planned), due_s))
+
+    try:
+        prompts = Prompts(options.seed, await _probe(client, load))
+        with _progress(load["requests"]) as progress:
+            async with asyncio.TaskGroup() as tasks:
+                shown = tasks.create_task(_show(progress, tally))
+                await run_load(
+                    _plan(load, prompts, rows),
+                    send,
+                    concurrency=load["concurrency"],
+                    duration_s=load["duration_s"],
+                )
+                shown.cancel()
+    finally:
+        client.close()
+    return tally
+
+
+def _plan(load: dict[str, Any], prompts: Prompts, rows: list[TraceRow]) -> Iterator[Planned]:
+    lengths = (load["input_tokens"], load["output_tokens"])
+    if rows:
+        plan = replay(rows, prompts, speed=load["speed"], input_max=lengths[0], output_max=lengths[1])
+    elif load["rate_per_s"]:
+        plan = poisson(prompts, *lengths, rate=load["rate_per_s"], seed=load["seed"])
+    else:
+        plan = steady(prompts, *lengths)
+    return itertools.islice(plan, load["requests"])
+
+
+def _body(load: dict[str, Any], planned: Planned) -> bytes:
+    """Encode a request for exactly so many tokens (`min_tokens` and `ignore_eos` are common extensions)."""
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": planned.prompt}]}
+        if load["endpoint"] == "chat"
+        else {"prompt": planned.prompt}
+    )
+    return msgspec.json.encode(
+        prompt
+        | {
+            "model": load["model"],
+            "max_tokens": planned.output_tokens,
+            "min_tokens": planned.output_tokens,
+            "ignore_eos": True,
+            "temperature": load["temperature"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+
+
+async def _probe(client: Client, load: dict[str, Any]) -> Scale:
+    """Ask for one token twice: whether the server works, and how many tokens it sees in a prompt.
+
+    Raises:
+        ConfigError: it refuses.
+        Unavailable: it does not answer, or not properly.
+    """
+    counted = []
+    for num_words in PROBE_WORDS:
+        planned = Planned(text(f"{load['seed']}/probe", num_words), output_tokens=1)
+        exchange = await client.send(_body(load, planned))
+        _raise_for(exchange, load)
+        counted.append(exchange.usage.prompt_tokens if exchange.usage else 0)
+    short, long = counted
+    return Scale.fit((short, long)) if short else _UNKNOWN_SCALE
+
+
+def _raise_for(exchange: Exchange, load: dict[str, Any]) -> None:
+    failure, message = exchange.failure, exchange.message
+    if failure is None:
+        return
+    if failure == Failure.CONNECT:
+        raise Unavailable(f"--url: {load['url']}: nobody answers ({message}); is the server started?")
+    if failure in ("http_401", "http_403"):
+        raise ConfigError(f"--api-key: {load['url']} answers {failure.removeprefix('http_')}: {message}")
+    if failure in ("http_400", "http_404", "http_422"):
+        raise ConfigError(
+            f"--model {load['model']}: {load['url']} answers {failure.removeprefix('http_')}: {message}"
+        )
+    raise Unavailable(f"--url: {load['url']}: a first request failed: {failure}: {message}")
+
+
+def _progress(total: int | None) -> Progress:
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.completed} requests"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[rate]}"),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    progress.add_task("", total=total, rate="")
+    return progress
+
+
+async def _show(progress: Progress, tally: Tally) -> None:
+    """Draw the progress every so often; cancelled at the end."""
+    (task,) = progress.task_ids
+    tokens = 0
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            rate = (tally.output_tokens - tokens) / _REFRESH_S
+            tokens = tally.output_tokens
+            failed = tally.failures.total()
+            progress.update(
+                task,
+                completed=tally.requests,
+                rate=f"{rate:,.0f} tokens/s" + (f", {failed} failed" if failed else ""),
+            )
+            progress.refresh()
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files to what the system allows: a connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _count(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {value!r}")
+    return int(value)
+
+
+def _positive(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {value!r}")
+    return number
