@@ -1,4 +1,4 @@
-"""The requests an engine is running, as columns: what a step needs of all of them at once.
+"""The requests an engine has, each as a `Sequence`, and those it is running as columns: what a step needs of all at once.
 
 Rows ("slots") are handed out at admission and kept until the sequence ends or is preempted, so that a step is
 a few array operations over slots and not a Python loop over requests.
@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.errors import RequestError
+from penstock.core.hashing import block_hashes
 from penstock.core.types import Request, TokenLogprob
+from penstock.core.wire import HashArray, TokenArray, unpack_hashes, unpack_tokens
 
 
 @dataclass(slots=True)
@@ -81,3 +84,128 @@ class Sampled:
 
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLimits:
+    """What every request of an engine must keep to. `kv_tokens` is what all blocks together can hold."""
+
+    block_size: int
+    model_context_length: int
+    kv_tokens: int
+    vocab_size: int
+    hash_key: bytes
+
+    @property
+    def context_length(self) -> int:
+        return min(self.model_context_length, self.kv_tokens)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One accepted request, waiting or running.
+
+    token_ids:     what was known of it when it last began to wait; while it runs, the table knows more
+    block_hashes:  (n, 2) uint64 of its leading full blocks, as far as they were needed
+    end_tokens:    with so many tokens it ends
+    stops_after:   with more tokens than this a stop token ends it
+    cached_tokens: what the prefix cache gave of the prompt at the first admission; None before
+    is_fresh:      no delta of it went out yet
+    """
+
+    request: Request
+    arrival: int
+    token_ids: TokenArray
+    block_hashes: HashArray
+    num_prompt: int
+    end_tokens: int
+    stops_after: int
+    deadline_s: float
+    slot: int | None = None
+    cached_tokens: int | None = None
+    is_fresh: bool = True
+
+    @classmethod
+    def of(cls, request: Request, limits: SequenceLimits, *, arrival: int, now_s: float) -> "Sequence":
+        """Check a request and make its sequence.
+
+        Raises:
+            RequestError: it can never run here, or contradicts itself.
+        """
+        token_ids = _checked_tokens(request, limits)
+        num_prompt = len(token_ids) - request.num_emitted
+        sampling = request.sampling
+        return cls(
+            request=request,
+            arrival=arrival,
+            token_ids=token_ids,
+            block_hashes=_checked_hashes(request, limits, len(token_ids)),
+            num_prompt=num_prompt,
+            end_tokens=min(num_prompt + sampling.max_tokens, limits.context_length),
+            stops_after=num_prompt + sampling.min_tokens,
+            deadline_s=float("inf") if request.deadline_s is None else now_s + request.deadline_s,
+        )
+
+    def hash_blocks(self, token_ids: TokenArray, count: int, limits: SequenceLimits) -> None:
+        """Extend `block_hashes` to the first `count` blocks.
+
+        Args:
+            token_ids: all its tokens, (at least count * block_size,).
+            count: how many blocks must have their hash.
+        """
+        known = len(self.block_hashes)
+        if count <= known:
+            return
+        low, high = self.block_hashes[-1].tolist() if known else (0, 0)
+        more = block_hashes(
+            token_ids[known * limits.block_size : count * limits.block_size],
+            limits.block_size,
+            self.request.salt,
+            key=limits.hash_key,
+            parent=(low, high) if known else None,
+        )
+        self.block_hashes = np.concatenate((self.block_hashes, more))
+
+
+def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
+    count, odd_bytes = divmod(len(request.token_ids), 4)
+    if odd_bytes or not count:
+        raise RequestError(
+            f"token_ids: must be int32 ids, at least one, got {len(request.token_ids)} bytes", param="prompt"
+        )
+    token_ids = unpack_tokens(request.token_ids)
+    lowest, highest = int(token_ids.min()), int(token_ids.max())
+    if lowest < 0 or highest >= limits.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise RequestError(
+            f"token id {wrong}: must be >= 0 and < {limits.vocab_size}, the size of the vocabulary",
+            param="prompt",
+        )
+    if count >= limits.context_length:
+        why = f"the context length is {limits.model_context_length} tokens"
+        if limits.kv_tokens < limits.model_context_length:
+            why = f"all {limits.kv_tokens // limits.block_size} KV blocks hold {limits.kv_tokens} tokens"
+        raise RequestError(
+            f"prompt of {count} tokens: must be < {limits.context_length}, as {why}; shorten it",
+            param="prompt",
+        )
+    if not 0 <= request.num_emitted < count:
+        raise RequestError(f"num_emitted: must be >= 0 and < {count}, all tokens, got {request.num_emitted}")
+    if request.sampling.max_tokens <= request.num_emitted:
+        raise RequestError(
+            f"max_tokens: must be > {request.num_emitted}, what was emitted already, got {request.sampling.max_tokens}",
+            param="max_tokens",
+        )
+    return token_ids
+
+
+def _checked_hashes(request: Request, limits: SequenceLimits, num_tokens: int) -> HashArray:
+    num_blocks = num_tokens // limits.block_size
+    if not request.block_hashes:
+        return block_hashes(request.token_ids, limits.block_size, request.salt, key=limits.hash_key)
+    if len(request.block_hashes) != num_blocks * 16:
+        raise RequestError(
+            f"block_hashes: must be {num_blocks} of 16 bytes for {num_tokens} tokens in blocks of {limits.block_size}, "
+            f"got {len(request.block_hashes)} bytes; hash with the block size of the model card"
+        )
+    return unpack_hashes(request.block_hashes).reshape(-1, 2)

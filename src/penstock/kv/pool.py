@@ -158,6 +158,10 @@ class BlockPool:
         """List the (n, 2) uint64 hashes in the cache, in no order."""
         return np.frombuffer(b"".join(self._by_hash), dtype="<u8").reshape(-1, 2)
 
+    def references(self) -> dict[BlockId, int]:
+        """Count the references of every block that has any, to check them against their holders."""
+        return {BlockId(index): number for index, number in enumerate(self._references) if number}
+
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
         free = set(self._free)

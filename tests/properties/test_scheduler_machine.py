@@ -1,0 +1,236 @@
+"""The scheduler under random requests, aborts, failures and time, against texts generated one request at a time.
+
+The test is the runner: it writes into each token's place in the pool which prefix it belongs to, and checks what it
+reads, so that a block shared, freed or overwritten too early shows.
+"""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.core.errors import EngineError, Overloaded
+from penstock.core.types import BlockRemoved, BlockStored, FinishReason, Request, SamplingParams
+from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
+from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.sequences import Sampled, SequenceLimits
+from penstock.kv.pool import BlockPool
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 12
+VOCAB = 40
+EOS = 39
+LIMITS = SequenceLimits(
+    block_size=BLOCK_SIZE,
+    model_context_length=40,
+    kv_tokens=NUM_BLOCKS * BLOCK_SIZE,
+    vocab_size=VOCAB,
+    hash_key=bytes(16),
+)
+CONFIG = SchedulerConfig(max_batch_tokens=10, max_running_requests=4, max_waiting_requests=4)
+
+
+def next_token(known):
+    return hash(tuple(known)) % VOCAB
+
+
+def whole_answer(prompt, sampling):
+    """What a request must yield: tokens, and why it ends."""
+    known = list(prompt)
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+    while True:
+        known.append(next_token(known))
+        emitted = len(known) - len(prompt)
+        if known[-1] in stops and emitted > sampling.min_tokens:
+            return known[len(prompt) :], FinishReason.STOP
+        if emitted == sampling.max_tokens or len(known) == LIMITS.context_length:
+            return known[len(prompt) :], FinishReason.LENGTH
+
+
+class Expectation:
+    def __init__(self, request, prompt, done, deadline):
+        self.request = request
+        self.prompt = prompt
+        self.tokens, self.reason = whole_answer(prompt, request.sampling)
+        self.emitted = done
+        self.deadline = deadline
+        self.heard = False
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.scheduler = self.start()
+        self.now = 0.0
+        self.num_submitted = 0
+        self.expected = {}  # request id -> Expectation, of those submitted and neither ended nor aborted
+        self.plan = None
+        self.cells = np.zeros((NUM_BLOCKS, BLOCK_SIZE), dtype=np.int64)
+        self.resident = set()
+        self.generated = 0
+
+    def start(self):
+        return Scheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), LIMITS, CONFIG, eos_token_ids=[EOS])
+
+    # ---- requests -------------------------------------------------------------------------------------
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 30),
+        max_tokens=st.integers(1, 20),
+        min_tokens=st.integers(0, 6),
+        ignore_eos=st.booleans(),
+        stops=st.sampled_from([(), (1, 2, 3), tuple(range(0, VOCAB, 4))]),
+        deadline_s=st.sampled_from([None, None, None, 30.0]),
+        moved=st.integers(0, 3),
+    )
+    def submit(self, *, family, length, max_tokens, min_tokens, ignore_eos, stops, deadline_s, moved):
+        self.num_submitted += 1
+        prompt = [(family + 7 * index) % VOCAB for index in range(length)]  # a family shares prefixes
+        sampling = SamplingParams(
+            max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=stops
+        )
+        done = min(moved, len(whole_answer(prompt, sampling)[0]) - 1)
+        request = Request(
+            request_id=f"r{self.num_submitted}",
+            model="m",
+            token_ids=pack_tokens(prompt + whole_answer(prompt, sampling)[0][:done]),
+            sampling=sampling,
+            num_emitted=done,
+            deadline_s=deadline_s,
+        )
+        waiting = self.scheduler.load().waiting_requests
+        try:
+            self.scheduler.submit(request, self.now)
+        except Overloaded:
+            assert waiting >= CONFIG.max_waiting_requests
+        else:
+            assert waiting < CONFIG.max_waiting_requests
+            deadline = float("inf") if deadline_s is None else self.now + deadline_s
+            self.expected[request.request_id] = Expectation(request, prompt, done, deadline)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.expected)))
+        self.scheduler.abort(request_id)
+        del self.expected[request_id]
+
+    @rule(seconds=st.sampled_from([1.0, 40.0]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    # ---- steps ----------------------------------------------------------------------------------------
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def begin_step(self):
+        self.plan = self.scheduler.plan(self.now)
+        if self.plan is None:
+            assert self.scheduler.load().waiting_requests == 0
+            assert self.scheduler.load().running_requests == 0
+            self.read(self.scheduler.take_step())
+        else:
+            assert 1 <= self.plan.num_new.sum() <= CONFIG.max_batch_tokens
+            assert (self.plan.num_new[: self.plan.num_decode] == 1).all()
+            assert self.plan.samples[: self.plan.num_decode].all()
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def end_step(self):
+        plan, self.plan = self.plan, None
+        self.read(self.scheduler.commit(plan, self.compute(plan)))
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def fail_step(self):
+        plan, self.plan = self.plan, None
+        table = self.scheduler.table
+        ids = {table.requests[slot].request_id for slot in plan.slots.tolist()}
+        step = self.scheduler.fail(plan, EngineError("it broke"))
+        failed = {
+            delta.request_id for delta in step.deltas if delta.error and delta.error.code == "engine_error"
+        }
+        assert failed == ids & set(self.expected)
+        self.read(step)
+
+    @rule(count=st.integers(1, 8))
+    def run_steps(self, count):
+        for _ in range(count):
+            if self.plan is None:
+                self.begin_step()
+            if self.plan is not None:
+                self.end_step()
+
+    def compute(self, plan):
+        table = self.scheduler.table
+        sampled = np.full(len(plan.slots), -1, dtype=np.int32)
+        places = set()
+        for row, slot in enumerate(plan.slots.tolist()):
+            known = table.token_ids[slot, : table.num_tokens[slot]].tolist()
+            start = int(table.num_computed[slot])
+            end = start + int(plan.num_new[row])
+            assert plan.samples[row] == (end == len(known))
+            for position in range(end):
+                place = (int(table.block_tables[slot, position // BLOCK_SIZE]), position % BLOCK_SIZE)
+                digest = hash(tuple(known[: position + 1]))
+                if position >= start:
+                    assert place not in places, "two tokens of a step in one place"
+                    places.add(place)
+                    self.cells[place] = digest
+                assert self.cells[place] == digest, "KV of another prefix"
+            if plan.samples[row]:
+                sampled[row] = next_token(known)
+        return Sampled(sampled)
+
+    def read(self, step):
+        if step is None:
+            return
+        for delta in step.deltas:
+            expected = self.expected[delta.request_id]  # a KeyError is a delta after the end, or after abort
+            tokens = unpack_tokens(delta.token_ids).tolist()
+            assert tokens == expected.tokens[expected.emitted : expected.emitted + len(tokens)]
+            expected.emitted += len(tokens)
+            self.generated += len(tokens)
+            assert (delta.cached_tokens is not None) == (bool(tokens) and not expected.heard)
+            expected.heard |= bool(tokens)
+            if delta.finish_reason is not None:
+                del self.expected[delta.request_id]
+            if delta.finish_reason is FinishReason.ERROR:
+                if delta.error.code == "deadline_exceeded":
+                    assert expected.deadline <= self.now
+            else:
+                whole = expected.emitted == len(expected.tokens)
+                assert delta.finish_reason == (expected.reason if whole else None)
+        for event in step.events:
+            hashes = unpack_hashes(event.block_hashes).tolist()
+            if isinstance(event, BlockStored):
+                assert self.resident.isdisjoint(hashes)
+                self.resident.update(hashes)
+            else:
+                assert isinstance(event, BlockRemoved)
+                assert self.resident.issuperset(hashes)
+                self.resident.difference_update(hashes)
+
+    @invariant()
+    def state_is_sound(self):
+        if self.plan is None:
+            self.scheduler.check()
+
+    def teardown(self):
+        for _ in range(2000):
+            if self.plan is None:
+                self.begin_step()
+                if self.plan is None:
+                    break
+            self.end_step()
+        assert self.plan is None, "it never comes to rest"
+        assert not self.expected, "accepted, but never answered"
+        load = self.scheduler.load()
+        assert load.active_blocks == 0
+        assert load.queued_prefill_tokens == 0
+        assert load.generated_tokens >= self.generated
+        assert len(self.resident) == load.cached_blocks
+        self.scheduler.check()
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
