@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-EOS_TOKEN_ID = 2
+from penstock.testing.tokenizer import tiny_model_files
+
+EOS_TOKEN_ID = 0
+"""What ends a chat message in the tokenizer."""
 ARCHITECTURES = {
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
@@ -28,7 +30,7 @@ _SIZES: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
-    "bos_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": 0,
 }
@@ -48,7 +50,7 @@ _SPREAD = 1.5
 
 
 def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **sizes: Any) -> Path:
-    """Write a float32 checkpoint with random weights and a byte-level tokenizer.
+    """Write a float32 checkpoint with random weights, and a tokenizer that knows its first few hundred token ids.
 
     Weights are spread wider than in a new model, so that the likeliest token leads clearly and greedy outputs
     of two correct engines are equal.
@@ -75,17 +77,6 @@ def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **sizes: An
                 parameter.normal_(0, 0.5, generator=generator)
     model.generation_config.update(eos_token_id=EOS_TOKEN_ID, do_sample=False)
     model.save_pretrained(path)
-    _tokenizer(config.vocab_size).save(str(path / "tokenizer.json"))
+    for name, content in tiny_model_files().items():
+        (path / name).write_bytes(content)
     return path
-
-
-def _tokenizer(vocab_size: int) -> Tokenizer:
-    """Make a tokenizer that knows bytes; the rest of the vocabulary decodes to words `w300` and the like."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<pad>", "<bos>", "<eos>", *letters]
-    tokens += [f"w{index}" for index in range(len(tokens), vocab_size)]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer

@@ -16,7 +16,7 @@ from penstock.engine.paged.memory import Gather, KvMemory, plan_blocks
 from penstock.engine.paged.models import PagedModel
 from penstock.engine.paged.sampling import Sampler, SamplingColumns
 from penstock.engine.paged.step import PagedStep
-from penstock.engine.paged.weights import load_model
+from penstock.engine.paged.weights import load_model, read_config
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
 
@@ -52,12 +52,13 @@ class PagedRunner:
         config = self._config
         torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(config.model)
+        model_config = read_config(checkpoint)
         limit = checkpoint.context_length
         if config.context_length is not None and config.context_length > limit:
             raise ConfigError(
                 f"context_length: must be <= {limit}, the model's own, got {config.context_length}"
             )
-        model = load_model(checkpoint, config.dtype, torch.device(config.device))
+        model = load_model(checkpoint, model_config, config.dtype, torch.device(config.device))
         block_bytes = model.kv_shape.block_bytes(config.block_size)
         num_blocks = plan_blocks(
             block_bytes,

@@ -15,56 +15,19 @@ _LATENT = ("kv_lora_rank", "q_lora_rank")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def load_model(checkpoint: Checkpoint, dtype: Dtype, device: torch.device) -> PagedModel:
-    """Load a model onto a device.
+def read_config(checkpoint: Checkpoint) -> Any:
+    """Read config.json as transformers' object, and refuse before loading what cannot run.
 
     Raises:
-        ConfigError: there are no weights, they do not fit their config, or the architecture is not supported.
+        ConfigError: the architecture is not supported, or its sizes make no sense.
     """
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device: {device} is not there: this PyTorch ({torch.__version__}) sees no GPU; use cpu"
-        )
-    checkpoint.weight_files()
-    config = _read_config(checkpoint)
-    _check(checkpoint, config)
-    transformers.utils.logging.disable_progress_bar()
     try:
-        module, info = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.path,
-            config=config,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{checkpoint.path}: the weights cannot be loaded: {_first_line(error)}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ConfigError(
-            f"{checkpoint.path}: the weights lack {len(missing)} tensors that config.json asks for,"
-            f" such as {missing[0]}; download the checkpoint again"
-        )
-    module = module.eval().to(device)
-    if device.type == "cpu":
-        _store_by_input(module)
-    return PagedModel(module, checkpoint.name)
-
-
-def _read_config(checkpoint: Checkpoint) -> Any:
-    try:
-        return transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    except Exception as error:  # each architecture's config has its own ways to fail
         raise unsupported(
             checkpoint.name,
-            f"transformers {transformers.__version__} does not read its config.json: {_first_line(error)}",
+            f"transformers {transformers.__version__} does not read its config.json: {_short(error)}",
         ) from error
-
-
-def _check(checkpoint: Checkpoint, config: Any) -> None:
-    """Refuse before loading what cannot run; `PagedModel` looks closer once it is loaded."""
     text = config.get_text_config()
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise unsupported(checkpoint.name, f"{config.model_type} is no causal language model")
@@ -77,7 +40,6 @@ def _check(checkpoint: Checkpoint, config: Any) -> None:
     model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     if not model_class._supports_attention_backend:
         raise unsupported(checkpoint.name, f"{model_class.__name__} has no attention interface")
-    _ = checkpoint.context_length
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
         size = getattr(text, key, None)
         if not isinstance(size, int) or size < 1:
@@ -87,6 +49,50 @@ def _check(checkpoint: Checkpoint, config: Any) -> None:
             f"{checkpoint.path / 'config.json'}: head_dim: missing, and hidden_size {text.hidden_size}"
             f" is no multiple of num_attention_heads {text.num_attention_heads}"
         )
+    return config
+
+
+def load_model(checkpoint: Checkpoint, config: Any, dtype: Dtype, device: torch.device) -> PagedModel:
+    """Load a model onto a device.
+
+    Args:
+        checkpoint: where its weights are.
+        config: what `read_config` gave for it.
+        dtype: number format of the weights.
+        device: where it will compute.
+
+    Raises:
+        ConfigError: there are no weights, or they do not fit their config, or a trial run shows an attention
+            that the engine does not have.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device: {device} is not there: this PyTorch ({torch.__version__}) sees no GPU; use cpu"
+        )
+    checkpoint.weight_files()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        module, info = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever a damaged or strange file makes a library raise
+        raise ConfigError(f"{checkpoint.path}: the weights cannot be loaded: {_short(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{checkpoint.path}: the weights lack {len(missing)} tensors that config.json asks for,"
+            f" such as {missing[0]}; download the checkpoint again"
+        )
+    module = module.eval().to(device)
+    if device.type == "cpu":
+        _store_by_input(module)
+    return PagedModel(module, checkpoint.name)
 
 
 def _store_by_input(module: torch.nn.Module) -> None:
@@ -101,6 +107,5 @@ def _store_by_input(module: torch.nn.Module) -> None:
             layer.weight.data = layer.weight.data.t().contiguous().t()
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

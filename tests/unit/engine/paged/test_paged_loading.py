@@ -1,0 +1,168 @@
+"""What happens to models and settings that cannot work: one line that says what is wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.engine.paged.config import PagedConfig
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from penstock.engine.paged.runner import PagedRunner  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+
+def refused(model: Path, **settings) -> str:
+    with pytest.raises(ConfigError) as raised:
+        PagedRunner(PagedConfig(model=str(model), kv_blocks=8, **settings)).start()
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def saved(path: Path, config, *, weights: bool = False) -> Path:
+    """Save a model, or where it is refused before its weights are read, only its config."""
+    if weights:
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    else:
+        config.save_pretrained(path)
+        (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+def changed(source: Path, path: Path, **fields) -> Path:
+    shutil.copytree(source, path)
+    config = json.loads((path / "config.json").read_text())
+    kept = {key: value for key, value in (config | fields).items() if value is not None}
+    (path / "config.json").write_text(json.dumps(kept))
+    return path
+
+
+def test_a_good_one_says_what_it_is(checkpoint):
+    info = PagedRunner(PagedConfig(model=str(checkpoint("gemma3")), kv_blocks=8, block_size=4)).start()
+    assert (info.num_blocks, info.block_size, info.context_length, info.vocab_size) == (8, 4, 1024, 512)
+    assert info.eos_token_ids == (0,)
+    assert info.kv_bytes_per_block == 3 * 2 * 4 * 2 * 16 * 4
+
+
+def test_no_config(tmp_path):
+    assert "no config.json" in refused(tmp_path)
+
+
+def test_no_weights(checkpoint, tmp_path):
+    path = changed(checkpoint("llama"), tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    assert "no weights" in refused(path)
+
+
+def test_weights_cut_short(checkpoint, tmp_path):
+    path = changed(checkpoint("llama"), tmp_path / "model")
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "the weights cannot be loaded" in refused(path)
+
+
+def test_weights_of_a_smaller_model(checkpoint, tmp_path):
+    message = refused(changed(checkpoint("llama"), tmp_path / "model", num_hidden_layers=3))
+    assert "the weights lack 9 tensors that config.json asks for, such as model.layers.2." in message
+
+
+def test_weights_of_other_sizes(checkpoint, tmp_path):
+    message = refused(changed(checkpoint("llama"), tmp_path / "model", intermediate_size=96))
+    assert "the weights cannot be loaded" in message
+
+
+def test_latent_attention(tmp_path):
+    config = transformers.DeepseekV3Config(num_hidden_layers=2, hidden_size=64)
+    assert "it compresses keys and values (kv_lora_rank)" in refused(saved(tmp_path, config))
+
+
+def test_recurrent_layers(tmp_path):
+    config = transformers.Qwen3NextConfig(num_hidden_layers=4, hidden_size=64)
+    assert "it has layers of type linear_attention" in refused(saved(tmp_path, config))
+
+
+def test_no_attention_at_all(tmp_path):
+    config = transformers.MambaConfig(num_hidden_layers=2, hidden_size=64, vocab_size=64)
+    assert "cannot run it" in refused(saved(tmp_path, config)) or "max_position_embeddings" in refused(
+        tmp_path
+    )
+
+
+def test_attention_of_its_own(tmp_path):
+    config = transformers.BloomConfig(n_layer=2, hidden_size=64, vocab_size=64, max_position_embeddings=64)
+    assert "BloomForCausalLM has no attention interface" in refused(saved(tmp_path, config))
+
+
+def test_attention_sinks(tmp_path):
+    config = transformers.GptOssConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=64, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    assert "its attention needs s_aux" in refused(saved(tmp_path, config, weights=True))
+
+
+def test_not_a_language_model(tmp_path):
+    config = transformers.ViTConfig(hidden_size=64)
+    assert "vit is no causal language model" in refused(saved(tmp_path, config))
+
+
+def test_a_model_nobody_knows(checkpoint, tmp_path):
+    message = refused(changed(checkpoint("llama"), tmp_path / "model", model_type="brand_new"))
+    assert "does not read its config.json" in message
+
+
+def test_head_size_missing(checkpoint, tmp_path):
+    message = refused(
+        changed(checkpoint("llama"), tmp_path / "model", head_dim=None, num_attention_heads=7, hidden_size=64)
+    )
+    assert "does not read its config.json" in message
+    assert "not a multiple of the number of attention heads (7)" in message
+
+
+def test_context_beyond_the_model(checkpoint):
+    message = refused(checkpoint("llama"), context_length=2000)
+    assert message == "context_length: must be <= 1024, the model's own, got 2000"
+
+
+def test_more_blocks_than_memory(checkpoint):
+    with pytest.raises(
+        ConfigError, match=r"kv_blocks: 1000000000000 blocks of 8192 bytes need .* at most \d+ fit"
+    ):
+        PagedRunner(PagedConfig(model=str(checkpoint("llama")), kv_blocks=10**12)).start()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(checkpoint):
+    assert "sees no GPU; use cpu" in refused(checkpoint("llama"), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"dtype": "float8"},
+            "dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16', got 'float8'",
+        ),
+        ({"device": "gpu"}, "device"),
+        ({"kv_blocks": 1}, "kv_blocks: must be >= 2, got 1"),
+        ({"threads": 0}, "threads: must be >= 1, got 0"),
+        ({"block_sise": 4}, "block_sise: unknown key; did you mean 'block_size'?"),
+    ],
+)
+def test_settings(settings, message):
+    with pytest.raises(ConfigError) as raised:
+        PagedConfig.parse({"model": "m"} | settings, source="graph.yaml")
+    assert message in str(raised.value)
+
+
+def test_closing_is_safe_after_a_failed_start_and_twice(tmp_path):
+    runner = PagedRunner(PagedConfig(model=str(tmp_path)))
+    with pytest.raises(ConfigError):
+        runner.start()
+    runner.close()
+    runner.close()
