@@ -67,6 +67,8 @@ class RuntimeDirectory:
 
     def __init__(self) -> None:
         parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        if len(os.fsencode(parent)) > _PARENT_BYTES_MAX:
+            parent = Path("/tmp")  # noqa: S108 - what follows is made by mkdtemp
         try:
             _remove_orphans(parent)
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
@@ -81,6 +83,7 @@ class RuntimeDirectory:
 
 
 _PREFIX = "penstock-"
+_PARENT_BYTES_MAX = 60  # a Unix socket's whole path has at most 107
 
 
 def _remove_orphans(parent: Path) -> None:

@@ -1,0 +1,148 @@
+"""Real deployments for e2e tests: processes, sockets, the openai client; afterwards nothing may be left."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import psutil
+import pytest
+
+from penstock.core import log
+from penstock.deploy.local import LocalDeployment
+from penstock.graph import Graph
+
+MODEL = "penstock-demo"
+
+
+class Site:
+    """A running deployment and ways to reach and hurt it."""
+
+    def __init__(self, deployment: LocalDeployment, http: aiohttp.ClientSession, said: list[str]) -> None:
+        self.deployment = deployment
+        self.url = deployment.url
+        self.http = http
+        self.said = said
+        self.client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        """What one of the frontends knows of the workers, by name."""
+        async with self.http.get(f"{self.url}/admin/workers") as response:
+            return {worker["name"]: worker for worker in (await response.json())["workers"]}
+
+    async def ready_workers(self) -> int:
+        return sum(worker["condition"] == "ready" for worker in (await self.workers()).values())
+
+    async def load(self, name: str) -> dict[str, Any]:
+        return (await self.workers())[name]["load"] or {}
+
+    async def until(self, holds: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> float:
+        """Wait until something holds; give how many seconds that took."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        async with asyncio.timeout(timeout_s):
+            while not await holds():  # noqa: ASYNC110 - what is waited for is in other processes
+                await asyncio.sleep(0.01)
+        return loop.time() - started
+
+    async def stream(self, prompt: str, *, max_tokens: int, **options: Any) -> AsyncIterator[Any]:
+        """Stream a chat's chunks; sampling is seeded, so that equal requests give equal texts."""
+        chunks = await self.client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=max_tokens,
+            seed=7,
+            stream=True,
+            stream_options={"include_usage": True},
+            **options,
+        )
+        async with chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def tell(self, prompt: str, *, max_tokens: int, **options: Any) -> tuple[str, Any]:
+        """Stream a chat to its end; give its text and its usage."""
+        text, usage = "", None
+        async for chunk in self.stream(prompt, max_tokens=max_tokens, **options):
+            text += self.text_of(chunk)
+            usage = chunk.usage or usage
+        return text, usage
+
+    @staticmethod
+    def text_of(chunk: Any) -> str:
+        return "".join(choice.delta.content or "" for choice in chunk.choices)
+
+    def kill(self, name: str) -> None:
+        os.kill(self.deployment.pids()[name], signal.SIGKILL)
+
+
+Scenario = Callable[[Site], Awaitable[None]]
+
+
+@pytest.fixture
+def runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Keep state and sockets of this test's deployments to itself, and see that nothing of them is left."""
+    with tempfile.TemporaryDirectory(prefix="e2e-") as name:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
+        log.configure("warning", process="supervisor")
+        yield Path(name)
+        assert list(Path(name).iterdir()) == []
+        assert list(Path("/dev/shm").glob("*penstock*")) == []
+        assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.fixture
+def deploy(runtime_dir: Path) -> Callable[..., None]:
+    """Give a function that runs a scenario against a deployment, within `timeout_s`.
+
+    What it serves is the demo model's tokenizer with mock engines, unless fields of the graph or of its one role
+    say otherwise.
+    """
+
+    def run(
+        scenario: Scenario,
+        *,
+        workers: int = 1,
+        frontends: int = 1,
+        timeout_s: float = 60.0,
+        role: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        roles = {"aggregated": {"replicas": workers, "engine": "mock"} | (role or {})}
+        frontend = {"port": 0, "processes": frontends, "drain_timeout_s": 10}
+        graph = Graph.model_validate({"model": "demo", "frontend": frontend, "roles": roles} | fields)
+
+        async def main() -> None:
+            async with asyncio.timeout(timeout_s), site_of(graph) as site:
+                await scenario(site)
+
+        asyncio.run(main())
+
+    return run
+
+
+@asynccontextmanager
+async def site_of(graph: Graph) -> AsyncIterator[Site]:
+    said: list[str] = []
+
+    def say(name: str, state: str, detail: str) -> None:
+        said.append(f"{name} {state} {detail}".strip())
+        print(said[-1])  # shown where the test fails
+
+    async with LocalDeployment(graph, say=say) as deployment, aiohttp.ClientSession() as http:
+        site = Site(deployment, http, said)
+        async with site.client:
+            wanted = graph.roles.aggregated.replicas if graph.roles.aggregated else 0
+
+            async def all_known() -> bool:
+                return await site.ready_workers() == wanted
+
+            await site.until(all_known)
+            yield site

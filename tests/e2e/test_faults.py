@@ -1,0 +1,225 @@
+"""What users see while processes die, clients go away and readers stall."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from penstock.runtime.discovery.hub import LocalHub
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "Tell me about rivers, slowly. " * 8
+TOKENS = 200
+RSS_GROWTH_MAX = 8 << 20
+
+
+def test_a_worker_killed_in_the_middle_of_a_stream_is_not_noticed(deploy):
+    async def scenario(site):
+        undisturbed = await site.tell(PROMPT, max_tokens=TOKENS)
+        text, chunks, usage, victim = "", 0, None, None
+        async for chunk in site.stream(PROMPT, max_tokens=TOKENS):
+            text += site.text_of(chunk)
+            usage = chunk.usage or usage
+            chunks += 1
+            if chunks == TOKENS // 4:
+                victim = await busy_worker(site)
+                site.kill(victim)
+        assert victim is not None
+        assert text == undisturbed[0]
+        assert (usage.prompt_tokens, usage.completion_tokens) == (undisturbed[1].prompt_tokens, TOKENS)
+        assert any(line.startswith(f"{victim} failed killed by SIGKILL") for line in site.said)
+
+        async def back():
+            return await site.ready_workers() == 2
+
+        await site.until(back)
+        assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == text
+
+    deploy(scenario, workers=2)
+
+
+def test_all_streams_survive_one_worker(deploy):
+    async def scenario(site):
+        prompts = [f"{n} {PROMPT}" for n in range(16)]
+        undisturbed = await asyncio.gather(*(site.tell(prompt, max_tokens=TOKENS) for prompt in prompts))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(site.tell(prompt, max_tokens=TOKENS)) for prompt in prompts]
+            await site.until(all_busy(site))
+            site.kill("worker-1")
+        for task, (text, usage) in zip(tasks, undisturbed, strict=True):
+            assert task.result()[0] == text
+            assert task.result()[1].prompt_tokens == usage.prompt_tokens
+            assert task.result()[1].completion_tokens == TOKENS
+
+    deploy(scenario, workers=2)
+
+
+def test_streams_and_new_requests_go_on_without_the_hub(deploy):
+    async def scenario(site):
+        undisturbed, _ = await site.tell(PROMPT, max_tokens=TOKENS)
+        async with asyncio.TaskGroup() as group:
+            stream = group.create_task(site.tell(PROMPT, max_tokens=TOKENS))
+            await site.until(all_busy(site, 1))
+            hub = site.deployment.hub
+            for client in tuple(hub.clients):
+                client.channel.abort("killed by a test")
+            await hub.close()
+            meanwhile = group.create_task(site.tell(PROMPT, max_tokens=TOKENS))
+        assert stream.result()[0] == meanwhile.result()[0] == undisturbed
+        site.kill("worker-1")  # nobody can say that it is gone, but its connection does
+        assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == undisturbed
+        again = LocalHub(hub.identity, listen=hub.address)
+        await again.start()
+        try:
+
+            async def back():
+                return await site.ready_workers() == 2
+
+            await site.until(back)
+            assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == undisturbed
+        finally:
+            await again.close()
+
+    deploy(scenario, workers=2)
+
+
+def test_a_client_that_goes_away_frees_its_blocks(deploy):
+    async def scenario(site):
+        async def idle():
+            load = await site.load("worker-1")
+            return load["running_requests"] == load["waiting_requests"] == load["active_blocks"] == 0
+
+        async def busy():
+            return (await site.load("worker-1"))["active_blocks"] > 0
+
+        for _ in range(3):
+            stream = site.stream(PROMPT, max_tokens=3000)
+            await anext(stream)
+            await site.until(busy)
+            await stream.aclose()
+            await site.until(idle, timeout_s=2)
+
+    deploy(scenario)
+
+
+def test_a_stalled_reader_holds_up_nobody(deploy):
+    async def scenario(site):
+        worker = psutil.Process(site.deployment.pids()["worker-1"])
+        await site.tell(PROMPT, max_tokens=TOKENS)
+        before = worker.memory_info().rss
+        stalled = [stalled_stream(site.url, max_tokens=3000) for _ in range(8)]
+        try:
+            await site.until(all_busy(site, 8))
+            text, usage = await site.tell(PROMPT, max_tokens=TOKENS)
+            assert usage.completion_tokens == TOKENS
+            async with asyncio.timeout(10):
+                for _ in range(3):
+                    assert await site.tell(PROMPT, max_tokens=TOKENS) == (text, usage)
+            assert worker.memory_info().rss - before < RSS_GROWTH_MAX
+        finally:
+            for connection in stalled:
+                connection.close()
+
+        async def idle():
+            return (await site.load("worker-1"))["active_blocks"] == 0
+
+        await site.until(idle)
+
+    deploy(scenario)
+
+
+def test_a_frontend_that_dies_comes_back_on_the_same_port(deploy):
+    async def scenario(site):
+        text, _ = await site.tell(PROMPT, max_tokens=8)
+        site.kill("frontend-1")
+
+        async def back():
+            return sum(line.startswith("frontend-1 ready") for line in site.said) == 2
+
+        await site.until(back)
+        assert (await site.tell(PROMPT, max_tokens=8))[0] == text
+
+    deploy(scenario)
+
+
+SUPERVISOR = """
+import asyncio, json, sys
+from penstock.core import log
+from penstock.deploy.local import LocalDeployment
+from penstock.graph import Graph
+
+log.configure("warning", process="supervisor")
+
+async def main():
+    async with LocalDeployment(Graph.model_validate(json.loads(sys.argv[1]))) as deployment:
+        print(json.dumps(deployment.pids()), flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_children_die_with_a_killed_supervisor_and_the_next_one_clears_up(runtime_dir, deploy):
+    graph = {"model": "demo", "frontend": {"port": 0}, "roles": {"aggregated": {"engine": "mock"}}}
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, json.dumps(graph)], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        pids = json.loads(supervisor.stdout.readline())
+        os.kill(supervisor.pid, signal.SIGKILL)
+    assert len(pids) == 2
+    processes = [psutil.Process(pid) for pid in pids.values() if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert alive == []
+    assert len(list(runtime_dir.iterdir())) == 1
+
+    async def scenario(site):
+        assert len(list(runtime_dir.iterdir())) == 1
+
+    deploy(scenario)
+
+
+async def busy_worker(site):
+    (name,) = [name for name, worker in (await site.workers()).items() if worker["open_requests"]]
+    return name
+
+
+def all_busy(site, requests=None):
+    """Whether every worker has something to do, or `requests` run on all workers together."""
+
+    async def holds():
+        running = [
+            (worker["load"] or {}).get("running_requests", 0) for worker in (await site.workers()).values()
+        ]
+        return sum(running) >= requests if requests else min(running) > 0
+
+    return holds
+
+
+def stalled_stream(url, max_tokens):
+    """Ask for a stream by hand, and never read."""
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps(
+        {
+            "model": "penstock-demo",
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": max_tokens,
+            "stream": True,
+        }
+    ).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
+    )
+    connection.sendall(body)
+    return connection
