@@ -84,6 +84,10 @@ def get(url):
         return response.read().decode()
 
 
+def workers_of(url):
+    return json.loads(get(f"{url}/admin/workers"))["workers"]
+
+
 def chat_stream(url, max_tokens):
     body = {
         "model": MODEL,
@@ -115,7 +119,7 @@ def test_the_first_chat_and_every_change_of_state_are_shown(serve):
     command.wait_line(f"curl {url}/v1/chat/completions")
     command.wait_line(f"curl {url}/metrics")
     assert "penstock_frontend" in get(f"{url}/metrics")
-    assert {worker["name"] for worker in json.loads(get(f"{url}/admin/workers"))["workers"]} == {
+    assert {worker["name"] for worker in workers_of(url)} == {
         "worker-1",
         "worker-2",
     }
@@ -179,14 +183,17 @@ def test_a_signal_while_it_starts_ends_it(serve, runtime_dir):
 def test_a_killed_worker_is_started_again(serve):
     command = serve("--engine", "mock", "--port", "0")
     url = command.wait_ready()
-    (worker,) = json.loads(get(f"{url}/admin/workers"))["workers"]
+    (worker,) = workers_of(url)
     os.kill(worker["pid"], signal.SIGKILL)
     command.wait_line(r"^worker-1 +failed +killed by SIGKILL; starts again in 0\.2 s")
     command.wait_line(r"^worker-1 +ready")
+    deadline = time.monotonic() + 5
+    while not (ready := [w for w in workers_of(url) if w["condition"] == "ready"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert ready[0]["worker_id"] != worker["worker_id"]
     with chat_stream(url, max_tokens=3) as response:
         assert b"[DONE]" in response.read()
-    (again,) = [w for w in json.loads(get(f"{url}/admin/workers"))["workers"] if w["condition"] == "ready"]
-    assert again["worker_id"] != worker["worker_id"]
 
 
 def complaint(*arguments: str) -> str:
