@@ -70,7 +70,7 @@ def test_decoding_in_pieces_gives_the_same_text(name: str, data: st.DataObject) 
     assert text == tokenizer.decode(token_ids)
 
 
-@given(st.text(max_size=60), st.data())
+@given(st.text(max_size=60).filter(lambda text: "<|" not in text), st.data())  # special tokens are left out
 def test_encoded_text_comes_back(text: str, data: st.DataObject) -> None:
     tokenizer, detokenizer = _load("byte_level")
     stream = detokenizer.stream()
