@@ -15,7 +15,9 @@ from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 
 BENCHES = {
+    "cancel": "from a client's going away to its KV blocks being free",
     "hashing": "token ids into block hashes, against the Python twin",
+    "mock": "the whole path but the model: requests per second through frontend, router and workers",
     "serve": "load on a running OpenAI-compatible server: latency, throughput, goodput",
 }
 """Name, which is also the module in `penstock.bench`, and what it measures."""
