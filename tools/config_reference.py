@@ -1,0 +1,60 @@
+"""Writes the field tables of docs/configuration.md from the Config classes: `python tools/config_reference.py`."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pydantic
+
+from penstock.graph import Graph
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+BEGIN, END = "<!-- fields: made by tools/config_reference.py -->\n", "<!-- end of fields -->\n"
+_REPEATED = {"roles.prefill", "roles.decode"}  # the same fields as roles.aggregated
+
+
+def tables(config: type[pydantic.BaseModel], path: str = "") -> Iterator[str]:
+    """Yield one Markdown table for `config`, then those of the configs inside it."""
+    inner: list[tuple[str, type[pydantic.BaseModel]]] = []
+    yield f"### {f'`{path}`' if path else 'Top level'}\n\n| field | default | meaning |\n|---|---|---|\n"
+    for name, field in config.model_fields.items():
+        place = f"{path}.{name}" if path else name
+        found = next(iter(_models_in(field.annotation)), None)
+        if found:
+            inner.append((place + ("[]" if "tuple" in str(field.annotation) else ""), found))
+        yield f"| `{name}` | {_default(field, found)} | {field.description} |\n"
+    yield "\n"
+    for place, model in inner:
+        if place not in _REPEATED:
+            yield from tables(model, place)
+
+
+def _default(field: Any, inner: type[pydantic.BaseModel] | None) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, pydantic.BaseModel) and inner:
+        return "see below"
+    return f"`{value!r}`" if not isinstance(value, str) else f"`{value}`"
+
+
+def _models_in(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def render(page: str) -> str:
+    """Return the page with its tables made anew."""
+    fields = "".join(tables(Graph))
+    return re.sub(f"(?s){re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{fields}{END}", page)
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    if "--check" in sys.argv:
+        sys.exit(render(page) != page)
+    PAGE.write_text(render(page), encoding="utf-8")
