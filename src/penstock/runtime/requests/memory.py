@@ -48,6 +48,7 @@ class MemoryPlane:
         link = _Link(server, instance.worker_id, sink)
         server.links.append(link)
         link.later(server.service.connected, link)
+        await asyncio.sleep(0)
         return MemoryConnection(link)
 
     def kill(self, address: str) -> None:

@@ -138,6 +138,7 @@ class Outbox:
     def offer(self, deltas: Iterable[Delta], *, writable: bool) -> list[Delta]:
         """Take a step's deltas, give back those to send now; the others are held."""
         now: list[Delta] = []
+        overflows = self.overflows
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is None or stream.failed:
@@ -152,6 +153,8 @@ class Outbox:
                 self._hold(stream, delta)
         if self.held_bytes > self._bytes_max:
             self._shed()
+        if writable and self.overflows != overflows:
+            now += self.take()  # the errors need no credit
         return now
 
     def grant(self, request_id: RequestId, tokens: int) -> None:

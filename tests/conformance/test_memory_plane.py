@@ -1,0 +1,6 @@
+from penstock.testing.plane_harness import MemoryPlaneHarness
+from penstock.testing.request_plane import RequestPlaneSuite
+
+
+class TestMemoryPlane(RequestPlaneSuite):
+    harness = MemoryPlaneHarness
