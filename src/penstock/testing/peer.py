@@ -91,11 +91,9 @@ class Peer:
 
 def _play(pipe: Pipe, loop: str, part: Part, arguments: tuple[Any, ...]) -> None:
     async def run() -> None:
-        end = asyncio.Event()
-        asyncio.get_running_loop().add_reader(
-            pipe.fileno(), end.set
-        )  # readable at its end: nothing is sent here
-        await part(pipe.send, end, *arguments)
+        cues = Cues(pipe.send, asyncio.Event())
+        asyncio.get_running_loop().add_reader(pipe.fileno(), cues.end.set)  # only its end can be read
+        await part(cues, *arguments)
 
     loop_factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
