@@ -1,0 +1,102 @@
+"""What README and docs show is true: commands parse, code compiles, graphs load, links lead somewhere, tables are current."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock import cli
+from penstock.graph import Graph
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROUTES = {
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/health",
+    "/live",
+    "/metrics",
+    "/admin/workers",
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", page.read_text())
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every command of the page's shell blocks, as words."""
+    found = []
+    for block in blocks(page, "bash"):
+        pending = ""
+        for line in block.replace("\\\n", " ").splitlines():
+            pending += line + "\n"
+            try:
+                words = shlex.split(pending, comments=True)
+            except ValueError:  # an open quote: the next line belongs to it
+                continue
+            pending = ""
+            if words:
+                found.append(words)
+        assert not pending, f"{page.name}: {pending}"
+    return found
+
+
+ALL_COMMANDS = [(page, command) for page in PAGES for command in commands(page)]
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), ALL_COMMANDS, ids=[f"{page.name}: {' '.join(c)[:60]}" for page, c in ALL_COMMANDS]
+)
+def test_commands_are_what_the_program_takes(page: Path, command: list[str]) -> None:
+    while re.fullmatch(r"\w+=\S*", command[0]):  # variables before a command
+        command = command[1:]
+    match command[0]:
+        case "penstock":
+            if "--version" not in command:
+                cli._parser().parse_args(command[1:])
+        case "make":
+            targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
+            assert {word for word in command[1:] if "=" not in word and not word.startswith("-")} <= targets
+        case "curl":
+            (url,) = (word for word in command if word.startswith("http"))
+            assert re.sub(r"^https?://[^/]+", "", url) in ROUTES
+        case "sudo" | "pip" | "python" | "." | "export" | "kill" | "git":
+            pass
+        case other:
+            pytest.fail(f"{page.name} shows {other!r}, which no test knows")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_compiles_and_graphs_load(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block, page.name, "exec")
+    for block in blocks(page, "yaml"):
+        data = yaml.safe_load(block)
+        if "model" in data:
+            Graph.model_validate(data)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith(("http://", "https://", "#")):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_the_fields_of_the_configuration_page_are_current() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools" / "config_reference.py", "--check"], check=False)
+    assert done.returncode == 0, "run python tools/config_reference.py"
+
+
+def test_every_flag_of_serve_is_in_the_configuration_page() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    flags = [*cli._SERVE_FLAGS, "--demo", "--graph", "--first-chat", "--log-level", "--set"]
+    assert [flag for flag in flags if f"`{flag}" not in page] == []
+    for flag, (place, _, _) in cli._SERVE_FLAGS.items():
+        assert re.search(rf"`{flag} .*\| .*`{place}`", page), flag
