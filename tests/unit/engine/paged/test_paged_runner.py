@@ -1,0 +1,123 @@
+"""The runner under its scheduler: several in one process, requests that move, blocks that travel, sampling in place."""
+
+import numpy as np
+import pytest
+
+from penstock.core.hashing import block_hashes
+
+torch = pytest.importorskip("torch")
+
+from penstock.engine.paged import step as step_module  # noqa: E402
+
+pytestmark = pytest.mark.engine
+SAMPLED = {"temperature": 1.0, "seed": 11, "top_p": 0.95, "presence_penalty": 0.6, "repetition_penalty": 1.1}
+
+
+def test_two_engines_share_a_process(engine, reference):
+    llama, gemma = engine("llama"), engine("gemma3", block_size=4)
+    llama.submit(*reference("llama").requests(4))
+    gemma.submit(*reference("gemma3").requests(4))
+    while llama.step() | gemma.step():
+        pass
+    reference("llama").check(llama.tokens, 4)
+    reference("gemma3").check(gemma.tokens, 4)
+
+
+@pytest.mark.parametrize("params", [{}, SAMPLED, {"temperature": 0.8}])
+def test_a_moved_request_goes_on_exactly(engine, reference, new_request, params):
+    prompt = reference("llama").prompts[0]
+    unmoved = engine().run(new_request("a", prompt, 40, **params))["a"]
+    if params:
+        assert unmoved[:16] != reference("llama").output(0)
+    for emitted in (1, 17, 39):
+        elsewhere = engine(max_batch_tokens=50)
+        moved = new_request("a", prompt + unmoved[:emitted], 40, num_emitted=emitted, **params)
+        elsewhere.run(*reference("llama").requests(5), moved)  # in other company
+        assert unmoved[:emitted] + elsewhere.tokens["a"] == unmoved
+
+
+def test_preemption_changes_no_sampled_token(engine, reference):
+    calm, crowded = engine(), engine(kv_blocks=26, max_batch_tokens=64)
+    requests = reference("llama").requests(12, **SAMPLED)
+    assert calm.run(*requests) == crowded.run(*requests)
+    assert calm.scheduler.load().preemptions == 0
+    assert crowded.scheduler.load().preemptions > 0
+
+
+def test_choices_of_one_seed_differ(engine, reference, new_request):
+    import msgspec
+
+    one = new_request("a", reference("llama").prompts[3], **SAMPLED)
+    other = msgspec.structs.replace(one, request_id="b", choice=1)
+    tokens = engine().run(one, other)
+    assert tokens["a"] != tokens["b"]
+
+
+def test_blocks_travel_to_another_engine(engine, reference):
+    expected = reference("llama")
+    source, target = engine(), engine(kv_blocks=100)
+    source.run(*expected.requests(3))
+    prompt = expected.prompts[2]
+    hashes = block_hashes(prompt, 8)
+    found = source.pool.match(hashes)
+    assert len(found) == len(hashes) > 3
+    block_ids = target.pool.allocate(len(found))
+    target.runner.write_blocks(block_ids, source.runner.read_blocks(found))
+    target.pool.commit(block_ids, hashes, None)
+    target.pool.release(block_ids)
+    expected.check(target.run(*expected.requests(3)), 3)
+    assert target.scheduler.load().prefix_hit_tokens >= len(hashes) * 8 - 8
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_short_floats(engine, reference, dtype, native, monkeypatch):
+    """Rounding differs from that of transformers, so only the first tokens, with their clear lead, must be equal."""
+    if not native:
+        monkeypatch.setattr(step_module, "native_decodes", lambda memory: False)
+    expected = reference("llama")
+    paged = engine(dtype=dtype)
+    tokens = paged.run(*expected.requests(8, logprobs=0))
+    assert paged.runner.read_blocks([0]).shape == (1, 2 * 2 * 8 * 2 * 16 * 2)
+    first = [tokens[str(index)][0] == expected.output(index)[0] for index in range(8)]
+    assert sum(first) >= 7
+    assert all(np.isfinite(report.logprob) for reports in paged.logprobs.values() for report in reports)
+
+
+def test_logprobs_are_those_of_the_model(engine, reference, new_request, checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    prompt = reference("llama").prompts[5]
+    paged = engine()
+    output = paged.run(new_request("a", prompt, 8, logprobs=3, temperature=1.5, seed=2))["a"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits, -1)
+    assert [report.token_id for report in paged.logprobs["a"]] == output
+    for position, report in enumerate(paged.logprobs["a"]):
+        assert report.logprob == pytest.approx(float(expected[position, output[position]]), abs=1e-3)
+        assert [token for token, _ in report.top] == expected[position].topk(3).indices.tolist()
+
+
+def test_no_end_before_min_tokens(engine, reference, new_request):
+    expected = reference("llama")
+    prompt, output = expected.prompts[1], expected.output(1)
+    stopped = engine().run(new_request("a", prompt, stop_token_ids=(output[2],)))["a"]
+    assert stopped == output[: output.index(output[2]) + 1]
+    kept_on = engine().run(new_request("a", prompt, stop_token_ids=(output[2],), min_tokens=6))["a"]
+    assert len(kept_on) >= 6
+    assert output[2] not in kept_on[:6]
+
+
+def test_one_thread_a_process_unless_told_otherwise(engine):
+    torch.set_num_threads(2)
+    engine()
+    assert torch.get_num_threads() == 1
+
+
+def test_a_model_is_released_on_close(engine):
+    paged = engine()
+    paged.runner.close()
+    with pytest.raises(AssertionError, match="after close"):
+        paged.runner.read_blocks([0])
