@@ -10,6 +10,8 @@ PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysco
 	echo ON || echo OFF)
 FUZZ_RUNS = 20000
 FUZZ_SEED = 1
+# Those that need no running server.
+BENCHES = hashing mock cancel engine
 
 VENV = .venv
 BIN = $(VENV)/bin
@@ -60,14 +62,14 @@ fuzz: venv
 	build/fuzz/fuzz_hashing -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 
 bench: venv
-	$(BIN)/penstock bench hashing --json benchmarks/results/hashing.json
-	$(BIN)/penstock bench engine --json benchmarks/results/engine.json
+	for name in $(BENCHES); do $(BIN)/penstock bench $$name --json benchmarks/results/$$name.json || exit 1; done
 
 format: venv
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 venv: $(STAMP)
+	@:
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("penstock needs Python 3.11 or newer, but $(PYTHON) is %d.%d; name another with PYTHON=..." % v[:2])'

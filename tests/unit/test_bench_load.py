@@ -4,14 +4,15 @@ import itertools
 import pytest
 
 from penstock.bench.load import Planned, poisson, replay, run_load, steady
-from penstock.bench.prompts import PROBE_WORDS, Prompts, Scale
+from penstock.bench.prompts import PROBES, Prompts, Scale
 from penstock.bench.trace import TraceRow
 
 PROMPTS = Prompts(seed=1, scale=Scale(overhead_tokens=10, tokens_per_word=2))
 
 
 def test_the_scale_is_the_line_through_the_probes():
-    scale = Scale.fit((10 + 2 * PROBE_WORDS[0], 10 + 2 * PROBE_WORDS[1]))
+    short, long = (10 + 2 * len(probe.split()) for probe in PROBES)
+    scale = Scale.fit((short, long))
     assert scale == Scale(10.0, 2.0)
     assert scale.words(100) == 50
     assert Scale.fit((40, 40)).tokens_per_word > 0

@@ -26,8 +26,8 @@ _COMMON = (
     "white who why will wind with wood word work world would write year you young your"
 )
 _WORDS = _COMMON.split()
-PROBE_WORDS = (32, 288)
-"""How long the two prompts are that the server is asked to count."""
+PROBES = (_WORDS[0], " ".join(_WORDS))
+"""Two prompts that the server is asked to count: one word, and every word once."""
 _BLOCK_TEXTS_MAX = 4096
 
 
@@ -40,10 +40,10 @@ class Scale:
 
     @classmethod
     def fit(cls, counted: tuple[int, int]) -> "Scale":
-        """Draw the line through the server's counts for prompts of `PROBE_WORDS`."""
-        (short, long), (short_tokens, long_tokens) = PROBE_WORDS, counted
-        slope = max((long_tokens - short_tokens) / (long - short), 0.1)
-        return cls(short_tokens - slope * short, slope)
+        """Draw the line through the server's counts for `PROBES`."""
+        short_tokens, long_tokens = counted
+        slope = max((long_tokens - short_tokens) / (len(_WORDS) - 1), 0.1)
+        return cls(max(short_tokens - slope, 0.0), slope)
 
     def words(self, num_tokens: float) -> int:
         """Give how many words make `num_tokens` of text, without the template."""

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from penstock.bench.client import Address, Client
 from penstock.bench.exchange import Exchange, Failure
 from penstock.bench.load import Planned, poisson, replay, run_load, steady
-from penstock.bench.prompts import PROBE_WORDS, Prompts, Scale, text
+from penstock.bench.prompts import PROBES, Prompts, Scale
 from penstock.bench.report import Report
 from penstock.bench.tally import Slo, Tally
 from penstock.bench.trace import TraceRow, read_trace
@@ -222,9 +222,8 @@ async def _probe(client: Client, load: dict[str, Any]) -> Scale:
         Unavailable: it does not answer, or not properly.
     """
     counted = []
-    for num_words in PROBE_WORDS:
-        planned = Planned(text(f"{load['seed']}/probe", num_words), output_tokens=1)
-        exchange = await client.send(_body(load, planned))
+    for prompt in PROBES:
+        exchange = await client.send(_body(load, Planned(prompt, output_tokens=1)))
         _raise_for(exchange, load)
         counted.append(exchange.usage.prompt_tokens if exchange.usage else 0)
     short, long = counted
