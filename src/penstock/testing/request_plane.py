@@ -43,6 +43,7 @@ class Scene:
     """A worker and one frontend connected to it."""
 
     def __init__(self, harness: PlaneHarness) -> None:
+        """Play with the harness's first worker."""
         self.harness = harness
         self.sink = RecordingSink()
         self._stack = AsyncExitStack()

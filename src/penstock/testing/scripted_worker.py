@@ -93,6 +93,7 @@ class WorkerStats:
     submitted: int
     aborted: int
     live: int
+    subscribers: int
     rss_kib: int
 
 
@@ -118,6 +119,7 @@ class ScriptedWorker:
         """Set by whoever serves it: closes the server."""
         self._live: dict[RequestId, _Live] = {}
         self._sinks: list[FrontendSink] = []
+        self._subscribers: list[EventSink] = []
         self._timer: asyncio.TimerHandle | None = None
         self._connected = self._disconnected = self._submitted = self._aborted = 0
 
@@ -146,9 +148,12 @@ class ScriptedWorker:
         return self.publisher.events_after(sequence)
 
     def subscribe(self, sink: EventSink) -> None:
+        self._subscribers.append(sink)
         self.publisher.subscribe(sink)
 
     def unsubscribe(self, sink: EventSink) -> None:
+        if sink in self._subscribers:
+            self._subscribers.remove(sink)
         self.publisher.unsubscribe(sink)
 
     def read_file(self, sha256: str) -> bytes | None:
@@ -161,6 +166,7 @@ class ScriptedWorker:
             submitted=self._submitted,
             aborted=self._aborted,
             live=sum(live.request.model != "stats" for live in self._live.values()),
+            subscribers=len(self._subscribers),
             rss_kib=_rss_kib(),
         )
 

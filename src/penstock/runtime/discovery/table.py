@@ -6,7 +6,8 @@ by the number of instances however slow its reader is, and quick changes in betw
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Self
 
 from penstock.core.errors import Overloaded
 from penstock.core.ids import WorkerId
@@ -24,7 +25,7 @@ class InstanceTable:
         self._wakeups: dict[TableCursor, Callable[[], None]] = {}
         self._watchers_max = watchers_max
         self._syncs = 0
-        self._closed = False
+        self.is_closed = False
 
     def __contains__(self, worker_id: WorkerId) -> bool:
         return worker_id in self._instances
@@ -61,7 +62,7 @@ class InstanceTable:
 
     def close(self) -> None:
         """End every watch."""
-        self._closed = True
+        self.is_closed = True
         self._wake()
 
     def cursor(self, wakeup: Callable[[], None]) -> "TableCursor":
@@ -76,22 +77,15 @@ class InstanceTable:
         self._wakeups[cursor] = wakeup
         return cursor
 
-    async def watch(self) -> AsyncIterator[InstanceChange]:
+    def watch(self) -> "TableWatch":
         """Yield what is known, then `WatchSynced` (once `mark_synced` was called), then changes.
 
         Raises:
             Overloaded: `watchers_max` watchers are there already.
         """
         wakeup = asyncio.Event()
-        cursor = self.cursor(wakeup.set)
-        try:
-            while not self._closed:
-                wakeup.clear()
-                for change in cursor.changes():
-                    yield change
-                await wakeup.wait()
-        finally:
-            cursor.close()
+        wakeup.set()
+        return TableWatch(self, self.cursor(wakeup.set), wakeup)
 
     def _wake(self) -> None:
         for wakeup in tuple(self._wakeups.values()):
@@ -123,3 +117,29 @@ class TableCursor:
     def close(self) -> None:
         """Follow no more. Safe twice."""
         self._table._wakeups.pop(self, None)
+
+
+class TableWatch:
+    """The iterator that `Discovery.watch` gives. A cancelled wait loses nothing: take the next change later."""
+
+    def __init__(self, table: InstanceTable, cursor: TableCursor, wakeup: asyncio.Event) -> None:
+        self._table = table
+        self._cursor = cursor
+        self._wakeup = wakeup
+        self._changes: Iterator[InstanceChange] = iter(())
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> InstanceChange:
+        while not self._table.is_closed:
+            change = next(self._changes, None)
+            if change is not None:
+                return change
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            self._changes = self._cursor.changes()
+        raise StopAsyncIteration
+
+    def __del__(self) -> None:
+        self._cursor.close()  # an `async for` that was left needs no other end

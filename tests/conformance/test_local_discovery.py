@@ -1,0 +1,244 @@
+"""The local hub: the suite, and what only a hub that comes and goes can show."""
+
+import asyncio
+import os
+import random
+import signal
+
+import msgspec
+import pytest
+
+from penstock.core.errors import ConfigError, Overloaded, Unavailable
+from penstock.core.types import InstanceState
+from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.handshake import Identity
+from penstock.testing.discovery import DiscoverySuite, LocalDiscoveryHarness, Watcher
+from penstock.testing.loop import run_async
+from penstock.testing.scripted_worker import scripted_instance
+
+
+class TestLocalDiscovery(DiscoverySuite):
+    harness = LocalDiscoveryHarness
+
+
+def play(scenario, config=None):
+    async def main():
+        async with LocalDiscoveryHarness(config) as harness:
+            await scenario(harness)
+            harness.hub.check()
+
+    run_async(main())
+
+
+def test_a_killed_process_is_dropped_long_before_its_lease_ends():
+    async def scenario(harness):
+        instance = scripted_instance("tcp://127.0.0.1:1")
+        await harness.start_member(instance)
+        watcher = Watcher(await harness.client())
+        await watcher.synced()
+        await harness.kill_member(instance)
+        async with asyncio.timeout(5):
+            await watcher.until(lambda: not watcher.present)
+        assert "its process is gone" in watcher.removed[-1].reason
+
+    play(scenario, DiscoveryConfig(lease_ttl_s=60, linger_s=0.1))
+
+
+def test_a_process_that_ends_properly_is_dropped_at_once():
+    async def scenario(harness):
+        instance = scripted_instance("tcp://127.0.0.1:1")
+        client = await harness.client()
+        await client.register(instance)
+        watcher = Watcher(await harness.client())
+        await watcher.synced()
+        await client.close()
+        async with asyncio.timeout(5):
+            await watcher.until(lambda: not watcher.present)
+        assert watcher.removed[-1].reason == "its process closed"
+
+    play(scenario, DiscoveryConfig(lease_ttl_s=60, linger_s=60))
+
+
+def test_a_process_that_hangs_loses_its_lease_and_comes_back():
+    async def scenario(harness):
+        instance = scripted_instance("tcp://127.0.0.1:1")
+        await harness.start_member(instance)
+        watcher = Watcher(await harness.client())
+        await watcher.synced()
+        pid = harness.pid(instance)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await watcher.until(lambda: not watcher.present)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await watcher.until(lambda: watcher.present == {instance.worker_id: instance})
+
+    play(scenario)
+
+
+def test_a_broken_connection_is_made_again_and_nobody_notices():
+    async def scenario(harness):
+        client = await harness.client()
+        instance = scripted_instance("tcp://127.0.0.1:1")
+        await client.register(instance)
+        watcher = Watcher(await harness.client())
+        await watcher.synced()
+        for connection in tuple(harness.hub.clients):
+            connection.channel.abort("the test breaks it")
+        await watcher.synced()
+        await watcher.quiet(1.0)
+        assert watcher.present == {instance.worker_id: instance}
+
+    play(scenario, DiscoveryConfig(lease_ttl_s=2, linger_s=0.8))
+
+
+def test_what_is_known_outlives_the_hub():
+    async def scenario(harness):
+        client = await harness.client()
+        kept, changed, withdrawn = (scripted_instance(f"tcp://127.0.0.1:{i}") for i in (1, 2, 3))
+        registrations = [await client.register(instance) for instance in (kept, changed, withdrawn)]
+        watcher = Watcher(await harness.client())
+        await watcher.synced()
+        await harness.hub.close()
+        draining = msgspec.structs.replace(changed, state=InstanceState.DRAINING)
+        await registrations[1].update(draining)
+        await registrations[2].close()
+        await watcher.quiet(2 * harness.config.lease_ttl_s)
+        assert len(watcher.present) == 3
+        await harness.start_hub()
+        await watcher.synced()
+        await watcher.until(lambda: watcher.present.get(changed.worker_id) == draining)
+        await watcher.until(lambda: watcher.present.keys() == {kept.worker_id, changed.worker_id})
+        assert watcher.removed[-1].reason == "it did not register again with the restarted hub"
+        assert [removed.worker_id for removed in watcher.removed] == [withdrawn.worker_id]
+
+    play(scenario)
+
+
+def test_a_restarted_hub_drops_nobody_who_is_slow_to_come_back():
+    async def scenario(harness):
+        instance = scripted_instance("tcp://127.0.0.1:1")
+        await harness.start_member(instance)
+        watcher = Watcher(await harness.client())
+        await watcher.synced()
+        pid = harness.pid(instance)
+        os.kill(pid, signal.SIGSTOP)  # it cannot register while watchers are back already
+        try:
+            await harness.hub.close()
+            await harness.start_hub()
+            await watcher.synced()
+            assert watcher.present == {instance.worker_id: instance}
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await watcher.quiet(1.5)
+        assert len(harness.hub.table) == 1
+
+    play(scenario, DiscoveryConfig(lease_ttl_s=1.0, linger_s=0.1))
+
+
+def test_a_watch_that_begins_while_the_hub_is_away_waits():
+    async def scenario(harness):
+        client = await harness.client()
+        await harness.hub.close()
+        watcher = Watcher(client)
+        await watcher.quiet(0.2)
+        await harness.start_hub()
+        await watcher.synced()
+
+    play(scenario)
+
+
+def test_registering_without_a_hub_says_so():
+    async def scenario(harness):
+        await harness.hub.close()
+        client = await harness.client()
+        with pytest.raises(Unavailable, match="is the supervisor running"):
+            await client.register(scripted_instance("tcp://127.0.0.1:1"))
+        await harness.start_hub()
+        watcher = Watcher(client)
+        await watcher.synced()
+        assert watcher.present == {}, "what failed is not done later"
+
+    play(scenario, DiscoveryConfig(connect_timeout_s=0.2))
+
+
+def test_another_secret_is_refused():
+    async def scenario(harness):
+        stranger = LocalDiscovery(
+            harness.hub.address, Identity(secret=b"guess"), rng=random.Random(1), config=harness.config
+        )
+        async with stranger:
+            with pytest.raises(Unavailable, match="deployment secret") as refused:
+                await stranger.register(scripted_instance("tcp://127.0.0.1:1"))
+        assert "guess" not in str(refused.value)
+        assert len(harness.hub.table) == 0
+
+    play(scenario, DiscoveryConfig(connect_timeout_s=0.3))
+
+
+def test_registrations_are_bounded():
+    async def scenario(harness):
+        client = await harness.client()
+        first = await client.register(scripted_instance("tcp://127.0.0.1:1"))
+        with pytest.raises(Overloaded, match="instances_max"):
+            await client.register(scripted_instance("tcp://127.0.0.1:2"))
+        await first.close()
+        await client.register(scripted_instance("tcp://127.0.0.1:3"))
+
+    play(scenario, DiscoveryConfig(instances_max=1))
+
+
+def test_the_supervisor_watches_its_own_hub():
+    async def scenario(harness):
+        client = await harness.client()
+        watcher = Watcher(harness.hub)
+        await watcher.synced()
+        instance = scripted_instance("tcp://127.0.0.1:1")
+        await client.register(instance)
+        await watcher.until(lambda: watcher.present == {instance.worker_id: instance})
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("listen", "secret", "what"),
+    [
+        ("tcp://127.0.0.1:0", b"", "needs a secret"),
+        ("tcp://0.0.0.0:0", b"s", "loopback"),
+        ("tcp://127.0.0.1", b"s", "tcp://HOST:PORT"),
+        ("unix://relative", b"", "unix:///PATH"),
+        ("http://127.0.0.1:80", b"s", "is no address"),
+    ],
+)
+def test_a_hub_that_others_could_reach_is_refused(listen, secret, what):
+    with pytest.raises(ConfigError, match=what):
+        LocalHub(Identity(secret=secret), listen=listen)
+
+
+def test_a_second_hub_at_the_same_place_is_refused():
+    async def scenario(harness):
+        second = LocalHub(Identity(secret=b"s"), listen=harness.hub.address)
+        with pytest.raises(ConfigError, match="another process listens there"):
+            await second.start()
+        async with LocalDiscovery(
+            harness.hub.address, Identity(secret=b"of the suite"), rng=random.Random(1)
+        ) as client:
+            await client.register(scripted_instance("tcp://127.0.0.1:1"))
+
+    play(scenario)
+
+
+def test_loopback_tcp_with_a_token_works_too():
+    async def main():
+        identity = Identity(secret=b"token")
+        hub = LocalHub(identity, listen="tcp://127.0.0.1:0")
+        await hub.start()
+        async with LocalDiscovery(hub.address, identity, rng=random.Random(1)) as client:
+            await client.register(scripted_instance("tcp://127.0.0.1:1"))
+            assert len(hub.table) == 1
+        await hub.close()
+        await hub.close()
+
+    run_async(main())

@@ -1,0 +1,5 @@
+from penstock.testing.discovery import DiscoverySuite, MemoryDiscoveryHarness
+
+
+class TestMemoryDiscovery(DiscoverySuite):
+    harness = MemoryDiscoveryHarness
