@@ -37,8 +37,8 @@ from penstock.core.wire import num_tokens, pack_hashes, pack_tokens, unpack_hash
 from penstock.router.config import RetryConfig, RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.member import Condition
+from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster
-from penstock.testing.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 
 BLOCK_SIZE = 4

@@ -20,9 +20,9 @@ from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.router.config import RetryConfig, RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.open_request import OpenRequest
+from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, small_card
 from penstock.testing.hand_engine import HandEngine
-from penstock.testing.loop import run_virtual
 
 PROMPT = (5, 6, 7, 8, 9, 10)
 

@@ -30,9 +30,9 @@ from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.member import Condition, WorkerView
 from penstock.router.router import RouteReason
+from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, small_card
 from penstock.testing.hand_engine import HandEngine
-from penstock.testing.loop import run_virtual
 
 PROMPT = tuple(range(100, 121))
 HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]

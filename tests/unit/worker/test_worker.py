@@ -26,9 +26,9 @@ from penstock.core.types import (
 from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.runtime.discovery.memory import MemoryDiscovery
 from penstock.runtime.requests.memory import MemoryPlane
+from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import small_card
 from penstock.testing.hand_engine import HandEngine
-from penstock.testing.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from penstock.worker.worker import Worker, WorkerIdentity
 
