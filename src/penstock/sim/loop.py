@@ -69,7 +69,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def run_in_executor(
-        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
         del executor
         future: asyncio.Future[T] = self.create_future()
