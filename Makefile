@@ -8,7 +8,7 @@ TORCH_INDEX =
 PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
 	$(CXX) -std=c++20 -I"$$include" -include Python.h -include span -fsyntax-only -x c++ /dev/null 2>/dev/null && \
 	echo ON || echo OFF)
-FUZZ_RUNS = 20000
+FUZZ_RUNS = 5000
 FUZZ_SEED = 1
 # Those that need no running server.
 BENCHES = hashing mock cancel engine
@@ -60,6 +60,7 @@ fuzz: venv
 	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX)
 	$(BIN)/cmake --build build/fuzz
 	build/fuzz/fuzz_hashing -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
+	build/fuzz/fuzz_attention -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 
 bench: venv
 	for name in $(BENCHES); do $(BIN)/penstock bench $$name --json benchmarks/results/$$name.json || exit 1; done

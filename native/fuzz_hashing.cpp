@@ -1,14 +1,11 @@
 // Fuzz target: every implementation of block_hashes against a second, straightforward one written from the paper.
-//
-// With Clang it is a libFuzzer target; with PENSTOCK_FUZZ_MAIN a seeded loop feeds it.
-// Either way: fuzz_hashing -runs=N -seed=N
+// With Clang it is a libFuzzer target; elsewhere fuzz_main.cpp feeds it.
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <random>
 #include <vector>
 
 #include "hashing.hpp"
@@ -150,26 +147,3 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     }
     return 0;
 }
-
-#if defined(PENSTOCK_FUZZ_MAIN)
-
-int main(int argc, char** argv) {
-    unsigned long long runs = 0;
-    unsigned long long seed = 0;
-    if (argc != 3 || std::sscanf(argv[1], "-runs=%llu", &runs) != 1 || std::sscanf(argv[2], "-seed=%llu", &seed) != 1) {
-        std::fprintf(stderr, "usage: fuzz_hashing -runs=N -seed=N\n");
-        return 2;
-    }
-    std::mt19937_64 random(seed);
-    for (unsigned long long run = 0; run < runs; ++run) {
-        Bytes data(random() % 6000);
-        std::ranges::generate(data, [&] { return static_cast<std::uint8_t>(random()); });
-        LLVMFuzzerTestOneInput(data.data(), data.size());
-    }
-    for (const auto& implementation : penstock::implementations()) {
-        std::printf("%s: %llu inputs equal\n", implementation.name, runs);
-    }
-    return 0;
-}
-
-#endif
