@@ -134,7 +134,7 @@ class OpenRequest:
 
     async def __anext__(self) -> Delta:
         while True:
-            if self._progress is not None and self._progress.has_unread:
+            if self._progress is not None and self._progress.unread:
                 return self._take(self._progress)
             if self._error is not None:
                 raise self._error

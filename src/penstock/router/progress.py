@@ -39,7 +39,8 @@ class Progress:
         self._block_size = card.block_size
         self._hash_key = hash_key
         self._output = bytearray()  # received here, beyond what the request brought along
-        self._unread: list[Delta] = []
+        self.unread: list[Delta] = []
+        """What the reader has not taken; `take` gives it merged."""
         self._extend_hashes()
         have, expected = (
             len(self._request.block_hashes) // 16,
@@ -53,36 +54,32 @@ class Progress:
             )
 
     @property
-    def has_unread(self) -> bool:
-        return bool(self._unread)
-
-    @property
     def unread_tokens(self) -> int:
-        return sum(num_tokens(delta.token_ids) for delta in self._unread)
+        return sum(num_tokens(delta.token_ids) for delta in self.unread)
 
     def add(self, delta: Delta) -> None:
         """Take what a worker sent; its error, if any, is the caller's business."""
         self._output += delta.token_ids
-        self.output_tokens += num_tokens(delta.token_ids)
+        self.output_tokens += len(delta.token_ids) >> 2
         if delta.cached_tokens is not None:
             if self.cached_tokens is None:
                 self.cached_tokens = delta.cached_tokens
             else:
                 delta = msgspec.structs.replace(delta, cached_tokens=None)
         if delta.error is None:
-            self._unread.append(delta)
+            self.unread.append(delta)
         elif delta.token_ids:
-            self._unread.append(msgspec.structs.replace(delta, error=None, finish_reason=None))
+            self.unread.append(msgspec.structs.replace(delta, error=None, finish_reason=None))
 
     def end(self, finish_reason: FinishReason) -> None:
         """Close the output where it stands."""
-        self._unread.append(Delta(request_id=self._request.request_id, finish_reason=finish_reason))
+        self.unread.append(Delta(request_id=self._request.request_id, finish_reason=finish_reason))
 
     def take(self) -> Delta:
         """Give all that is unread as one delta."""
-        unread, self._unread = self._unread, []
+        unread, self.unread = self.unread, []
         delta = unread[0] if len(unread) == 1 else _merge(unread)
-        self.taken_tokens += num_tokens(delta.token_ids)
+        self.taken_tokens += len(delta.token_ids) >> 2
         return delta
 
     def request(self, deadline_s: float | None) -> Request:

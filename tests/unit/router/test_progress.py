@@ -81,7 +81,7 @@ def test_unread_deltas_are_merged_with_everything_in_them():
     assert delta.logprobs == tuple(logprobs)
     assert delta.cached_tokens == 0
     assert delta.finish_reason is FinishReason.STOP
-    assert not progress.has_unread
+    assert not progress.unread
     assert progress.taken_tokens == 3
 
 
@@ -98,7 +98,7 @@ def test_an_error_is_not_for_the_reader_but_the_tokens_beside_it_are():
     progress = Progress(make_request([1]), small_card(), KEY)
     error = RequestError("no").to_info()
     progress.add(make_delta(error=error, finish_reason=FinishReason.ERROR))
-    assert not progress.has_unread
+    assert not progress.unread
     progress.add(make_delta(5, error=error, finish_reason=FinishReason.ERROR))
     delta = progress.take()
     assert unpack_tokens(delta.token_ids).tolist() == [5]

@@ -378,13 +378,11 @@ def test_the_smaller_context_is_the_one_announced():
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(stage.run())
-            changes = stage.discovery.watch()
-            async for change in changes:
+            async for change in stage.discovery.watch():
                 if isinstance(change, InstancePut):
                     assert change.instance.card.context_length == 36
                     break
                 assert isinstance(change, WatchSynced)
-            await changes.aclose()
             stage.worker.stop()
 
     run_virtual(main())
