@@ -285,6 +285,7 @@ class Fleet:
         pause_s = shortest_s
         while member.listed:
             sink = _MemberSink(self, member)
+            self.loads.reset(member.slot, total_blocks=member.instance.engine.total_blocks)
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     connection = await self._plane.connect(member.instance, sink)
@@ -331,7 +332,6 @@ class Fleet:
             replace=partial(self._replace, member),
             rng=self._rng,
         )
-        self.loads.reset(member.slot, total_blocks=member.instance.engine.total_blocks)
         member.subscriber.start()
         _log.info("worker_connected", worker=member.instance.name, address=member.instance.address)
         self._refresh(member.instance.card.name)
