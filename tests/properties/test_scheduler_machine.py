@@ -232,5 +232,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase

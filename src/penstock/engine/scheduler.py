@@ -109,9 +109,9 @@ class Scheduler:
     def abort(self, request_id: RequestId) -> None:
         """Forget a request, without another delta; an unknown one is no error."""
         sequence = self._by_id.pop(request_id, None)
-        if sequence is None:
-            return
-        if sequence.slot is not None and self._under_way is not None:
+        if sequence is None:  # perhaps it ended, and nobody was told yet
+            self._outbox = [delta for delta in self._outbox if delta.request_id != request_id]
+        elif sequence.slot is not None and self._under_way is not None:
             self._aborted_slots.add(sequence.slot)
         else:
             self._drop(sequence)
@@ -304,9 +304,7 @@ class Scheduler:
         while self._waiting and budget > 0 and self._free_slots:
             sequence = next(iter(self._waiting.values()))
             size, known = self._limits.block_size, len(sequence.token_ids)
-            cacheable = (
-                known - 1
-            ) // size  # the last token is always computed, for something must be sampled from
+            cacheable = (known - 1) // size  # the last token is always computed: it is sampled from
             sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
             hits = self._pool.match(sequence.block_hashes[:cacheable])
             needed = known // size + 1 - len(hits)
