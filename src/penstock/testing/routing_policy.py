@@ -1,0 +1,79 @@
+"""What every routing policy must do, as tests. Subclass the suite and say how one is made.
+
+class TestMyPolicy(RoutingPolicySuite):
+    def make(self):
+        return MyPolicy()
+"""
+
+import copy
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.router.policies import choose
+from penstock.seams import RoutingContext, RoutingPolicy
+
+_SIZES = (1, 2, 3, 17, 1000)
+
+
+def some_contexts(seed: int = 0) -> Iterator[RoutingContext]:
+    """Give contexts of many kinds: few and many workers, idle and full ones, some of them not eligible."""
+    rng = np.random.default_rng(seed)
+    for num_slots in _SIZES:
+        for turn in (0, 1, 5, 1_000_003):
+            request_tokens = int(rng.integers(1, 5000))
+            request_blocks = -(-request_tokens // 16)
+            total_blocks = rng.integers(0, 2, num_slots) * rng.integers(1, 4000, num_slots)
+            yield RoutingContext(
+                request_tokens=request_tokens,
+                request_blocks=request_blocks,
+                block_size=16,
+                eligible=rng.random(num_slots) < rng.choice([0.0, 0.3, 1.0]),
+                overlap_blocks=rng.integers(0, request_tokens // 16 + 1, num_slots).astype(np.int32),
+                active_blocks=rng.integers(0, 4000, num_slots),
+                total_blocks=total_blocks,
+                running_requests=rng.integers(0, 300, num_slots),
+                waiting_requests=rng.integers(0, 2, num_slots) * rng.integers(0, 1000, num_slots),
+                queued_prefill_tokens=rng.integers(0, 100_000, num_slots),
+                turn=turn,
+            )
+
+
+class RoutingPolicySuite:
+    """Defines `seams.RoutingPolicy`."""
+
+    def make(self) -> RoutingPolicy:
+        raise NotImplementedError
+
+    def test_it_has_a_name(self) -> None:
+        assert self.make().name
+
+    def test_each_slot_gets_a_cost(self) -> None:
+        for context in some_contexts():
+            costs = self.make().costs(context)
+            assert costs.shape == context.eligible.shape
+            assert costs.dtype == np.float64
+
+    def test_the_eligible_worker_it_prefers_has_a_finite_cost(self) -> None:
+        for context in some_contexts():
+            costs = self.make().costs(context)[context.eligible]
+            assert not np.isnan(costs).any()
+            assert not len(costs) or np.isfinite(costs.min())
+
+    def test_the_same_context_gets_the_same_costs_and_is_left_alone(self) -> None:
+        policy = self.make()
+        for context in some_contexts():
+            before = copy.deepcopy(context)
+            costs = policy.costs(context)
+            assert np.array_equal(costs, policy.costs(before))
+            assert np.array_equal(costs, self.make().costs(context))
+            for column in RoutingContext.__slots__:
+                assert np.array_equal(getattr(context, column), getattr(before, column)), column
+
+    def test_a_lone_eligible_worker_is_chosen(self) -> None:
+        for context in some_contexts():
+            context.eligible[:] = False
+            assert choose(self.make().costs(context), context.eligible, 1) is None
+            slot = len(context.eligible) // 2
+            context.eligible[slot] = True
+            assert choose(self.make().costs(context), context.eligible, 1) == slot
