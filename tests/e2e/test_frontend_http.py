@@ -730,7 +730,7 @@ def test_two_frontends_share_a_port_that_is_held_for_them() -> None:
             port = held.getsockname()[1]
             dispatchers = [ScriptedDispatcher(SPEAK), ScriptedDispatcher(SPEAK)]
             servers = [
-                FrontendServer(Frontend(FrontendConfig(port=port, reuse_port=True), d, hash_key=bytes(16)))
+                FrontendServer(Frontend(FrontendConfig(port=port), d, hash_key=bytes(16)), share_port=True)
                 for d in dispatchers
             ]
             for server in servers:

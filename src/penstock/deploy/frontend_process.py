@@ -23,7 +23,7 @@ async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: async
     """
     common = assignment.common
     graph = Graph.model_validate_json(common.graph_json)
-    config = graph.frontend.model_copy(update={"host": job.host, "port": job.port, "reuse_port": True})
+    config = graph.frontend.model_copy(update={"host": job.host, "port": job.port})
     identity = Identity(process=assignment.name, hash_key=common.hash_key, secret=common.secret)
     registry = CollectorRegistry()
     rng = random.Random()
@@ -38,7 +38,7 @@ async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: async
     )
     frontend = Frontend(config, dispatcher, hash_key=common.hash_key, registry=registry, rng=rng)
     async with discovery, dispatcher:
-        server = FrontendServer(frontend)
+        server = FrontendServer(frontend, share_port=True)
         await server.start()
         try:
             if await _serving(dispatcher, stopping):

@@ -10,8 +10,6 @@ class FrontendConfig(Config):
     """Address to listen on; 0.0.0.0 is every interface."""
     port: int = pydantic.Field(default=8000, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""
-    reuse_port: bool = False
-    """Share the port with other frontend processes; whoever starts them holds the port against strangers."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
     """Largest request body, after decompression; a larger one gets 413."""
     inflight_max: int = pydantic.Field(default=2048, ge=1)

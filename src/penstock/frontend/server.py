@@ -21,8 +21,15 @@ _log = get_logger()
 class FrontendServer:
     """Serves one `Frontend` over HTTP until `close`."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, *, share_port: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            frontend: what to serve.
+            share_port: other frontend processes may have the same port; who starts them holds it against strangers.
+        """
         self._frontend = frontend
+        self._share_port = share_port
         self._surface = HttpSurface(frontend)
         self._runner: web.AppRunner | None = None
         self._sites: list[web.SockSite] = []
@@ -37,7 +44,7 @@ class FrontendServer:
             ConfigError: the port is taken, or the address is not this machine's.
         """
         config = self._frontend.config
-        listener = _listen(config)
+        listener = _listen(config, share_port=self._share_port)
         # What aiohttp itself refuses, as garbage instead of HTTP, is the client's fault and no event here.
         quiet = logging.getLogger("penstock.frontend.http")
         quiet.setLevel(logging.CRITICAL)
@@ -71,7 +78,7 @@ class FrontendServer:
         _log.info("frontend_closed", requests_ended=ended)
 
 
-def _listen(config: FrontendConfig) -> socket.socket:
+def _listen(config: FrontendConfig, *, share_port: bool) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -81,7 +88,7 @@ def _listen(config: FrontendConfig) -> socket.socket:
         raise _unusable(config, error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if config.reuse_port:
+        if share_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted connections inherit it. Left to grow by itself, it takes megabytes for a client that stalls.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.write_buffer_bytes)
