@@ -15,8 +15,10 @@ EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 
+_DEMO_WORKERS = 2  # so that there is something to route between
+
 _SERVE_FLAGS = {
-    "--workers": ("roles.aggregated.replicas", "N", "worker processes (default 1)"),
+    "--workers": ("roles.aggregated.replicas", "N", "worker processes (default 1; 2 with --demo)"),
     "--engine": ("roles.aggregated.engine", "NAME", "paged: PyTorch (default); mock: made-up text, no model"),
     "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
     "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),
@@ -101,9 +103,11 @@ def _add_serve(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> int:
     graph = _graph_of(options)
     from penstock.core import log  # noqa: PLC0415
+    from penstock.core.native import warn_if_disabled  # noqa: PLC0415
     from penstock.deploy.serve import serve  # noqa: PLC0415
 
     log.configure(options.log_level, process="supervisor")
+    warn_if_disabled()
     serve(graph, log_level=options.log_level, first_chat=options.first_chat)
     return 0
 
@@ -127,7 +131,10 @@ def _graph_of(options: argparse.Namespace) -> Any:
         raise ConfigError(
             "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
         )
-    return build({"model": model or DEMO_MODEL}, overrides, source="MODEL")
+    data: dict[str, Any] = {"model": model or DEMO_MODEL}
+    if options.demo:
+        data["roles"] = {"aggregated": {"replicas": _DEMO_WORKERS}}
+    return build(data, overrides, source="MODEL")
 
 
 def _add_graph(commands: Any) -> None:
