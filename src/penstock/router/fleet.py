@@ -21,9 +21,6 @@ from penstock.core.errors import PenstockError, ProtocolError, RequestError, Una
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     CardFile,
     Delta,
     EventMessage,
@@ -31,14 +28,13 @@ from penstock.core.types import (
     InstancePut,
     InstanceRemoved,
     InstanceState,
-    KvEvent,
     ModelCard,
     Request,
     WatchSynced,
     WorkerLoad,
 )
-from penstock.core.wire import unpack_hashes
 from penstock.router.config import RouterConfig
+from penstock.router.indexer import Indexer
 from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, DeltaHandler, Member, WorkerView, identity
 from penstock.router.metrics import RouterMetrics
@@ -72,6 +68,7 @@ class Fleet:
         rng: random.Random,
     ) -> None:
         self.tree = RadixTree(config.indexed_blocks_max)
+        self._indexer = Indexer(self.tree, metrics)
         self.loads = LoadTracker()
         self.pools: dict[str, Pool] = {}
         self._discovery = discovery
@@ -203,19 +200,21 @@ class Fleet:
 
     def _put(self, instance: Instance) -> None:
         member = self._members.get(instance.worker_id)
-        if member is not None:
-            member.instance = instance
-            member.listed = True
+        if member is None:
+            if not self._admit(instance):
+                return
         else:
-            member = self._admit(instance)
-        if member is not None:
-            self._refresh(instance.card.name)
+            previous, member.instance, member.listed = member.instance, instance, True
+            if previous.card.name != instance.card.name:
+                self._refresh(previous.card.name)
+        self._refresh(instance.card.name)
 
-    def _admit(self, instance: Instance) -> Member | None:
+    def _admit(self, instance: Instance) -> bool:
+        """Give a new worker a slot and connect to it, if there is room."""
         if len(self._members) >= self._config.workers_max:
             self._left_out[instance.worker_id] = instance
             _log.warning("worker_left_out", worker=instance.name, workers_max=self._config.workers_max)
-            return None
+            return False
         slot = next((s for s, m in enumerate(self._by_slot) if m is None), len(self._by_slot))
         member = Member(instance, slot)
         if slot == len(self._by_slot):
@@ -225,7 +224,7 @@ class Fleet:
         self._by_slot[slot] = self._members[instance.worker_id] = member
         assert self._group is not None, "run() is under way"
         self._group.create_task(self._keep_connected(member), name=f"connection to {instance.name}")
-        return member
+        return True
 
     def _remove(self, worker_id: WorkerId, reason: str) -> None:
         self._left_out.pop(worker_id, None)
@@ -244,7 +243,7 @@ class Fleet:
     def _forget(self, member: Member) -> None:
         del self._members[member.worker_id]
         self._by_slot[member.slot] = None
-        self.tree.clear(member.slot)
+        self._indexer.forget(member.slot)
         self.loads.reset(member.slot)
         self._refresh(member.instance.card.name)
         if self._left_out:
@@ -328,8 +327,8 @@ class Fleet:
         member.connections += 1
         member.subscriber = sink.subscriber = EventSubscriber(
             connection,
-            apply=partial(self._apply, member),
-            replace=partial(self._replace, member),
+            apply=lambda _, events: self._indexer.apply(member.slot, events),
+            replace=lambda _, events: self._indexer.replace(member.slot, events),
             rng=self._rng,
         )
         member.subscriber.start()
@@ -362,9 +361,8 @@ class Fleet:
         if member.connection is None:
             return
         self._metrics.connections_lost.inc()
-        _log.warning(
-            "worker_lost", worker=member.instance.name, requests=len(member.requests), error=error.message
-        )
+        log = _log.warning if member.condition is Condition.READY or member.requests else _log.info
+        log("worker_lost", worker=member.instance.name, requests=len(member.requests), error=error.message)
         member.problem = error
         self._detach(member, error)
         member.closing.set()
@@ -376,38 +374,12 @@ class Fleet:
         member.connection = None
         if member.subscriber is not None:
             member.subscriber.close()
-        self.tree.clear(member.slot)
+        self._indexer.forget(member.slot)
         self.loads.reset(member.slot)
         self._refresh(member.instance.card.name)
         requests, member.requests = member.requests, {}
         for handler in requests.values():
             handler.on_lost(error)
-
-    # -- events
-
-    def _apply(self, member: Member, _: WorkerId, events: Sequence[KvEvent]) -> None:
-        for event in events:
-            match event:
-                case BlockStored():
-                    self._store(member, event)
-                case BlockRemoved():
-                    self.tree.remove(member.slot, unpack_hashes(event.block_hashes), tier=event.tier)
-                case AllBlocksCleared():
-                    self.tree.clear(member.slot)
-        self._metrics.kv_events.inc(len(events))
-        self._metrics.note_index(self.tree.stats())
-
-    def _replace(self, member: Member, _: WorkerId, events: Sequence[BlockStored]) -> None:
-        self.tree.clear(member.slot)
-        for event in events:
-            self._store(member, event)
-        self._metrics.event_snapshots.inc()
-        self._metrics.note_index(self.tree.stats())
-
-    def _store(self, member: Member, event: BlockStored) -> None:
-        self.tree.store(
-            member.slot, unpack_hashes(event.block_hashes), parent=event.parent_block_hash, tier=event.tier
-        )
 
     def _view(self, member: Member) -> WorkerView:
         instance, slot = member.instance, member.slot

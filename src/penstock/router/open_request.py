@@ -302,7 +302,7 @@ class OpenRequest:
                 retry_after_s=retries.wait_s_max,
             ) from interruption
         shared.metrics.migrations.labels("moved").inc()
-        _log.info(
+        _log.debug(
             "request_migrated",
             request_id=self.request.request_id,
             tokens=self.output_tokens,

@@ -1,0 +1,49 @@
+"""Workers' KV events, applied to the prefix index."""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from penstock.core.wire import unpack_hashes
+from penstock.router.metrics import RouterMetrics
+from penstock.router.radix import RadixTree
+
+
+class Indexer:
+    """Keeps a tree in step with what workers say, by slot. Who may speak for a slot is the caller's business."""
+
+    def __init__(self, tree: RadixTree, metrics: RouterMetrics) -> None:
+        self.tree = tree
+        self._metrics = metrics
+
+    def apply(self, slot: int, events: Sequence[KvEvent]) -> None:
+        """Apply one batch of events, in order."""
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(slot, event)
+                case BlockRemoved():
+                    self.tree.remove(slot, unpack_hashes(event.block_hashes), tier=event.tier)
+                case AllBlocksCleared():
+                    self.tree.clear(slot)
+                case _:
+                    assert_never(event)
+        self._metrics.kv_events.inc(len(events))
+        self._metrics.note_index(self.tree.stats())
+
+    def replace(self, slot: int, events: Sequence[BlockStored]) -> None:
+        """Forget what a worker held and store a snapshot."""
+        self.tree.clear(slot)
+        for event in events:
+            self._store(slot, event)
+        self._metrics.event_snapshots.inc()
+        self._metrics.note_index(self.tree.stats())
+
+    def forget(self, slot: int) -> None:
+        """Forget what a worker held: it is gone."""
+        self.tree.clear(slot)
+        self._metrics.note_index(self.tree.stats())
+
+    def _store(self, slot: int, event: BlockStored) -> None:
+        hashes = unpack_hashes(event.block_hashes)
+        self.tree.store(slot, hashes, parent=event.parent_block_hash, tier=event.tier)
