@@ -58,7 +58,9 @@ class FrameCodec(Generic[M]):
         """
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(union)
-        self._strict_tags = {str(kind.__struct_config__.tag) for kind in union.__args__} - {*lenient_tags}
+        self.tags = frozenset(str(kind.__struct_config__.tag) for kind in union.__args__)
+        """Of every message it knows."""
+        self._strict_tags = self.tags - {*lenient_tags}
 
     def encode(self, message: M) -> bytes:
         """Encode one message with its length in front."""
