@@ -172,6 +172,7 @@ class Corpus:
         self._prefixes = _lines(frames["prefixes"])
         self._suffixes = _lines(frames["suffixes"])
         self._systems = _lines(frames["systems"])
+        self._noise = frames["noise"].split()
         self._synonyms = {word: others.split("|") for word, others in frames["synonyms"].items()}
         self._follow_ups = frames["follow_ups"]
         pools = {name: (template,) for name, template in frames["macros"].items()}
@@ -241,15 +242,29 @@ class Corpus:
             for long, short in _CONTRACTIONS.items():
                 text = re.sub(rf"\b{long}\b", short, text)
         mark = self._mark(text)
+        if rng.random() < (0.15 if bare else 0.35):
+            text = self._blurred(text)
         if rng.random() < (0.05 if bare else 0.1):
             suffix = rng.choice(self._suffixes)
-            text += suffix if suffix[0] in ",." else " " + suffix
+            text += suffix if suffix[0] in ",.?" else " " + suffix
         if rng.random() < (0.08 if bare else 0.3):
             prefix = rng.choice(self._prefixes)
             if prefix[-1] in ".!" and rng.random() < 0.7:
                 text = text[0].upper() + text[1:]
             text = f"{prefix} {text}"
         return self._typed(self._cased(text) + mark)
+
+    def _blurred(self, text: str) -> str:
+        """Drop and put in words without a subject, so that the others decide what a question is about."""
+        if sum(word not in self._noise for word in text.split(" ")) < 2:
+            return text
+        words = []
+        for word in text.split(" "):
+            if word not in self._noise or self._rng.random() > 0.15:
+                words.append(word)
+            if self._rng.random() < 0.08:
+                words.append(self._rng.choice(self._noise))
+        return " ".join(words)
 
     def _mark(self, text: str) -> str:
         if _ASKS.match(text):
@@ -298,10 +313,10 @@ class Corpus:
         """Make a chat: mostly one question, sometimes several, sometimes one that needs the answer before it."""
         rng = self._rng
         messages: list[Message] = []
-        if rng.random() < 0.25:
+        if rng.random() < 0.2:
             messages.append({"role": "system", "content": rng.choice(self._systems)})
         if turns is None:
-            turns = rng.choices((1, 2, 3, 4, 6), (70, 15, 8, 4, 3))[0]
+            turns = rng.choices((1, 2, 3, 4, 6), (82, 10, 5, 2, 1))[0]
         while turns > 0:
             if turns > 1 and rng.random() < 0.35:
                 first, second, template = rng.choice(self._follow_ups)
