@@ -63,6 +63,7 @@ class EventFeed:
             self._subscribed = False
             self._service.unsubscribe(self)
         self._pending.clear()
+        self._behind = False
 
     def _send(self, message: EventMessage) -> None:
         self._outlet.send_event(message)
