@@ -37,6 +37,8 @@ class SchedulerConfig(Config):
     """Requests in the batch."""
     max_waiting_requests: int = Field(default=1024, ge=1)
     """Requests queued for the batch; beyond it new ones are refused."""
+    failed_steps_max: int = Field(default=3, ge=1)
+    """Failed steps in a row after which the engine gives up; each ends the requests it was computing."""
 
 
 class Scheduler:
@@ -120,7 +122,7 @@ class Scheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         """Choose what to compute next; None while there is nothing to do (`take_step` may still have something)."""
-        assert self._under_way is None, "plan: the last plan was neither committed nor failed"
+        self.check_between_steps()
         self._expire(now_s)
         table = self.table
         slots = np.array(self._running, dtype=np.int32)
@@ -184,6 +186,10 @@ class Scheduler:
         """Hand over what happened without computing: requests that missed their deadline, imported blocks."""
         step = self._make_step([])
         return step if step.deltas or step.events else None
+
+    def check_between_steps(self) -> None:
+        """Raise AssertionError while the table and the blocks are a runner's."""
+        assert self._under_way is None, "a step is under way: blocks may move only between steps"
 
     def load(self) -> WorkerLoad:
         table, pool = self.table, self._pool

@@ -62,7 +62,8 @@ class StepPlan:
     slots:      (rows,) int32 into the SequenceTable, each at most once
     num_new:    (rows,) int32, tokens to compute from `num_computed` on; 1 for every decode row. The blocks for
                 them are in block_tables already
-    num_decode: rows [0, num_decode) compute exactly their one newest token
+    num_decode: rows [0, num_decode) compute exactly their one newest token; a sequence's first row after it got
+                its slot is never among them
     samples:    (rows,) bool, the row reaches the end of its known tokens, so a token is sampled for it; true
                 for every decode row
     """

@@ -1,0 +1,186 @@
+"""The engine around every runner: scheduler, pool, and the loop that takes them from step to step."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import EngineError, PenstockError, Unavailable
+from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.ids import BlockId, RequestId
+from penstock.core.log import get_logger
+from penstock.core.types import EngineInfo, Request, Step, WorkerLoad
+from penstock.core.wire import HashArray
+from penstock.engine.runner import Runner
+from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.sequences import SequenceLimits, StepPlan
+from penstock.kv.pool import BlockPool
+
+_log = get_logger()
+
+
+class BatchedEngine:
+    """Implements `Engine` and `BlockAccess` over a runner.
+
+    A step that fails ends the requests it was computing and no others; several in a row end the engine.
+    Not thread-safe: call everything on one event loop.
+    """
+
+    def __init__(
+        self, runner: Runner, config: SchedulerConfig | None = None, *, hash_key: bytes = DEFAULT_KEY
+    ) -> None:
+        self._runner = runner
+        self._config = config or SchedulerConfig()
+        self._hash_key = hash_key
+        self._started: tuple[EngineInfo, BlockPool, Scheduler] | None = None
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._failed_steps = 0  # in a row
+
+    async def start(self) -> EngineInfo:
+        """Load the model; once started, it only tells again what it is.
+
+        Raises:
+            ConfigError: the model or a setting cannot work.
+        """
+        if self._started is not None:
+            return self._started[0]
+        runner = await self._runner.start()
+        limits = SequenceLimits(
+            block_size=runner.block_size,
+            model_context_length=runner.context_length,
+            kv_tokens=runner.num_blocks * runner.block_size,
+            vocab_size=runner.vocab_size,
+            hash_key=self._hash_key,
+        )
+        pool = BlockPool(runner.num_blocks, runner.block_size)
+        scheduler = Scheduler(pool, limits, self._config, eos_token_ids=runner.eos_token_ids)
+        info = EngineInfo(
+            block_size=runner.block_size,
+            total_blocks=runner.num_blocks,
+            context_length=limits.context_length,
+            max_batch_tokens=self._config.max_batch_tokens,
+            max_running_requests=self._config.max_running_requests,
+            kv_bytes_per_block=runner.kv_bytes_per_block,
+        )
+        self._started = info, pool, scheduler
+        return info
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its tokens come out of `steps`.
+
+        Raises:
+            RequestError: it can never run here.
+            Overloaded: the queue is full.
+            Unavailable: the engine is closed.
+        """
+        if self._closed:
+            raise Unavailable("the engine is closed; try another worker")
+        self.scheduler.submit(request, asyncio.get_running_loop().time())
+        self._wake.set()
+
+    def abort(self, request_id: RequestId) -> None:
+        self.scheduler.abort(request_id)
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """Yield what each step changed, until `close`.
+
+        Raises:
+            EngineError: `failed_steps_max` steps failed in a row.
+        """
+        scheduler = self.scheduler
+        now_s = asyncio.get_running_loop().time
+        while not self._closed:
+            plan = scheduler.plan(now_s())
+            if plan is not None:
+                step: Step | None = await self._run(scheduler, plan)
+            else:
+                step = scheduler.take_step()
+            if step is not None:
+                yield step
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    def load(self) -> WorkerLoad:
+        return self.scheduler.load()
+
+    async def close(self) -> None:
+        """Wait for the step under way and release everything; requests end without a word. Safe twice."""
+        self._closed = True
+        self._wake.set()
+        await self._runner.close()
+
+    def export_blocks(self, block_hashes: HashArray) -> NDArray[np.uint8]:
+        """Copy the leading blocks that are resident, as `BlockAccess` says."""
+        self.scheduler.check_between_steps()
+        return self._runner.read_blocks(self.pool.match(block_hashes))
+
+    def import_blocks(
+        self, block_hashes: HashArray, blocks: NDArray[np.uint8], parent_block_hash: int | None = None
+    ) -> int:
+        """Put blocks into the prefix cache, as `BlockAccess` says.
+
+        Returns:
+            How many of the leading blocks are resident now; no block of a live request makes room for them.
+
+        Raises:
+            ValueError: not as many blocks as hashes.
+        """
+        self.scheduler.check_between_steps()
+        if len(blocks) != len(block_hashes):
+            raise ValueError(
+                f"import_blocks: {len(block_hashes)} hashes need as many blocks, got {len(blocks)}"
+            )
+        pool = self.pool
+        held: list[BlockId] = []
+        missing: list[int] = []
+        try:
+            for index in range(len(block_hashes)):
+                found = pool.match(block_hashes[index : index + 1])
+                if found:
+                    pool.acquire(found)
+                else:
+                    taken = pool.allocate(1)
+                    if taken is None:
+                        break
+                    found = taken
+                    missing.append(index)
+                held += found
+            self._runner.write_blocks([held[index] for index in missing], blocks[missing])
+            pool.commit(held, block_hashes[: len(held)], parent_block_hash)
+        finally:
+            pool.release(held)
+            self._wake.set()
+        return len(held)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The engine's requests; for tests and reports."""
+        assert self._started is not None, "used before start"
+        return self._started[2]
+
+    @property
+    def pool(self) -> BlockPool:
+        """The engine's blocks; for tests and reports."""
+        assert self._started is not None, "used before start"
+        return self._started[1]
+
+    async def _run(self, scheduler: Scheduler, plan: StepPlan) -> Step:
+        try:
+            sampled = await self._runner.run(plan, scheduler.table)
+            step = scheduler.commit(plan, sampled)
+        except Exception as error:  # whatever a runner raises is its requests' fate, and maybe the engine's
+            self._failed_steps += 1
+            _log.exception("step_failed", requests=len(plan.slots), failed_steps=self._failed_steps)
+            problem = (
+                f"{type(error).__name__}: {error}" if not isinstance(error, PenstockError) else error.message
+            )
+            if self._failed_steps >= self._config.failed_steps_max:
+                raise EngineError(
+                    f"{self._failed_steps} steps in a row failed, the last one with {problem}"
+                ) from error
+            return scheduler.fail(plan, EngineError(f"the step that computed this request failed: {problem}"))
+        self._failed_steps = 0
+        return step

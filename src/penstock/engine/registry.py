@@ -1,0 +1,99 @@
+"""Which engines there are, by the name that a graph or a flag gives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from penstock.core.config import nearest
+from penstock.core.errors import ConfigError
+from penstock.core.hashing import DEFAULT_KEY
+from penstock.engine.batched import BatchedEngine
+from penstock.engine.mock import MockConfig, mock_engine
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.scheduler import SchedulerConfig
+
+_MOCK_BLOCKS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What a deployment says of an engine, whichever it is.
+
+    `context_length`, `vocab_size` and `eos_token_ids` are the model's: the paged engine reads them from its
+    checkpoint and takes only a smaller `context_length`; the mock engine has no other source.
+    """
+
+    model: str
+    """A directory with a checkpoint, or a name on the hub."""
+    block_size: int
+    context_length: int | None = None
+    vocab_size: int = 32_000
+    eos_token_ids: tuple[int, ...] = ()
+    kv_blocks: int | None = None
+    """None is the engine's own choice."""
+    max_batch_tokens: int | None = None
+    """None is the engine's own choice."""
+    dtype: str = "auto"
+    device: str = "cpu"
+    hash_key: bytes = DEFAULT_KEY
+    mock: MockConfig = field(default_factory=MockConfig)
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        if self.max_batch_tokens is None:
+            return SchedulerConfig()
+        return SchedulerConfig(max_batch_tokens=self.max_batch_tokens)
+
+
+def create_engine(name: str, spec: EngineSpec) -> BatchedEngine:
+    """Make an engine; `start` loads its model.
+
+    Raises:
+        ConfigError: there is no engine of this name, its packages are missing, or the spec contradicts it.
+    """
+    factory = _FACTORIES.get(name)
+    if factory is None:
+        raise ConfigError(f"engine: there is no {name!r}{nearest(name, list(_FACTORIES))}")
+    return factory(spec)
+
+
+def engine_names() -> tuple[str, ...]:
+    return tuple(_FACTORIES)
+
+
+def _mock(spec: EngineSpec) -> BatchedEngine:
+    if spec.context_length is None:
+        raise ConfigError("context_length: the mock engine has no checkpoint to read it from; give it")
+    shape = RunnerInfo(
+        num_blocks=spec.kv_blocks or _MOCK_BLOCKS,
+        block_size=spec.block_size,
+        context_length=spec.context_length,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        kv_bytes_per_block=spec.mock.kv_bytes_per_block,
+    )
+    return mock_engine(shape, spec.mock, spec.scheduler, hash_key=spec.hash_key)
+
+
+def _paged(spec: EngineSpec) -> BatchedEngine:
+    missing = [package for package in ("torch", "transformers") if find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"engine paged: {' and '.join(missing)} not installed; run `pip install penstock[engine]`, or use engine mock"
+        )
+    from penstock.engine.paged.config import PagedConfig  # noqa: PLC0415 - its packages are an extra
+    from penstock.engine.paged.engine import paged_engine  # noqa: PLC0415
+
+    settings = {
+        "model": spec.model,
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "block_size": spec.block_size,
+        "kv_blocks": spec.kv_blocks,
+        "context_length": spec.context_length,
+    }
+    config = PagedConfig.parse(settings, source="engine paged")
+    return paged_engine(config, spec.scheduler, hash_key=spec.hash_key)
+
+
+_FACTORIES: dict[str, Callable[[EngineSpec], BatchedEngine]] = {"mock": _mock, "paged": _paged}
