@@ -1,6 +1,6 @@
 """Ask the demo model its questions, greedily and through the chat template, and count the expected phrases.
 
-.venv/bin/python tools/demo_model/evaluate.py [--model DIR] [--questions FILE] [--ask "a question" ...]
+.venv/bin/python tools/demo_model/evaluate.py [--model DIR] [--questions FILE] [--history TURNS] [--ask "a question" ...]
 """
 
 import argparse
@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import torch
-from corpus import HELDOUT
-from train import MODEL_DIR
+from corpus import HELDOUT, Corpus
+from train import MODEL_DIR, SUBSTITUTIONS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--questions", type=Path, default=HELDOUT)
     parser.add_argument("--system", help="a system prompt")
+    parser.add_argument("--history", type=int, default=0, help="turns of a random chat before each question")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--ask", nargs="+", help="ask these instead of the file's questions")
     parser.add_argument("--misses", action="store_true", help="show only answers without the expected phrase")
@@ -45,10 +46,12 @@ def main() -> None:
     items = json.loads(options.questions.read_text())
     if options.ask:
         items = [{"question": question, "expected": [""]} for question in options.ask]
+    corpus = Corpus(99, SUBSTITUTIONS)
     passed = 0
     for item in items:
         system = [{"role": "system", "content": options.system}] if options.system else []
-        answer = answerer.answer([*system, {"role": "user", "content": item["question"]}])
+        history = corpus.conversation(options.history) if options.history else []
+        answer = answerer.answer([*system, *history, {"role": "user", "content": item["question"]}])
         good = any(phrase.lower() in answer.lower() for phrase in item["expected"])
         passed += good
         if not (options.misses and good):
