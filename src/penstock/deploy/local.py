@@ -203,4 +203,8 @@ def _runnable_role(graph: Graph) -> RoleSpec:
         raise ConfigError(
             f"roles.aggregated.tensor_parallel: must be 1 in this version, got {role.tensor_parallel}"
         )
+    if role.kv_dtype not in {"auto", role.weight_dtype}:
+        raise ConfigError(
+            f"roles.aggregated.kv_dtype: must be auto or that of the weights in this version, got {role.kv_dtype}"
+        )
     return role

@@ -4,9 +4,11 @@ from typing import Literal
 
 import pydantic
 
-from penstock.core.config import Config, wrong
+from penstock.core.config import Config, nearest, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.types import Role
+from penstock.engine.mock import MockConfig
+from penstock.engine.registry import engine_names
 from penstock.perf.hardware import find_hardware
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -31,6 +33,15 @@ class RoleSpec(Config):
     """Tokens one engine step may compute; None is the engine's own choice."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)
     """Blocks in a worker's KV pool; None is the engine's own choice."""
+    mock: MockConfig = MockConfig()
+    """How the mock engine behaves."""
+
+    @pydantic.field_validator("engine")
+    @classmethod
+    def _check_engine(cls, engine: str) -> str:
+        if engine not in engine_names():
+            raise wrong(f"there is no engine {engine!r}{nearest(engine, list(engine_names()))}")
+        return engine
 
     @pydantic.field_validator("hardware")
     @classmethod

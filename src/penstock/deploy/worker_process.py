@@ -1,0 +1,81 @@
+"""A worker's process: one engine, driven by a `Worker`, reachable over a socket in the runtime directory."""
+
+import asyncio
+import os
+import random
+import socket
+from pathlib import Path
+
+from penstock.deploy.messages import Assignment, Ready, Tell, WorkerJob
+from penstock.engine.paged.checkpoint import Checkpoint
+from penstock.engine.registry import EngineSpec, create_engine
+from penstock.graph import Graph, RoleSpec
+from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.handshake import Identity
+from penstock.runtime.requests.tcp import TcpPlane
+from penstock.worker.files import ModelFiles
+from penstock.worker.worker import Worker, WorkerIdentity
+
+_VOCABULARY = 32_000  # of a checkpoint that does not say, for engines that ask
+
+
+async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.Event, tell: Tell) -> None:
+    """Serve until `stopping`, then finish what is under way.
+
+    Raises:
+        ConfigError: the model or a setting cannot work.
+        EngineError: the engine died.
+    """
+    common = assignment.common
+    graph = Graph.model_validate_json(common.graph_json)
+    role = graph.roles.present()[job.role]
+    name = assignment.name
+    identity = Identity(process=name, worker_id=job.worker_id, hash_key=common.hash_key, secret=common.secret)
+    async with LocalDiscovery(common.hub_address, identity, rng=random.Random()) as discovery:
+        worker = Worker(
+            create_engine(role.engine, _engine_spec(graph, role, job, common.hash_key)),
+            discovery,
+            TcpPlane(identity, listen=f"unix://{common.runtime_dir}/{name}.sock"),
+            identity=WorkerIdentity(
+                worker_id=job.worker_id, name=name, role=job.role, pid=os.getpid(), host=socket.gethostname()
+            ),
+            card=job.card,
+            read_file=ModelFiles(Path(job.model_dir), job.card.files).read,
+            config=graph.worker,
+        )
+        async with asyncio.TaskGroup() as group:
+            telling = group.create_task(_tell_ready(worker, role, tell))
+            obeying = group.create_task(_stop_when(stopping, worker))
+            try:
+                await worker.run()
+            finally:
+                telling.cancel()
+                obeying.cancel()
+
+
+def _engine_spec(graph: Graph, role: RoleSpec, job: WorkerJob, hash_key: bytes) -> EngineSpec:
+    return EngineSpec(
+        model=job.model_dir,
+        block_size=graph.block_size,
+        context_length=job.card.context_length,
+        vocab_size=Checkpoint.open(job.model_dir).text_config.get("vocab_size", _VOCABULARY),
+        eos_token_ids=job.card.eos_token_ids,
+        kv_blocks=role.kv_blocks,
+        max_batch_tokens=role.max_batch_tokens,
+        dtype=role.weight_dtype,
+        device="cpu" if role.hardware == "cpu" else "cuda",
+        hash_key=hash_key,
+        mock=role.mock,
+    )
+
+
+async def _tell_ready(worker: Worker, role: RoleSpec, tell: Tell) -> None:
+    await worker.ready.wait()
+    assert worker.instance is not None, "ready"
+    instance = worker.instance
+    tell(Ready(detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks"))
+
+
+async def _stop_when(stopping: asyncio.Event, worker: Worker) -> None:
+    await stopping.wait()
+    worker.stop()
