@@ -45,7 +45,8 @@ def test_it_must_be_said_once_what_to_serve(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_flags_become_a_graph() -> None:
-    assert graph_of("--demo") == Graph(model="demo")
+    assert graph_of("--demo") == Graph(model="demo", roles=Roles(aggregated=RoleSpec(replicas=2)))
+    assert graph_of("--demo", "--workers", "1") == Graph(model="demo")
     assert graph_of("--engine", "mock") == Graph(
         model="demo", roles=Roles(aggregated=RoleSpec(engine="mock"))
     )

@@ -1,6 +1,8 @@
 import os
 import stat
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,26 +39,43 @@ def test_a_damaged_key_or_directory_is_one_line(tmp_path: Path) -> None:
         load_hash_key(tmp_path / "hash_key" / "below")
 
 
-def test_the_runtime_directory_is_private_and_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for runtime directories, with a path as short as it is in real life."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        yield Path(name)
+
+
+def test_the_runtime_directory_is_private_and_goes(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RuntimeDirectory()
-    assert directory.path.parent == tmp_path
+    assert directory.path.parent == parent
     assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
     (directory.path / "hub.sock").touch()
     directory.remove()
     assert not directory.path.exists()
     directory.remove()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(parent / "absent"))
     with pytest.raises(ConfigError, match="set XDG_RUNTIME_DIR"):
         RuntimeDirectory()
 
 
-def test_what_a_killed_supervisor_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_a_path_too_long_for_sockets_is_left_for_a_shorter_one(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = parent / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    directory = RuntimeDirectory()
+    assert directory.path.parent == Path("/tmp")
+    directory.remove()
+
+
+def test_what_a_killed_supervisor_left_is_removed(parent: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     orphan, living, other = (
-        tmp_path / f"penstock-{gone.pid}-x", tmp_path / f"penstock-{os.getpid()}-x", tmp_path / "penstock-notes",
+        parent / f"penstock-{gone.pid}-x", parent / f"penstock-{os.getpid()}-x", parent / "penstock-notes",
     )  # fmt: skip
     for path in (orphan, living, other):
         path.mkdir()
