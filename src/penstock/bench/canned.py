@@ -6,6 +6,7 @@ an event of its own, in the shape that a chat completion has, but all of an answ
 
 import asyncio
 import sys
+from typing import cast
 
 import uvloop
 
@@ -32,8 +33,7 @@ class Canned(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's is one without saying so
 
     def data_received(self, data: bytes) -> None:
         self._received += data
