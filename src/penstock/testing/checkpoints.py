@@ -66,6 +66,7 @@ def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **sizes: An
     """
     fields = _SIZES | _OWN_SIZES.get(architecture, {}) | sizes
     config = ARCHITECTURES[architecture](**{key: value for key, value in fields.items() if value is not None})
+    transformers.utils.logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
