@@ -6,34 +6,23 @@ error, and afterwards nothing is left anywhere: no request, no reservation, no b
 
 import asyncio
 import random
-import zlib
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from penstock.core.errors import (
-    DeadlineExceeded,
-    EngineError,
-    Overloaded,
-    PenstockError,
-    Unavailable,
-)
+from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, PenstockError, Unavailable
+from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
-from penstock.core.types import (
-    BlockRemoved,
-    BlockStored,
-    Delta,
-    EngineInfo,
-    FinishReason,
-    KvEvent,
-    Request,
-    SamplingParams,
-    Step,
-    WorkerLoad,
-)
-from penstock.core.wire import num_tokens, pack_hashes, pack_tokens, unpack_hashes, unpack_tokens
+from penstock.core.types import Request, SamplingParams
+from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
+from penstock.engine.batched import BatchedEngine
+from penstock.engine.mock import MockConfig, MockRunner, StepTiming, mock_engine
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
 from penstock.router.config import RetryConfig, RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.member import Condition
@@ -46,141 +35,54 @@ POISON = 666
 SEEDS_THAT_FAILED: list[int] = []
 """Every seed that ever failed stays here."""
 
-
-def next_token(tokens: list[int]) -> int:
-    """Say what follows: it depends on every token before it, so that a gap or a repetition shows."""
-    return zlib.crc32(np.array(tokens, dtype="<i4").tobytes()) % 500
-
-
-def reference(prompt: list[int], max_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
+SHAPE = RunnerInfo(
+    num_blocks=24, block_size=BLOCK_SIZE, context_length=400, vocab_size=1000, eos_token_ids=(999,)
+)  # three long requests do not fit: there is preemption
+SLOW = MockConfig(timing=StepTiming(step_s=0.02))
+NARROW = SchedulerConfig(max_batch_tokens=16, max_running_requests=3, max_waiting_requests=4)
 
 
-@dataclass(eq=False)
-class _Sequence:
-    request: Request
-    tokens: list[int]
-    hashes: list[int]
-    computed: bool = False
+class PoisonableRunner(MockRunner):
+    """Dies of a prompt with a certain token: the process is killed while it computes."""
 
-    @property
-    def num_blocks(self) -> int:
-        return -(-len(self.tokens) // BLOCK_SIZE)
+    def __init__(self, on_poison: Callable[[], None]) -> None:
+        super().__init__(SHAPE, SLOW)
+        self._on_poison = on_poison
+
+    async def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
+        for slot in plan.slots[plan.num_decode :].tolist():
+            if POISON in table.token_ids[slot, : table.num_prompt[slot]]:
+                self._on_poison()
+                await asyncio.Event().wait()  # no word any more
+        return await super().run(plan, table)
 
 
-@dataclass(eq=False)
-class ToyEngine:
-    """A few rows a step, a prefix cache of the prompts' full blocks, a bounded queue; no model, no mercy."""
+def make_request(
+    request_id: str, prompt: list[int], max_tokens: int, deadline_s: float | None = None
+) -> Request:
+    return Request(
+        request_id=RequestId(request_id),
+        model="tiny",
+        token_ids=pack_tokens(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=5, ignore_eos=True),
+        salt=b"tiny-1",
+        block_hashes=pack_hashes(block_hashes(prompt, BLOCK_SIZE, b"tiny-1")),
+        deadline_s=deadline_s,
+    )
 
-    on_poison: Callable[[], None] = lambda: None
-    rows: int = 3
-    queue_max: int = 4
-    cache_blocks: int = 40
-    step_s: float = 0.02
-    live: dict[RequestId, _Sequence] = field(default_factory=dict)
-    cached: dict[int, None] = field(default_factory=dict)
-    closed: bool = False
-    work: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def start(self) -> EngineInfo:
-        return EngineInfo(
-            block_size=BLOCK_SIZE,
-            total_blocks=200,
-            context_length=400,
-            max_batch_tokens=256,
-            max_running_requests=self.rows,
-        )
-
-    def submit(self, request: Request) -> None:
-        if len(self.live) >= self.rows + self.queue_max:
-            raise Overloaded(f"{len(self.live)} requests are here", retry_after_s=0.5)
-        hashes = unpack_hashes(request.block_hashes)[::2].tolist()
-        assert len(hashes) == num_tokens(request.token_ids) // BLOCK_SIZE
-        self.live[request.request_id] = _Sequence(request, unpack_tokens(request.token_ids).tolist(), hashes)
-        self.work.set()
-
-    def abort(self, request_id: RequestId) -> None:
-        self.live.pop(request_id, None)
-
-    async def steps(self) -> AsyncIterator[Step]:
-        while True:
-            if not self.live:
-                self.work.clear()
-                await self.work.wait()
-            await asyncio.sleep(self.step_s)
-            if self.closed:
-                return
-            deltas: list[Delta] = []
-            events: list[KvEvent] = []
-            for sequence in tuple(self.live.values())[: self.rows]:
-                if POISON in sequence.tokens:
-                    self.on_poison()
-                    await asyncio.Event().wait()  # killed: no word any more
-                deltas.append(self._advance(sequence, events))
-            yield Step(deltas=tuple(deltas), events=tuple(events))
-
-    def _advance(self, sequence: _Sequence, events: list[KvEvent]) -> Delta:
-        request = sequence.request
-        cached_tokens = None
-        if not sequence.computed:
-            sequence.computed = True
-            depth = next(
-                (i for i, h in enumerate(sequence.hashes) if h not in self.cached), len(sequence.hashes)
-            )
-            cached_tokens = depth * BLOCK_SIZE
-            self._store(sequence.hashes, depth, events)
-        token = next_token(sequence.tokens)
-        sequence.tokens.append(token)
-        emitted = request.num_emitted + len(sequence.tokens) - num_tokens(request.token_ids)
-        done = emitted >= request.sampling.max_tokens
-        if done:
-            del self.live[request.request_id]
-        return Delta(
-            request_id=request.request_id,
-            token_ids=pack_tokens([token]),
-            finish_reason=FinishReason.LENGTH if done else None,
-            cached_tokens=cached_tokens,
-        )
-
-    def _store(self, hashes: list[int], depth: int, events: list[KvEvent]) -> None:
-        new = [h for h in hashes[depth:] if h not in self.cached]
-        start = depth
-        for index in range(depth, len(hashes) + 1):  # runs of new blocks, each with its parent
-            if index == len(hashes) or hashes[index] in self.cached:
-                if index > start:
-                    events.append(
-                        BlockStored(
-                            block_hashes=pack_hashes(hashes[start:index]),
-                            parent_block_hash=hashes[start - 1] if start else None,
-                            block_size=BLOCK_SIZE,
-                        )
-                    )
-                start = index + 1
-        self.cached.update(dict.fromkeys(new))
-        surplus = list(self.cached)[: max(len(self.cached) - self.cache_blocks, 0)]
-        if surplus:
-            events.append(BlockRemoved(block_hashes=pack_hashes(surplus)))
-            for block_hash in surplus:
-                del self.cached[block_hash]
-
-    def load(self) -> WorkerLoad:
-        sequences = list(self.live.values())
-        return WorkerLoad(
-            running_requests=min(len(sequences), self.rows),
-            waiting_requests=max(len(sequences) - self.rows, 0),
-            active_blocks=sum(s.num_blocks for s in sequences[: self.rows]),
-            cached_blocks=len(self.cached),
-            total_blocks=200,
-            queued_prefill_tokens=sum(len(s.tokens) for s in sequences if not s.computed),
-        )
-
-    async def close(self) -> None:
-        self.closed = True
-        self.live.clear()
-        self.work.set()
+async def reference(request: Request) -> list[int]:
+    """Say what an engine that nobody disturbs answers. Each token depends on the prompt and its position."""
+    engine = mock_engine(SHAPE, MockConfig(speedup=1e6))
+    await engine.start()
+    engine.submit(replace(request, deadline_s=None))
+    output: list[int] = []
+    async for step in engine.steps():
+        for delta in step.deltas:
+            output += unpack_tokens(delta.token_ids).tolist()
+            if delta.finish_reason is not None:
+                await engine.close()
+    return output
 
 
 class World:
@@ -190,15 +92,17 @@ class World:
         self.cluster = cluster
         self.dispatchers = dispatchers
         self.rng = random.Random(seed)
-        self.engines: dict[str, ToyEngine] = {}
+        self.engines: dict[str, BatchedEngine] = {}
+        self.all_engines: list[BatchedEngine] = []
         self.kills = self.names = 0
         self.outcomes: list[tuple[str, str, int]] = []  # request, how it ended, migrations
         self.poison_kills = 0
 
-    async def start_worker(self) -> None:
+    async def start_worker(self, scheduler: SchedulerConfig = NARROW) -> None:
         self.names += 1
         name = f"w{self.names}"
-        self.engines[name] = ToyEngine(on_poison=lambda: self.on_poison(name))
+        self.engines[name] = BatchedEngine(PoisonableRunner(lambda: self.on_poison(name)), scheduler)
+        self.all_engines.append(self.engines[name])
         await self.cluster.start(name, self.engines[name], config=WorkerConfig(drain_timeout_s=0.5))
 
     def kill(self, name: str) -> None:
@@ -239,14 +143,7 @@ class World:
             rng.randrange(500) for _ in range(rng.randrange(1, 9))
         ]
         max_tokens = rng.randrange(1, 40)
-        request = Request(
-            request_id=RequestId(f"r{number}"),
-            model="tiny",
-            token_ids=pack_tokens(prompt),
-            sampling=SamplingParams(max_tokens=max_tokens),
-            salt=b"tiny-1",
-            deadline_s=rng.choice([None, None, 0.3, 5.0]),
-        )
+        request = make_request(f"r{number}", prompt, max_tokens, rng.choice([None, None, 0.3, 5.0]))
         leave_after = rng.choice([None, None, rng.randrange(10)])
         output: list[int] = []
         outcome = "left"
@@ -263,7 +160,7 @@ class World:
             outcome = error.code
         except DeadlineExceeded as error:
             outcome = error.code if request.deadline_s is not None else "a deadline that nobody set"
-        expected = reference(prompt, max_tokens)
+        expected = await reference(request)
         assert output == expected[: len(output)], f"{request.request_id}: a gap or a repetition"
         assert outcome != "length" or output == expected
         assert outcome != "a deadline that nobody set"
@@ -279,8 +176,9 @@ class World:
         """Nothing is left, and every index says what its workers hold."""
         self.check()
         for name, engine in self.engines.items():
-            assert not engine.live, f"{name}: {list(engine.live)} still run"
-            assert engine.load().active_blocks == 0
+            load = engine.load()
+            assert load.running_requests == load.waiting_requests == load.active_blocks == 0, name
+            engine.pool.check()
             self.cluster.worker(name).check()
         for dispatcher in self.dispatchers:
             assert not dispatcher._shared.requests
@@ -292,10 +190,20 @@ class World:
             tree = dispatcher._shared.fleet.tree
             for view in views:
                 member = dispatcher._shared.fleet._members[view.worker_id]
-                assert set(tree._held[member.slot]) == set(self.engines[view.name].cached)
+                resident = self.engines[view.name].pool.resident_hashes()
+                assert set(tree._held[member.slot]) == set(resident[:, 0].tolist())
 
 
-async def scenario(seed: int) -> tuple[list[tuple[str, str, int]], float, int]:
+@dataclass(frozen=True)
+class Outcome:
+    requests: list[tuple[str, str, int]]  # id, how it ended, migrations
+    kills: int
+    preemptions: int
+    prefix_hit_tokens: int
+    ended_s: float
+
+
+async def scenario(seed: int) -> Outcome:
     config = RouterConfig(no_worker_wait_s=2.0)
     async with (
         MemoryCluster(seed, lease_ttl_s=1.0) as cluster,
@@ -314,7 +222,14 @@ async def scenario(seed: int) -> tuple[list[tuple[str, str, int]], float, int]:
             checks.cancel()
         await asyncio.sleep(3.0)
         world.check_at_rest()
-        return world.outcomes, asyncio.get_running_loop().time(), world.kills
+        loads = [engine.load() for engine in world.all_engines]
+        return Outcome(
+            world.outcomes,
+            world.kills,
+            sum(load.preemptions for load in loads),
+            sum(load.prefix_hit_tokens for load in loads),
+            asyncio.get_running_loop().time(),
+        )
 
 
 async def check_often(world: World) -> None:
@@ -325,25 +240,23 @@ async def check_often(world: World) -> None:
 
 @pytest.mark.parametrize("seed", [*range(20), *SEEDS_THAT_FAILED])
 def test_streams_survive_what_happens_to_workers(seed):
-    outcomes, _, kills = run_virtual(scenario(seed))
-    assert len(outcomes) == 40
-    assert kills >= 1
+    outcome = run_virtual(scenario(seed))
+    assert len(outcome.requests) == 40
+    assert outcome.kills >= 1
 
 
 def test_faults_do_happen_and_few_requests_fail():
-    ends: dict[str, int] = {}
-    migrations = 0
-    for seed in range(100, 106):
-        outcomes, _, _ = run_virtual(scenario(seed))
-        for _, outcome, moves in outcomes:
-            ends[outcome] = ends.get(outcome, 0) + 1
-            migrations += moves
-    assert migrations >= 20
+    outcomes = [run_virtual(scenario(seed)) for seed in range(100, 106)]
+    assert all(outcome.preemptions > 0 for outcome in outcomes)
+    assert all(outcome.prefix_hit_tokens > 0 for outcome in outcomes)
+    requests = [request for outcome in outcomes for request in outcome.requests]
+    assert sum(migrations for _, _, migrations in requests) >= 20
+    ends = Counter(how for _, how, _ in requests)
+    assert ends.total() == 240
     assert ends["length"] > 100
     assert ends["left"] > 20
     assert ends["deadline_exceeded"] > 5
-    assert sum(ends.values()) == 240
-    assert ends.get("unavailable", 0) + ends.get("engine_error", 0) + ends.get("overloaded", 0) < 24, ends
+    assert ends["unavailable"] + ends["engine_error"] + ends["overloaded"] < 24, ends
 
 
 def test_the_same_seed_is_the_same_run():
@@ -361,13 +274,7 @@ def test_a_poisonous_prompt_takes_three_workers_and_no_more():
             good = asyncio.ensure_future(world.client(1))
 
             async def ask(request_id: str) -> PenstockError:
-                request = Request(
-                    request_id=RequestId(request_id),
-                    model="tiny",
-                    token_ids=pack_tokens([1, POISON, 2]),
-                    sampling=SamplingParams(max_tokens=5),
-                    salt=b"tiny-1",
-                )
+                request = make_request(request_id, [1, POISON, 2], 5)
 
                 async def read() -> None:
                     async with dispatcher.open(request) as stream:
@@ -401,31 +308,23 @@ def test_killing_the_busiest_worker_under_load_loses_nothing():
         async with MemoryCluster(lease_ttl_s=1.0) as cluster, cluster.dispatcher() as dispatcher:
             world = World(cluster, [dispatcher], 0)
             for _ in range(3):
-                await world.start_worker()
-            for engine in world.engines.values():
-                engine.rows = 100
+                await world.start_worker(SchedulerConfig(max_running_requests=100))
             await asyncio.sleep(0.1)
+            requests = {number: make_request(f"r{number}", [number], 50) for number in range(120)}
             results: dict[int, list[int]] = {}
 
-            async def client(number: int) -> None:
-                request = Request(
-                    request_id=RequestId(f"r{number}"),
-                    model="tiny",
-                    token_ids=pack_tokens([number]),
-                    sampling=SamplingParams(max_tokens=50),
-                    salt=b"tiny-1",
-                )
+            async def client(number: int, request: Request) -> None:
                 async with dispatcher.open(request) as stream:
                     results[number] = [
                         t async for delta in stream for t in unpack_tokens(delta.token_ids).tolist()
                     ]
 
             async with asyncio.TaskGroup() as group:
-                for number in range(120):
-                    group.create_task(client(number))
+                for number, request in requests.items():
+                    group.create_task(client(number, request))
                 await asyncio.sleep(0.5)
-                world.kill(max(world.engines, key=lambda name: len(world.engines[name].live)))
-            assert results == {number: reference([number], 50) for number in range(120)}
+                world.kill(max(world.engines, key=lambda name: world.engines[name].load().running_requests))
+            assert results == {number: await reference(request) for number, request in requests.items()}
             await asyncio.sleep(3.0)
             world.check_at_rest()
 
