@@ -52,7 +52,7 @@ class Site:
         return loop.time() - started
 
     async def stream(self, prompt: str, *, max_tokens: int, **options: Any) -> AsyncIterator[Any]:
-        """Stream a chat's chunks; sampling is seeded, so that equal requests give equal texts."""
+        """Stream a chat's chunks, seeded and to the last of `max_tokens`, so that equal requests give equal texts."""
         chunks = await self.client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": prompt}],
@@ -60,6 +60,7 @@ class Site:
             seed=7,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
             **options,
         )
         async with chunks:

@@ -212,6 +212,7 @@ def stalled_stream(url, max_tokens):
             "messages": [{"role": "user", "content": PROMPT}],
             "max_tokens": max_tokens,
             "stream": True,
+            "ignore_eos": True,
         }
     ).encode()
     connection = socket.socket()

@@ -89,11 +89,13 @@ def workers_of(url):
 
 
 def chat_stream(url, max_tokens):
+    messages = [{"role": "user", "content": "hi"}]
     body = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": "hi"}],
+        "messages": messages,
         "max_tokens": max_tokens,
         "stream": True,
+        "ignore_eos": True,
     }
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -1,0 +1,50 @@
+"""The tour of the README, run as it stands against a deployment."""
+
+import asyncio
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def block(language: str, containing: str) -> str:
+    (found,) = [b for b in re.findall(rf"(?ms)^```{language}\n(.*?)^```$", README) if containing in b]
+    return found
+
+
+async def output_of(*command: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, error = await process.communicate()
+    assert process.returncode == 0, error.decode()
+    return out.decode()
+
+
+def test_the_openai_client_as_shown(deploy):
+    async def scenario(site):
+        code = block("python", "from openai").replace("http://127.0.0.1:8000", site.url)
+        assert (await output_of(sys.executable, "-c", code)).strip()
+
+    deploy(scenario)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_as_shown(deploy):
+    async def scenario(site):
+        shell = block("bash", "chat/completions").replace("http://127.0.0.1:8000", site.url)
+        answer = json.loads(await output_of("sh", "-ec", shell.replace("curl ", "curl -sS ")))
+        assert answer["choices"][0]["message"]["content"]
+        shell = block("bash", "/admin/workers").replace("http://127.0.0.1:8000", site.url)
+        looks = await output_of("sh", "-ec", shell.replace("curl ", "curl -sS "))
+        assert '"name":"worker-1"' in looks
+        assert "penstock_router_workers" in looks
+
+    deploy(scenario)
