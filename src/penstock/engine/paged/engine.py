@@ -1,0 +1,15 @@
+"""The paged engine: the shared scheduler and loop around a `PagedRunner` on a thread of its own."""
+
+from penstock.core.hashing import DEFAULT_KEY
+from penstock.engine.batched import BatchedEngine
+from penstock.engine.paged.config import PagedConfig
+from penstock.engine.paged.runner import PagedRunner
+from penstock.engine.runner import ThreadedRunner
+from penstock.engine.scheduler import SchedulerConfig
+
+
+def paged_engine(
+    config: PagedConfig, scheduling: SchedulerConfig | None = None, *, hash_key: bytes = DEFAULT_KEY
+) -> BatchedEngine:
+    """Make an engine; it loads its model in `start`."""
+    return BatchedEngine(ThreadedRunner(PagedRunner(config)), scheduling, hash_key=hash_key)
