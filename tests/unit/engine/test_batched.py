@@ -1,0 +1,133 @@
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import EngineError, Unavailable
+from penstock.core.types import FinishReason
+from penstock.engine.batched import BatchedEngine
+from penstock.engine.runner import RunnerInfo, ThreadedRunner
+from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.sequences import Sampled
+from penstock.testing.engine_probe import EngineProbe, make_request
+from penstock.testing.loop import run_async
+
+SHAPE = RunnerInfo(num_blocks=32, block_size=4, context_length=64, vocab_size=50)
+
+
+class Counting:
+    """A `BlockingRunner` that samples 1 each time, fails when told to, and notes its threads."""
+
+    def __init__(self):
+        self.failures = 0
+        self.threads = set()
+        self.gate = None
+
+    def start(self):
+        self.threads.add(threading.get_ident())
+        return SHAPE
+
+    def run(self, plan, table):
+        self.threads.add(threading.get_ident())
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the device fell over")
+        return Sampled(np.where(plan.samples, 1, -1).astype(np.int32))
+
+    def read_blocks(self, block_ids):
+        return np.zeros((len(block_ids), 0), dtype=np.uint8)
+
+    def write_blocks(self, block_ids, blocks):
+        raise OSError("no such memory")
+
+    def close(self):
+        self.threads.add(threading.get_ident())
+
+
+def engine(runner, **config):
+    return BatchedEngine(ThreadedRunner(runner), SchedulerConfig(**config))
+
+
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
+    async def main():
+        runner = Counting()
+        async with EngineProbe(engine(runner)) as probe:
+            runner.failures = 2
+            for number in range(2):
+                (answer,) = await probe.run(make_request(f"bad{number}", [1, 2, 3]))
+                assert answer.finish_reason is FinishReason.ERROR
+                assert answer.error.code == "engine_error"
+                assert "RuntimeError: the device fell over" in answer.error.message
+            (answer,) = await probe.run(make_request("good", [1, 2, 3], max_tokens=3))
+            assert answer.token_ids == [1, 1, 1]
+            runner.failures = 2  # the good steps between start the count again
+            await probe.run(make_request("bad2", [1, 2, 3]))
+            await probe.run(make_request("bad3", [1, 2, 3]))
+            probe.engine.scheduler.check()
+
+    run_async(main())
+
+
+def test_failures_in_a_row_end_the_engine():
+    async def main():
+        runner = Counting()
+        async with EngineProbe(engine(runner, failed_steps_max=2)) as probe:
+            runner.failures = 9
+            await probe.run(make_request("a", [1, 2, 3]))
+            probe.submit(make_request("b", [1, 2, 3]))
+            with pytest.raises(EngineError, match="2 steps in a row failed"):
+                await probe.step()
+
+    run_async(main())
+
+
+def test_the_loop_runs_while_a_step_computes_and_close_waits_for_it():
+    async def main():
+        runner = Counting()
+        runner.gate = threading.Event()
+        probe = EngineProbe(engine(runner))
+        async with probe, asyncio.TaskGroup() as group:
+            probe.submit(make_request("a", [1, 2, 3]))
+            stepping = group.create_task(probe.step())
+            await asyncio.sleep(0.01)
+            with pytest.raises(AssertionError, match="under way"):
+                probe.engine.export_blocks(np.zeros((1, 2), dtype=np.uint64))
+            closing = group.create_task(probe.engine.close())
+            await asyncio.sleep(0.01)
+            assert not stepping.done()
+            assert not closing.done()
+            runner.gate.set()
+        assert stepping.done()
+        assert len(runner.threads) == 1
+        assert threading.get_ident() not in runner.threads
+
+    run_async(main())
+
+
+def test_nothing_is_taken_after_close():
+    async def main():
+        async with EngineProbe(engine(Counting())) as probe:
+            await probe.engine.close()
+            with pytest.raises(Unavailable, match="closed"):
+                probe.engine.submit(make_request("a", [1]))
+            assert [step async for step in probe.engine.steps()] == []
+
+    run_async(main())
+
+
+def test_a_failed_import_leaves_nothing_behind():
+    async def main():
+        async with EngineProbe(engine(Counting())) as probe:
+            hashes = np.arange(6, dtype=np.uint64).reshape(3, 2)
+            with pytest.raises(OSError, match="no such memory"):
+                probe.engine.import_blocks(hashes, np.zeros((3, 0), dtype=np.uint8))
+            load = probe.engine.load()
+            assert (load.active_blocks, load.cached_blocks) == (0, 0)
+            with pytest.raises(ValueError, match="3 hashes need as many blocks, got 2"):
+                probe.engine.import_blocks(hashes, np.zeros((2, 0), dtype=np.uint8))
+            probe.engine.pool.check()
+
+    run_async(main())

@@ -1,0 +1,199 @@
+import numpy as np
+import pytest
+
+from penstock.core.errors import ConfigError, EngineError, RequestError
+from penstock.core.types import FinishReason, SamplingParams
+from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.sequences import Sampled, SequenceLimits
+from penstock.kv.pool import BlockPool
+from penstock.testing.engine_probe import make_request
+
+SIZE = 4
+EOS = 99
+
+
+def make_scheduler(num_blocks=64, context_length=128, **config):
+    limits = SequenceLimits(
+        block_size=SIZE,
+        model_context_length=context_length,
+        kv_tokens=num_blocks * SIZE,
+        vocab_size=100,
+        hash_key=bytes(16),
+    )
+    settings = SchedulerConfig(**{"max_batch_tokens": 16, "max_running_requests": 4, **config})
+    return Scheduler(BlockPool(num_blocks, SIZE), limits, settings, eos_token_ids=[EOS])
+
+
+def prompt(length, first=0):
+    return [(first + index) % 90 for index in range(length)]
+
+
+def step(scheduler, token=1, now_s=0.0):
+    plan = scheduler.plan(now_s)
+    done = scheduler.commit(plan, Sampled(np.where(plan.samples, token, -1).astype(np.int32)))
+    scheduler.check()
+    return plan, done
+
+
+def rows(scheduler, plan):
+    ids = [scheduler.table.requests[slot].request_id for slot in plan.slots.tolist()]
+    return list(zip(ids, plan.num_new.tolist(), plan.samples.tolist(), strict=True))
+
+
+def test_decode_rows_come_first_and_prefill_shares_what_is_left():
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(5)), 0.0)
+    step(scheduler)
+    scheduler.submit(make_request("b", prompt(40, 30)), 0.0)
+    scheduler.submit(make_request("c", prompt(9, 60)), 0.0)
+    plan = scheduler.plan(0.0)
+    assert (rows(scheduler, plan), plan.num_decode) == ([("a", 1, True), ("b", 15, False)], 1)
+    scheduler.commit(plan, Sampled(np.array([1, -1], dtype=np.int32)))
+    step(scheduler)
+    plan = scheduler.plan(0.0)
+    assert rows(scheduler, plan) == [("a", 1, True), ("b", 10, True), ("c", 5, False)]
+
+
+def test_the_oldest_decode_first_where_the_budget_is_too_small_for_all():
+    scheduler = make_scheduler(max_batch_tokens=2)
+    for name in "abc":
+        scheduler.submit(make_request(name, prompt(1, ord(name) - 90), max_tokens=3), 0.0)
+    plans = []
+    for _ in range(5):
+        plan = scheduler.plan(0.0)
+        plans.append([name for name, *_ in rows(scheduler, plan)])
+        scheduler.commit(plan, Sampled(np.ones(len(plan.slots), dtype=np.int32)))
+    assert plans == [["a", "b"], ["a", "b"], ["a", "b"], ["c"], ["c"]]
+
+
+def test_the_newest_is_preempted_and_comes_back_first():
+    scheduler = make_scheduler(num_blocks=8, context_length=32)
+    scheduler.submit(make_request("old", prompt(7), max_tokens=25), 0.0)
+    scheduler.submit(make_request("new", prompt(7, 40), max_tokens=9), 0.0)
+    scheduler.submit(make_request("last", prompt(7, 70), max_tokens=9), 0.0)
+    heard = {"old": 0, "new": 0, "last": 0}
+    order = []
+    while scheduler.load().running_requests + scheduler.load().waiting_requests:
+        _, done = step(scheduler)
+        for delta in done.deltas:
+            heard[delta.request_id] += 1
+            if delta.finish_reason:
+                order.append(delta.request_id)
+    assert scheduler.load().preemptions > 0
+    assert heard == {"old": 25, "new": 9, "last": 9}
+    assert order[-2:] == ["new", "last"] or order == ["new", "old", "last"]
+
+
+def test_what_runs_is_not_preempted_for_what_waits():
+    scheduler = make_scheduler(num_blocks=8, context_length=32)
+    scheduler.submit(make_request("a", prompt(12), max_tokens=8), 0.0)
+    step(scheduler)
+    scheduler.submit(make_request("b", prompt(16, 40), max_tokens=4), 0.0)
+    plan, _ = step(scheduler)
+    assert len(plan.slots) == 1
+    assert scheduler.load().waiting_requests == 1
+
+
+def test_a_shared_prefix_makes_room():
+    """Cached blocks that another request holds are not counted against the one that hits them."""
+    scheduler = make_scheduler(num_blocks=10, context_length=40)
+    scheduler.submit(make_request("a", prompt(24), max_tokens=8), 0.0)
+    step(scheduler)
+    step(scheduler)
+    scheduler.submit(make_request("b", prompt(25), max_tokens=2), 0.0)
+    plan, _ = step(scheduler)
+    assert plan.num_new.tolist() == [1, 1]
+    assert scheduler.load().prefix_hit_tokens == 24
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token", "expected"),
+    [
+        (SamplingParams(max_tokens=5), EOS, (1, FinishReason.STOP)),
+        (SamplingParams(max_tokens=5, ignore_eos=True), EOS, (5, FinishReason.LENGTH)),
+        (SamplingParams(max_tokens=5, min_tokens=2), EOS, (3, FinishReason.STOP)),
+        (SamplingParams(max_tokens=5, stop_token_ids=(7,)), 7, (1, FinishReason.STOP)),
+        (SamplingParams(max_tokens=5, stop_token_ids=(7,)), 8, (5, FinishReason.LENGTH)),
+        (SamplingParams(max_tokens=1, stop_token_ids=(7,)), 7, (1, FinishReason.STOP)),
+        (SamplingParams(max_tokens=5, min_tokens=5), EOS, (5, FinishReason.LENGTH)),
+    ],
+)
+def test_ends(sampling, token, expected):
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(6), sampling=sampling), 0.0)
+    reasons = [None]
+    while reasons[-1] is None:
+        reasons.append(step(scheduler, token)[1].deltas[0].finish_reason)
+    assert (len(reasons) - 1, reasons[-1]) == expected
+    assert scheduler.plan(0.0) is None
+
+
+def test_a_moved_request_counts_what_the_user_has():
+    scheduler = make_scheduler()
+    sampling = SamplingParams(max_tokens=6, min_tokens=5)
+    scheduler.submit(make_request("a", prompt(10), num_emitted=4, sampling=sampling), 0.0)
+    _, first = step(scheduler, EOS)
+    _, second = step(scheduler, EOS)
+    assert [delta.finish_reason for delta in (*first.deltas, *second.deltas)] == [None, FinishReason.STOP]
+    assert first.deltas[0].cached_tokens == 0
+
+
+def test_a_failed_step_ends_its_own_requests():
+    scheduler = make_scheduler(max_running_requests=2)
+    for name in "abc":
+        scheduler.submit(make_request(name, prompt(5, ord(name) - 90)), 0.0)
+    plan = scheduler.plan(0.0)
+    scheduler.abort("a")
+    done = scheduler.fail(plan, EngineError("broken"))
+    scheduler.check()
+    assert [(delta.request_id, delta.error.message) for delta in done.deltas] == [("b", "broken")]
+    assert [name for name, *_ in rows(scheduler, scheduler.plan(0.0))] == ["c"]
+
+
+def test_a_token_outside_the_vocabulary_is_the_runners_failure():
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(5)), 0.0)
+    plan = scheduler.plan(0.0)
+    with pytest.raises(EngineError, match="vocabulary of 100"):
+        scheduler.commit(plan, Sampled(np.array([100], dtype=np.int32)))
+    scheduler.fail(plan, EngineError("broken"))
+    scheduler.check()
+
+
+def test_a_deadline_is_told_even_if_nothing_else_happens():
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(5), deadline_s=2.0), 10.0)
+    assert scheduler.plan(12.0) is None
+    done = scheduler.take_step()
+    assert "2.000 s" in done.deltas[0].error.message
+    assert scheduler.take_step() is None
+
+
+def test_an_error_not_told_yet_is_dropped_with_its_request():
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(5), deadline_s=2.0), 0.0)
+    assert scheduler.plan(3.0) is None
+    scheduler.abort("a")
+    assert scheduler.take_step() is None
+
+
+def test_planning_twice_is_a_mistake():
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(5)), 0.0)
+    scheduler.plan(0.0)
+    with pytest.raises(AssertionError, match="under way"):
+        scheduler.plan(0.0)
+
+
+def test_packed_ids_that_end_within_an_id_are_refused():
+    scheduler = make_scheduler()
+    request = make_request("a", prompt(2))
+    with pytest.raises(RequestError, match="7 bytes"):
+        scheduler.submit(
+            type(request)(request_id="a", model="m", token_ids=b"\0" * 7, sampling=request.sampling), 0.0
+        )
+
+
+def test_config_says_what_is_wrong():
+    with pytest.raises(ConfigError, match="max_batch_tokens: must be >= 1, got 0"):
+        SchedulerConfig.parse({"max_batch_tokens": 0}, source="graph.yaml")
