@@ -1,0 +1,155 @@
+"""A whole deployment on one virtual loop: real dispatchers and workers, simulated hosts, network and engines."""
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+from penstock.core.errors import PenstockError
+from penstock.core.ids import WorkerId
+from penstock.core.types import ModelCard
+from penstock.router.config import RouterConfig
+from penstock.router.dispatcher import Dispatcher
+from penstock.seams import Engine
+from penstock.sim.network import NetworkConfig, SimNetwork
+from penstock.sim.plane import SimPlane
+from penstock.sim.registry import SimRegistry
+from penstock.sim.timing import Pace
+from penstock.worker.config import WorkerConfig
+from penstock.worker.worker import Worker, WorkerIdentity
+
+
+class CheckedEngine(Engine, Protocol):
+    """An engine that can check itself."""
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        ...
+
+
+MakeEngine = Callable[[Pace], CheckedEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What a simulated deployment is made of, each worker alike."""
+
+    card: ModelCard
+    make_engine: MakeEngine
+    router: RouterConfig = field(default_factory=RouterConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    frontends: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class SimWorker:
+    """A worker and the host it has for itself. `is_draining` once it was told to stop."""
+
+    name: str
+    host: str
+    worker: Worker
+    engine: CheckedEngine
+    pace: Pace
+    task: asyncio.Task[None]
+    is_draining: bool = False
+
+
+class SimCluster:
+    """Workers by name, and the frontends' dispatchers. Enter it; leaving it stops all at once."""
+
+    def __init__(self, spec: ClusterSpec, rng: random.Random) -> None:
+        self.spec = spec
+        self.network = SimNetwork(random.Random(rng.getrandbits(64)), spec.network)
+        self.plane = SimPlane(self.network)
+        self.registry = SimRegistry(self.network)
+        self.dispatchers: list[Dispatcher] = []
+        self.errors: dict[str, PenstockError] = {}
+        """Why workers ended, of those that did so with an error; by host."""
+        self._rng = rng
+        self._workers: dict[str, SimWorker] = {}
+        self._numbers = 0
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        for _ in range(self.spec.frontends):
+            await self.add_frontend(self.spec.router)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for dispatcher in self.dispatchers:
+            await dispatcher.__aexit__(None, None, None)
+        for name in tuple(self._workers):
+            self.kill(name)
+        await self._group.__aexit__(kind, error, trace)
+
+    async def add_frontend(self, config: RouterConfig) -> Dispatcher:
+        """Run one more dispatcher, on the next host of `frontend_hosts`."""
+        host = f"frontend-{len(self.dispatchers) + 1}"
+        dispatcher = Dispatcher(
+            self.registry.at(host),
+            self.plane.at(host),
+            rng=random.Random(self._rng.getrandbits(64)),
+            config=config,
+        )
+        await dispatcher.__aenter__()
+        self.dispatchers.append(dispatcher)
+        return dispatcher
+
+    @property
+    def frontend_hosts(self) -> list[str]:
+        return [f"frontend-{number}" for number in range(1, len(self.dispatchers) + 1)]
+
+    @property
+    def workers(self) -> Mapping[str, SimWorker]:
+        """Those that were neither killed nor ended by themselves."""
+        return self._workers
+
+    async def start(self, name: str) -> SimWorker:
+        """Run a worker on a new host; returns once it is registered or has failed."""
+        self._numbers += 1
+        host, pace = f"{name}-{self._numbers}", Pace()
+        engine = self.spec.make_engine(pace)
+        worker = Worker(
+            engine,
+            self.registry.at(host),
+            self.plane.at(host),
+            identity=WorkerIdentity(WorkerId(self._numbers), name, host=host),
+            card=self.spec.card,
+            read_file=lambda _: None,
+            config=self.spec.worker,
+        )
+        task = self._group.create_task(self._run(name, host, worker), name=f"worker {host}")
+        self._workers[name] = running = SimWorker(name, host, worker, engine, pace, task)
+        ready = self._group.create_task(worker.ready.wait())
+        await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return running
+
+    def kill(self, name: str) -> None:
+        """Make a worker vanish like a killed process: connections break, its lease runs out, nothing is said."""
+        worker = self._workers.pop(name)
+        self.registry.kill(worker.host)
+        self.plane.kill(worker.host)
+        worker.task.cancel()
+
+    def drain(self, name: str) -> None:
+        """Tell a worker to finish what it has, and end."""
+        worker = self._workers[name]
+        worker.is_draining = True
+        worker.worker.stop()
+
+    async def _run(self, name: str, host: str, worker: Worker) -> None:
+        try:
+            await worker.run()
+        except PenstockError as error:
+            self.errors[host] = error
+        finally:
+            running = self._workers.get(name)
+            if running is not None and running.host == host:
+                del self._workers[name]

@@ -1,0 +1,180 @@
+"""A simulated network: who can reach whom, and when what was sent arrives.
+
+Hosts are names. Every connection is two pipes, each in order, with latency and bandwidth. What is sent over
+a cut path waits, as TCP would repeat it; a path that stays cut for longer than peers are patient ends its
+connections on both sides.
+"""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from penstock.core.config import Config
+
+REGISTRY = "registry"
+"""The host where discovery lives."""
+
+
+class NetworkConfig(Config):
+    """What lies between the hosts of a simulation, and how patient they are."""
+
+    latency_s: float = Field(default=0.0002, ge=0)
+    """One way, between any two hosts."""
+    jitter_s: float = Field(default=0.0, ge=0)
+    """A random part of this is added to each message's latency; the order is kept."""
+    bandwidth_bytes_per_s: float = Field(default=1.25e9, gt=0)
+    """Of each direction of each connection."""
+    event_loss: float = Field(default=0.0, ge=0, lt=1)
+    """Share of KV event messages that never arrive."""
+    heartbeat_timeout_s: float = Field(default=10.0, gt=0)
+    """A peer that cannot be reached for this long is lost."""
+    lease_ttl_s: float = Field(default=5.0, gt=0)
+    """A registration that is not renewed for this long is dropped."""
+    window_tokens: int = Field(default=512, ge=1)
+    """Tokens of one request that a frontend takes before it has granted more."""
+
+
+class Link(Protocol):
+    """Something that depends on the path between two hosts."""
+
+    @property
+    def ends(self) -> tuple[str, str]: ...
+
+    def on_path(self, *, is_open: bool) -> None:
+        """Note that the path was cut, or is open again."""
+        ...
+
+
+class SimNetwork:
+    """The paths between hosts, and all randomness on them. One event loop owns it."""
+
+    def __init__(self, rng: random.Random, config: NetworkConfig | None = None) -> None:
+        self.config = config or NetworkConfig()
+        self.rng = rng
+        self.event_loss = self.config.event_loss
+        """May be changed while it runs."""
+        self._cuts: dict[tuple[str, str], int] = {}
+        self._frozen: dict[str, int] = {}
+        self._links: dict[Link, None] = {}
+        self._news = asyncio.Event()
+
+    def is_open(self, one: str, other: str) -> bool:
+        """Say whether two hosts can reach each other now."""
+        return not (self._cuts.get(_pair(one, other)) or self._frozen.get(one) or self._frozen.get(other))
+
+    async def reach(self, one: str, other: str) -> None:
+        """Go one way over a path, waiting for as long as it is cut."""
+        await asyncio.sleep(self.latency_s())
+        while not self.is_open(one, other):
+            await self._news.wait()
+
+    def latency_s(self) -> float:
+        """Draw the latency of one message."""
+        config = self.config
+        return config.latency_s + (self.rng.random() * config.jitter_s if config.jitter_s else 0.0)
+
+    def cut(self, one: str, other: str) -> None:
+        """Let nothing pass between two hosts until `mend`, as often as it was cut."""
+        pair = _pair(one, other)
+        self._cuts[pair] = self._cuts.get(pair, 0) + 1
+        self._tell()
+
+    def mend(self, one: str, other: str) -> None:
+        _count_down(self._cuts, _pair(one, other))
+        self._tell()
+
+    def freeze(self, host: str) -> None:
+        """Let nothing in or out of a host until `thaw`, as often as it was frozen: its process is stopped."""
+        self._frozen[host] = self._frozen.get(host, 0) + 1
+        self._tell()
+
+    def thaw(self, host: str) -> None:
+        _count_down(self._frozen, host)
+        self._tell()
+
+    def add(self, link: Link) -> None:
+        """Tell `link` of its path until `drop`."""
+        self._links[link] = None
+        if not self.is_open(*link.ends):
+            link.on_path(is_open=False)
+
+    def drop(self, link: Link) -> None:
+        self._links.pop(link, None)
+
+    def check_at_rest(self) -> None:
+        """Raise AssertionError where a fault was never taken back."""
+        assert not self._cuts, f"paths still cut: {sorted(self._cuts)}"
+        assert not self._frozen, f"hosts still frozen: {sorted(self._frozen)}"
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+        for link in tuple(self._links):
+            link.on_path(is_open=self.is_open(*link.ends))
+
+
+class Pipe:
+    """One direction of a connection: what is sent arrives in order, or waits while the path is cut."""
+
+    def __init__(self, network: SimNetwork) -> None:
+        self._network = network
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._wire_free_s = 0.0
+        self._last_s = 0.0
+        self._is_open = True
+
+    def send(self, num_bytes: int, call: Callable[..., None], *args: Any) -> None:
+        """Make `call` at the far end once `num_bytes` have arrived there."""
+        network = self._network
+        sent_s = max(self._wire_free_s, self._loop.time()) + num_bytes / network.config.bandwidth_bytes_per_s
+        self._wire_free_s = sent_s
+        self._last_s = max(self._last_s, sent_s + network.latency_s())
+        self._queue.append((self._last_s, call, args))
+        if self._timer is None and self._is_open:
+            self._arm()
+
+    def set_open(self, *, is_open: bool) -> None:
+        """Hold what is on its way, or let it go on."""
+        self._is_open = is_open
+        if not is_open and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        elif is_open and self._timer is None and self._queue:
+            self._arm()
+
+    def clear(self) -> None:
+        """Lose what is on its way."""
+        self._queue.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        self._timer = self._loop.call_at(self._queue[0][0], self._deliver)
+
+    def _deliver(self) -> None:
+        self._timer = None
+        now_s = self._loop.time()
+        queue = self._queue
+        while queue and queue[0][0] <= now_s and self._is_open:
+            _, call, args = queue.popleft()
+            call(*args)
+        if queue and self._is_open and self._timer is None:
+            self._arm()
+
+
+def _pair(one: str, other: str) -> tuple[str, str]:
+    return (one, other) if one <= other else (other, one)
+
+
+def _count_down(counts: dict[Any, int], key: Any) -> None:
+    """Take one away; a key that is not there is the caller's mistake."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

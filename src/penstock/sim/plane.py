@@ -1,0 +1,287 @@
+"""A request plane over the simulated network: the same credits and the same endings as over sockets.
+
+Messages are passed as they are, without encoding: that is tested elsewhere, and would be half of a run's time.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from penstock.core.errors import WorkerLost
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types import AllBlocksCleared, Delta, EventMessage, Instance, Request, WorkerLoad
+from penstock.runtime.requests.fetch import FileReceiver, missing_file
+from penstock.runtime.requests.outbox import Outbox
+from penstock.seams import WorkerService, WorkerSink
+from penstock.sim.network import Pipe, SimNetwork
+
+_FRAME_BYTES = 64  # what a message takes beside tokens and hashes
+_FILE_BYTES_MAX = 64 << 20
+_HELD_BYTES_MAX = 64 << 20
+
+
+class SimPlane:
+    """Every host's way to the others' workers; `at` gives a host's own end."""
+
+    def __init__(self, network: SimNetwork) -> None:
+        self.network = network
+        self.servers: dict[str, SimServer] = {}
+        self._numbers = count(1)
+
+    def at(self, host: str) -> "HostPlane":
+        return HostPlane(self, host)
+
+    def kill(self, host: str) -> None:
+        """End the processes of a host: their peers hear it as soon as the network allows, they hear nothing."""
+        for server in [s for s in self.servers.values() if s.host == host]:
+            del self.servers[server.address]
+            for link in tuple(server.links):
+                link.die()
+
+    def break_links(self, worker_host: str, frontend_host: str) -> None:
+        """Reset the connections between two hosts that stay alive."""
+        for server in self.servers.values():
+            for link in tuple(server.links):
+                if link.ends == (worker_host, frontend_host):
+                    link.reset("it was reset")
+
+
+class HostPlane:
+    """A `seams.RequestPlane`, seen from one host."""
+
+    def __init__(self, plane: SimPlane, host: str) -> None:
+        self._plane = plane
+        self._host = host
+
+    async def serve(self, service: WorkerService) -> "SimServer":
+        plane = self._plane
+        server = SimServer(plane, self._host, f"sim://{self._host}/{next(plane._numbers)}", service)
+        plane.servers[server.address] = server
+        return server
+
+    async def connect(self, instance: Instance, sink: WorkerSink) -> "SimConnection":
+        host = instance.address.removeprefix("sim://").partition("/")[0]
+        network = self._plane.network
+        await network.reach(self._host, host)
+        await network.reach(host, self._host)
+        server = self._plane.servers.get(instance.address)
+        if server is None:
+            raise WorkerLost(
+                f"worker {instance.name}: nobody listens at {instance.address}; it has probably gone: try another"
+            )
+        link = _Link(server, instance.worker_id, self._host, sink)
+        server.links.append(link)
+        network.add(link)
+        link.up.send(_FRAME_BYTES, link.at_worker, server.service.connected, link)
+        return SimConnection(link)
+
+
+class SimServer:
+    """A worker's listening end."""
+
+    def __init__(self, plane: SimPlane, host: str, address: str, service: WorkerService) -> None:
+        self.host = host
+        self.address = address
+        self.service = service
+        self.network = plane.network
+        self.links: list[_Link] = []
+        self._plane = plane
+
+    async def close(self) -> None:
+        self._plane.servers.pop(self.address, None)
+        for link in tuple(self.links):
+            link.say_goodbye()
+
+
+class _Link:
+    """One connection; towards the worker it is its `FrontendSink` and `EventSink`.
+
+    `up` leads to the worker, `down` to the frontend. Each end learns of the connection's end by itself.
+    """
+
+    def __init__(self, server: SimServer, worker_id: WorkerId, frontend_host: str, sink: WorkerSink) -> None:
+        self.network = server.network
+        self.server = server
+        self.worker_id = worker_id
+        self.ends = (server.host, frontend_host)
+        self.worker_up = self.frontend_up = True
+        self.up = Pipe(server.network)
+        self.down = Pipe(server.network)
+        self._sink = sink
+        self._load: WorkerLoad | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._outbox = Outbox(
+            window_tokens=self.network.config.window_tokens,
+            stream_bytes_max=_HELD_BYTES_MAX,
+            bytes_max=_HELD_BYTES_MAX,
+            abort=server.service.abort,
+        )
+
+    # -- the worker's side
+
+    def push(self, deltas: Sequence[Delta]) -> None:
+        self._send_down(self._outbox.offer(deltas, writable=self.worker_up))
+
+    def _send_down(self, deltas: Sequence[Delta]) -> None:
+        if deltas:
+            num_bytes = sum(_FRAME_BYTES + len(delta.token_ids) for delta in deltas)
+            self.down.send(num_bytes, self.at_frontend, self._sink.push, self.worker_id, deltas)
+
+    def push_load(self, load: WorkerLoad) -> None:
+        if self._load is None:
+            self.down.send(_FRAME_BYTES, self._deliver_load)
+        self._load = load
+
+    def _deliver_load(self) -> None:
+        load, self._load = self._load, None
+        self.at_frontend(self._sink.push_load, self.worker_id, load)
+
+    def push_event(self, message: EventMessage) -> None:
+        loss = self.network.event_loss
+        if loss and self.network.rng.random() < loss:
+            return
+        num_bytes = _FRAME_BYTES + sum(
+            0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes) for event in message.events
+        )
+        self.down.send(num_bytes, self.at_frontend, self._sink.push_event, self.worker_id, message)
+
+    # -- what the frontend sends
+
+    def submit(self, request: Request) -> None:
+        self._outbox.open(request.request_id)
+        self.server.service.submit(request, self)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._outbox.close(request_id)
+        self.server.service.abort(request_id)
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        self._outbox.grant(request_id, tokens)
+        self._send_down(self._outbox.take())
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        for message in self.server.service.events_after(after_sequence):
+            self.push_event(message)
+        self.server.service.subscribe(self)
+
+    # -- delivery and ends
+
+    def at_worker(self, call: Callable[..., None], *args: Any) -> None:
+        if self.worker_up:
+            call(*args)
+
+    def at_frontend(self, call: Callable[..., None], *args: Any) -> None:
+        if self.frontend_up:
+            call(*args)
+
+    def on_path(self, *, is_open: bool) -> None:
+        self.up.set_open(is_open=is_open)
+        self.down.set_open(is_open=is_open)
+        if is_open and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        elif not is_open and self._patience is None:
+            loop = asyncio.get_running_loop()
+            timeout_s = self.network.config.heartbeat_timeout_s
+            self._patience = loop.call_later(timeout_s, self.reset, "it was silent for too long")
+
+    def say_goodbye(self) -> None:
+        """End it from the worker's side, after what was pushed before."""
+        self._leave_worker(tell=True)
+        self.down.send(_FRAME_BYTES, self._leave_frontend, "it said goodbye")
+
+    def die(self) -> None:
+        """End it as the worker's process ends."""
+        self._leave_worker(tell=False)
+        self.down.send(_FRAME_BYTES, self._leave_frontend, "its process is gone")
+
+    def hang_up(self) -> None:
+        """End it from the frontend's side."""
+        if self.frontend_up:
+            self.frontend_up = False
+            self.up.send(_FRAME_BYTES, self._leave_worker)
+            self._forget_if_over()
+
+    def reset(self, why: str) -> None:
+        """End it on both sides at once, and lose what is on its way."""
+        self.up.clear()
+        self.down.clear()
+        self._leave_worker(tell=True)
+        self._leave_frontend(why)
+
+    def _leave_worker(self, *, tell: bool = True) -> None:
+        if not self.worker_up:
+            return
+        self.worker_up = False
+        self.server.links.remove(self)
+        if tell:
+            self.server.service.unsubscribe(self)
+            self.server.service.disconnected(self)
+        self._forget_if_over()
+
+    def _leave_frontend(self, why: str) -> None:
+        if not self.frontend_up:
+            return
+        self.frontend_up = False
+        error = WorkerLost(f"worker {self.worker_id}: the connection ended: {why}; try another worker")
+        self._sink.lost(self.worker_id, error)
+        self._forget_if_over()
+
+    def _forget_if_over(self) -> None:
+        if self.worker_up or self.frontend_up:
+            return
+        self.network.drop(self)
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+
+class SimConnection:
+    """A frontend's end."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self._link.worker_id
+
+    def submit(self, request: Request) -> None:
+        link = self._link
+        if not link.frontend_up:
+            raise WorkerLost(
+                f"worker {self.worker_id}: the connection has ended; connect again or try another"
+            )
+        num_bytes = _FRAME_BYTES + len(request.token_ids) + len(request.block_hashes)
+        link.up.send(num_bytes, link.at_worker, link.submit, request)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._send(self._link.abort, request_id)
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        self._send(self._link.grant, request_id, tokens)
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        self._send(self._link.subscribe, after_sequence)
+
+    async def fetch(self, sha256: str) -> bytes:
+        link = self._link
+        worker, frontend = link.ends
+        await link.network.reach(frontend, worker)
+        if not link.frontend_up:
+            raise WorkerLost(f"worker {self.worker_id}: the connection has ended; fetch from another worker")
+        content = link.server.service.read_file(sha256)
+        if content is None:
+            raise missing_file(sha256)
+        file = FileReceiver(sha256, _FILE_BYTES_MAX)
+        file.add(content)
+        await link.network.reach(worker, frontend)
+        return file.finish()
+
+    async def close(self) -> None:
+        self._link.hang_up()
+
+    def _send(self, call: Callable[..., None], *args: Any) -> None:
+        if self._link.frontend_up:
+            self._link.up.send(_FRAME_BYTES, self._link.at_worker, call, *args)

@@ -1,0 +1,153 @@
+"""Discovery over the simulated network: a registry on a host of its own, with leases that can be lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from penstock.core.ids import WorkerId
+from penstock.core.types import Instance, InstanceChange
+from penstock.runtime.discovery.table import InstanceTable
+from penstock.sim.network import REGISTRY, SimNetwork
+
+_RENEWALS_A_LEASE = 3
+
+
+class SimRegistry:
+    """The registry itself; `at` gives a host's way to it.
+
+    Renewals are not sent one by one: a lease runs out once its host has not reached the registry for
+    `lease_ttl_s`, and a worker that hears that its lease has lapsed registers again.
+    """
+
+    def __init__(self, network: SimNetwork) -> None:
+        self.network = network
+        self.table = InstanceTable(watchers_max=1 << 16)
+        self.table.mark_synced()
+        self.registrations: dict[WorkerId, SimRegistration] = {}
+
+    def at(self, host: str) -> "HostDiscovery":
+        return HostDiscovery(self, host)
+
+    def kill(self, host: str) -> None:
+        """Renew nothing of this host any more."""
+        for registration in [r for r in self.registrations.values() if r.host == host]:
+            registration.abandon()
+
+    def lose_lease(self, host: str) -> None:
+        """Drop the host's registrations, as a registry that lost its memory does; they come back by themselves."""
+        for registration in [r for r in self.registrations.values() if r.host == host]:
+            registration.lapse("lease lost")
+
+
+class HostDiscovery:
+    """A `seams.Discovery`, seen from one host."""
+
+    def __init__(self, registry: SimRegistry, host: str) -> None:
+        self._registry = registry
+        self._host = host
+
+    async def register(self, instance: Instance) -> "SimRegistration":
+        network = self._registry.network
+        await network.reach(self._host, REGISTRY)
+        registration = SimRegistration(self._registry, self._host, instance)
+        await network.reach(REGISTRY, self._host)
+        return registration
+
+    async def watch(self) -> AsyncIterator[InstanceChange]:
+        registry = self._registry
+        wakeup = asyncio.Event()
+        cursor = registry.table.cursor(wakeup.set)
+        try:
+            while True:
+                wakeup.clear()
+                await registry.network.reach(REGISTRY, self._host)
+                for change in cursor.changes():
+                    yield change
+                await wakeup.wait()
+        finally:
+            cursor.close()
+
+    async def close(self) -> None:
+        """Leave the registry to the others."""
+
+
+class SimRegistration:
+    """One worker's place in the registry."""
+
+    def __init__(self, registry: SimRegistry, host: str, instance: Instance) -> None:
+        self.host = host
+        self._registry = registry
+        self._instance = instance
+        self._timer: asyncio.TimerHandle | None = None  # to the end of the lease, or to the next registering
+        self._is_listed = True
+        self._is_alive = True
+        registry.registrations[instance.worker_id] = self
+        registry.table.put(instance)
+        registry.network.add(self)
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        return self.host, REGISTRY
+
+    async def update(self, instance: Instance) -> None:
+        await self._registry.network.reach(*self.ends)
+        if self._is_alive:
+            self._instance = instance
+            if self._is_listed:
+                self._registry.table.put(instance)
+
+    async def close(self) -> None:
+        if not self._is_alive:
+            return
+        await self._registry.network.reach(*self.ends)
+        self._end("withdrawn")
+
+    def abandon(self) -> None:
+        """Renew no more: the process is gone."""
+        self._is_alive = False
+        self._registry.network.drop(self)
+        if not self._is_listed:
+            self._end("lease expired")
+        elif self._timer is None:
+            self._start(self._registry.network.config.lease_ttl_s, self._end)
+
+    def lapse(self, reason: str = "lease expired") -> None:
+        """Drop the registration; a living worker that reaches the registry registers again."""
+        if not self._is_alive:
+            self._end(reason)
+            return
+        self._stop()
+        self._is_listed = False
+        self._registry.table.remove(self._instance.worker_id, reason)
+        network = self._registry.network
+        if network.is_open(*self.ends):
+            self._start(network.config.lease_ttl_s / _RENEWALS_A_LEASE, self._return)
+
+    def on_path(self, *, is_open: bool) -> None:
+        if not is_open and self._is_listed and self._timer is None:
+            self._start(self._registry.network.config.lease_ttl_s, self.lapse)
+        elif is_open and self._is_listed:
+            self._stop()
+        elif is_open and self._timer is None:
+            self._start(self._registry.network.latency_s(), self._return)
+
+    def _return(self) -> None:
+        self._timer = None
+        if self._is_alive and self._registry.network.is_open(*self.ends):
+            self._is_listed = True
+            self._registry.table.put(self._instance)
+
+    def _end(self, reason: str = "lease expired") -> None:
+        self._is_alive = self._is_listed = False
+        self._stop()
+        self._registry.network.drop(self)
+        self._registry.registrations.pop(self._instance.worker_id, None)
+        self._registry.table.remove(self._instance.worker_id, reason)
+
+    def _start(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._stop()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, call)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

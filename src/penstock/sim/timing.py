@@ -1,0 +1,102 @@
+"""A runner that computes nothing and takes the time that a latency model says.
+
+With it the real scheduler and pool run token by token: slow, and exact. What it samples depends on all tokens
+before, so that a token lost or repeated anywhere shows in every one after it.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.wire import TokenArray
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
+from penstock.perf.latency import LatencyModel
+
+VOCAB_SIZE = 1 << 16
+
+
+class Pace:
+    """How fast a host runs, for faults to change."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        """Steps take so many times as long."""
+        self._going = asyncio.Event()
+        self._going.set()
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self._going.is_set()
+
+    def stop(self) -> None:
+        self._going.clear()
+
+    def go_on(self) -> None:
+        self._going.set()
+
+    async def spend(self, seconds: float) -> None:
+        """Let a step of `seconds` go by."""
+        await asyncio.sleep(seconds * self.factor)
+        await self._going.wait()
+
+
+def next_token(token_ids: TokenArray) -> int:
+    """Say what comes after these tokens."""
+    return zlib.crc32(token_ids.tobytes()) % VOCAB_SIZE
+
+
+def reference(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Give the whole output for a prompt, as an undisturbed engine streams it."""
+    tokens = np.zeros(len(prompt) + max_tokens, dtype="<i4")
+    tokens[: len(prompt)] = prompt
+    for end in range(len(prompt), len(tokens)):
+        tokens[end] = next_token(tokens[:end])
+    return [int(token) for token in tokens[len(prompt) :]]
+
+
+class TimingRunner:
+    """A `Runner` that sleeps."""
+
+    def __init__(self, latency: LatencyModel, info: RunnerInfo, pace: Pace) -> None:
+        """Start nothing.
+
+        Args:
+            latency: prices each step.
+            info: what `start` says.
+            pace: the host's.
+        """
+        self._latency = latency
+        self._info = info
+        self._pace = pace
+
+    async def start(self) -> RunnerInfo:
+        return self._info
+
+    async def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
+        await self._pace.spend(self._price_s(plan, table))
+        token_ids = np.full(len(plan.slots), -1, dtype=np.int32)
+        for row in np.flatnonzero(plan.samples).tolist():
+            slot = plan.slots[row]
+            token_ids[row] = next_token(table.token_ids[slot, : table.num_tokens[slot]])
+        return Sampled(token_ids)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        return np.zeros((len(block_ids), self._info.kv_bytes_per_block), dtype=np.uint8)
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
+        """Forget them: nothing is ever read."""
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+    def _price_s(self, plan: StepPlan, table: SequenceTable) -> float:
+        decode, prefill = plan.slots[: plan.num_decode], plan.slots[plan.num_decode :]
+        new, cached = plan.num_new[plan.num_decode :].tolist(), table.num_computed[prefill].tolist()
+        context_tokens = int(table.num_tokens[decode].sum())
+        return self._latency.mixed_step_s(
+            list(zip(new, cached, strict=True)), plan.num_decode, context_tokens
+        )

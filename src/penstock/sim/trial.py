@@ -1,0 +1,229 @@
+"""One trial by chaos: clients stream from a deployment to which faults happen, and all invariants are checked."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from penstock.core.errors import PenstockError
+from penstock.core.ids import RequestId
+from penstock.core.types import ModelCard, Request, SamplingParams
+from penstock.core.wire import pack_tokens
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.scheduler import SchedulerConfig
+from penstock.perf.hardware import find_hardware
+from penstock.perf.roofline import Roofline
+from penstock.perf.shape import shape_of
+from penstock.router.config import RouterConfig
+from penstock.sim.chaos import Chaos, Fault, random_faults
+from penstock.sim.cluster import ClusterSpec, SimCluster
+from penstock.sim.exact import ExactEngine
+from penstock.sim.invariants import (
+    StreamWitness,
+    check_at_rest,
+    check_now,
+    keep_checking,
+    touch_every_worker,
+)
+from penstock.sim.loop import SimLoop, run
+from penstock.sim.network import NetworkConfig
+from penstock.sim.timing import VOCAB_SIZE, Pace, reference
+from penstock.worker.config import WorkerConfig
+
+_BLOCK_SIZE = 4
+_SALT = b"trial"
+_SHAPE = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+    "intermediate_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
+_SLOWNESS = 5.0
+"""So much slower than the model's price, so that streams last long enough for faults to meet them."""
+_CHECK_EVERY_S = 0.05
+_LONGEST_S = 60.0
+"""By then every request has ended; a deployment that only goes on ticking would never end by itself."""
+_QUIET_S = 12.0
+"""Longer than any lease, resync and reconnection takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How much happens in how long."""
+
+    clients: int = 30
+    workers: int = 3
+    faults: int = 12
+    duration_s: float = 5.0
+
+
+@dataclass(slots=True)
+class TrialResult:
+    """What came of it. `outcomes` counts finish reasons, error codes, and readers that `left`."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: list[Fault] = field(default_factory=list)
+    migrations: int = 0
+    streamed_tokens: int = 0
+    end_s: float = 0.0
+
+
+def run_trial(seed: int, trial: Trial | None = None) -> TrialResult:
+    """Run one trial on virtual time.
+
+    Raises:
+        AssertionError: an invariant does not hold.
+        Deadlock: everything waits.
+    """
+    try:
+        return run(lambda rng: _trial(rng, trial or Trial()), seed)
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def small_spec() -> ClusterSpec:
+    """Describe a deployment of two frontends whose pools and queues are small enough to run out."""
+    model = Roofline(shape_of(_SHAPE, name="trial"), find_hardware("h100"))
+    info = RunnerInfo(num_blocks=48, block_size=_BLOCK_SIZE, context_length=160, vocab_size=VOCAB_SIZE)
+    scheduler = SchedulerConfig(max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12)
+
+    def make_engine(pace: Pace) -> ExactEngine:
+        pace.factor = _SLOWNESS
+        return ExactEngine(model, info, scheduler, pace)
+
+    return ClusterSpec(
+        card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),
+        make_engine=make_engine,
+        router=RouterConfig(no_worker_wait_s=2.0, connect_timeout_s=1.0, reconnect_s_max=1.0),
+        worker=WorkerConfig(drain_timeout_s=0.5),
+        network=NetworkConfig(
+            latency_s=0.001,
+            jitter_s=0.002,
+            event_loss=0.05,
+            heartbeat_timeout_s=1.0,
+            lease_ttl_s=1.0,
+            window_tokens=8,
+        ),
+        frontends=2,
+    )
+
+
+async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
+    result = TrialResult()
+    async with SimCluster(small_spec(), rng) as cluster:
+        for number in range(trial.workers):
+            await cluster.start(f"worker-{number}")
+        for dispatcher in cluster.dispatchers:
+            await dispatcher.serving()
+        chaos = Chaos(cluster)
+        async with asyncio.TaskGroup() as group:
+            checks = group.create_task(keep_checking(cluster, _CHECK_EVERY_S), name="checks")
+            async with _limited(trial.duration_s + _LONGEST_S), asyncio.TaskGroup() as clients:
+                for number in range(trial.clients):
+                    client = _Client(cluster, number, random.Random(rng.getrandbits(64)), trial.duration_s)
+                    clients.create_task(client.run(result), name=f"client {number}")
+                clients.create_task(
+                    chaos.run(random_faults(rng, count=trial.faults, duration_s=trial.duration_s)),
+                    name="chaos",
+                )
+            await asyncio.sleep(_QUIET_S)
+            checks.cancel()
+        cluster.network.event_loss = 0.0
+        await touch_every_worker(
+            cluster, [_request(f"touch-{n}", [n, *range(9)], 2) for n in range(len(cluster.workers))]
+        )
+        await asyncio.sleep(_QUIET_S)
+        check_at_rest(cluster)
+        result.faults = chaos.done
+        result.end_s = asyncio.get_running_loop().time()
+    check_no_task_left()
+    return result
+
+
+@asynccontextmanager
+async def _limited(seconds: float) -> AsyncIterator[None]:
+    """Raise AssertionError, naming who waits, if the body takes longer."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimLoop), "on virtual time"
+    waiting: list[str] = []
+    limit = loop.call_later(seconds, lambda: waiting.extend(loop.waiting()))
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise AssertionError(
+            f"requests had not ended after {seconds:g} s:\n  " + "\n  ".join(waiting)
+        ) from error
+    finally:
+        limit.cancel()
+
+
+def check_no_task_left() -> None:
+    """Raise AssertionError where a task outlives what it was for; called from the only one that may be there."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not others, f"tasks are left: {sorted(task.get_name() for task in others)}"
+
+
+class _Client:
+    """Sends one request at a random moment and reads its stream, fast or slowly, to the end or not."""
+
+    def __init__(self, cluster: SimCluster, number: int, rng: random.Random, duration_s: float) -> None:
+        self._cluster = cluster
+        self._rng = rng
+        self._start_s = rng.uniform(0.0, duration_s)
+        shared = list(range(rng.choice([0, 8, 16, 24])))
+        self._prompt = shared + [rng.randrange(500) for _ in range(rng.randrange(1, 20))]
+        deadline_s = rng.choice([None, None, None, 0.2, 1.0, 5.0])
+        self._request = _request(f"request-{number}", self._prompt, rng.randrange(1, 60), deadline_s)
+        self._leaves_after = rng.choice([None, None, None, rng.randrange(20)])
+        self._pause_s = rng.choice([0.0, 0.0, 0.02])
+
+    async def run(self, result: TrialResult) -> None:
+        await asyncio.sleep(self._start_s)
+        loop = asyncio.get_running_loop()
+        expected = reference(self._prompt, self._request.sampling.max_tokens)
+        witness = StreamWitness(self._request, expected, loop.time())
+        stream = self._rng.choice(self._cluster.dispatchers[: self._cluster.spec.frontends]).open(
+            self._request
+        )
+        error: PenstockError | None = None
+        try:
+            async with stream:
+                async for delta in stream:
+                    witness.see(delta)
+                    if self._leaves_after is not None and witness.received >= self._leaves_after:
+                        break
+                    if delta.finish_reason is None:
+                        await asyncio.sleep(self._pause_s)
+        except PenstockError as problem:
+            error = problem
+        if error is None and witness.finish_reason is None:
+            outcome = "left"
+            assert self._leaves_after is not None, (
+                f"{self._request.request_id}: ended without a finish reason"
+            )
+        else:
+            outcome = error.code if error else str(witness.finish_reason)
+            witness.end(error, loop.time(), grace_s=self._pause_s)
+        check_now(self._cluster)
+        result.outcomes[outcome] += 1
+        result.migrations += stream.migrations
+        result.streamed_tokens += witness.received
+
+
+def _request(name: str, prompt: list[int], max_tokens: int, deadline_s: float | None = None) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        model="trial",
+        token_ids=pack_tokens(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        salt=_SALT,
+        deadline_s=deadline_s,
+    )

@@ -1,0 +1,222 @@
+"""Planted bugs, one at a time: the chaos suite has to catch each of them, or it proves nothing.
+
+Each is a context manager that breaks one method of the real code while it is open.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from penstock.core.types import BlockStored
+from penstock.engine.scheduler import Scheduler
+from penstock.kv.pool import BlockPool
+from penstock.router.fleet import Fleet, _MemberSink
+from penstock.router.loads import LoadTracker
+from penstock.router.open_request import OpenRequest
+from penstock.router.progress import Progress
+from penstock.router.radix import RadixTree
+from penstock.runtime.events.publisher import EventPublisher
+from penstock.runtime.events.subscriber import EventSubscriber
+from penstock.worker.worker import Worker
+
+MUTANTS: dict[str, Callable[[], Any]] = {}
+
+
+def mutant(plant: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+    MUTANTS[plant.__name__] = contextmanager(plant)
+    return plant
+
+
+def replaced(owner: type, name: str, method: Callable[..., Any]) -> Any:
+    return mock.patch.object(owner, name, method)
+
+
+@mutant
+def dropped_token() -> Iterator[None]:
+    """Every 40th step of a worker loses its first delta on the way out."""
+    original, calls = Worker._on_step, [0]
+
+    def on_step(self, step):
+        calls[0] += 1
+        if calls[0] % 40 == 0:
+            step = msgspec.structs.replace(step, deltas=step.deltas[1:])
+        original(self, step)
+
+    with replaced(Worker, "_on_step", on_step):
+        yield
+
+
+@mutant
+def double_delivery() -> Iterator[None]:
+    """Every 50th frame is handed to its readers twice."""
+    original, calls = _MemberSink.push, [0]
+
+    def push(self, worker_id, deltas):
+        calls[0] += 1
+        original(self, worker_id, deltas)
+        if calls[0] % 50 == 0:
+            original(self, worker_id, deltas)
+
+    with replaced(_MemberSink, "push", push):
+        yield
+
+
+@mutant
+def repeated_tokens_after_a_move() -> Iterator[None]:
+    """A request that moves starts again from its prompt."""
+
+    def request(self, deadline_s):
+        return msgspec.structs.replace(self._request, deadline_s=deadline_s)
+
+    with replaced(Progress, "request", request):
+        yield
+
+
+@mutant
+def leaked_reservation() -> Iterator[None]:
+    """A request that ends before its worker's report covers it stays reserved."""
+
+    def release(self, reservation):
+        if reservation.open:
+            reservation.open = False
+            self._open[reservation.slot] -= 1
+
+    with replaced(LoadTracker, "release", release):
+        yield
+
+
+@mutant
+def lost_event_without_resync() -> Iterator[None]:
+    """A gap in the events is passed over."""
+
+    def on_batch(self, batch):
+        if self.sequence is not None and batch.sequence > self.sequence:
+            self.sequence = batch.sequence
+            self._apply(self._connection.worker_id, batch.events)
+            self._settle()
+
+    with replaced(EventSubscriber, "_on_batch", on_batch):
+        yield
+
+
+@mutant
+def block_not_released_on_abort() -> Iterator[None]:
+    """An aborted request that was running keeps its slot's blocks."""
+    original = Scheduler.abort
+
+    def abort(self, request_id):
+        sequence = self._by_id.get(request_id)
+        if sequence is None or sequence.slot is None:
+            original(self, request_id)
+
+    with replaced(Scheduler, "abort", abort):
+        yield
+
+
+@mutant
+def block_kept_after_a_request() -> Iterator[None]:
+    """The last block of every request is forgotten when its blocks are given back."""
+    original = BlockPool.release
+
+    def release(self, block_ids):
+        original(self, block_ids[:-1] if len(block_ids) > 8 else block_ids)
+
+    with replaced(BlockPool, "release", release):
+        yield
+
+
+@mutant
+def deadline_ignored() -> Iterator[None]:
+    """Nobody's clock ends a request."""
+
+    def nothing(*_args):
+        return None
+
+    with (
+        replaced(OpenRequest, "_expire", nothing),
+        replaced(Worker, "_expire", nothing),
+        replaced(Scheduler, "_expire", nothing),
+    ):
+        yield
+
+
+@mutant
+def forgotten_prefix_removal() -> Iterator[None]:
+    """The router never hears that a block was evicted."""
+    with replaced(RadixTree, "remove", lambda *_args, **_kwargs: None):
+        yield
+
+
+@mutant
+def prefixes_of_a_lost_worker_kept() -> Iterator[None]:
+    """A lost worker's blocks stay in the index."""
+    original = Fleet._detach
+
+    def detach(self, member, error):
+        clear, self.tree.clear = self.tree.clear, lambda _slot: None
+        try:
+            original(self, member, error)
+        finally:
+            self.tree.clear = clear
+
+    with replaced(Fleet, "_detach", detach):
+        yield
+
+
+@mutant
+def eviction_without_event() -> Iterator[None]:
+    """An engine does not tell which cached blocks it gave up."""
+    with replaced(BlockPool, "_tell_removed", lambda self: self._removed.clear()):
+        yield
+
+
+@mutant
+def stored_in_part() -> Iterator[None]:
+    """A worker tells only of the first block of each run."""
+    original = EventPublisher.publish
+
+    def publish(self, events):
+        shorter = tuple(
+            msgspec.structs.replace(e, block_hashes=e.block_hashes[:8]) if isinstance(e, BlockStored) else e
+            for e in events
+        )
+        original(self, shorter)
+
+    with replaced(EventPublisher, "publish", publish):
+        yield
+
+
+@mutant
+def credit_lost() -> Iterator[None]:
+    """A reader's grants are never sent, so that a stream stands still after its window."""
+
+    def take(self, progress):
+        return progress.take()
+
+    with replaced(OpenRequest, "_take", take):
+        yield
+
+
+@mutant
+def requests_of_a_gone_frontend_kept() -> Iterator[None]:
+    """A worker goes on with what a frontend had asked for that is gone."""
+
+    def disconnected(self, sink):
+        self._frontends.pop(sink, None)
+
+    with replaced(Worker, "disconnected", disconnected):
+        yield
+
+
+@mutant
+def lost_worker_not_noticed() -> Iterator[None]:
+    """The end of a connection is not told to the requests on it."""
+
+    def lost(self, worker_id, error):
+        self.ended = True
+
+    with replaced(_MemberSink, "lost", lost):
+        yield

@@ -1,0 +1,81 @@
+"""Seeded faults on a whole deployment: whatever happens, streams are right, and afterwards nothing is left."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from penstock.sim.chaos import FaultKind
+from penstock.sim.loop import Deadlock
+from penstock.sim.trial import Trial, run_trial
+
+HERE = Path(__file__).parent
+FAILED_SEEDS = json.loads((HERE / "failed_seeds.json").read_text())
+"""Every seed that ever failed stays there."""
+SEEDS = range(36)
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *FAILED_SEEDS])
+def test_streams_survive_and_nothing_is_left(seed):
+    result = run_trial(seed)
+    assert result.outcomes.total() == Trial().clients
+
+
+def test_faults_of_every_kind_happen_and_few_requests_fail():
+    outcomes: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    migrations = 0
+    for seed in range(1000, 1012):
+        result = run_trial(seed, Trial(faults=16))
+        outcomes += result.outcomes
+        migrations += result.migrations
+        kinds.update(fault.kind for fault in result.faults)
+    assert set(kinds) == set(FaultKind)
+    assert migrations >= 30
+    assert outcomes["length"] > outcomes.total() / 3
+    assert outcomes["unavailable"] + outcomes["engine_error"] + outcomes["overloaded"] < outcomes.total() / 20
+
+
+_TWO = """
+import logging, structlog
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+from penstock.sim.trial import run_trial
+print(run_trial(11), run_trial(12))
+"""
+
+
+def test_the_same_seed_is_the_same_run_in_every_process():
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", _TWO],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(outputs) == 1
+
+
+def test_without_faults_every_request_ends_as_asked():
+    result = run_trial(3, Trial(faults=0))
+    assert not result.faults
+    assert result.migrations == 0
+    assert set(result.outcomes) <= {"length", "left", "deadline_exceeded"}
+
+
+def test_a_trial_that_fails_names_what_does_not_hold():
+    from unittest import mock
+
+    from penstock.router.open_request import OpenRequest
+
+    with (
+        mock.patch.object(OpenRequest, "_take", lambda _, progress: progress.take()),
+        pytest.raises((AssertionError, Deadlock)),
+    ):
+        run_trial(0)
