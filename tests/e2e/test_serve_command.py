@@ -58,10 +58,7 @@ class Command:
         """Wait for its end; give exit code and what stood on stderr."""
         while (line := self._queue.get(timeout=TIMEOUT_S)) is not None:
             self.lines.append(line)
-        error = self.process.stderr.read()
-        self.process.stdout.close()
-        self.process.stderr.close()
-        return self.process.wait(timeout=TIMEOUT_S), error
+        return self.process.wait(timeout=TIMEOUT_S), self.process.stderr.read()
 
 
 @pytest.fixture
@@ -76,7 +73,9 @@ def serve(runtime_dir):
     for command in running:
         if command.process.poll() is None:
             command.process.terminate()
-            command.end()
+        command.process.wait(timeout=TIMEOUT_S)
+        command.process.stdout.close()
+        command.process.stderr.close()
 
 
 def get(url):
@@ -198,6 +197,22 @@ def test_a_killed_worker_is_started_again(serve):
         assert b"[DONE]" in response.read()
 
 
+def test_it_serves_on_when_nobody_reads_its_lines(serve):
+    command = serve("--engine", "mock", "--port", "0")
+    url = command.wait_ready()
+    pipe = command.process.stdout.fileno()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, pipe)  # the pipe has no reader any more
+    os.close(null)
+    os.kill(workers_of(url)[0]["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while not any(w["condition"] == "ready" and w["worker_id"] > 1 for w in workers_of(url)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    command.process.send_signal(signal.SIGHUP)
+    assert command.process.wait(timeout=20) == 0
+
+
 def complaint(*arguments: str) -> str:
     """Run a command that must fail: exit code 2, one line, no traceback, nothing on stdout."""
     done = subprocess.run(
@@ -227,6 +242,12 @@ def test_a_bad_model_directory_is_one_line(runtime_dir, tmp_path: Path):
     assert "no tokenizer.json" in complaint("serve", str(tmp_path), "--port", "0")
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "no weights" in complaint("serve", str(tmp_path), "--port", "0")
+
+
+def test_what_only_the_engine_can_tell_is_one_line(runtime_dir):
+    flags = ("--engine", "mock", "--workers", "2", "--port", "0")
+    wrong = ("--set", "roles.aggregated.mock.kv_bytes_per_block=5")
+    assert "kv_bytes_per_block" in complaint("serve", *flags, *wrong)
 
 
 def test_bad_flags_and_graphs_are_one_line(runtime_dir, tmp_path: Path):

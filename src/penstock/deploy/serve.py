@@ -1,7 +1,9 @@
 """`penstock serve`: a deployment in the foreground, until Ctrl-C or SIGTERM."""
 
 import asyncio
+import os
 import signal
+import sys
 
 import uvloop
 
@@ -41,14 +43,14 @@ async def _serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
 
 
 class _Stopping:
-    """What SIGINT and SIGTERM mean: give up a start under way, else drain, the second time end at once."""
+    """What SIGINT, SIGTERM and SIGHUP mean: give up a start under way, else drain, the second time end at once."""
 
     def __init__(self, deployment: LocalDeployment) -> None:
         self.told = asyncio.Event()
         self.is_started = False
         self._deployment = deployment
         self._task = asyncio.current_task()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
@@ -60,5 +62,8 @@ class _Stopping:
 
 
 def say(name: str, state: str, detail: str = "") -> None:
-    """Print one change of state."""
-    print(f"{name:<11} {state:<9} {detail}".rstrip(), flush=True)  # noqa: T201 - what a command is for
+    """Print one change of state; that nobody reads it any more is no reason to stop serving."""
+    try:
+        print(f"{name:<11} {state:<9} {detail}".rstrip(), flush=True)  # noqa: T201 - what a command is for
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
