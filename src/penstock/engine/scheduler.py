@@ -7,8 +7,6 @@ Work per step is a few array operations over slots; Python runs per row only whe
 border or ends, and to build its delta.
 """
 
-from bisect import insort
-from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import count
 
@@ -22,10 +20,10 @@ from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, Pens
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types import Delta, FinishReason, Request, Step, WorkerLoad
 from penstock.core.wire import PackedTokens
+from penstock.engine.queue import WaitingQueue
 from penstock.engine.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
+from penstock.engine.slots import Int32s, Slots
 from penstock.kv.pool import BlockPool
-
-Int32s = NDArray[np.int32]
 
 
 class SchedulerConfig(Config):
@@ -57,28 +55,15 @@ class Scheduler:
         *,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
-        slots = config.max_running_requests
-        self.table = SequenceTable.allocate(slots, limits.context_length, limits.block_size)
         self._pool = pool
         self._limits = limits
         self._config = config
-        self._is_eos = np.zeros(limits.vocab_size, dtype=np.bool_)
-        self._is_eos[list(eos_token_ids)] = True
+        is_eos = np.zeros(limits.vocab_size, dtype=np.bool_)
+        is_eos[list(eos_token_ids)] = True
         self._arrivals = count()
         self._by_id: dict[RequestId, Sequence] = {}
-        self._waiting: OrderedDict[RequestId, Sequence] = OrderedDict()
-        self._waiting_tokens = 0
-        self._running: list[int] = []  # slots, oldest arrival first
-        self._in_slot: list[Sequence | None] = [None] * slots
-        self._ids = [RequestId("")] * slots
-        self._free_slots = list(reversed(range(slots)))
-        # more columns by slot
-        self._num_published = np.zeros(slots, dtype=np.int32)
-        self._end_tokens = np.zeros(slots, dtype=np.int32)
-        self._stops_after = np.zeros(slots, dtype=np.int32)
-        self._heeds_eos = np.zeros(slots, dtype=np.bool_)
-        self._has_stops = np.zeros(slots, dtype=np.bool_)
-        self._is_fresh = np.zeros(slots, dtype=np.bool_)  # no delta yet
+        self._waiting = WaitingQueue()
+        self._slots = Slots(config.max_running_requests, limits, is_eos)
         self._under_way: StepPlan | None = None
         self._aborted_slots: set[int] = set()  # of the step under way
         self._head_blocked = False  # the first waiting request did not fit, and no block was given back since
@@ -86,6 +71,11 @@ class Scheduler:
         self._outbox: list[Delta] = []
         self._steps = self._preemptions = 0
         self._prefilled_tokens = self._prefix_hit_tokens = self._generated_tokens = 0
+
+    @property
+    def table(self) -> SequenceTable:
+        """What runners read."""
+        return self._slots.table
 
     # ---- requests in and out --------------------------------------------------------------------------
 
@@ -104,8 +94,8 @@ class Scheduler:
                 f"{len(self._waiting)} requests wait already, max_waiting_requests; try again later",
                 retry_after_s=1.0,
             )
-        self._by_id[request.request_id] = self._waiting[request.request_id] = sequence
-        self._waiting_tokens += len(sequence.token_ids)
+        self._by_id[request.request_id] = sequence
+        self._waiting.push(sequence)
         self._next_deadline_s = min(self._next_deadline_s, sequence.deadline_s)
 
     def abort(self, request_id: RequestId) -> None:
@@ -125,7 +115,7 @@ class Scheduler:
         self.check_between_steps()
         self._expire(now_s)
         table = self.table
-        slots = np.array(self._running, dtype=np.int32)
+        slots = self._slots.running_array()
         remaining = table.num_tokens[slots] - table.num_computed[slots]
         num_new = self._share_budget(remaining)
         kept = self._grow(slots, num_new)
@@ -159,8 +149,8 @@ class Scheduler:
         """
         rows = np.flatnonzero(plan.samples)
         token_ids = sampled.token_ids[rows]
-        if ((token_ids < 0) | (token_ids >= len(self._is_eos))).any():
-            raise EngineError(f"sampled a token that is not in the vocabulary of {len(self._is_eos)}")
+        if ((token_ids < 0) | (token_ids >= self._limits.vocab_size)).any():
+            raise EngineError(f"sampled a token that is not in the vocabulary of {self._limits.vocab_size}")
         self._under_way = None
         self._steps += 1
         self._prefilled_tokens += int(plan.num_new[plan.num_decode :].sum())
@@ -177,9 +167,8 @@ class Scheduler:
         self._steps += 1
         self._vacate_aborted()
         for slot in plan.slots.tolist():
-            sequence = self._in_slot[slot]
-            if sequence is not None:
-                self._end_with(sequence, error)
+            if self.table.requests[slot] is not None:  # else it was aborted
+                self._end_with(self._slots.sequence(slot), error)
         return self._make_step([])
 
     def take_step(self) -> Step | None:
@@ -193,7 +182,7 @@ class Scheduler:
 
     def load(self) -> WorkerLoad:
         table, pool = self.table, self._pool
-        running = np.array(self._running, dtype=np.int32)
+        running = self._slots.running_array()
         remaining = table.num_tokens[running] - table.num_computed[running]
         return WorkerLoad(
             running_requests=len(running),
@@ -201,7 +190,7 @@ class Scheduler:
             active_blocks=pool.num_active,
             cached_blocks=pool.num_cached,
             total_blocks=pool.num_blocks,
-            queued_prefill_tokens=self._waiting_tokens + int(remaining[remaining > 1].sum()),
+            queued_prefill_tokens=self._waiting.num_tokens + int(remaining[remaining > 1].sum()),
             context_tokens=int(table.num_computed[running].sum()),
             steps=self._steps,
             preemptions=self._preemptions,
@@ -212,44 +201,19 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
-        table, size = self.table, self._limits.block_size
         self._pool.check()
-        assert sorted([*self._running, *self._free_slots]) == list(range(len(self._in_slot))), (
-            "a slot is lost"
+        self._slots.check()
+        self._waiting.check()
+        assert self._slots.holders() == self._pool.references(), (
+            "sequences hold other blocks than the pool thinks"
         )
-        held: dict[int, int] = {}
-        for slot in self._running:
-            sequence = self._in_slot[slot]
-            assert sequence is not None, f"slot {slot} runs nothing"
-            assert sequence.slot == slot, f"slot {slot}: its sequence thinks it is in {sequence.slot}"
-            assert table.requests[slot] is sequence.request, f"slot {slot}: another request is in the table"
-            known, computed = int(table.num_tokens[slot]), int(table.num_computed[slot])
-            blocks = int(table.num_blocks[slot])
-            assert 0 <= computed < known <= self._limits.context_length, (
-                f"slot {slot}: {computed} of {known} computed"
+        known = len(self._by_id) + len(self._aborted_slots)
+        assert known == len(self._slots.running) + len(self._waiting), "a request is lost"
+        if self._waiting and self._slots.running:
+            newest = self._slots.sequence(self._slots.running[-1])
+            assert newest.arrival < self._waiting.first.arrival, (
+                "an older request waits while a newer one runs"
             )
-            assert computed <= blocks * size, f"slot {slot}: {computed} tokens in {blocks} blocks"
-            assert int(self._num_published[slot]) == computed // size, (
-                f"slot {slot}: full blocks are not published"
-            )
-            assert not table.block_tables[slot, blocks:].any(), f"slot {slot}: blocks past num_blocks"
-            for block_id in table.block_tables[slot, :blocks].tolist():
-                held[block_id] = held.get(block_id, 0) + 1
-        assert held == self._pool.references(), "sequences hold other blocks than the pool thinks"
-        for slot in self._free_slots:
-            assert self._in_slot[slot] is None, f"slot {slot} is free and taken"
-            assert table.requests[slot] is None, f"slot {slot} is free and has a request in the table"
-            assert not table.num_blocks[slot], f"slot {slot} is free and has blocks"
-        in_order = [
-            *(self._sequence(slot).arrival for slot in self._running),
-            *(s.arrival for s in self._waiting.values()),
-        ]
-        assert in_order == sorted(in_order), "an older request waits behind a newer one"
-        assert all(sequence.slot is None for sequence in self._waiting.values()), (
-            "a waiting request has a slot"
-        )
-        assert self._waiting_tokens == sum(len(s.token_ids) for s in self._waiting.values()), "waiting tokens"
-        assert len(self._by_id) + len(self._aborted_slots) == len(in_order), "a request is lost"
 
     # ---- planning -------------------------------------------------------------------------------------
 
@@ -285,13 +249,13 @@ class Scheduler:
         ends = table.num_computed[slots] + num_new
         lacking = -(-ends // self._limits.block_size) - table.num_blocks[slots]
         for row in np.flatnonzero(lacking > 0).tolist():
-            while row < len(self._running):
+            while row < len(self._slots.running):
                 block_ids = self._pool.allocate(int(lacking[row]))
                 if block_ids is not None:
-                    self._add_blocks(int(slots[row]), block_ids)
+                    self._slots.add_blocks(int(slots[row]), block_ids)
                     break
-                self._preempt(self._running[-1])
-        return len(self._running)
+                self._preempt(self._slots.running[-1])
+        return len(self._slots.running)
 
     def _admit(self, budget: int) -> tuple[list[int], list[int]]:
         """Move waiting requests into the batch, oldest first, while there is room for them.
@@ -304,18 +268,18 @@ class Scheduler:
         """
         slots: list[int] = []
         counts: list[int] = []
-        if not self._waiting or self._head_blocked or budget <= 0 or not self._free_slots:
+        if not self._waiting or self._head_blocked or budget <= 0:
             return slots, counts
         reserved = self._blocks_reserved()
-        while self._waiting and budget > 0 and self._free_slots:
-            sequence = next(iter(self._waiting.values()))
+        while self._waiting and budget > 0 and self._slots.has_free:
+            sequence = self._waiting.first
             size, known = self._limits.block_size, len(sequence.token_ids)
             cacheable = (known - 1) // size  # the last token is always computed: it is sampled from
             sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
             hits = self._pool.match(sequence.block_hashes[:cacheable])
             needed = known // size + 1 - len(hits)
             room = self._pool.num_available - self._pool.count_idle(hits)
-            if self._running and needed + reserved > room:
+            if self._slots.running and needed + reserved > room:
                 self._head_blocked = True
                 break
             count = min(budget, known - len(hits) * size)
@@ -328,58 +292,31 @@ class Scheduler:
 
     def _blocks_reserved(self) -> int:
         """Count the blocks that running requests will need soon: for the rest of their prefill and one more each."""
-        running = np.array(self._running, dtype=np.int32)
+        running = self._slots.running_array()
         lacking = (
             self.table.num_tokens[running] // self._limits.block_size + 1 - self.table.num_blocks[running]
         )
         return len(running) + int(np.maximum(lacking, 0).sum())
 
     def _take_in(self, sequence: Sequence, hits: list[BlockId], num_new: int) -> int:
-        """Give the first waiting request a slot, the cached blocks it hits, and blocks for its first tokens."""
-        table, size = self.table, self._limits.block_size
-        known, cached = len(sequence.token_ids), len(hits) * size
-        self._waiting.popitem(last=False)
-        self._waiting_tokens -= known
-        slot = sequence.slot = self._free_slots.pop()
-        self._in_slot[slot] = sequence
-        self._ids[slot] = sequence.request.request_id
-        table.requests[slot] = sequence.request
-        table.token_ids[slot, :known] = sequence.token_ids
-        table.num_tokens[slot] = known
-        table.num_computed[slot] = cached
-        table.num_prompt[slot] = sequence.num_prompt
-        self._num_published[slot] = len(hits)
-        self._end_tokens[slot] = sequence.end_tokens
-        self._stops_after[slot] = sequence.stops_after
-        self._heeds_eos[slot] = not sequence.request.sampling.ignore_eos
-        self._has_stops[slot] = bool(sequence.request.sampling.stop_token_ids)
-        self._is_fresh[slot] = sequence.is_fresh
-        insort(self._running, slot, key=lambda other: self._sequence(other).arrival)
+        """Give a waiting request a slot, the cached blocks it hits, and blocks for its first tokens."""
+        cached = len(hits) * self._limits.block_size
         self._prefix_hit_tokens += cached
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(cached, sequence.num_prompt)
+        self._waiting.remove(sequence)
         self._pool.acquire(hits)
-        self._add_blocks(slot, hits)
-        fresh = self._pool.allocate(-(-(cached + num_new) // size) - len(hits))
-        assert fresh is not None, "admitted without room"
-        self._add_blocks(slot, fresh)
+        slot = self._slots.seat(sequence, hits)
+        block_ids = self._pool.allocate(self._limits.blocks_for(cached + num_new) - len(hits))
+        assert block_ids is not None, "admitted without room"
+        self._slots.add_blocks(slot, block_ids)
         return slot
-
-    def _add_blocks(self, slot: int, block_ids: list[BlockId]) -> None:
-        start = int(self.table.num_blocks[slot])
-        end = start + len(block_ids)
-        self.table.block_tables[slot, start:end] = block_ids
-        self.table.num_blocks[slot] = end
 
     def _preempt(self, slot: int) -> None:
         """Put a running request back to the front of the queue; its blocks stay cached for as long as they can."""
-        sequence = self._sequence(slot)
-        sequence.token_ids = self.table.token_ids[slot, : self.table.num_tokens[slot]].copy()
-        sequence.is_fresh = bool(self._is_fresh[slot])
+        sequence = self._slots.sequence(slot)
         self._vacate(slot)
-        self._waiting[sequence.request.request_id] = sequence
-        self._waiting.move_to_end(sequence.request.request_id, last=False)
-        self._waiting_tokens += len(sequence.token_ids)
+        self._waiting.push_front(sequence)
         self._preemptions += 1
 
     # ---- outcomes -------------------------------------------------------------------------------------
@@ -387,52 +324,45 @@ class Scheduler:
     def _publish(self, slots: Int32s) -> None:
         """Put blocks that have become full into the prefix cache: all their tokens are computed."""
         num_full = self.table.num_computed[slots] // self._limits.block_size
-        for row in np.flatnonzero(num_full > self._num_published[slots]).tolist():
+        for row in np.flatnonzero(num_full > self._slots.num_published[slots]).tolist():
             slot, end = int(slots[row]), int(num_full[row])
-            start = int(self._num_published[slot])
-            sequence = self._sequence(slot)
+            start = int(self._slots.num_published[slot])
+            sequence = self._slots.sequence(slot)
             sequence.hash_blocks(self.table.token_ids[slot], end, self._limits)
             hashes = sequence.block_hashes
             block_ids = self.table.block_tables[slot, start:end].tolist()
             self._pool.commit(block_ids, hashes[start:end], int(hashes[start - 1, 0]) if start else None)
-            self._num_published[slot] = end
+            self._slots.num_published[slot] = end
 
     def _append(self, plan: StepPlan, rows: NDArray[np.intp], sampled: Sampled) -> list[Delta]:
         """Add a token to each of the sampled rows, build the deltas that tell of it, and end what is at its end."""
-        table = self.table
         slots, token_ids = plan.slots[rows], sampled.token_ids[rows]
-        num_tokens = table.num_tokens[slots]
-        table.token_ids[slots, num_tokens] = token_ids
-        num_tokens += 1
-        table.num_tokens[slots] = num_tokens
+        stopped, ended = self._slots.append(slots, token_ids)
         self._generated_tokens += len(slots)
-        stopped = self._is_eos[token_ids] & self._heeds_eos[slots]
-        for index in np.flatnonzero(self._has_stops[slots]).tolist():
-            stop_token_ids = self._sequence(int(slots[index])).request.sampling.stop_token_ids
-            stopped[index] |= int(token_ids[index]) in stop_token_ids
-        stopped &= num_tokens > self._stops_after[slots]
-        ended = stopped | (num_tokens >= self._end_tokens[slots])
-        is_plain = ~(ended | self._is_fresh[slots])
+        is_plain = ~(ended | self._slots.is_fresh[slots])
         packed = token_ids.astype("<i4", copy=False).tobytes()
         deltas = []
         for index, (slot, plain) in enumerate(zip(slots.tolist(), is_plain.tolist(), strict=True)):
             delta = Delta(
-                request_id=self._ids[slot], token_ids=PackedTokens(packed[4 * index : 4 * index + 4])
+                request_id=self._slots.request_ids[slot],
+                token_ids=PackedTokens(packed[4 * index : 4 * index + 4]),
             )
             if not plain:
                 delta = replace(
                     delta,
                     finish_reason=_finish_reason(stopped=stopped[index], ended=ended[index]),
-                    cached_tokens=self._sequence(slot).cached_tokens if self._is_fresh[slot] else None,
+                    cached_tokens=self._slots.sequence(slot).cached_tokens
+                    if self._slots.is_fresh[slot]
+                    else None,
                 )
             deltas.append(delta)
         for row, logprob in sampled.logprobs.items():
             index = int(np.searchsorted(rows, row))
             if index < len(rows) and rows[index] == row:
                 deltas[index] = replace(deltas[index], logprobs=(logprob,))
-        self._is_fresh[slots] = False
+        self._slots.is_fresh[slots] = False
         for slot in slots[ended].tolist():
-            del self._by_id[self._ids[slot]]
+            del self._by_id[self._slots.request_ids[slot]]
             self._vacate(slot)
         return deltas
 
@@ -454,8 +384,7 @@ class Scheduler:
         if sequence.slot is not None:
             self._vacate(sequence.slot)
         else:
-            del self._waiting[sequence.request.request_id]
-            self._waiting_tokens -= len(sequence.token_ids)
+            self._waiting.remove(sequence)
             self._head_blocked = False
 
     def _vacate_aborted(self) -> None:
@@ -465,22 +394,8 @@ class Scheduler:
 
     def _vacate(self, slot: int) -> None:
         """Give a slot and its blocks back."""
-        table = self.table
-        blocks = table.block_tables[slot, : table.num_blocks[slot]]
-        self._pool.release(blocks.tolist())
-        blocks[:] = 0
-        table.num_blocks[slot] = table.num_tokens[slot] = table.num_computed[slot] = 0
-        table.requests[slot] = None
-        self._sequence(slot).slot = None
-        self._in_slot[slot] = None
-        self._running.remove(slot)
-        self._free_slots.append(slot)
+        self._pool.release(self._slots.vacate(slot))
         self._head_blocked = False
-
-    def _sequence(self, slot: int) -> Sequence:
-        sequence = self._in_slot[slot]
-        assert sequence is not None, f"slot {slot} is free"
-        return sequence
 
 
 def _finish_reason(*, stopped: bool, ended: bool) -> FinishReason | None:

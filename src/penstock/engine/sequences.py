@@ -101,6 +101,9 @@ class SequenceLimits:
     def context_length(self) -> int:
         return min(self.model_context_length, self.kv_tokens)
 
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
 
 @dataclass(slots=True)
 class Sequence:
