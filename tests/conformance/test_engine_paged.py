@@ -6,7 +6,6 @@ from typing import ClassVar
 import pytest
 
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.runner import ThreadedRunner
 from penstock.engine.scheduler import SchedulerConfig
 from penstock.testing.engine import EngineSuite
 from penstock.testing.engine_probe import EngineSetup
@@ -14,7 +13,7 @@ from penstock.testing.engine_probe import EngineSetup
 pytest.importorskip("torch")
 
 from penstock.engine.paged.config import PagedConfig
-from penstock.engine.paged.runner import PagedRunner
+from penstock.engine.paged.engine import paged_engine
 from penstock.testing.checkpoints import EOS_TOKEN_ID, make_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -45,4 +44,4 @@ class TestPagedEngine(EngineSuite):
             max_running_requests=setup.max_running_requests,
             max_waiting_requests=setup.max_waiting_requests,
         )
-        return BatchedEngine(ThreadedRunner(PagedRunner(config)), scheduling)
+        return paged_engine(config, scheduling)

@@ -1,5 +1,6 @@
 """Small random checkpoints of real architectures, for tests and benchmarks of engines. Needs the `engine` extra."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ _SPREAD = 1.5
 
 
 def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **sizes: Any) -> Path:
-    """Write a float32 checkpoint with random weights, and a tokenizer that knows its first few hundred token ids.
+    """Write a float32 checkpoint with random weights and a tokenizer.
 
     Weights are spread wider than in a new model, so that the likeliest token leads clearly and greedy outputs
     of two correct engines are equal.
@@ -80,4 +81,13 @@ def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **sizes: An
     model.save_pretrained(path)
     for name, content in tiny_model_files().items():
         (path / name).write_bytes(content)
+    _name_all_tokens(path / "tokenizer.json", config.vocab_size)
     return path
+
+
+def _name_all_tokens(file: Path, vocab_size: int) -> None:
+    """Give the token ids that the tokenizer does not know a text, `w417` and the like, so that each can be streamed."""
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"w{token_id}": token_id for token_id in range(len(vocabulary), vocab_size)}
+    file.write_text(json.dumps(tokenizer))
