@@ -79,6 +79,17 @@ def test_two_frontend_processes_share_the_port_and_the_workers(deploy):
         async with site.http.get(f"{site.url}/metrics") as response:  # one answers for both
             metrics = await response.text()
         assert f'penstock_frontend_output_tokens_total{{model="{MODEL}"}} 48.0' in metrics
+        assert 'penstock_router_workers{condition="ready"} 1.0' in metrics
+        site.kill("frontend-1")
+
+        async def back():
+            return sum(line.startswith("frontend-1 ready") for line in site.said) == 2
+
+        await site.until(back)
+        async with site.http.get(f"{site.url}/metrics") as response:  # counts stay, states of the dead do not
+            metrics = await response.text()
+        assert f'penstock_frontend_output_tokens_total{{model="{MODEL}"}} 48.0' in metrics
+        assert 'penstock_router_workers{condition="ready"} 1.0' in metrics
 
     deploy(scenario, frontends=2)
 

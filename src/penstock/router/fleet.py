@@ -7,10 +7,10 @@ as it is listed it is tried again. Workers are the truth: after every new connec
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -81,8 +81,7 @@ class Fleet:
         self._left_out: dict[WorkerId, Instance] = {}
         self._listeners: list[Callable[[], None]] = []
         self._group: asyncio.TaskGroup | None = None
-        for condition in Condition:
-            metrics.workers.labels(condition).set_function(partial(self._count, condition))
+        self._note_conditions()
 
     async def run(self) -> None:
         """Follow discovery, and keep a connection to everybody in it, until cancelled."""
@@ -254,6 +253,7 @@ class Fleet:
         members = [m for m in self._members.values() if m.instance.card.name == model]
         if not members:
             self.pools.pop(model, None)
+            self._note_conditions()
             return
         staying = [m for m in members if m.listed and m.instance.state is InstanceState.READY] or members
         pool = self.pools.get(model)
@@ -266,10 +266,13 @@ class Fleet:
         for member in members:
             member.matching = member.identity == identity(pool.card)
             pool.ready[member.slot] = member.condition is Condition.READY
+        self._note_conditions()
         self._tell_news()
 
-    def _count(self, condition: Condition) -> int:
-        return sum(member.condition is condition for member in self._members.values())
+    def _note_conditions(self) -> None:
+        counts = Counter(member.condition for member in self._members.values())
+        for condition in Condition:
+            self._metrics.workers.labels(condition).set(counts[condition])
 
     def _tell_news(self) -> None:
         for listener in tuple(self._listeners):

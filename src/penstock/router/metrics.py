@@ -1,5 +1,7 @@
 """What the router and the dispatcher count, in a registry of the caller's."""
 
+from typing import Literal
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.router.radix import RadixStats
@@ -14,8 +16,11 @@ class RouterMetrics:
         def counter(noun: str, text: str, *labels: str) -> Counter:
             return Counter(f"penstock_router_{noun}", text, labels, registry=registry)
 
-        def gauge(noun: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"penstock_router_{noun}", text, labels, registry=registry)
+        def gauge(noun: str, text: str, *labels: str, together: Literal["livesum", "livemax"]) -> Gauge:
+            # `together` says what several frontend processes' values come to
+            return Gauge(
+                f"penstock_router_{noun}", text, labels, registry=registry, multiprocess_mode=together
+            )
 
         def histogram(noun: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"penstock_router_{noun}", text, registry=registry, buckets=buckets)
@@ -28,7 +33,7 @@ class RouterMetrics:
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that workers did find in their caches")
         self.output_tokens = counter("output_tokens", "Tokens received from workers")
         self.requests = counter("requests", "Requests ended, by outcome", "outcome")
-        self.open_requests = gauge("open_requests", "Requests under way")
+        self.open_requests = gauge("open_requests", "Requests under way", together="livesum")
         self.migrations = counter(
             "migrations", "Requests that had to leave their worker, by outcome", "outcome"
         )
@@ -36,10 +41,12 @@ class RouterMetrics:
         self.quarantined = counter(
             "quarantined_requests", "Requests refused because their content kills workers"
         )
-        self.workers = gauge("workers", "Workers known, by condition", "condition")
+        self.workers = gauge("workers", "Workers known, by condition", "condition", together="livemax")
         self.connections_lost = counter("connections_lost", "Connections to workers that ended")
         self.connect_failures = counter("connect_failures", "Tries to reach a worker that failed")
-        self.indexed_blocks = gauge("indexed_blocks", "(worker, block) pairs in the prefix index")
+        self.indexed_blocks = gauge(
+            "indexed_blocks", "(worker, block) pairs in the prefix index", together="livemax"
+        )
         self.evicted_blocks = counter("evicted_blocks", "Pairs forgotten because the index was full")
         self.kv_events = counter("kv_events", "KV events applied to the prefix index")
         self.event_snapshots = counter("event_snapshots", "Snapshots of a worker's blocks taken over")
