@@ -112,6 +112,18 @@ def test_a_gap_is_asked_for_once_after_a_jitter():
     play(scenario)
 
 
+def test_a_single_missing_batch_is_a_gap():
+    async def scenario():
+        subscriber = Recorder()
+        subscriber.start()
+        subscriber.push(snapshot(3))
+        subscriber.push(batch(5))
+        await asyncio.sleep(0.1)
+        assert [after for _, after in subscriber.asked] == [None, 3]
+
+    play(scenario)
+
+
 def test_jitter_differs_between_routers_and_repeats_with_the_seed():
     async def scenario(seed):
         subscriber = Recorder(seed=seed)
