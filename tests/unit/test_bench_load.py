@@ -5,7 +5,7 @@ import pytest
 
 from penstock.bench.load import Planned, poisson, replay, run_load, steady
 from penstock.bench.prompts import PROBES, Prompts, Scale
-from penstock.bench.trace import TraceRow
+from penstock.sim.trace import TraceRow
 
 PROMPTS = Prompts(seed=1, scale=Scale(overhead_tokens=10, tokens_per_word=2))
 

@@ -21,8 +21,8 @@ from penstock.bench.load import Planned, poisson, replay, run_load, steady
 from penstock.bench.prompts import PROBES, Prompts, Scale
 from penstock.bench.report import Report
 from penstock.bench.tally import Slo, Tally
-from penstock.bench.trace import TraceRow, read_trace
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.sim.trace import TraceRow, read_trace
 
 _REQUESTS = 100
 _CONCURRENCY = 16

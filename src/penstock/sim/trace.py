@@ -42,8 +42,15 @@ class _MooncakeRow(msgspec.Struct):
     hash_ids: tuple[int, ...] = ()
 
 
-def read_trace(path: Path) -> list[TraceRow]:
+OnBad = Callable[[ConfigError], None]
+
+
+def read_trace(path: Path, *, on_bad: OnBad | None = None) -> list[TraceRow]:
     """Read a trace, in order of time.
+
+    Args:
+        path: the file.
+        on_bad: told of each row that is wrong, which is then left out; None makes the first one an error.
 
     Raises:
         ConfigError: the file cannot be read, is of no known format, or has a wrong row; file and line are named.
@@ -52,7 +59,7 @@ def read_trace(path: Path) -> list[TraceRow]:
         with path.open("rb") as file:
             compressed = file.peek(2)[:2] == _GZIP_MAGIC
             with io.TextIOWrapper(gzip.open(file) if compressed else file, encoding="utf-8") as text:
-                rows = list(_rows(path, text))
+                rows = list(_rows(path, text, on_bad))
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except UnicodeDecodeError as error:
@@ -63,7 +70,7 @@ def read_trace(path: Path) -> list[TraceRow]:
     return sorted((replace(row, at_s=row.at_s - first_s) for row in rows), key=lambda row: row.at_s)
 
 
-def _rows(path: Path, lines: Iterator[str]) -> Iterator[TraceRow]:
+def _rows(path: Path, lines: Iterator[str], on_bad: OnBad | None) -> Iterator[TraceRow]:
     parse: Callable[[str], TraceRow] | None = None
     for number, line in enumerate(lines, 1):
         stripped = line.strip()
@@ -80,8 +87,12 @@ def _rows(path: Path, lines: Iterator[str]) -> Iterator[TraceRow]:
                     f"token counts must be >= 0, got {row.input_tokens} and {row.output_tokens}"
                 )
         except (ValueError, msgspec.DecodeError) as error:
-            raise ConfigError(f"{path}: line {number}: {error}") from error
-        yield row
+            problem = ConfigError(f"{path}: line {number}: {error}")
+            if on_bad is None or parse is None:
+                raise problem from error
+            on_bad(problem)
+        else:
+            yield row
 
 
 def _parse_mooncake(line: str) -> TraceRow:

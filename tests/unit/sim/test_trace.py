@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.trace import TraceRow, read_trace
 from penstock.core.errors import ConfigError
+from penstock.sim.trace import TraceRow, read_trace
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 
 
 def test_an_azure_trace_gives_lengths_and_times_from_its_first_row():
@@ -84,3 +84,14 @@ def test_a_damaged_or_missing_file_is_one_line(tmp_path):
     for name in ("cut", "bad", "binary", "missing"):
         with pytest.raises(ConfigError, match=r"cannot be read|not a trace"):
             read_trace(tmp_path / name)
+
+
+def test_bad_lines_can_be_passed_over_and_are_told(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 1000, "input_length": 2, "output_length": 1}\n{oops\n'
+        '{"timestamp": 3000, "input_length": 2, "output_length": 1}\n{"timestamp": 1}\n'
+    )
+    bad = []
+    assert [row.at_s for row in read_trace(path, on_bad=bad.append)] == [0.0, 2.0]
+    assert [error.message.split(": ")[1] for error in bad] == ["line 2", "line 4"]

@@ -1,0 +1,117 @@
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.sim.prompt import Prompt, named_units
+from penstock.sim.trace import TraceRow, read_trace
+from penstock.sim.workload import WorkloadConfig, make_sessions, rescaled, trace_sessions
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def hits(sessions, block_size):
+    """Give (blocks an infinite cache has, all blocks)."""
+    seen, found, total = set(), 0, 0
+    for session in sessions:
+        for turn in session.turns:
+            names = [
+                tuple(h)
+                for h in session.prompt.block_hashes(block_size, 0, turn.input_tokens // block_size).tolist()
+            ]
+            depth = next((i for i, name in enumerate(names) if name not in seen), len(names))
+            found, total = found + depth, total + len(names)
+            seen.update(names)
+    return found, total
+
+
+def make(seed=1, **fields):
+    return list(make_sessions(WorkloadConfig(**{"rate_per_s": 10.0} | fields), random.Random(seed)))
+
+
+def test_blocks_are_equal_exactly_as_far_as_streams_are():
+    shared = named_units(7, 4)
+    one, other = Prompt(1, shared, 16), Prompt(2, shared[:2], 16)
+    a, b = one.block_hashes(16, 0, 6), other.block_hashes(16, 0, 6)
+    assert (a[:2] == b[:2]).all()
+    assert not (a[2:] == b[2:]).any()
+    assert (one.block_hashes(16, 3, 6) == a[3:]).all()
+    wide = one.block_hashes(32, 0, 3)
+    assert (wide[0] == other.block_hashes(32, 0, 1)[0]).all()
+    assert len(np.unique(a)) == 2 * 6
+    assert (wide == a[1::2]).all()
+
+
+def test_poisson_and_bursty_gaps_have_the_rate_and_the_variance_asked_for():
+    for burstiness in (0.25, 1.0, 9.0):
+        sessions = make(requests=20_000, burstiness=burstiness)
+        gaps = np.array([b.at_s - a.at_s for a, b in pairwise(sessions)])
+        assert gaps.mean() == pytest.approx(0.1, rel=0.08)
+        assert gaps.var() / gaps.mean() ** 2 == pytest.approx(burstiness, rel=0.15)
+
+
+def test_a_conversation_grows_and_every_turn_continues_the_one_before():
+    sessions = make(requests=30, turns=3, spread=0.5, shared_prefix_tokens=100, prefix_groups=2)
+    assert len(sessions) == 10
+    for session in sessions:
+        for before, turn in pairwise(session.turns):
+            assert turn.input_tokens > before.input_tokens + before.output_tokens
+            assert turn.think_s > 0 == session.turns[0].think_s
+    groups = {tuple(s.prompt.shared.tolist()) for s in sessions}
+    assert len(groups) == 2
+    assert {len(group) for group in groups} == {6}
+
+
+def test_lengths_have_the_mean_asked_for():
+    sessions = make(requests=20_000, spread=1.0, input_tokens=500)
+    assert np.mean([s.turns[0].input_tokens for s in sessions]) == pytest.approx(500, rel=0.05)
+
+
+def test_the_seed_decides():
+    def shapes(seed):
+        return [(s.at_s, s.turns, s.prompt.own) for s in make(seed, spread=0.3)]
+
+    assert shapes(1) == shapes(1) != shapes(2)
+
+
+def test_a_mooncake_trace_keeps_its_prefixes_at_any_block_size():
+    rows = read_trace(DATA / "mooncake_trace.jsonl")
+    for block_size, shared in ((16, 32), (64, 8), (512, 1)):
+        found, _ = hits(trace_sessions(rows, seed=0), block_size)
+        assert found == shared * (len(rows) - 1)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.8])
+def test_an_azure_trace_gets_the_hit_ratio_asked_for(ratio):
+    rng = random.Random(3)
+    rows = [TraceRow(i * 0.1, rng.randrange(200, 4000), 10) for i in range(3000)]
+    found, total = hits(trace_sessions(rows, seed=1, hit_ratio=ratio), 16)
+    assert found / total == pytest.approx(ratio, abs=0.02)
+
+
+def test_time_and_rate_scale():
+    rows = [TraceRow(float(second), 10, 10) for second in range(11)]
+    assert rescaled(rows, speed=2.0)[-1].at_s == 5.0
+    faster = rescaled(rows, rate_per_s=22.0)
+    assert len(faster) / faster[-1].at_s == pytest.approx(22.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("speed", 0.0), ("speed", -1.0), ("rate_per_s", -3.0), ("rate_per_s", 1e9)]
+)
+def test_absurd_scales_are_refused(kind, value):
+    with pytest.raises(ConfigError, match=r"must be > 0 and <= 1e\+06, got"):
+        rescaled([TraceRow(0.0, 1, 1), TraceRow(1.0, 1, 1)], **{kind: value})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"rate_per_s": -1}, {"rate_per_s": 0}, {"rate_per_s": 1e9}, {"requests": 0}, {"burstiness": 0}]
+)
+def test_absurd_workloads_are_refused(fields):
+    with pytest.raises(ConfigError, match=f"spec.yaml: {next(iter(fields))}: must be"):
+        WorkloadConfig.parse({"rate_per_s": 1.0} | fields, source="spec.yaml")
+    with pytest.raises(ConfigError, match="hit ratio"):
+        list(trace_sessions([TraceRow(0.0, 1, 1)], seed=0, hit_ratio=1.5))
