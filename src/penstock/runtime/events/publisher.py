@@ -5,7 +5,7 @@ too short it gets a snapshot of the mirror, stamped with the sequence it stands 
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from penstock.core.log import get_logger
@@ -22,6 +22,9 @@ from penstock.core.types import (
 from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.runtime.config import EventConfig
 from penstock.seams import EventSink
+
+_Signature = tuple[tuple[Tier, int], ...]
+"""How a block is held: copies by tier."""
 
 _log = get_logger()
 
@@ -82,8 +85,7 @@ class ContentMirror:
 
     def stored(self, hashes_max: int) -> Iterator[BlockStored]:
         """Say the whole content as events, parents before children, each of at most `hashes_max` hashes."""
-        for run in self._runs():
-            signature = self._signature(run[0])
+        for run, signature in self._runs():
             for start in range(0, len(run), hashes_max):
                 parent = self._parents[run[start]]
                 packed = pack_hashes(run[start : start + hashes_max])
@@ -94,28 +96,52 @@ class ContentMirror:
                     for _ in range(count):
                         yield event
 
-    def _runs(self) -> Iterator[list[int]]:
-        """Walk the forest in preorder, cut into chains of blocks held alike (same tiers, same counts)."""
+    def _runs(self) -> Iterator[tuple[list[int], _Signature]]:
+        """Cut the content into chains of blocks that are held alike."""
+        common = self._common_signature()
+        run: list[int] = []
+        run_signature: _Signature = ()
+        for block_hash in self._parents_first():
+            signature = common or self._signature(block_hash)
+            if run and (self._parents[block_hash] != run[-1] or signature != run_signature):
+                yield run, run_signature
+                run = []
+            run.append(block_hash)
+            run_signature = signature
+        if run:
+            yield run, run_signature
+
+    def _parents_first(self) -> Iterable[int]:
+        """Order the blocks: as they came, unless one came again after its children."""
+        seen: set[int] = set()
+        for block_hash, parent in self._parents.items():
+            if parent not in seen and parent in self._parents:
+                return self._preorder()
+            seen.add(block_hash)
+        return self._parents
+
+    def _preorder(self) -> Iterator[int]:
         children: dict[int, list[int]] = {}
-        roots: list[int] = []
+        stack: list[int] = []
         for block_hash, parent in self._parents.items():
             if parent in self._parents:
                 children.setdefault(parent, []).append(block_hash)
             else:
-                roots.append(block_hash)
-        stack = roots[::-1]
+                stack.append(block_hash)
         while stack:
-            run = [stack.pop()]
-            signature = self._signature(run[0])
-            below = children.get(run[0], [])
-            while len(below) == 1 and self._signature(below[0]) == signature:
-                run.append(below[0])
-                below = children.get(below[0], [])
-            stack.extend(reversed(below))
-            yield run
+            block_hash = stack.pop()
+            yield block_hash
+            stack.extend(children.get(block_hash, ()))
 
-    def _signature(self, block_hash: int) -> tuple[tuple[Tier, int], ...]:
+    def _signature(self, block_hash: int) -> _Signature:
         return tuple((tier, held[block_hash]) for tier, held in self._counts.items() if block_hash in held)
+
+    def _common_signature(self) -> _Signature | None:
+        """Give what all blocks share in the plain case: one tier, one copy of each."""
+        tiers = [tier for tier, held in self._counts.items() if held]
+        if len(tiers) == 1 and max(self._counts[tiers[0]].values()) == 1:
+            return ((tiers[0], 1),)
+        return None
 
     def check(self) -> None:
         held = {block_hash for counts in self._counts.values() for block_hash in counts}
