@@ -1,7 +1,9 @@
 """What every discovery must do, as tests. Subclass the suite and name a harness.
 
-class TestLocalDiscovery(DiscoverySuite):
-harness = LocalDiscoveryHarness
+    class TestLocalDiscovery(DiscoverySuite):
+        harness = LocalDiscoveryHarness
+
+For a discovery of your own, write a harness: `DiscoveryHarness` says what it must do.
 """
 
 import asyncio

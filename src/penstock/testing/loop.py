@@ -1,13 +1,18 @@
 """Running coroutines in plain tests, with a time limit; on virtual time `penstock.sim.loop` runs them."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def run_async(main: Coroutine[Any, Any, T], *, timeout_s: float = 30.0) -> T:
+def run_async(
+    main: Coroutine[Any, Any, T],
+    *,
+    timeout_s: float = 30.0,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> T:
     """Run a test's coroutine; a test that hangs fails after `timeout_s`.
 
     Raises:
@@ -18,4 +23,5 @@ def run_async(main: Coroutine[Any, Any, T], *, timeout_s: float = 30.0) -> T:
         async with asyncio.timeout(timeout_s):
             return await main
 
-    return asyncio.run(limited())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(limited())

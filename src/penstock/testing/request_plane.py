@@ -1,7 +1,9 @@
 """What every request plane must do, as tests. Subclass the suite and name a harness.
 
-class TestTcpPlane(RequestPlaneSuite):
-harness = TcpPlaneHarness
+    class TestTcpPlane(RequestPlaneSuite):
+        harness = TcpPlaneHarness
+
+For a plane of your own, write a harness: `PlaneHarness` says what it must do.
 """
 
 import asyncio
@@ -84,13 +86,15 @@ class RequestPlaneSuite:
     """The contract of `RequestPlane`, `Connection`, `FrontendSink` and `WorkerSink`."""
 
     harness: ClassVar[HarnessFactory]
+    loop_factory: ClassVar[Callable[[], asyncio.AbstractEventLoop]] = asyncio.new_event_loop
+    """The frontend's event loop."""
 
     def run(self, scenario: Callable[[Scene], Awaitable[None]], config: PlaneConfig | None = None) -> None:
         async def main() -> None:
             async with Scene(type(self).harness(config, None)) as scene:
                 await scenario(scene)
 
-        run_async(main())
+        run_async(main(), loop_factory=type(self).loop_factory)
 
     def test_tokens_arrive_once_and_in_order(self) -> None:
         async def scenario(scene: Scene) -> None:
