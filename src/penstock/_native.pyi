@@ -8,7 +8,6 @@ def block_hashes(
     tokens: NDArray[np.int32], block_size: int, first: tuple[int, int], extra: dict[int, bytes], key: bytes
 ) -> NDArray[np.uint64]: ...
 def siphash128(data: bytes, key: bytes) -> tuple[int, int]: ...
-
 def decode_attention(
     query: NDArray[np.float32] | NDArray[np.uint16],
     storage: NDArray[np.float32] | NDArray[np.uint16],

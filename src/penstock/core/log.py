@@ -19,7 +19,7 @@ def configure(level: str = "info", *, process: str, stream: TextIO | None = None
         process: the name on each line, such as `worker-1`.
         stream: where the lines go; None is stderr.
     """
-    out = stream or sys.stderr
+    out: Any = stream or _Stderr()
     renderer: Any = (
         structlog.processors.JSONRenderer()
         if os.environ.get("PENSTOCK_LOG_FORMAT") == "json"
@@ -38,6 +38,19 @@ def configure(level: str = "info", *, process: str, stream: TextIO | None = None
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
+
+
+class _Stderr:
+    """Whatever `sys.stderr` is when a line is written: loggers are cached, and it may be replaced and closed meanwhile."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
 
 
 def get_logger(**bound: Any) -> Any:
