@@ -191,7 +191,9 @@ class EventSink(Protocol):
 class WorkerSink(Protocol):
     """A frontend's end of its connections: the plane calls it as frames arrive. Sync, must not raise."""
 
-    def push(self, worker_id: WorkerId, deltas: Sequence[Delta]) -> None: ...
+    def push(self, worker_id: WorkerId, deltas: Sequence[Delta]) -> None:
+        """Take a step's deltas; those of a request that was aborted meanwhile may still be among them."""
+        ...
 
     def push_event(self, worker_id: WorkerId, message: EventMessage) -> None: ...
 
@@ -209,10 +211,12 @@ class Connection(Protocol):
     def worker_id(self) -> WorkerId: ...
 
     def submit(self, request: Request) -> None:
-        """Send a request; deltas and refusals arrive at the sink.
+        """Send a request; deltas and the worker's refusal arrive at the sink.
 
         Raises:
             WorkerLost: the connection is closed already.
+            Overloaded: too much is on its way to this worker; it has heard nothing of this request.
+            RequestError: it is larger than the plane carries (413).
         """
         ...
 

@@ -178,6 +178,19 @@ def test_another_secret_is_refused():
     play(scenario, DiscoveryConfig(connect_timeout_s=0.3))
 
 
+def test_a_client_that_never_says_hello_is_hung_up_on():
+    async def scenario(harness):
+        path = harness.hub.address.removeprefix("unix://")
+        reader, writer = await asyncio.open_unix_connection(path)
+        async with asyncio.timeout(5):
+            await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        assert not harness.hub.clients
+
+    play(scenario, DiscoveryConfig(connect_timeout_s=0.05))
+
+
 def test_registrations_are_bounded():
     async def scenario(harness):
         client = await harness.client()

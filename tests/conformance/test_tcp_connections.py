@@ -252,6 +252,20 @@ def test_garbage_before_hello():
     run_async(main())
 
 
+def test_a_stranger_may_not_send_much():
+    async def main():
+        async with serving() as (instance, worker), raw(instance) as client:
+            client.writer.write((8000).to_bytes(LENGTH_BYTES, "little"))
+            await client.ended()
+            async with raw(instance) as friend:
+                await friend.greet()
+                friend.send(Submit(request=scripted_request("echo", [1, *range(5000)])))
+                assert (await friend.receive(Deltas)).deltas
+            assert worker.stats().connected == 1
+
+    run_async(main())
+
+
 def test_a_client_that_never_says_hello_is_hung_up_on():
     async def main():
         async with (

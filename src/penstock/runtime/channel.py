@@ -90,6 +90,10 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         self._beat_at_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
+    def accept_frames(self, frame_bytes_max: int) -> None:
+        """Accept frames of another length from now on, as when a stranger has proved to be none."""
+        self._reader.frame_bytes_max = frame_bytes_max
+
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._ending

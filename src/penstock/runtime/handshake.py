@@ -14,6 +14,8 @@ from penstock.core.hashing import DEFAULT_KEY, HASH_VERSION
 from penstock.core.ids import WorkerId
 from penstock.core.wire import WIRE_VERSION, Wire
 
+STRANGER_FRAME_BYTES_MAX = 4096
+"""What a server reads of one frame before it knows who sent it."""
 _NONCE_BYTES = 16
 _NEIGHBOURS = 1  # wire versions that far apart understand each other
 

@@ -172,7 +172,7 @@ class _Client:
         self.channel: FrameChannel[HubMessage] = FrameChannel(
             CODEC,
             self,
-            frame_bytes_max=config.frame_bytes_max,
+            frame_bytes_max=handshake.STRANGER_FRAME_BYTES_MAX,
             write_buffer_bytes=64 << 10,
             write_bytes_max=config.frame_bytes_max,
             heartbeat_interval_s=config.lease_ttl_s / 3,
@@ -181,6 +181,7 @@ class _Client:
         self._hub = hub
         self._challenge = handshake.challenge()
         self._accepted = False
+        self._hello_timer: asyncio.TimerHandle | None = None
         self._cursor: TableCursor | None = None
 
     def channel_opened(self) -> None:
@@ -190,6 +191,10 @@ class _Client:
             return
         self._hub.clients.add(self)
         self.channel.send(self._challenge)
+        timeout_s = self._hub.config.connect_timeout_s
+        self._hello_timer = asyncio.get_running_loop().call_later(
+            timeout_s, self.channel.abort, f"no hello within {timeout_s:g} s (connect_timeout_s)"
+        )
 
     def message_received(self, message: HubMessage) -> None:
         if not self._accepted:
@@ -218,6 +223,8 @@ class _Client:
         self._tell()
 
     def channel_closed(self, reason: str) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
         if self._cursor is not None:
             self._cursor.close()
         self._hub.disconnected(self, reason, on_purpose=self.channel.said_goodbye)
@@ -227,6 +234,8 @@ class _Client:
             raise ProtocolError(
                 f"{type(message).__name__} before hello; the peer is no client of this release"
             )
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
         reply = handshake.reply(self._hub.identity, self._challenge, message)
         self.channel.send(reply)
         if reply.error is not None:
@@ -234,6 +243,7 @@ class _Client:
             self.channel.close(reply.error.message)
             return
         self._accepted = True
+        self.channel.accept_frames(self._hub.config.frame_bytes_max)
         self.channel.send(Welcome(hub_id=self._hub.hub_id, lease_ttl_s=self._hub.config.lease_ttl_s))
 
     def _on_register(self, instance: Instance) -> None:

@@ -53,7 +53,7 @@ class FrontendPeer:
         self.channel: FrameChannel[Frame] = FrameChannel(
             CODEC,
             self,
-            frame_bytes_max=config.frame_bytes_max,
+            frame_bytes_max=handshake.STRANGER_FRAME_BYTES_MAX,
             write_buffer_bytes=config.write_buffer_bytes,
             write_bytes_max=2 * config.connection_bytes_max,
             heartbeat_interval_s=config.heartbeat_interval_s,
@@ -171,6 +171,7 @@ class FrontendPeer:
             _log.warning("frontend_refused", peer=self.channel.peer, error=reply.error.message)
             self.channel.close(reply.error.message)
             return
+        self.channel.accept_frames(self._config.frame_bytes_max)
         self.process = message.process
         self._outbox = Outbox(
             window_tokens=message.window_tokens,
