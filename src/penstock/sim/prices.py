@@ -1,0 +1,86 @@
+"""Many decode steps at once: the sum of their prices in closed form.
+
+At a fixed batch a step's price is piecewise linear in context, and each step adds one token per sequence to
+it: the sum over a piece is that of an arithmetic series.
+"""
+
+from dataclasses import dataclass
+
+from penstock.perf.latency import LatencyModel
+
+_EXACT = 1e-7  # a piece is a line if its inner points are as close to it, relative to their price
+_INNER = (0.5, 0.29, 0.83)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Up to `end` context tokens a step takes `base_s + slope_s * context`."""
+
+    end: int
+    base_s: float
+    slope_s: float
+
+
+class DecodePrices:
+    """Sums of `LatencyModel.decode_step_s`; finds the pieces of each batch size once."""
+
+    def __init__(self, latency: LatencyModel, context_length: int) -> None:
+        self._latency = latency
+        self._context_length = context_length
+        self._pieces: dict[int, list[_Piece]] = {}
+
+    def total_s(self, batch: int, context_tokens: int, steps: int) -> float:
+        """Sum `steps` steps of one batch, the first with `context_tokens`."""
+        total_s = 0.0
+        for piece in self._pieces_of(batch):
+            if context_tokens > piece.end:
+                continue
+            count = min(steps, (piece.end - context_tokens) // batch + 1)
+            first_s = piece.base_s + piece.slope_s * context_tokens
+            total_s += count * first_s + piece.slope_s * batch * (count * (count - 1) / 2)
+            steps -= count
+            if not steps:
+                break
+            context_tokens += count * batch
+        assert not steps, f"{steps} steps beyond the context length"
+        return total_s
+
+    def steps_until(self, batch: int, context_tokens: int, seconds: float, most: int) -> int:
+        """Count the steps that have to be begun for `seconds` to pass: at least 1, at most `most`."""
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            if self.total_s(batch, context_tokens, middle) >= seconds:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _pieces_of(self, batch: int) -> list[_Piece]:
+        pieces = self._pieces.get(batch)
+        if pieces is None:
+            pieces = self._pieces[batch] = []
+            end = batch * self._context_length
+            self._find(pieces, batch, (batch, end), (self._price_s(batch, batch), self._price_s(batch, end)))
+        return pieces
+
+    def _find(
+        self, pieces: list[_Piece], batch: int, span: tuple[int, int], prices_s: tuple[float, float]
+    ) -> None:
+        """Add the pieces of a span, halving it until each half is a line."""
+        (start, end), (first_s, last_s) = span, prices_s
+        slope_s = (last_s - first_s) / (end - start) if end > start else 0.0
+        inner = [start + int(part * (end - start)) for part in _INNER]
+        if end - start <= batch or all(
+            abs(self._price_s(batch, at) - first_s - slope_s * (at - start)) <= _EXACT * first_s
+            for at in inner
+        ):
+            pieces.append(_Piece(end, first_s - slope_s * start, slope_s))
+            return
+        middle = inner[0]
+        middle_s = self._price_s(batch, middle)
+        self._find(pieces, batch, (start, middle), (first_s, middle_s))
+        self._find(pieces, batch, (middle, end), (middle_s, last_s))
+
+    def _price_s(self, batch: int, context_tokens: int) -> float:
+        return self._latency.decode_step_s(batch, context_tokens)

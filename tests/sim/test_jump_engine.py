@@ -1,0 +1,185 @@
+"""The engine that jumps against the one that takes every step: the same requests, the same moments."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from penstock.core.ids import RequestId
+from penstock.core.types import Request, SamplingParams
+from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.scheduler import SchedulerConfig
+from penstock.perf.hardware import find_hardware
+from penstock.perf.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
+from penstock.perf.roofline import Roofline
+from penstock.perf.shape import shape_of
+from penstock.sim.engine import JumpEngine
+from penstock.sim.exact import ExactEngine
+from penstock.sim.loop import run_virtual
+from penstock.sim.prices import DecodePrices
+from penstock.sim.workload import WorkloadConfig, make_sessions
+
+SHAPE = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+H100 = Roofline(shape_of(SHAPE, name="8b"), find_hardware("h100"))
+WINDOWED = Roofline(shape_of(SHAPE | {"sliding_window": 512}, name="8b-window"), find_hardware("h100"))
+PROFILED = ProfiledModel(
+    Profile(
+        engine="test",
+        prefill=(PrefillPoint(new_tokens=64, seconds=0.01), PrefillPoint(new_tokens=1024, seconds=0.05)),
+        decode=tuple(
+            DecodePoint(
+                batch, context, 0.005 + 1e-4 * batch + 3e-8 * batch * context + 1e-3 * (context > 100)
+            )
+            for batch in (1, 8, 32)
+            for context in (16, 256, 4096)
+        ),
+    )
+)
+
+
+def requests(seed, count, **fields):
+    """Give (at_s, request, stream) of a made-up workload; some are aborted later."""
+    rng = random.Random(seed)
+    config = WorkloadConfig(**{"requests": count, "rate_per_s": 20.0, "spread": 0.8} | fields)
+    for number, session in enumerate(make_sessions(config, rng)):
+        turn = session.turns[0]
+        tokens = np.random.default_rng(number).integers(0, 60_000, min(turn.input_tokens, 3000), dtype="<i4")
+        yield session.at_s, tokens, min(turn.output_tokens, 3000), session.prompt
+
+
+async def drive(engine, work, block_size, abort_every=0):
+    """Give {request: (first token's moment, last's, tokens)} and what the engine says at the end."""
+    loop = asyncio.get_running_loop()
+    await engine.start()
+    seen = {}
+    done = asyncio.Event()
+    left = [len(work)]
+
+    def ended():
+        left[0] -= 1
+        if not left[0]:
+            done.set()
+
+    def submit(number, tokens, output_tokens, prompt):
+        request = Request(
+            request_id=RequestId(f"r{number}"),
+            model="m",
+            token_ids=PackedTokens(tokens.tobytes()),
+            sampling=SamplingParams(max_tokens=output_tokens, ignore_eos=True),
+            block_hashes=pack_hashes(prompt.block_hashes(block_size, 0, len(tokens) // block_size)),
+        )
+        engine.submit(request)
+        if abort_every and number % abort_every == 0:
+            loop.call_later(0.05 * (number % 7), abort, request.request_id)
+
+    def abort(request_id):
+        if seen.get(request_id, (0, None, 0))[1] is None:
+            seen[request_id] = ("aborted",)
+            engine.abort(request_id)
+            ended()
+
+    async def read():
+        async for step in engine.steps():
+            for delta in step.deltas:
+                first, last, count = seen.get(delta.request_id, (loop.time(), None, 0))
+                count += num_tokens(delta.token_ids)
+                if delta.finish_reason is not None:
+                    last = loop.time()
+                seen[delta.request_id] = (first, last, count)
+                if last is not None:
+                    ended()
+
+    async with asyncio.TaskGroup() as group:
+        reader = group.create_task(read())
+        for number, (at_s, *rest) in enumerate(work):
+            loop.call_at(at_s, submit, number, *rest)
+        await done.wait()
+        await asyncio.sleep(1.0)
+        engine.check()
+        load = engine.load()
+        reader.cancel()
+    await engine.close()
+    return seen, load
+
+
+def both(
+    latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0, **fields
+):
+    info = RunnerInfo(num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16)
+    scheduler = scheduler or SchedulerConfig(max_batch_tokens=512, max_running_requests=64)
+    work = list(requests(seed, count, **fields))
+    streams = {f"r{number}": item[3] for number, item in enumerate(work)}
+
+    async def exact():
+        return await drive(ExactEngine(latency, info, scheduler), work, block_size, abort_every)
+
+    async def jump():
+        engine = JumpEngine(latency, info, scheduler, lambda request: streams[request.request_id])
+        return await drive(engine, work, block_size, abort_every)
+
+    return run_virtual(exact()), run_virtual(jump())
+
+
+def assert_equal(exact, jump):
+    (times, load), (jumped, jumped_load) = exact, jump
+    assert times.keys() == jumped.keys()
+    for name, expected in times.items():
+        assert jumped[name] == pytest.approx(expected, rel=1e-3), name
+    for column in ("preemptions", "prefix_hit_tokens", "active_blocks", "cached_blocks"):
+        assert getattr(jumped_load, column) == getattr(load, column), column
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("latency", [H100, WINDOWED, PROFILED], ids=["roofline", "windowed", "profiled"])
+def test_first_and_last_tokens_come_at_the_same_moments(latency, seed):
+    exact, jump = both(
+        latency, seed=seed, input_tokens=400, output_tokens=100, shared_prefix_tokens=256, prefix_groups=3
+    )
+    assert_equal(exact, jump)
+    assert exact[1].prefix_hit_tokens > 1000
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_they_agree_when_blocks_run_out(block_size):
+    exact, jump = both(
+        H100,
+        num_blocks=4096 // block_size,
+        block_size=block_size,
+        input_tokens=100,
+        output_tokens=300,
+        count=120,
+    )
+    assert_equal(exact, jump)
+    assert exact[1].preemptions > 3
+
+
+def test_they_agree_when_requests_are_aborted():
+    exact, jump = both(H100, abort_every=3, input_tokens=600, output_tokens=200, num_blocks=400)
+    for name, times in exact[0].items():
+        if times != ("aborted",):
+            assert jump[0][name] == pytest.approx(times, rel=1e-3), name
+
+
+def test_they_agree_when_the_batch_is_full():
+    scheduler = SchedulerConfig(max_batch_tokens=128, max_running_requests=8)
+    assert_equal(*both(H100, scheduler=scheduler, input_tokens=300, output_tokens=40))
+
+
+@pytest.mark.parametrize("latency", [H100, WINDOWED, PROFILED], ids=["roofline", "windowed", "profiled"])
+def test_sums_of_steps_are_exact(latency):
+    prices = DecodePrices(latency, 8192)
+    rng = random.Random(0)
+    for _ in range(30):
+        batch = rng.randrange(1, 40)
+        context = rng.randrange(batch, batch * 4000)
+        steps = rng.randrange(1, 2000)
+        total = sum(latency.decode_step_s(batch, context + batch * step) for step in range(steps))
+        assert prices.total_s(batch, context, steps) == pytest.approx(total, rel=1e-5)
+        some = prices.steps_until(batch, context, total / 2, steps)
+        assert prices.total_s(batch, context, some) >= total / 2
+        assert some == 1 or prices.total_s(batch, context, some - 1) < total / 2
