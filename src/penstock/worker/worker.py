@@ -277,10 +277,11 @@ class Worker:
             parts.setdefault(running.frontend, []).append(delta)
             if delta.finish_reason is not None or delta.error is not None:
                 self._forget(delta.request_id)
-        for frontend, deltas in parts.items():
-            frontend.sink.push(deltas)
+        # Deltas go last: whoever sees an answer end, and asks at once again, is routed by what it left behind.
         self.publisher.publish(step.events)
         self._note_load()
+        for frontend, deltas in parts.items():
+            frontend.sink.push(deltas)
 
     async def _drain(self, registration: Registration) -> None:
         """Take nothing new, wait for what runs, hand the rest to other workers."""

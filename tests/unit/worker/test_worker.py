@@ -257,6 +257,35 @@ def test_loads_are_throttled_but_busy_and_idle_are_told_at_once():
     play(scene)
 
 
+def test_what_an_answer_left_behind_is_told_before_its_end():
+    class OrderedSink(Sink):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order: list[str] = []
+
+        def push(self, deltas: Sequence[Delta]) -> None:
+            self.order.append("deltas")
+
+        def push_load(self, load: WorkerLoad) -> None:
+            self.order.append("load" if load.running_requests else "idle")
+
+        def push_event(self, message: EventMessage) -> None:
+            self.order.append("event")
+
+    async def scene(stage: Stage) -> None:
+        sink = OrderedSink()
+        stage.worker.connected(sink)
+        stage.worker.subscribe(sink)
+        stage.worker.submit(make_request("a"), sink)
+        stored = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=None, block_size=4)
+        end = Delta(request_id=RequestId("a"), finish_reason=FinishReason.STOP)
+        stage.engine.step(deltas=[end], events=[stored])
+        await settle()
+        assert sink.order == ["idle", "load", "event", "idle", "deltas"]
+
+    play(scene)
+
+
 def test_a_burst_of_submissions_is_reported_within_the_interval():
     async def scene(stage: Stage) -> None:
         sink = stage.sink()
