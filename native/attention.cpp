@@ -1,11 +1,12 @@
-// For each row and kv head: scores of all tokens, their softmax, the weighted sum of values. Up to four query heads
-// that share a kv head go together, so that each key and value is loaded once for them.
+// For each row: the scores of all tokens, their softmax, the weighted sum of values. Keys and values are read once and
+// in the order in which they lie, all heads of a block together: that is what the time goes into.
 
 #include "attention.hpp"
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
@@ -40,14 +41,14 @@ ALWAYS_INLINE void store(const Floats& from, std::uint16_t* to) {
 }
 
 ALWAYS_INLINE float sum(const Floats& x) {
-    float lanes[kLanes];
-    std::memcpy(lanes, &x, sizeof lanes);
-    for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
-        for (std::size_t i = 0; i < half; ++i) {
-            lanes[i] += lanes[i + half];
-        }
-    }
-    return lanes[0];
+    using Eight __attribute__((vector_size(32))) = float;
+    using Four __attribute__((vector_size(16))) = float;
+    const Eight eight = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                        __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Four four =
+        __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+    const Four two = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
+    return two[0] + two[1];
 }
 
 // e to the x, within 2 units in the last place from -87 on; what is smaller counts as -87.
@@ -81,21 +82,18 @@ ALWAYS_INLINE void cap(Floats& x, float softcap) {
     x = softcap - 2.0F * softcap / (x + 1.0F);
 }
 
-// One row's tokens [first, length), block by block.
+// Visit a row's tokens [first, length) in runs of neighbours, one a block: index from `first`, count, address.
 template <class Element, class Visit>
-ALWAYS_INLINE void for_each_token(const DecodeAttention<Element>& call, std::size_t row, const Element* layer,
-                                  std::size_t first, std::size_t length, const Visit& visit) {
-    const std::size_t token_stride = call.kv_heads * call.head_dim;
+ALWAYS_INLINE void for_each_run(const DecodeAttention<Element>& call, std::size_t row, const Element* layer,
+                                std::size_t first, std::size_t length, const Visit& visit) {
     const std::int32_t* table = call.tables + row * call.table_width;
-    std::size_t token = first;
-    while (token < length) {
+    for (std::size_t token = first; token < length;) {
         const std::size_t block = token / call.block_size;
         const std::size_t end = std::min(length, (block + 1) * call.block_size);
         const Element* at = layer + static_cast<std::size_t>(table[block]) * call.block_stride +
-                            (token - block * call.block_size) * token_stride;
-        for (; token < end; ++token, at += token_stride) {
-            visit(token - first, at);
-        }
+                            (token - block * call.block_size) * call.kv_heads * call.head_dim;
+        visit(token - first, end - token, at);
+        token = end;
     }
 }
 
@@ -137,92 +135,133 @@ ALWAYS_INLINE float soften(float* scores, std::size_t count, float softcap) {
     return sum(total) + rest;
 }
 
-// Query heads [head, head + kHeads) of one row; they share a kv head.
+// Scores of `count` tokens for query heads [head, head + kHeads), which share a kv head.
 template <std::size_t kHeads, class Element>
-ALWAYS_INLINE void attend(const DecodeAttention<Element>& call, std::size_t row, std::size_t head,
-                          std::vector<float>& scratch) {
-    const std::size_t vectors = call.head_dim / kLanes;
-    const std::size_t length = static_cast<std::size_t>(call.lengths[row]);
-    const std::size_t first = call.window > 0 && length > call.window ? length - call.window : 0;
-    const std::size_t room = (length - first + kLanes - 1) / kLanes * kLanes;
-    scratch.resize(kHeads * (room + call.head_dim));
-    float* scores = scratch.data();
-    float* query = scores + kHeads * room;
-    const std::size_t kv_offset = head / (call.heads / call.kv_heads) * call.head_dim;
-    const std::size_t query_offset = (row * call.heads + head) * call.head_dim;
-
-    for (std::size_t at = 0; at < kHeads * call.head_dim; at += kLanes) {
-        Floats x;
-        load(call.query + query_offset + at, x);
-        x *= call.scale;
-        store(x, query + at);
-    }
-    for_each_token(call, row, call.keys + kv_offset, first, length, [&](std::size_t token, const Element* key) INLINE_LAMBDA {
+ALWAYS_INLINE void score(const DecodeAttention<Element>& call, const float* query, const Element* keys,
+                         std::size_t count, float* scores, std::size_t room) {
+    const std::size_t token_stride = call.kv_heads * call.head_dim;
+    for (std::size_t token = 0; token < count; ++token, keys += token_stride) {
         Floats products[kHeads]{};
-        for (std::size_t vector = 0; vector < vectors; ++vector) {
+        for (std::size_t at = 0; at < call.head_dim; at += kLanes) {
             Floats k;
-            load(key + vector * kLanes, k);
+            load(keys + at, k);
             for (std::size_t h = 0; h < kHeads; ++h) {
                 Floats q;
-                load(query + h * call.head_dim + vector * kLanes, q);
+                load(query + h * call.head_dim + at, q);
                 products[h] += q * k;
             }
         }
         for (std::size_t h = 0; h < kHeads; ++h) {
             scores[h * room + token] = sum(products[h]);
         }
-    });
-    float share[kHeads];
-    for (std::size_t h = 0; h < kHeads; ++h) {
-        share[h] = 1.0F / soften(scores + h * room, length - first, call.softcap);
     }
-    constexpr std::size_t kTogether = 4;  // vectors of the head summed in one walk: with four heads, 16 registers
-    for (std::size_t start = 0; start < vectors; start += kTogether) {
-        const std::size_t width = std::min(kTogether, vectors - start);
-        Floats sums[kHeads][kTogether]{};
-        const auto add = [&](std::size_t token, const Element* value, std::size_t count) INLINE_LAMBDA {
-            for (std::size_t vector = 0; vector < count; ++vector) {
-                Floats v;
-                load(value + vector * kLanes, v);
-                for (std::size_t h = 0; h < kHeads; ++h) {
-                    sums[h][vector] += v * scores[h * room + token];
-                }
-            }
-        };
-        const Element* values = call.values + kv_offset + start * kLanes;
-        if (width == kTogether) {  // a constant count keeps the sums in registers
-            for_each_token(call, row, values, first, length,
-                           [&](std::size_t token, const Element* value) INLINE_LAMBDA { add(token, value, kTogether); });
-        } else {
-            for_each_token(call, row, values, first, length,
-                           [&](std::size_t token, const Element* value) INLINE_LAMBDA { add(token, value, width); });
+}
+
+// Add the values of `count` tokens, weighted, to the sums of kHeads heads; kVectors of each head's vectors.
+template <std::size_t kHeads, std::size_t kVectors, class Element>
+ALWAYS_INLINE void add_values(const DecodeAttention<Element>& call, const Element* values, std::size_t count,
+                              const float* weights, std::size_t room, float* sums) {
+    const std::size_t token_stride = call.kv_heads * call.head_dim;
+    Floats held[kHeads][kVectors];
+    for (std::size_t h = 0; h < kHeads; ++h) {
+        for (std::size_t i = 0; i < kVectors; ++i) {
+            load(sums + h * call.head_dim + i * kLanes, held[h][i]);
         }
-        for (std::size_t h = 0; h < kHeads; ++h) {
-            for (std::size_t vector = 0; vector < width; ++vector) {
-                store(sums[h][vector] * share[h],
-                      call.out + query_offset + h * call.head_dim + (start + vector) * kLanes);
+    }
+    for (std::size_t token = 0; token < count; ++token, values += token_stride) {
+        for (std::size_t i = 0; i < kVectors; ++i) {
+            Floats v;
+            load(values + i * kLanes, v);
+            for (std::size_t h = 0; h < kHeads; ++h) {
+                held[h][i] += v * weights[h * room + token];
             }
         }
+    }
+    for (std::size_t h = 0; h < kHeads; ++h) {
+        for (std::size_t i = 0; i < kVectors; ++i) {
+            store(held[h][i], sums + h * call.head_dim + i * kLanes);
+        }
+    }
+}
+
+template <std::size_t kHeads, class Element>
+ALWAYS_INLINE void add_all_values(const DecodeAttention<Element>& call, const Element* values, std::size_t count,
+                                  const float* weights, std::size_t room, float* sums) {
+    constexpr std::size_t kTogether = 4;  // with four heads, 16 registers
+    std::size_t at = 0;
+    for (; at + kTogether * kLanes <= call.head_dim; at += kTogether * kLanes) {
+        add_values<kHeads, kTogether>(call, values + at, count, weights, room, sums + at);
+    }
+    for (; at < call.head_dim; at += kLanes) {
+        add_values<kHeads, 1>(call, values + at, count, weights, room, sums + at);
+    }
+}
+
+// Visit the query heads of one row in groups of up to four that share a kv head.
+template <class Element, class Visit>
+ALWAYS_INLINE void for_each_group(const DecodeAttention<Element>& call, const Visit& visit) {
+    const std::size_t shared = call.heads / call.kv_heads;
+    for (std::size_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) {
+        std::size_t head = kv_head * shared;
+        const std::size_t end = head + shared;
+        for (; head + 4 <= end; head += 4) {
+            visit(std::integral_constant<std::size_t, 4>{}, head, kv_head);
+        }
+        for (; head + 2 <= end; head += 2) {
+            visit(std::integral_constant<std::size_t, 2>{}, head, kv_head);
+        }
+        if (head < end) {
+            visit(std::integral_constant<std::size_t, 1>{}, head, kv_head);
+        }
+    }
+}
+
+template <class Element>
+ALWAYS_INLINE void attend(const DecodeAttention<Element>& call, std::size_t row, std::vector<float>& scratch) {
+    const auto length = static_cast<std::size_t>(call.lengths[row]);
+    const std::size_t first = call.window > 0 && length > call.window ? length - call.window : 0;
+    const std::size_t room = (length - first + kLanes - 1) / kLanes * kLanes;
+    const std::size_t width = call.heads * call.head_dim;
+    scratch.resize(call.heads * room + 2 * width + call.heads);
+    float* scores = scratch.data();  // (heads, room)
+    float* query = scores + call.heads * room;
+    float* sums = query + width;
+    float* totals = sums + width;
+    for (std::size_t at = 0; at < width; at += kLanes) {
+        Floats x;
+        load(call.query + row * width + at, x);
+        store(x * call.scale, query + at);
+    }
+    for_each_run(call, row, call.keys, first, length,
+                 [&](std::size_t token, std::size_t count, const Element* keys) INLINE_LAMBDA {
+        for_each_group(call, [&](auto heads, std::size_t head, std::size_t kv_head) INLINE_LAMBDA {
+            score<heads>(call, query + head * call.head_dim, keys + kv_head * call.head_dim, count,
+                         scores + head * room + token, room);
+        });
+    });
+    for (std::size_t head = 0; head < call.heads; ++head) {
+        totals[head] = soften(scores + head * room, length - first, call.softcap);
+    }
+    std::fill(sums, sums + width, 0.0F);
+    for_each_run(call, row, call.values, first, length,
+                 [&](std::size_t token, std::size_t count, const Element* values) INLINE_LAMBDA {
+        for_each_group(call, [&](auto heads, std::size_t head, std::size_t kv_head) INLINE_LAMBDA {
+            add_all_values<heads>(call, values + kv_head * call.head_dim, count, scores + head * room + token, room,
+                                  sums + head * call.head_dim);
+        });
+    });
+    for (std::size_t at = 0; at < width; at += kLanes) {
+        Floats x;
+        load(sums + at, x);
+        store(x / totals[at / call.head_dim], call.out + row * width + at);
     }
 }
 
 template <class Element>
 ALWAYS_INLINE void attend_all(const DecodeAttention<Element>& call) {
     std::vector<float> scratch;
-    const std::size_t shared = call.heads / call.kv_heads;
     for (std::size_t row = 0; row < call.rows; ++row) {
-        for (std::size_t group = 0; group < call.heads; group += shared) {
-            std::size_t head = group;
-            for (; head + 4 <= group + shared; head += 4) {
-                attend<4>(call, row, head, scratch);
-            }
-            for (; head + 2 <= group + shared; head += 2) {
-                attend<2>(call, row, head, scratch);
-            }
-            if (head < group + shared) {
-                attend<1>(call, row, head, scratch);
-            }
-        }
+        attend(call, row, scratch);
     }
 }
 
