@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError, Overloaded, ProtocolError, Request
 from penstock.core.hashing import HASH_VERSION
 from penstock.core.wire import WIRE_VERSION
 from penstock.runtime import handshake
-from penstock.runtime.config import PlaneConfig
+from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.runtime.framing import LENGTH_BYTES, FrameReader
 from penstock.runtime.handshake import Challenge, HelloReply, Identity
 from penstock.runtime.requests.frames import CODEC, Deltas, Event, Submit, Subscribe
@@ -399,7 +399,8 @@ def test_standing_still_oneself_blames_nobody():
 def test_a_frontend_that_reads_nothing_costs_a_worker_little_and_delays_nobody():
     async def main():
         loop = asyncio.get_running_loop()
-        async with Scene(TcpPlaneHarness()) as scene, raw(scene.instance) as stalled:
+        events = EventConfig(replay_batches_max=256)  # the ring's own growth is not what is measured
+        async with Scene(TcpPlaneHarness(None, events)) as scene, raw(scene.instance) as stalled:
             identity = Identity(secret=SECRET)
             assert (await stalled.greet(identity)).error is None
             before = await scene.stats()

@@ -68,6 +68,10 @@ class OutboxMachine(RuleBasedStateMachine):
         if name in self.credit and name not in self.ended:
             self.credit[name] += tokens
 
+    @rule(bytes_max=st.integers(1, 500))
+    def take_a_part(self, bytes_max):
+        self.take_out(self.box.take(bytes_max))
+
     @rule()
     def take(self):
         self.take_out(self.box.take())

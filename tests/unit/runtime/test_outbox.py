@@ -81,6 +81,24 @@ def test_a_merged_delta_keeps_every_field_in_its_place():
     assert len(box) == 0
 
 
+def test_what_is_held_can_be_taken_in_parts_and_in_turns():
+    box = Box(window_tokens=1000)
+    for name in "ab":
+        box.open(name)
+    box.offer([delta("a", range(100)), delta("b", range(100))], writable=False)
+    taken = {"a": [], "b": []}
+    turns = []
+    while box.has_held:
+        part = box.take(bytes_max=160)
+        box.check()
+        assert sum(len(d.token_ids) for d in part) <= 160
+        for d in part:
+            taken[d.request_id] += tokens([d])
+            turns.append(d.request_id)
+    assert taken == {"a": list(range(100)), "b": list(range(100))}
+    assert turns[:4] == ["a", "b", "a", "b"]
+
+
 def test_a_finish_without_tokens_needs_no_credit():
     box = Box(window_tokens=1)
     box.open("a")

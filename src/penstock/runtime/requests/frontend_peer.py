@@ -187,10 +187,12 @@ class FrontendPeer:
         asyncio.get_running_loop().call_soon(self._service.abort, request_id)
 
     def _send_held(self, outbox: Outbox) -> None:
-        if outbox.has_held and self.channel.writable:
-            now = outbox.take()
-            if now:
-                self.channel.send(Deltas(deltas=tuple(now)))
+        """Send what was held, a buffer's worth at a time, while there is room."""
+        while outbox.has_held and self.channel.writable:
+            now = outbox.take(self._config.write_buffer_bytes)
+            if not now:
+                break
+            self.channel.send(Deltas(deltas=tuple(now)))
         self._finish_if_idle()
 
     def _finish_if_idle(self) -> None:

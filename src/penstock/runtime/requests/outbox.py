@@ -5,6 +5,7 @@ or that come while the connection is full, are merged per request, so that a slo
 not objects, and holds up nobody else. What is held is bounded: beyond that the request ends with `Overloaded`.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -163,32 +164,36 @@ class Outbox:
         if stream is not None and tokens > 0:
             stream.credit_tokens += tokens
 
-    def take(self) -> list[Delta]:
-        """Give everything held that has credit."""
+    def take(self, bytes_max: int = sys.maxsize) -> list[Delta]:
+        """Give what is held and has credit, about `bytes_max` of it; who got only a part comes last next time."""
         now: list[Delta] = []
+        room = bytes_max
         for request_id, held in tuple(self._waiting.items()):
             stream = self._streams[request_id]
             tokens = len(held.tokens) >> 2
-            if tokens <= stream.credit_tokens:
+            allowed = min(stream.credit_tokens, max(1, room >> 2))
+            if tokens > allowed == 0:
+                continue
+            self._unhold(request_id)
+            room -= held.num_bytes
+            if tokens <= allowed:
                 stream.credit_tokens -= tokens
-                self._unhold(request_id)
                 now.append(held.whole(request_id))
                 if _is_last(held):
                     del self._streams[request_id]
-            elif stream.credit_tokens > 0:
-                before = held.num_bytes
-                now.append(held.cut(request_id, stream.credit_tokens))
-                stream.credit_tokens = 0
-                self.held_bytes += held.num_bytes - before
+            else:
+                stream.credit_tokens -= allowed
+                now.append(held.cut(request_id, allowed))
+                self._wait(request_id, stream, held)
+            if room <= 0:
+                break
         return now
 
     def _hold(self, stream: _Stream, delta: Delta) -> None:
         request_id = delta.request_id
-        if stream.held is None:
-            stream.held = self._waiting[request_id] = _Held()
-            self.held_bytes += stream.held.num_bytes
-        self.held_bytes += stream.held.merge(delta)
-        if stream.held.num_bytes > self._stream_bytes_max:
+        held = stream.held or self._wait(request_id, stream, _Held())
+        self.held_bytes += held.merge(delta)
+        if held.num_bytes > self._stream_bytes_max:
             self._fail(request_id, f"{self._stream_bytes_max} bytes (stream_bytes_max)")
 
     def _shed(self) -> None:
@@ -214,13 +219,15 @@ class Outbox:
             "read faster, or ask for less at once"
         )
         stream.failed = True
-        stream.held = self._waiting[request_id] = _Held(
-            finish_reason=FinishReason.ERROR, error=error.to_info()
-        )
-        self.held_bytes += stream.held.num_bytes
+        self._wait(request_id, stream, _Held(finish_reason=FinishReason.ERROR, error=error.to_info()))
         self.overflows += 1
         _log.warning("slow_reader_dropped", request_id=request_id, tokens=tokens, bound=bound)
         self._abort(request_id)
+
+    def _wait(self, request_id: RequestId, stream: _Stream, held: _Held) -> _Held:
+        stream.held = self._waiting[request_id] = held
+        self.held_bytes += held.num_bytes
+        return held
 
     def _unhold(self, request_id: RequestId) -> None:
         held = self._waiting.pop(request_id, None)
