@@ -6,6 +6,7 @@ What a subcommand needs is imported when it runs, so that `penstock --help` answ
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock import __version__
@@ -59,6 +60,7 @@ def _parser() -> "_Parser":
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_graph(commands)
+    _add_simulate(commands)
     add_parsers(commands)
     return parser
 
@@ -161,6 +163,56 @@ def _check_graph(options: argparse.Namespace) -> int:
     )
     print(f"{options.file}: valid: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
     return 0
+
+
+def _add_simulate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="play a workload on a simulated deployment",
+        description="Play a workload on a simulated deployment: the real router and workers, on virtual time.",
+    )
+    parser.add_argument(
+        "workload",
+        metavar="TRACE_OR_SPEC",
+        help="a trace (Mooncake JSONL or Azure CSV, plain or gzipped), or a made-up workload (.yaml)",
+    )
+    parser.add_argument("--graph", metavar="FILE", required=True, help="the deployment")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="K=V", help="set a field of the graph, as for serve"
+    )
+    parser.add_argument("--policy", metavar="NAME", help="how a worker is chosen, such as kv or round-robin")
+    parser.add_argument("--slo-ttft", type=float, metavar="S", help="target for the first token")
+    parser.add_argument("--slo-itl", type=float, metavar="S", help="target for the time between tokens")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default 0)")
+    parser.add_argument("--requests", type=int, metavar="N", help="only the first N of a trace")
+    parser.add_argument("--speed", type=float, metavar="X", help="play a trace X times as fast")
+    parser.add_argument(
+        "--rate", type=float, metavar="R", help="play a trace with R requests a second on average"
+    )
+    parser.add_argument(
+        "--hit-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="share of prompt tokens that requests have in common, for a trace without prefixes (default 0)",
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="count lines that cannot be read, and go on")
+    parser.add_argument(
+        "--engine-profile",
+        type=Path,
+        metavar="FILE",
+        help="run the simulated engines on a measured profile instead of the roofline",
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from penstock.core import log  # noqa: PLC0415
+    from penstock.sim.command import run_command  # noqa: PLC0415
+
+    log.configure("error", process="simulate")
+    return run_command(options)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -62,6 +62,7 @@ def _engine_spec(graph: Graph, role: RoleSpec, job: WorkerJob, hash_key: bytes) 
         eos_token_ids=job.card.eos_token_ids,
         kv_blocks=role.kv_blocks,
         max_batch_tokens=role.max_batch_tokens,
+        max_running_requests=role.max_running_requests,
         dtype=role.weight_dtype,
         device="cpu" if role.hardware == "cpu" else "cuda",
         hash_key=hash_key,

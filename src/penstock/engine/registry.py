@@ -33,6 +33,8 @@ class EngineSpec:
     """None is the engine's own choice."""
     max_batch_tokens: int | None = None
     """None is the engine's own choice."""
+    max_running_requests: int | None = None
+    """None is the engine's own choice."""
     dtype: str = "auto"
     device: str = "cpu"
     hash_key: bytes = DEFAULT_KEY
@@ -40,9 +42,11 @@ class EngineSpec:
 
     @property
     def scheduler(self) -> SchedulerConfig:
-        if self.max_batch_tokens is None:
-            return SchedulerConfig()
-        return SchedulerConfig(max_batch_tokens=self.max_batch_tokens)
+        said = {
+            "max_batch_tokens": self.max_batch_tokens,
+            "max_running_requests": self.max_running_requests,
+        }
+        return SchedulerConfig(**{name: value for name, value in said.items() if value is not None})
 
 
 def create_engine(name: str, spec: EngineSpec) -> BatchedEngine:

@@ -31,6 +31,8 @@ class RoleSpec(Config):
     """Number format of the KV cache; auto is that of the weights."""
     max_batch_tokens: int | None = pydantic.Field(default=None, ge=1)
     """Tokens one engine step may compute; None is the engine's own choice."""
+    max_running_requests: int | None = pydantic.Field(default=None, ge=1)
+    """Requests in one batch; None is the engine's own choice."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)
     """Blocks in a worker's KV pool; None is the engine's own choice."""
     mock: MockConfig = MockConfig()

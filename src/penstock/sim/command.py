@@ -1,0 +1,119 @@
+"""What `penstock simulate` does."""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from penstock.core.errors import ConfigError
+from penstock.graph import Graph, Overrides, load
+from penstock.graph.document import parse_yaml
+from penstock.sim.deployment import plan_deployment
+from penstock.sim.report import make_report, rows
+from penstock.sim.simulate import OnProgress, simulate
+from penstock.sim.trace import read_trace
+from penstock.sim.workload import Session, WorkloadConfig, make_sessions, rescaled, trace_sessions
+
+_SPEC_SUFFIXES = {".yaml", ".yml", ".json"}
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Simulate, print the table, write the JSON.
+
+    Raises:
+        ConfigError: a file or flag is wrong, or the workload cannot fit.
+    """
+    if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
+        raise ConfigError(f"--json: {options.json}: expected a file in a directory that exists")
+    graph = _load_graph(options)
+    deployment = plan_deployment(
+        graph, beside=Path(options.graph).parent, engine_profile=options.engine_profile
+    )
+    sessions, skipped = _load_sessions(options)
+    deployment.check_fits(max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns))
+    started_s = perf_counter()
+    with _progress(sum(len(session.turns) for session in sessions)) as on_progress:
+        recording = simulate(deployment, sessions, seed=options.seed, on_progress=on_progress)
+    report = make_report(recording, deployment, graph.slo, wall_s=perf_counter() - started_s)
+    table = Table(title=f"{Path(options.workload).name} on {graph.name}", show_header=False)
+    for name, value in rows(report):
+        table.add_row(name, value)
+    Console().print(table)
+    if skipped:
+        _tell(f"{skipped} lines were passed over (--skip-bad)")
+    for code, text in recording.example.items():
+        _tell(f"{recording.failures[code]} requests failed with {code}, the first with: {text}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _tell(text: str) -> None:
+    print(f"penstock simulate: {text}", file=sys.stderr)  # noqa: T201 - what a command is for
+
+
+def _load_graph(options: argparse.Namespace) -> Graph:
+    overrides = Overrides(options.set)
+    for flag, place, value in (
+        ("--policy", "router.policy", options.policy),
+        ("--slo-ttft", "slo.ttft_s", options.slo_ttft),
+        ("--slo-itl", "slo.itl_s", options.slo_itl),
+    ):
+        if value is not None:
+            overrides.assign(place, value, flag=flag)
+    return load(options.graph, overrides)
+
+
+def _load_sessions(options: argparse.Namespace) -> tuple[list[Session], int]:
+    """Read or make the workload up; also says how many lines were passed over."""
+    path = Path(options.workload)
+    if path.suffix in _SPEC_SUFFIXES:
+        return _made_up(path, options), 0
+    bad: list[ConfigError] = []
+    trace = rescaled(
+        read_trace(path, on_bad=bad.append if options.skip_bad else None),
+        speed=1.0 if options.speed is None else options.speed,
+        rate_per_s=options.rate,
+    )
+    if options.requests is not None:
+        if options.requests < 1:
+            raise ConfigError(f"--requests: must be >= 1, got {options.requests}")
+        trace = trace[: options.requests]
+    return list(trace_sessions(trace, seed=options.seed, hit_ratio=options.hit_ratio)), len(bad)
+
+
+def _made_up(path: Path, options: argparse.Namespace) -> list[Session]:
+    for flag in ("speed", "rate", "requests"):
+        if getattr(options, flag) is not None:
+            raise ConfigError(f"--{flag}: only with a trace; set it in {path}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    config = WorkloadConfig.parse(parse_yaml(text, source=str(path)), source=str(path))
+    return list(make_sessions(config, random.Random(options.seed)))
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[OnProgress | None]:
+    """Show a bar on a terminal, and nothing elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("simulating", total=total)
+
+        def on_progress(ended: int, virtual_s: float) -> None:
+            bar.update(task, completed=ended, description=f"simulated {virtual_s:,.0f} s")
+
+        yield on_progress

@@ -1,0 +1,147 @@
+"""What a graph says, as a simulated deployment: prices, capacities, and the cluster that has them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.core.errors import ConfigError
+from penstock.core.ids import RequestId
+from penstock.core.types import ModelCard, Request
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.scheduler import SchedulerConfig
+from penstock.graph import Graph, RoleSpec
+from penstock.perf.catalogue import find_shape
+from penstock.perf.hardware import Dtype, Hardware, find_hardware
+from penstock.perf.latency import LatencyModel
+from penstock.perf.profile import Profile, ProfiledModel
+from penstock.perf.roofline import Parallel, Roofline
+from penstock.sim.cluster import ClusterSpec
+from penstock.sim.engine import JumpEngine, Stream
+from penstock.sim.network import NetworkConfig
+from penstock.sim.prices import DecodePrices
+from penstock.sim.timing import VOCAB_SIZE, Pace
+
+SALT = b"simulated"
+_DTYPES = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
+_QUEUE_MAX = 1 << 20
+_WHOLE_ANSWER = 1 << 30  # bulk deltas are not cut into windows
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A graph's workers, all alike, with what they cost."""
+
+    graph: Graph
+    role: RoleSpec
+    hardware: Hardware
+    latency: LatencyModel
+    num_blocks: int
+    context_length: int
+    arithmetic: str
+    """How the KV capacity comes about; for people."""
+
+    @property
+    def devices(self) -> int:
+        return self.role.replicas * self.role.tensor_parallel
+
+    def check_fits(self, longest_tokens: int) -> None:
+        """Refuse a workload whose longest request can never run.
+
+        Raises:
+            ConfigError: with the arithmetic.
+        """
+        capacity = self.num_blocks * self.graph.block_size
+        if longest_tokens > capacity:
+            raise ConfigError(
+                f"KV: the longest request has {longest_tokens:,} tokens, and a worker's KV holds {capacity:,}:"
+                f" {self.arithmetic}; raise tensor_parallel, take hardware with more memory, or a shorter trace"
+            )
+
+    def cluster_spec(self, streams: Mapping[RequestId, Stream]) -> ClusterSpec:
+        """Describe the cluster.
+
+        Args:
+            streams: names the blocks of every request under way.
+        """
+        graph, size = self.graph, self.graph.block_size
+        info = RunnerInfo(
+            num_blocks=self.num_blocks,
+            block_size=size,
+            context_length=self.context_length,
+            vocab_size=VOCAB_SIZE,
+        )
+        said = {
+            "max_batch_tokens": self.role.max_batch_tokens,
+            "max_running_requests": self.role.max_running_requests,
+        }
+        scheduler = SchedulerConfig(
+            max_waiting_requests=_QUEUE_MAX,
+            **{name: value for name, value in said.items() if value is not None},
+        )
+        prices = DecodePrices(self.latency, self.context_length)
+
+        def stream_of(request: Request) -> Stream:
+            return streams[request.request_id]
+
+        def make_engine(_: Pace) -> JumpEngine:
+            return JumpEngine(self.latency, info, scheduler, stream_of, prices)
+
+        return ClusterSpec(
+            card=ModelCard(name=graph.model, context_length=self.context_length, block_size=size, salt=SALT),
+            make_engine=make_engine,
+            router=graph.router,
+            worker=graph.worker,
+            network=NetworkConfig(window_tokens=_WHOLE_ANSWER),
+            frontends=graph.frontend.processes,
+        )
+
+
+def plan_deployment(graph: Graph, *, beside: Path, engine_profile: Path | None = None) -> Deployment:
+    """Price a graph's workers.
+
+    Args:
+        graph: aggregated workers only.
+        beside: the directory that a model's relative path may start from.
+        engine_profile: what the simulated engines run on instead of the roofline alone.
+
+    Raises:
+        ConfigError: the graph describes something that cannot be simulated, or that does not fit.
+    """
+    role = graph.roles.aggregated
+    if role is None or graph.roles.prefill or graph.roles.decode:
+        raise ConfigError(
+            "roles: disaggregated serving cannot be simulated in this version; describe aggregated alone"
+        )
+    if role.replicas < 1:
+        raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
+    shape = find_shape(graph.model, beside=beside)
+    hardware = find_hardware(role.hardware)
+    roofline = Roofline(
+        shape,
+        hardware,
+        Parallel(tp=role.tensor_parallel),
+        weight_dtype=_DTYPES.get(role.weight_dtype),
+        kv_dtype=_DTYPES.get(role.kv_dtype),
+    )
+    latency: LatencyModel = roofline
+    if engine_profile is not None:
+        latency = ProfiledModel(Profile.load(engine_profile), roofline)
+    capacity = latency.kv_capacity_tokens
+    weights = roofline.weight_bytes_per_device()
+    arithmetic = (
+        f"{hardware.memory_bytes * roofline.factors.memory_fraction / 1e9:.1f} GB of a device less"
+        f" {weights / 1e9:.1f} GB of weights, on {role.tensor_parallel} devices, at"
+        f" {roofline.kv_bytes_per_token / 1e3:.1f} kB a token"
+    )
+    num_blocks = capacity // graph.block_size
+    if role.kv_blocks is not None:
+        if role.kv_blocks > num_blocks and engine_profile is None:
+            raise ConfigError(
+                f"roles.aggregated.kv_blocks: {role.kv_blocks} blocks of {graph.block_size} tokens do not fit: "
+                f"{num_blocks} do, {arithmetic}"
+            )
+        num_blocks = role.kv_blocks
+        arithmetic = f"{num_blocks} blocks of {graph.block_size} tokens (kv_blocks)"
+    if num_blocks < 2:
+        raise ConfigError(f"KV: room for {num_blocks} blocks of {graph.block_size} tokens: {arithmetic}")
+    return Deployment(graph, role, hardware, latency, num_blocks, shape.context_length, arithmetic)

@@ -1,0 +1,98 @@
+"""What a simulation came to: one JSON of stable keys, and a table for people."""
+
+import resource
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.graph import Slo
+from penstock.sim.deployment import Deployment
+from penstock.sim.simulate import Recording
+
+_PERCENTILES = (50, 90, 99)
+_HOUR_S = 3600.0
+
+
+def make_report(
+    recording: Recording, deployment: Deployment, slo: Slo | None, *, wall_s: float
+) -> dict[str, Any]:
+    """Sum a recording up.
+
+    Keys, with the unit in the name; None where there is nothing to say:
+    `requests`, `completed`, `failed`; `duration_s` from the first request to the last one's end; `ttft_s`,
+    `itl_s` (per request: mean time between its tokens) and `e2e_s`, each with `mean`, `p50`, `p90`, `p99`;
+    `output_tokens_per_s`; `goodput_rps`, requests a second within both targets of the SLO; `kv_hit_ratio`,
+    cached prompt tokens over prompt tokens; `gpu_hours`; `tokens_per_joule` and `usd_per_million_tokens`, of
+    output tokens, at the power and price of the hardware's entry. `wall` is about this run and not repeatable.
+
+    Args:
+        recording: of one run.
+        deployment: what served it.
+        slo: what counts as good, None for nothing.
+        wall_s: how long the run took.
+    """
+    sent, first, last = (
+        np.asarray(a) for a in (recording.sent_s, recording.first_token_s, recording.last_token_s)
+    )
+    tokens = np.asarray(recording.output_tokens)
+    ttft_s, e2e_s = first - sent, last - sent
+    several = tokens > 1
+    itl_s = np.where(several, (last - first) / np.maximum(tokens - 1, 1), 0.0)
+    duration_s = recording.end_s
+    prompt_tokens = int(np.asarray(recording.prompt_tokens).sum())
+    output_tokens = int(tokens.sum())
+    gpu_hours = deployment.devices * duration_s / _HOUR_S
+    joules = deployment.devices * deployment.hardware.watts * duration_s
+    usd = gpu_hours * deployment.hardware.usd_per_hour
+    good = None if slo is None else int(((ttft_s <= slo.ttft_s) & (itl_s <= slo.itl_s)).sum())
+    return {
+        "requests": recording.requests,
+        "completed": len(tokens),
+        "failed": recording.failed,
+        "duration_s": duration_s,
+        "ttft_s": _spread(ttft_s),
+        "itl_s": _spread(itl_s[several]),
+        "e2e_s": _spread(e2e_s),
+        "output_tokens_per_s": _ratio(output_tokens, duration_s),
+        "goodput_rps": None if good is None else _ratio(good, duration_s),
+        "kv_hit_ratio": _ratio(int(np.asarray(recording.cached_tokens).sum()), prompt_tokens),
+        "gpu_hours": gpu_hours,
+        "tokens_per_joule": _ratio(output_tokens, joules),
+        "usd_per_million_tokens": _ratio(1e6 * usd, output_tokens),
+        "wall": {
+            "seconds": wall_s,
+            "requests_per_s": _ratio(recording.requests, wall_s),
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        },
+    }
+
+
+def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Give a report's values as lines for people."""
+    found: list[tuple[str, str]] = []
+    for name, value in report.items():
+        if isinstance(value, dict):
+            found += [(f"{name}.{part}", _readable(inner)) for part, inner in value.items()]
+        else:
+            found.append((name, _readable(value)))
+    return found
+
+
+def _spread(values: NDArray[np.float64]) -> dict[str, float | None]:
+    spread: dict[str, float | None] = {"mean": float(values.mean()) if len(values) else None}
+    for percent in _PERCENTILES:
+        spread[f"p{percent}"] = float(np.percentile(values, percent)) if len(values) else None
+    return spread
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _readable(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}"

@@ -1,0 +1,144 @@
+"""Plays a workload on a simulated deployment, and keeps what every request saw."""
+
+import asyncio
+import random
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from penstock.core.errors import PenstockError
+from penstock.core.ids import RequestId
+from penstock.core.types import Request, SamplingParams
+from penstock.core.wire import PackedHashes, PackedTokens, num_tokens
+from penstock.router.dispatcher import Dispatcher
+from penstock.sim.cluster import SimCluster
+from penstock.sim.deployment import SALT, Deployment
+from penstock.sim.loop import run
+from penstock.sim.prompt import Prompt
+from penstock.sim.workload import Session, Turn
+
+OnProgress = Callable[[int, float], None]
+
+
+@dataclass(slots=True)
+class Recording:
+    """One row per request that came to its end, in the order of their ends; times are in virtual seconds."""
+
+    sent_s: "array[float]" = field(default_factory=lambda: array("d"))
+    first_token_s: "array[float]" = field(default_factory=lambda: array("d"))
+    last_token_s: "array[float]" = field(default_factory=lambda: array("d"))
+    output_tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    prompt_tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    cached_tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    failures: dict[str, int] = field(default_factory=dict)
+    """Requests that failed, by error code."""
+    example: dict[str, str] = field(default_factory=dict)
+    """The first error's text, by code."""
+    end_s: float = 0.0
+    """When the last request ended."""
+
+    @property
+    def failed(self) -> int:
+        return sum(self.failures.values())
+
+    @property
+    def requests(self) -> int:
+        return len(self.sent_s) + self.failed
+
+
+def simulate(
+    deployment: Deployment, sessions: Iterable[Session], *, seed: int, on_progress: OnProgress | None = None
+) -> Recording:
+    """Play sessions on virtual time; returns when the last one is over.
+
+    Args:
+        deployment: what serves them.
+        sessions: in order of time.
+        seed: for all that is drawn.
+        on_progress: told now and then how many requests have ended, and the virtual time.
+    """
+    return run(lambda rng: _Player(deployment, rng, on_progress).play(sessions), seed)
+
+
+class _Player:
+    def __init__(self, deployment: Deployment, rng: random.Random, on_progress: OnProgress | None) -> None:
+        self._deployment = deployment
+        self._rng = rng
+        self._on_progress = on_progress
+        self._streams: dict[RequestId, Prompt] = {}
+        self._recording = Recording()
+        self._numbers = 0
+        self._start_s = 0.0
+
+    async def play(self, sessions: Iterable[Session]) -> Recording:
+        loop = asyncio.get_running_loop()
+        spec = self._deployment.cluster_spec(self._streams)
+        async with SimCluster(spec, self._rng) as cluster:
+            for number in range(self._deployment.role.replicas):
+                await cluster.start(f"worker-{number}")
+            for dispatcher in cluster.dispatchers:
+                await dispatcher.serving()
+            await asyncio.sleep(1.0)  # every frontend knows every worker
+            self._start_s = loop.time()
+            async with asyncio.TaskGroup() as group:
+                for number, session in enumerate(sessions):
+                    wait_s = self._start_s + session.at_s - loop.time()
+                    if wait_s > 0:
+                        await asyncio.sleep(wait_s)
+                    dispatcher = cluster.dispatchers[number % len(cluster.dispatchers)]
+                    group.create_task(self._run(session, dispatcher))
+        return self._recording
+
+    async def _run(self, session: Session, dispatcher: Dispatcher) -> None:
+        for turn in session.turns:
+            if turn.think_s:
+                await asyncio.sleep(turn.think_s)
+            self._numbers += 1
+            request_id = RequestId(f"r{self._numbers}")
+            self._streams[request_id] = session.prompt
+            try:
+                await self._send(self._make(request_id, turn, session.prompt), dispatcher)
+            except PenstockError as error:
+                recording = self._recording
+                recording.failures[error.code] = recording.failures.get(error.code, 0) + 1
+                recording.example.setdefault(error.code, error.message)
+                break
+            finally:
+                del self._streams[request_id]
+                self._note_end()
+
+    async def _send(self, request: Request, dispatcher: Dispatcher) -> None:
+        loop = asyncio.get_running_loop()
+        sent_s = loop.time()
+        first_s = last_s = None
+        async with dispatcher.open(request) as stream:
+            async for delta in stream:
+                if delta.token_ids:
+                    last_s = loop.time()
+                    first_s = last_s if first_s is None else first_s
+        assert first_s is not None, "an answer has at least one token"
+        assert last_s is not None, "and a last one"
+        recording = self._recording
+        recording.sent_s.append(sent_s - self._start_s)
+        recording.first_token_s.append(first_s - self._start_s)
+        recording.last_token_s.append(last_s - self._start_s)
+        recording.output_tokens.append(stream.output_tokens)
+        recording.prompt_tokens.append(num_tokens(request.token_ids))
+        recording.cached_tokens.append(stream.cached_tokens)
+
+    def _make(self, request_id: RequestId, turn: Turn, prompt: Prompt) -> Request:
+        size = self._deployment.graph.block_size
+        hashes = prompt.block_hashes(size, 0, turn.input_tokens // size)
+        return Request(
+            request_id=request_id,
+            model=self._deployment.graph.model,
+            token_ids=PackedTokens(bytes(4 * turn.input_tokens)),
+            sampling=SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True),
+            block_hashes=PackedHashes(hashes.tobytes()),
+            salt=SALT,
+        )
+
+    def _note_end(self) -> None:
+        self._recording.end_s = asyncio.get_running_loop().time() - self._start_s
+        if self._on_progress is not None and self._recording.requests % 64 == 0:
+            self._on_progress(self._recording.requests, self._recording.end_s)

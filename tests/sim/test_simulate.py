@@ -1,0 +1,175 @@
+"""`penstock simulate`: what it reports, that it repeats, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+ROOT = Path(__file__).parents[2]
+GRAPHS = ROOT / "examples" / "graphs"
+DATA = ROOT / "tests" / "data"
+SMALL = GRAPHS / "8b-h100-x8.yaml"
+
+SPEC = """
+requests: 60
+rate_per_s: 20
+burstiness: 4
+input_tokens: 700
+output_tokens: 60
+spread: 0.7
+turns: 3
+think_s: 2
+shared_prefix_tokens: 512
+prefix_groups: 4
+"""
+
+
+@pytest.fixture
+def spec(tmp_path):
+    path = tmp_path / "chat.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+def simulated(tmp_path, *arguments):
+    out = tmp_path / "out.json"
+    assert main(["simulate", *map(str, arguments), "--json", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def refusal(capsys, *arguments):
+    code = main(["simulate", *map(str, arguments)])
+    error = capsys.readouterr().err
+    assert code == 2, error
+    assert error.startswith("penstock: ")
+    assert "Traceback" not in error
+    return error
+
+
+def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
+    report = simulated(tmp_path, spec, "--graph", SMALL, "--set", "roles.aggregated.replicas=2")
+    assert list(report) == [
+        "requests", "completed", "failed", "duration_s", "ttft_s", "itl_s", "e2e_s", "output_tokens_per_s",
+        "goodput_rps", "kv_hit_ratio", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall",
+    ]  # fmt: skip
+    for name in ("ttft_s", "itl_s", "e2e_s"):
+        assert list(report[name]) == ["mean", "p50", "p90", "p99"]
+        assert 0 < report[name]["p50"] <= report[name]["p90"] <= report[name]["p99"]
+    assert list(report["wall"]) == ["seconds", "requests_per_s", "peak_rss_bytes"]
+    assert report["requests"] == report["completed"] == 60
+    assert report["failed"] == 0
+    assert report["gpu_hours"] == pytest.approx(2 * report["duration_s"] / 3600)
+    tokens = report["output_tokens_per_s"] * report["duration_s"]
+    assert report["tokens_per_joule"] == pytest.approx(tokens / (2 * 1275 * report["duration_s"]))
+    assert report["usd_per_million_tokens"] == pytest.approx(1e6 * 3.0 * report["gpu_hours"] / tokens)
+    assert 0.3 < report["kv_hit_ratio"] < 0.9
+    assert "usd_per_million_tokens" in capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_report_in_every_process(tmp_path, spec):
+    reports = []
+    for hash_seed in ("0", "1"):
+        out = tmp_path / f"out-{hash_seed}.json"
+        command = [sys.executable, "-m", "penstock", "simulate", spec, "--graph", SMALL, "--seed", "5"]
+        subprocess.run(
+            [*command, "--json", out],
+            check=True,
+            capture_output=True,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        )
+        report = json.loads(out.read_text())
+        del report["wall"]
+        reports.append(json.dumps(report))
+    assert reports[0] == reports[1]
+    assert reports[0] != json.dumps(
+        {k: v for k, v in simulated(tmp_path, spec, "--graph", SMALL).items() if k != "wall"}
+    )
+
+
+@pytest.mark.parametrize("graph", sorted(GRAPHS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("trace", ["azure_trace.csv", "mooncake_trace.jsonl"])
+def test_shipped_graphs_play_both_kinds_of_trace(tmp_path, graph, trace):
+    report = simulated(tmp_path, DATA / trace, "--graph", graph, "--hit-ratio", "0.5")
+    assert report["completed"] == report["requests"] == 6
+
+
+def test_routing_by_prefix_finds_more_of_it_than_taking_turns(tmp_path, spec):
+    hits = {
+        policy: simulated(tmp_path, spec, "--graph", SMALL, "--policy", policy)["kv_hit_ratio"]
+        for policy in ("kv", "round-robin")
+    }
+    assert hits["kv"] > hits["round-robin"] + 0.1
+
+
+def test_goodput_depends_on_the_targets(tmp_path, spec):
+    easy = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", "100", "--slo-itl", "10")
+    hard = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", "1e-6", "--slo-itl", "10")
+    assert easy["goodput_rps"] == pytest.approx(60 / easy["duration_s"])
+    assert hard["goodput_rps"] == 0
+
+
+def test_a_trace_can_be_cut_and_played_faster(tmp_path):
+    slow = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, "--requests", "5")
+    fast = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, "--requests", "5", "--speed", "10")
+    assert slow["requests"] == fast["requests"] == 5
+    assert fast["duration_s"] < slow["duration_s"] / 3
+
+
+def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text((DATA / "mooncake_trace.jsonl").read_text() + '{"timestamp": "soon"}\n')
+    assert f"{path}: line 7: " in refusal(capsys, path, "--graph", SMALL)
+    assert simulated(tmp_path, path, "--graph", SMALL, "--skip-bad")["requests"] == 6
+    assert "1 lines were passed over" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--set", "roles.aggregated.kv_blocks=20"],
+            "KV: the longest request has 8,030 tokens, and a worker's KV holds 1,280",
+        ),
+        (
+            ["--set", "model=llama-3.1-70b"],
+            "141.1 GB a device of bf16 weights|GB of bf16 weights a device do not fit",
+        ),
+        (["--set", "model=llama-3.1-71b"], "did you mean 'llama-3.1-70b'?"),
+        (["--set", "roles.aggregated.kv_blocks=20000"], "20000 blocks of 64 tokens do not fit"),
+        (["--set", "roles.aggregated.replicas=0"], "replicas: must be >= 1"),
+        (["--speed", "-1"], "speed: must be > 0"),
+        (["--rate", "0"], "rate: must be > 0"),
+        (["--rate", "1e9"], "rate: must be > 0 and <= 1e+06"),
+        (["--requests", "0"], "--requests: must be >= 1"),
+        (["--slo-ttft", "-1"], "--slo-ttft: slo.ttft_s: must be > 0"),
+        (["--policy", "best"], "--policy: router.policy: unknown policy"),
+        (["--json", "/nowhere/out.json"], "--json: /nowhere/out.json"),
+        (["--engine-profile", "/nowhere/profile.json"], "no such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(capsys, arguments, message):
+    error = refusal(capsys, DATA / "mooncake_trace.jsonl", "--graph", SMALL, *arguments)
+    assert any(part in error for part in message.split("|")), error
+
+
+def test_absurd_workloads_are_refused(capsys, spec):
+    spec.write_text("rate_per_s: -3\nturn: 2\n")
+    error = refusal(capsys, spec, "--graph", SMALL)
+    assert f"{spec}: rate_per_s: must be > 0.0, got -3" in error
+    assert f"{spec}: turn: unknown key; did you mean 'turns'?" in error
+
+
+def test_a_request_beyond_the_context_fails_alone(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 140000, "output_length": 5}\n'
+        '{"timestamp": 0, "input_length": 1400, "output_length": 5}\n'
+    )
+    report = simulated(tmp_path, path, "--graph", SMALL)
+    assert (report["completed"], report["failed"]) == (1, 1)
+    assert "1 requests failed with invalid_request_error" in capsys.readouterr().err
