@@ -21,6 +21,24 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
 
 
+class DeviceTokens:
+    """A batch's tokens on the device, in memory that stays where it is, so that a captured graph would find them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(4, 0, dtype=torch.int64, device=device)
+
+    def put(self, tokens: NDArray[np.int64]) -> torch.Tensor:
+        """Give (4, bucket) tokens; on a CPU these are the builder's own, which stay as well."""
+        host = torch.from_numpy(tokens)
+        if self._device.type == "cpu":
+            return host
+        size = host.shape[1]
+        if size > self._buffer.shape[1]:
+            self._buffer = torch.empty(4, size, dtype=torch.int64, device=self._device)
+        return self._buffer[:, :size].copy_(host)
+
+
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     """What exists between `start` and `close`."""
@@ -29,6 +47,7 @@ class _Loaded:
     memory: KvMemory
     gather: Gather
     builder: BatchBuilder
+    tokens: DeviceTokens
     sampler: Sampler
 
 
@@ -73,6 +92,7 @@ class PagedRunner:
             memory=memory,
             gather=Gather(memory),
             builder=BatchBuilder(config.block_size, memory.spare_block, columns),
+            tokens=DeviceTokens(model.device),
             sampler=Sampler(model.vocab_size, model.device),
         )
         return RunnerInfo(
@@ -96,7 +116,7 @@ class PagedRunner:
         """Compute a batch: token ids and logprobs by sampled row."""
         parts = self._loaded
         with torch.inference_mode():
-            tokens = torch.from_numpy(batch.tokens).to(parts.model.device)
+            tokens = parts.tokens.put(batch.tokens)
             step = PagedStep(batch, tokens[2:], parts.gather)
             last_tokens = torch.from_numpy(batch.last_tokens).to(parts.model.device)
             logits = parts.model.logits(tokens[0], tokens[1], last_tokens, step)

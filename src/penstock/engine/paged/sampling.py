@@ -116,7 +116,7 @@ class SamplingColumns:
         params = request.sampling
         self._requests[slot] = request
         self._temperature[slot] = max(params.temperature, 1e-5)
-        self._top_k[slot] = params.top_k or 0
+        self._top_k[slot] = max(params.top_k or 0, 0)
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._repetition[slot] = params.repetition_penalty
@@ -134,7 +134,7 @@ class SamplingColumns:
         )
         self._flags[slot] = (
             _RANDOM * random
-            | _TOP_K * (random and bool(params.top_k))
+            | _TOP_K * (random and bool(self._top_k[slot]))
             | _TOP_P * (random and params.top_p < 1)
             | _PENALTIES * (not neutral)
             | _MIN_TOKENS * (params.min_tokens > 0 and bool(self._early_stops[slot]))
