@@ -45,6 +45,19 @@ def test_a_worker_killed_in_the_middle_of_a_stream_is_not_noticed(deploy):
     deploy(scenario, workers=2)
 
 
+def test_the_only_worker_goes_on_with_its_streams_once_it_is_back(deploy):
+    async def scenario(site):
+        undisturbed, _ = await site.tell(PROMPT, max_tokens=TOKENS)
+        text = ""
+        async for chunk in site.stream(PROMPT, max_tokens=TOKENS):
+            if not text:
+                site.kill("worker-1")
+            text += site.text_of(chunk)
+        assert text == undisturbed
+
+    deploy(scenario)
+
+
 def test_all_streams_survive_one_worker(deploy):
     async def scenario(site):
         prompts = [f"{n} {PROMPT}" for n in range(16)]
