@@ -5,11 +5,12 @@ reads, so that a block shared, freed or overwritten too early shows.
 """
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core.errors import EngineError, Overloaded
+from penstock.core.hashing import block_hashes
 from penstock.core.types import BlockRemoved, BlockStored, FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
 from penstock.engine.scheduler import Scheduler, SchedulerConfig
@@ -27,7 +28,12 @@ LIMITS = SequenceLimits(
     vocab_size=VOCAB,
     hash_key=bytes(16),
 )
-CONFIG = SchedulerConfig(max_batch_tokens=10, max_running_requests=4, max_waiting_requests=4)
+configs = st.sampled_from(
+    [
+        SchedulerConfig(max_batch_tokens=batch, max_running_requests=running, max_waiting_requests=4)
+        for batch, running in ((20, 6), (10, 4), (3, 4))
+    ]
+)
 
 
 def next_token(known):
@@ -60,7 +66,6 @@ class Expectation:
 class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.scheduler = self.start()
         self.now = 0.0
         self.num_submitted = 0
         self.expected = {}  # request id -> Expectation, of those submitted and neither ended nor aborted
@@ -68,45 +73,53 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cells = np.zeros((NUM_BLOCKS, BLOCK_SIZE), dtype=np.int64)
         self.resident = set()
         self.generated = 0
+        self.parents = {}  # low64 of every full block computed -> low64 of its parent
 
-    def start(self):
-        return Scheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), LIMITS, CONFIG, eos_token_ids=[EOS])
+    @initialize(config=configs)
+    def start(self, config):
+        self.config = config
+        self.scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), LIMITS, config, eos_token_ids=[EOS])
 
     # ---- requests -------------------------------------------------------------------------------------
     @rule(
-        family=st.integers(0, 2),
-        length=st.integers(1, 30),
-        max_tokens=st.integers(1, 20),
-        min_tokens=st.integers(0, 6),
-        ignore_eos=st.booleans(),
-        stops=st.sampled_from([(), (1, 2, 3), tuple(range(0, VOCAB, 4))]),
-        deadline_s=st.sampled_from([None, None, None, 30.0]),
+        burst=st.integers(1, 4),
+        length=st.integers(1, 12) | st.integers(1, 30),
+        sampling=st.builds(
+            SamplingParams,
+            max_tokens=st.integers(1, 5) | st.integers(20, 30),
+            min_tokens=st.integers(0, 6),
+            ignore_eos=st.booleans(),
+            stop_token_ids=st.sampled_from([(), (), (1, 2, 3), tuple(range(0, VOCAB, 4))]),
+        ),
+        deadline_s=st.sampled_from([None, None, 0.5, 30.0]),
         moved=st.integers(0, 3),
     )
-    def submit(self, *, family, length, max_tokens, min_tokens, ignore_eos, stops, deadline_s, moved):
-        self.num_submitted += 1
-        prompt = [(family + 7 * index) % VOCAB for index in range(length)]  # a family shares prefixes
-        sampling = SamplingParams(
-            max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=stops
-        )
-        done = min(moved, len(whole_answer(prompt, sampling)[0]) - 1)
-        request = Request(
-            request_id=f"r{self.num_submitted}",
-            model="m",
-            token_ids=pack_tokens(prompt + whole_answer(prompt, sampling)[0][:done]),
-            sampling=sampling,
-            num_emitted=done,
-            deadline_s=deadline_s,
-        )
+    def submit(self, burst, length, sampling, deadline_s, moved):
+        for family in range(burst):
+            prompt = [(family + 7 * index) % VOCAB for index in range(length)]  # a family shares prefixes
+            whole, _ = whole_answer(prompt, sampling)
+            done = min(moved, len(whole) - 1)
+            self.num_submitted += 1
+            request = Request(
+                request_id=f"r{self.num_submitted}",
+                model="m",
+                token_ids=pack_tokens(prompt + whole[:done]),
+                sampling=sampling,
+                num_emitted=done,
+                deadline_s=deadline_s,
+            )
+            self.submit_one(request, prompt)
+
+    def submit_one(self, request, prompt):
         waiting = self.scheduler.load().waiting_requests
         try:
             self.scheduler.submit(request, self.now)
         except Overloaded:
-            assert waiting >= CONFIG.max_waiting_requests
+            assert waiting >= self.config.max_waiting_requests
         else:
-            assert waiting < CONFIG.max_waiting_requests
-            deadline = float("inf") if deadline_s is None else self.now + deadline_s
-            self.expected[request.request_id] = Expectation(request, prompt, done, deadline)
+            assert waiting < self.config.max_waiting_requests
+            deadline = float("inf") if request.deadline_s is None else self.now + request.deadline_s
+            self.expected[request.request_id] = Expectation(request, prompt, request.num_emitted, deadline)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -115,32 +128,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.abort(request_id)
         del self.expected[request_id]
 
-    @rule(seconds=st.sampled_from([1.0, 40.0]))
-    def wait(self, seconds):
-        self.now += seconds
-
     # ---- steps ----------------------------------------------------------------------------------------
     @precondition(lambda self: self.plan is None)
-    @rule()
-    def begin_step(self):
+    @rule(seconds=st.sampled_from([0.0, 0.0, 0.0, 0.1, 1.0, 40.0]))
+    def begin_step(self, seconds=0.0):
+        self.now += seconds
         self.plan = self.scheduler.plan(self.now)
         if self.plan is None:
             assert self.scheduler.load().waiting_requests == 0
             assert self.scheduler.load().running_requests == 0
             self.read(self.scheduler.take_step())
         else:
-            assert 1 <= self.plan.num_new.sum() <= CONFIG.max_batch_tokens
+            assert 1 <= self.plan.num_new.sum() <= self.config.max_batch_tokens
             assert (self.plan.num_new[: self.plan.num_decode] == 1).all()
             assert self.plan.samples[: self.plan.num_decode].all()
 
     @precondition(lambda self: self.plan is not None)
-    @rule()
-    def end_step(self):
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def end_step(self, *, fails=False):
+        if fails:
+            self.fail_step()
+            return
         plan, self.plan = self.plan, None
         self.read(self.scheduler.commit(plan, self.compute(plan)))
 
-    @precondition(lambda self: self.plan is not None)
-    @rule()
     def fail_step(self):
         plan, self.plan = self.plan, None
         table = self.scheduler.table
@@ -152,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert failed == ids & set(self.expected)
         self.read(step)
 
-    @rule(count=st.integers(1, 8))
+    @rule(count=st.integers(1, 12))
     def run_steps(self, count):
         for _ in range(count):
             if self.plan is None:
@@ -177,6 +188,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     places.add(place)
                     self.cells[place] = digest
                 assert self.cells[place] == digest, "KV of another prefix"
+            hashes = block_hashes(known[:end], BLOCK_SIZE)[:, 0].tolist()
+            self.parents.update(zip(hashes, [None, *hashes], strict=False))
             if plan.samples[row]:
                 sampled[row] = next_token(known)
         return Sampled(sampled)
@@ -200,13 +213,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 whole = expected.emitted == len(expected.tokens)
                 assert delta.finish_reason == (expected.reason if whole else None)
-        for event in step.events:
-            hashes = unpack_hashes(event.block_hashes).tolist()
-            if isinstance(event, BlockStored):
+        for change in step.events:
+            hashes = unpack_hashes(change.block_hashes).tolist()
+            if isinstance(change, BlockStored):
+                chain = [change.parent_block_hash, *hashes]
+                assert [self.parents[low64] for low64 in hashes] == chain[:-1]
                 assert self.resident.isdisjoint(hashes)
                 self.resident.update(hashes)
             else:
-                assert isinstance(event, BlockRemoved)
+                assert isinstance(change, BlockRemoved)
                 assert self.resident.issuperset(hashes)
                 self.resident.difference_update(hashes)
 
@@ -230,6 +245,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert load.generated_tokens >= self.generated
         assert len(self.resident) == load.cached_blocks
         self.scheduler.check()
+        event(
+            f"preempted {min(load.preemptions, 3)} times or more" if load.preemptions else "never preempted"
+        )
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

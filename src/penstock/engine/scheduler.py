@@ -125,7 +125,7 @@ class Scheduler:
         else:  # out of blocks
             new_slots, new_counts = [], []
             slots, num_new, remaining = slots[:kept], num_new[:kept], remaining[:kept]
-        is_decode = (remaining == 1) & (num_new == 1)
+        is_decode = remaining == 1
         is_prefill = (remaining > 1) & (num_new > 0)
         slots = np.concatenate((slots[is_decode], slots[is_prefill], np.array(new_slots, dtype=np.int32)))
         if not len(slots):
@@ -229,13 +229,14 @@ class Scheduler:
         self._next_deadline_s = min((s.deadline_s for s in self._by_id.values()), default=float("inf"))
 
     def _share_budget(self, remaining: Int32s) -> Int32s:
-        """Give each running row its tokens of this step: decode rows one each, then prefill rows, oldest first."""
-        budget = self._config.max_batch_tokens
+        """Give each running row its tokens of this step: decode rows one each, then prefill rows, oldest first.
+
+        Decode rows never exceed the budget, as a request is admitted only where each row had its token and one was left.
+        """
         decode = remaining == 1
-        decode &= np.cumsum(decode) <= budget
         prefill = np.where(remaining > 1, remaining, 0)
         before = np.cumsum(prefill) - prefill
-        left = budget - np.count_nonzero(decode)
+        left = self._config.max_batch_tokens - np.count_nonzero(decode)
         shared: Int32s = (decode + np.clip(left - before, 0, prefill)).astype(np.int32)
         return shared
 
@@ -279,7 +280,7 @@ class Scheduler:
             hits = self._pool.match(sequence.block_hashes[:cacheable])
             needed = known // size + 1 - len(hits)
             room = self._pool.num_available - self._pool.count_idle(hits)
-            if self._slots.running and needed + reserved > room:
+            if needed + reserved > room:
                 self._head_blocked = True
                 break
             count = min(budget, known - len(hits) * size)

@@ -54,7 +54,7 @@ def test_decode_rows_come_first_and_prefill_shares_what_is_left():
     assert rows(scheduler, plan) == [("a", 1, True), ("b", 10, True), ("c", 5, False)]
 
 
-def test_the_oldest_decode_first_where_the_budget_is_too_small_for_all():
+def test_no_more_are_admitted_than_have_a_token_each():
     scheduler = make_scheduler(max_batch_tokens=2)
     for name in "abc":
         scheduler.submit(make_request(name, prompt(1, ord(name) - 90), max_tokens=3), 0.0)
