@@ -204,6 +204,9 @@ def _add_simulate(commands: Any) -> None:
         help="run the simulated engines on a measured profile instead of the roofline",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
+    parser.add_argument(
+        "--html", type=Path, metavar="OUT", help="write the report with charts; it opens offline"
+    )
     parser.set_defaults(run=_simulate)
 
 

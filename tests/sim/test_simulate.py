@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -173,3 +174,29 @@ def test_a_request_beyond_the_context_fails_alone(tmp_path, capsys):
     report = simulated(tmp_path, path, "--graph", SMALL)
     assert (report["completed"], report["failed"]) == (1, 1)
     assert "1 requests failed with invalid_request_error" in capsys.readouterr().err
+
+
+def test_the_page_stands_alone_and_draws_its_charts(tmp_path, spec):
+    page = tmp_path / "report.html"
+    simulated(tmp_path, spec, "--graph", SMALL, "--html", page)
+    text = page.read_text()
+    assert "http" not in text
+    assert "<script" not in text
+    root = ET.fromstring("<main>" + text.partition("<main>")[2].partition("</main>")[0] + "</main>")
+    charts = root.findall("./figure/svg")
+    assert [figure.findtext("figcaption") for figure in root.findall("./figure")][:4] == [
+        "Requests waiting", "Requests running", "KV blocks in use", "Prompt tokens found in the cache",
+    ]  # fmt: skip
+    assert len(charts) == 7
+    for chart in charts:
+        for line in chart.findall("polyline"):
+            points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
+            assert len(points) > 10
+            assert all(0 <= x <= 560 and 0 <= y <= 240 for x, y in points)
+
+
+def test_samples_change_nothing(tmp_path, spec):
+    plain = simulated(tmp_path, spec, "--graph", SMALL)
+    sampled = simulated(tmp_path, spec, "--graph", SMALL, "--html", tmp_path / "report.html")
+    del plain["wall"], sampled["wall"]
+    assert plain == sampled

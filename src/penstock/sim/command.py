@@ -17,11 +17,13 @@ from penstock.core.errors import ConfigError
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
 from penstock.sim.deployment import plan_deployment
+from penstock.sim.page import make_page
 from penstock.sim.report import make_report, rows
 from penstock.sim.simulate import OnProgress, simulate
 from penstock.sim.trace import read_trace
 from penstock.sim.workload import Session, WorkloadConfig, make_sessions, rescaled, trace_sessions
 
+_SAMPLES = 300
 _SPEC_SUFFIXES = {".yaml", ".yml", ".json"}
 
 
@@ -31,8 +33,9 @@ def run_command(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: a file or flag is wrong, or the workload cannot fit.
     """
-    if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
-        raise ConfigError(f"--json: {options.json}: expected a file in a directory that exists")
+    for flag, path in (("--json", options.json), ("--html", options.html)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ConfigError(f"{flag}: {path}: expected a file in a directory that exists")
     graph = _load_graph(options)
     deployment = plan_deployment(
         graph, beside=Path(options.graph).parent, engine_profile=options.engine_profile
@@ -41,9 +44,16 @@ def run_command(options: argparse.Namespace) -> int:
     deployment.check_fits(max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns))
     started_s = perf_counter()
     with _progress(sum(len(session.turns) for session in sessions)) as on_progress:
-        recording = simulate(deployment, sessions, seed=options.seed, on_progress=on_progress)
+        recording = simulate(
+            deployment,
+            sessions,
+            seed=options.seed,
+            on_progress=on_progress,
+            sample_interval_s=_sample_interval_s(sessions) if options.html is not None else None,
+        )
     report = make_report(recording, deployment, graph.slo, wall_s=perf_counter() - started_s)
-    table = Table(title=f"{Path(options.workload).name} on {graph.name}", show_header=False)
+    title = f"{Path(options.workload).name} on {graph.name}"
+    table = Table(title=title, show_header=False)
     for name, value in rows(report):
         table.add_row(name, value)
     Console().print(table)
@@ -53,7 +63,14 @@ def run_command(options: argparse.Namespace) -> int:
         _tell(f"{recording.failures[code]} requests failed with {code}, the first with: {text}")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.html is not None:
+        options.html.write_text(make_page(title, report, recording, graph.slo), encoding="utf-8")
     return 0
+
+
+def _sample_interval_s(sessions: list[Session]) -> float:
+    """Sample so often that a chart has about `_SAMPLES` points, and one of a burst some."""
+    return max(sessions[-1].at_s / _SAMPLES, 0.1)
 
 
 def _tell(text: str) -> None:

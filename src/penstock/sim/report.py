@@ -32,27 +32,22 @@ def make_report(
         slo: what counts as good, None for nothing.
         wall_s: how long the run took.
     """
-    sent, first, last = (
-        np.asarray(a) for a in (recording.sent_s, recording.first_token_s, recording.last_token_s)
-    )
     tokens = np.asarray(recording.output_tokens)
-    ttft_s, e2e_s = first - sent, last - sent
-    several = tokens > 1
-    itl_s = np.where(several, (last - first) / np.maximum(tokens - 1, 1), 0.0)
+    ttft_s, itl_s, e2e_s = latencies_s(recording)
     duration_s = recording.end_s
     prompt_tokens = int(np.asarray(recording.prompt_tokens).sum())
     output_tokens = int(tokens.sum())
     gpu_hours = deployment.devices * duration_s / _HOUR_S
     joules = deployment.devices * deployment.hardware.watts * duration_s
     usd = gpu_hours * deployment.hardware.usd_per_hour
-    good = None if slo is None else int(((ttft_s <= slo.ttft_s) & (itl_s <= slo.itl_s)).sum())
+    good = None if slo is None else int(is_good(recording, slo).sum())
     return {
         "requests": recording.requests,
         "completed": len(tokens),
         "failed": recording.failed,
         "duration_s": duration_s,
         "ttft_s": _spread(ttft_s),
-        "itl_s": _spread(itl_s[several]),
+        "itl_s": _spread(itl_s[tokens > 1]),
         "e2e_s": _spread(e2e_s),
         "output_tokens_per_s": _ratio(output_tokens, duration_s),
         "goodput_rps": None if good is None else _ratio(good, duration_s),
@@ -66,6 +61,23 @@ def make_report(
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         },
     }
+
+
+def latencies_s(
+    recording: Recording,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Give TTFT, mean time between tokens (0 for a single one) and end-to-end time of every completed request."""
+    times = (recording.sent_s, recording.first_token_s, recording.last_token_s)
+    sent, first, last = (np.asarray(a) for a in times)
+    gaps = np.asarray(recording.output_tokens) - 1
+    return first - sent, np.where(gaps > 0, (last - first) / np.maximum(gaps, 1), 0.0), last - sent
+
+
+def is_good(recording: Recording, slo: Slo) -> NDArray[np.bool_]:
+    """Say of every completed request whether it met both targets."""
+    ttft_s, itl_s, _ = latencies_s(recording)
+    met: NDArray[np.bool_] = (ttft_s <= slo.ttft_s) & (itl_s <= slo.itl_s)
+    return met
 
 
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types import Request, SamplingParams, WorkerLoad
 from penstock.core.wire import PackedHashes, PackedTokens, num_tokens
 from penstock.router.dispatcher import Dispatcher
 from penstock.sim.cluster import SimCluster
@@ -18,6 +18,20 @@ from penstock.sim.prompt import Prompt
 from penstock.sim.workload import Session, Turn
 
 OnProgress = Callable[[int, float], None]
+
+
+@dataclass(slots=True)
+class Samples:
+    """What each worker said of itself, every `interval_s`: lists by worker, in step with `at_s`."""
+
+    interval_s: float
+    at_s: list[float] = field(default_factory=list)
+    loads: dict[str, list[WorkerLoad]] = field(default_factory=dict)
+
+    def take(self, at_s: float, cluster: SimCluster) -> None:
+        self.at_s.append(at_s)
+        for name, worker in cluster.workers.items():
+            self.loads.setdefault(name, []).append(worker.engine.load())
 
 
 @dataclass(slots=True)
@@ -36,6 +50,7 @@ class Recording:
     """The first error's text, by code."""
     end_s: float = 0.0
     """When the last request ended."""
+    samples: Samples | None = None
 
     @property
     def failed(self) -> int:
@@ -47,7 +62,12 @@ class Recording:
 
 
 def simulate(
-    deployment: Deployment, sessions: Iterable[Session], *, seed: int, on_progress: OnProgress | None = None
+    deployment: Deployment,
+    sessions: Iterable[Session],
+    *,
+    seed: int,
+    on_progress: OnProgress | None = None,
+    sample_interval_s: float | None = None,
 ) -> Recording:
     """Play sessions on virtual time; returns when the last one is over.
 
@@ -56,17 +76,25 @@ def simulate(
         sessions: in order of time.
         seed: for all that is drawn.
         on_progress: told now and then how many requests have ended, and the virtual time.
+        sample_interval_s: how often the workers are asked for their loads; None for never.
     """
-    return run(lambda rng: _Player(deployment, rng, on_progress).play(sessions), seed)
+    samples = None if sample_interval_s is None else Samples(sample_interval_s)
+    return run(lambda rng: _Player(deployment, rng, on_progress, samples).play(sessions), seed)
 
 
 class _Player:
-    def __init__(self, deployment: Deployment, rng: random.Random, on_progress: OnProgress | None) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        rng: random.Random,
+        on_progress: OnProgress | None,
+        samples: Samples | None,
+    ) -> None:
         self._deployment = deployment
         self._rng = rng
         self._on_progress = on_progress
         self._streams: dict[RequestId, Prompt] = {}
-        self._recording = Recording()
+        self._recording = Recording(samples=samples)
         self._numbers = 0
         self._start_s = 0.0
 
@@ -80,14 +108,29 @@ class _Player:
                 await dispatcher.serving()
             await asyncio.sleep(1.0)  # every frontend knows every worker
             self._start_s = loop.time()
-            async with asyncio.TaskGroup() as group:
-                for number, session in enumerate(sessions):
-                    wait_s = self._start_s + session.at_s - loop.time()
-                    if wait_s > 0:
-                        await asyncio.sleep(wait_s)
-                    dispatcher = cluster.dispatchers[number % len(cluster.dispatchers)]
-                    group.create_task(self._run(session, dispatcher))
+            async with asyncio.TaskGroup() as around:
+                sampling = around.create_task(self._sample(cluster), name="samples")
+                await self._play(sessions, cluster)
+                sampling.cancel()
         return self._recording
+
+    async def _play(self, sessions: Iterable[Session], cluster: SimCluster) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            for number, session in enumerate(sessions):
+                wait_s = self._start_s + session.at_s - loop.time()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                dispatcher = cluster.dispatchers[number % len(cluster.dispatchers)]
+                group.create_task(self._run(session, dispatcher))
+
+    async def _sample(self, cluster: SimCluster) -> None:
+        samples = self._recording.samples
+        if samples is None:
+            return
+        while True:
+            await asyncio.sleep(samples.interval_s)
+            samples.take(asyncio.get_running_loop().time() - self._start_s, cluster)
 
     async def _run(self, session: Session, dispatcher: Dispatcher) -> None:
         for turn in session.turns:
