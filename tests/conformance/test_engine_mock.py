@@ -1,4 +1,5 @@
-from penstock.testing.engine import EngineSuite, reference_engine
+from penstock.testing.engine import EngineSuite
+from penstock.testing.engine_case import reference_engine
 
 
 class TestMockEngine(EngineSuite):
