@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from penstock import cli
+from penstock.bench.registry import BENCHES
 from penstock.graph import Graph
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +101,8 @@ def test_every_flag_of_serve_is_in_the_configuration_page() -> None:
     assert [flag for flag in flags if f"`{flag}" not in page] == []
     for flag, (place, _, _) in cli._SERVE_FLAGS.items():
         assert re.search(rf"`{flag} .*\| .*`{place}`", page), flag
+
+
+def test_every_bench_is_in_the_benchmarks_page() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert [name for name in BENCHES if f"| `{name}` |" not in page] == []

@@ -1,0 +1,115 @@
+"""`LocalDeployment` as a library: what its context promises."""
+
+import asyncio
+import os
+import shutil
+import signal
+
+import psutil
+import pytest
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.demo import MODEL_DIR
+from penstock.deploy.local import LocalDeployment
+from penstock.graph import Graph
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
+
+
+def graph_of(**fields):
+    role = {"engine": "mock"} | fields.pop("role", {})
+    return Graph.model_validate(
+        {"model": "demo", "frontend": {"port": 0}, "roles": {"aggregated": role}} | fields
+    )
+
+
+def run(main):
+    async def bounded():
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def test_an_error_in_the_body_ends_everything_at_once():
+    processes = []
+
+    async def serve():
+        async with LocalDeployment(graph_of(role={"replicas": 2})) as deployment:
+            assert set(deployment.pids()) == {"worker-1", "worker-2", "frontend-1"}
+            processes.extend(psutil.Process(pid) for pid in deployment.pids().values())
+            raise KeyError("a mistake in the body")
+
+    with pytest.raises(KeyError, match="a mistake in the body"):
+        run(serve)
+    assert not any(process.is_running() for process in processes)
+
+
+def test_a_cancelled_body_ends_everything():
+    async def main():
+        entered = asyncio.Event()
+
+        async def serve():
+            async with LocalDeployment(graph_of()):
+                entered.set()
+                await asyncio.sleep(60)
+
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(serve())
+            await entered.wait()
+            serving.cancel()
+        assert serving.cancelled()
+
+    run(main)
+
+
+def test_a_deployment_that_fails_for_good_cancels_the_body_and_says_why(tmp_path):
+    model = shutil.copytree(MODEL_DIR, tmp_path / "model")
+
+    async def serve():
+        async with LocalDeployment(graph_of(model=str(model))) as deployment:
+            (model / "config.json").unlink()
+            os.kill(deployment.pids()["worker-1"], signal.SIGKILL)
+            await asyncio.sleep(60)
+
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        run(serve)
+
+
+def test_a_worker_that_cannot_start_again_is_tried_while_others_serve(tmp_path):
+    model = shutil.copytree(MODEL_DIR, tmp_path / "model")
+    said = []
+
+    async def main():
+        graph = graph_of(
+            model=str(model),
+            role={"replicas": 2},
+            supervision={"restart_delay_s": 0.05, "failed_starts_max": 1},
+        )
+        async with LocalDeployment(graph, say=lambda *line: said.append(line)) as deployment:
+            (model / "config.json").rename(model / "config.away")
+            os.kill(deployment.pids()["worker-1"], signal.SIGKILL)
+            await until(lambda: sum(line[:2] == ("worker-1", "failed") for line in said) >= 2)
+            (model / "config.away").rename(model / "config.json")
+            await until(lambda: sum(line[:2] == ("worker-1", "ready") for line in said) == 2)
+
+    run(main)
+
+
+def test_a_start_that_takes_too_long_is_given_up():
+    async def main():
+        graph = graph_of(
+            supervision={"start_timeout_s": 0.01, "failed_starts_max": 2, "restart_delay_s": 0.01}
+        )
+        with pytest.raises(
+            Unavailable, match=r"failed to start 2 times in a row, at last: not ready 0\.01 s"
+        ):
+            async with LocalDeployment(graph):
+                pass
+
+    run(main)
+
+
+async def until(holds):
+    while not holds():  # noqa: ASYNC110 - what is waited for is in other processes
+        await asyncio.sleep(0.01)
