@@ -176,7 +176,10 @@ def _add_simulate(commands: Any) -> None:
         metavar="TRACE_OR_SPEC",
         help="a trace (Mooncake JSONL or Azure CSV, plain or gzipped), or a made-up workload (.yaml)",
     )
-    parser.add_argument("--graph", metavar="FILE", required=True, help="the deployment")
+    parser.add_argument("--graph", metavar="FILE", help="the deployment")
+    parser.add_argument(
+        "--compare", nargs="+", default=[], metavar="FILE", help="several deployments, side by side"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="K=V", help="set a field of the graph, as for serve"
     )

@@ -173,7 +173,7 @@ def test_a_request_beyond_the_context_fails_alone(tmp_path, capsys):
     )
     report = simulated(tmp_path, path, "--graph", SMALL)
     assert (report["completed"], report["failed"]) == (1, 1)
-    assert "1 requests failed with invalid_request_error" in capsys.readouterr().err
+    assert "8b-h100-x8: 1 requests failed with invalid_request_error" in capsys.readouterr().err
 
 
 def test_the_page_stands_alone_and_draws_its_charts(tmp_path, spec):
@@ -200,3 +200,20 @@ def test_samples_change_nothing(tmp_path, spec):
     sampled = simulated(tmp_path, spec, "--graph", SMALL, "--html", tmp_path / "report.html")
     del plain["wall"], sampled["wall"]
     assert plain == sampled
+
+
+def test_deployments_are_put_side_by_side(tmp_path, spec, capsys):
+    big = GRAPHS / "70b-h100-tp4-x4.yaml"
+    reports = simulated(tmp_path, spec, "--compare", SMALL, big)
+    assert list(reports) == ["8b-h100-x8", "70b-h100-tp4-x4"]
+    assert reports["70b-h100-tp4-x4"]["ttft_s"]["p50"] > reports["8b-h100-x8"]["ttft_s"]["p50"]
+    alone = simulated(tmp_path, spec, "--graph", big)
+    del alone["wall"], reports["70b-h100-tp4-x4"]["wall"]
+    assert reports["70b-h100-tp4-x4"] == alone
+    assert "70b-h100-tp4-x4" in capsys.readouterr().out
+
+
+def test_one_deployment_or_several_must_be_given(capsys, spec):
+    assert "give one of them" in refusal(capsys, spec)
+    assert "give one of them" in refusal(capsys, spec, "--graph", SMALL, "--compare", SMALL)
+    assert "--html: only with --graph" in refusal(capsys, spec, "--compare", SMALL, "--html", "/tmp/x.html")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,7 +17,7 @@ from rich.table import Table
 from penstock.core.errors import ConfigError
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
-from penstock.sim.deployment import plan_deployment
+from penstock.sim.deployment import Deployment, plan_deployment
 from penstock.sim.page import make_page
 from penstock.sim.report import make_report, rows
 from penstock.sim.simulate import OnProgress, simulate
@@ -36,12 +37,37 @@ def run_command(options: argparse.Namespace) -> int:
     for flag, path in (("--json", options.json), ("--html", options.html)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ConfigError(f"{flag}: {path}: expected a file in a directory that exists")
-    graph = _load_graph(options)
-    deployment = plan_deployment(
-        graph, beside=Path(options.graph).parent, engine_profile=options.engine_profile
-    )
+    if bool(options.graph) == bool(options.compare):
+        raise ConfigError("--graph or --compare: give one of them, the deployments to simulate")
+    if options.compare and options.html:
+        raise ConfigError("--html: only with --graph; a page shows one deployment")
+    graphs = [_load_graph(path, options) for path in options.compare or [options.graph]]
+    deployments = [
+        plan_deployment(graph, beside=Path(path).parent, engine_profile=options.engine_profile)
+        for graph, path in zip(graphs, options.compare or [options.graph], strict=True)
+    ]
     sessions, skipped = _load_sessions(options)
-    deployment.check_fits(max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns))
+    longest_tokens = max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns)
+    for deployment in deployments:
+        deployment.check_fits(longest_tokens)
+    if skipped:
+        _tell(f"{skipped} lines were passed over (--skip-bad)")
+    names = [Path(path).stem for path in options.compare] or [graphs[0].name]
+    if len(set(names)) < len(names):
+        names = options.compare
+    reports = {}
+    for name, deployment in zip(names, deployments, strict=True):
+        reports[name] = _play(name, deployment, sessions, options)
+    _print_table(f"{Path(options.workload).name} on {', '.join(names)}", reports)
+    if options.json is not None:
+        content = reports if options.compare else reports[names[0]]
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _play(
+    name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace
+) -> dict[str, Any]:
     started_s = perf_counter()
     with _progress(sum(len(session.turns) for session in sessions)) as on_progress:
         recording = simulate(
@@ -51,21 +77,26 @@ def run_command(options: argparse.Namespace) -> int:
             on_progress=on_progress,
             sample_interval_s=_sample_interval_s(sessions) if options.html is not None else None,
         )
-    report = make_report(recording, deployment, graph.slo, wall_s=perf_counter() - started_s)
-    title = f"{Path(options.workload).name} on {graph.name}"
-    table = Table(title=title, show_header=False)
-    for name, value in rows(report):
-        table.add_row(name, value)
-    Console().print(table)
-    if skipped:
-        _tell(f"{skipped} lines were passed over (--skip-bad)")
+    slo = deployment.graph.slo
+    report = make_report(recording, deployment, slo, wall_s=perf_counter() - started_s)
     for code, text in recording.example.items():
-        _tell(f"{recording.failures[code]} requests failed with {code}, the first with: {text}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        _tell(f"{name}: {recording.failures[code]} requests failed with {code}, the first with: {text}")
     if options.html is not None:
-        options.html.write_text(make_page(title, report, recording, graph.slo), encoding="utf-8")
-    return 0
+        title = f"{Path(options.workload).name} on {name}"
+        options.html.write_text(make_page(title, report, recording, slo), encoding="utf-8")
+    return report
+
+
+def _print_table(title: str, reports: dict[str, dict[str, Any]]) -> None:
+    table = Table(title=title, show_header=len(reports) > 1)
+    table.add_column("")
+    columns = []
+    for name, report in reports.items():
+        table.add_column(name, justify="right")
+        columns.append(rows(report))
+    for row in zip(*columns, strict=True):
+        table.add_row(row[0][0], *(value for _, value in row))
+    Console().print(table)
 
 
 def _sample_interval_s(sessions: list[Session]) -> float:
@@ -77,7 +108,7 @@ def _tell(text: str) -> None:
     print(f"penstock simulate: {text}", file=sys.stderr)  # noqa: T201 - what a command is for
 
 
-def _load_graph(options: argparse.Namespace) -> Graph:
+def _load_graph(path: str, options: argparse.Namespace) -> Graph:
     overrides = Overrides(options.set)
     for flag, place, value in (
         ("--policy", "router.policy", options.policy),
@@ -86,7 +117,7 @@ def _load_graph(options: argparse.Namespace) -> Graph:
     ):
         if value is not None:
             overrides.assign(place, value, flag=flag)
-    return load(options.graph, overrides)
+    return load(path, overrides)
 
 
 def _load_sessions(options: argparse.Namespace) -> tuple[list[Session], int]:
