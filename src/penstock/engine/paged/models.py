@@ -57,9 +57,8 @@ class PagedModel:
             except ConfigError:
                 raise
             except Exception as error:
-                raise unsupported(
-                    self.name, f"a trial run of {type(self._module).__name__} failed: {error}"
-                ) from error
+                reason = f"a trial run of {type(self._module).__name__} failed: {one_line(error)}"
+                raise unsupported(self.name, reason) from error
         return probe.shape()
 
 
@@ -114,3 +113,8 @@ def unsupported(name: str, reason: str) -> ConfigError:
         f"model: {name}: the paged engine cannot run it: {reason};"
         " it runs decoders whose layers all keep keys and values, such as Llama, Qwen, Mistral and Gemma"
     )
+
+
+def one_line(error: BaseException) -> str:
+    """Shorten what a library said to a line of readable length."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

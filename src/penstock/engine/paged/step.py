@@ -40,8 +40,9 @@ class PagedStep:
         self._memory = gather.memory
         self._gather = gather
         self._write_at = tuple(write_at)
+        self._native = native_decodes(self._memory)
         self._decode: DecodeRows
-        if native_decodes(self._memory):
+        if self._native:
             self._decode = NativeRows(batch.decode_tables, batch.decode_lengths, self._memory)
         else:
             self._decode = GatheredRows(batch.decode_tables, batch.decode_lengths, gather)
@@ -56,12 +57,15 @@ class PagedStep:
         extra: dict[str, Any],
     ) -> torch.Tensor:
         del extra  # what a model may pass was checked when it was loaded
-        keys, values = self._memory.by_token[call.layer]
-        keys.index_put_(self._write_at, key[0].transpose(0, 1))
-        values.index_put_(self._write_at, value[0].transpose(0, 1))
+        for memory, new in zip(self._memory.by_token[call.layer], (key, value), strict=True):
+            # Gathered rows multiply stale tokens of a reused block by zero: one request's overflow must not be
+            # another one's NaN. Native code does not read them.
+            written = new[0].transpose(0, 1)
+            memory.index_put_(self._write_at, written if self._native else written.nan_to_num())
         queries = query[0].transpose(0, 1)
         out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
-        out[self._batch.num_tokens :] = 0
+        if self._batch.num_tokens < len(out):
+            out[self._batch.num_tokens :] = 0
         rows = self._batch.num_decode
         if rows:
             self._decode.attend(call, queries[:rows], out[:rows])

@@ -9,7 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.paged.attention import ATTENTION
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.paged.config import Dtype
-from penstock.engine.paged.models import PagedModel, unsupported
+from penstock.engine.paged.models import PagedModel, one_line, unsupported
 
 _LATENT = ("kv_lora_rank", "q_lora_rank")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -26,7 +26,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
     except Exception as error:  # each architecture's config has its own ways to fail
         raise unsupported(
             checkpoint.name,
-            f"transformers {transformers.__version__} does not read its config.json: {_short(error)}",
+            f"transformers {transformers.__version__} does not read its config.json: {one_line(error)}",
         ) from error
     text = config.get_text_config()
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
@@ -81,15 +81,15 @@ def load_model(checkpoint: Checkpoint, config: Any, dtype: Dtype, device: torch.
             use_safetensors=True,
             output_loading_info=True,
         )
+        module = module.eval().to(device)
     except Exception as error:  # whatever a damaged or strange file makes a library raise
-        raise ConfigError(f"{checkpoint.path}: the weights cannot be loaded: {_short(error)}") from error
+        raise ConfigError(f"{checkpoint.path}: the weights cannot be loaded: {one_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
             f"{checkpoint.path}: the weights lack {len(missing)} tensors that config.json asks for,"
             f" such as {missing[0]}; download the checkpoint again"
         )
-    module = module.eval().to(device)
     if device.type == "cpu":
         _store_by_input(module)
     return PagedModel(module, checkpoint.name)
@@ -110,7 +110,3 @@ def _store_by_input(module: torch.nn.Module) -> None:
             and id(layer.weight) not in embeddings
         ):
             layer.weight.data = layer.weight.data.t().contiguous().t()
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

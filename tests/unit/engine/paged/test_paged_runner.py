@@ -121,3 +121,20 @@ def test_a_model_is_released_on_close(engine):
     paged.runner.close()
     with pytest.raises(AssertionError, match="after close"):
         paged.runner.read_blocks([0])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_numbers_gone_wrong_stay_with_their_request(engine, reference, native, monkeypatch):
+    """A block that held infinities and NaN is given to another request, which must not notice."""
+    if not native:
+        monkeypatch.setattr(step_module, "native_decodes", lambda memory: False)
+    expected = reference("llama")
+    paged = engine(kv_blocks=64, max_batch_tokens=64)
+    weights = paged.runner._loaded.model._module.model.layers[0].self_attn.v_proj.weight
+    sound = weights.data.clone()
+    weights.data *= float("inf")
+    paged.run(*expected.requests(4))
+    weights.data.copy_(sound)
+    paged.pool.reset()
+    paged.tokens.clear()
+    expected.check(paged.run(*expected.requests(6)), 6)
