@@ -105,12 +105,9 @@ def chat_stream(url, max_tokens):
 def test_the_first_chat_and_every_change_of_state_are_shown(serve):
     command = serve("--engine", "mock", "--workers", "2", "--port", "0", "--first-chat")
     url = command.wait_ready()
-    assert sorted(line.split()[0] for line in command.lines) == [
-        "frontend-1",
-        "penstock",
-        "worker-1",
-        "worker-2",
-    ]
+    assert command.lines[0].split() == ["penstock", "starting", "model", MODEL]
+    names = [line.split()[0] for line in command.lines[1:-1]]
+    assert sorted(names) == ["frontend-1", "worker-1", "worker-2"]
     assert any(
         re.match(r"worker-1 +ready +mock  penstock-demo  \d+ blocks  \d+\.\d s$", line)
         for line in command.lines
@@ -214,7 +211,7 @@ def test_it_serves_on_when_nobody_reads_its_lines(serve):
 
 
 def complaint(*arguments: str) -> str:
-    """Run a command that must fail: exit code 2, one line, no traceback, nothing on stdout."""
+    """Run a command that must fail: exit code 2, one line, no traceback, and no word of success."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock", *arguments],
         capture_output=True,
@@ -222,7 +219,8 @@ def complaint(*arguments: str) -> str:
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (2, ""), done
+    assert done.returncode == 2, done
+    assert re.fullmatch(r"(penstock +starting +model \S+\n)?", done.stdout)
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr.removeprefix("penstock: ").rstrip()
 
@@ -270,3 +268,13 @@ def test_help_is_quick():
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not imported & {"torch", "transformers", "aiohttp", "pydantic"}
+
+
+def test_supervisor_and_frontends_do_not_import_torch():
+    code = (
+        "import penstock.deploy.serve, penstock.deploy.frontend_process, sys; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert done.stdout == "False\n"

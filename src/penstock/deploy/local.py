@@ -14,7 +14,7 @@ from typing import Self
 from penstock.core.errors import ConfigError
 from penstock.core.ids import WorkerId
 from penstock.core.types import ModelCard, Role
-from penstock.deploy.card import make_card, open_checkpoint
+from penstock.deploy.card import make_card, open_checkpoint, served_name
 from penstock.deploy.causes import cause_of
 from penstock.deploy.child import Child
 from penstock.deploy.member import Member
@@ -90,6 +90,7 @@ class LocalDeployment:
         async with AsyncExitStack() as stack:
             port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
             self.url = port.url
+            self._say("penstock", "starting", f"model {served_name(self.graph)}")
             checkpoint = await asyncio.to_thread(open_checkpoint, self.graph)
             card = await asyncio.to_thread(make_card, checkpoint, self.graph, self._role)
             common = await self._share(stack)

@@ -7,6 +7,7 @@ kills it with its parent, and the socket's end tells it should that be missed.
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
@@ -33,6 +34,7 @@ def main() -> int:
     with control.makefile("rb") as lines:
         assignment = msgspec.json.decode(lines.readline(), type=Assignment)
     _die_with(assignment.common.supervisor_pid)
+    _allow_many_files()
     log.configure(assignment.common.log_level, process=assignment.name)
 
     def tell(report: Report) -> None:
@@ -60,6 +62,12 @@ def _die_with(supervisor_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != supervisor_pid:
         os._exit(EXIT_FAILED)  # it had died before the kernel knew
+
+
+def _allow_many_files() -> None:
+    """Raise the soft limit, often 1,024, to what this user may have: every client is a file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _run(assignment: Assignment, control: socket.socket, tell: Tell) -> None:
