@@ -100,8 +100,10 @@ class Member:
         """Have the process finish what it has and end; none follows."""
         if not self._stopping.is_set():
             self._stopping.set()
-            if self._child:
+            if self._child and self.ready.is_set():
                 self._child.signal(signal.SIGTERM)
+            elif self._child:  # it has nothing yet, and may be busy loading a model
+                self._child.kill()
 
     def kill(self) -> None:
         """End the process at once; none follows."""

@@ -167,6 +167,22 @@ def test_a_start_that_takes_too_long_is_a_failed_one() -> None:
         asyncio.run(scene.member.run())
 
 
+def test_a_process_that_is_not_ready_is_not_waited_for() -> None:
+    async def main() -> None:
+        scene = Scene(([], None))
+        async with asyncio.TaskGroup() as group, asyncio.timeout(5):
+            running = group.create_task(scene.member.run())
+            while not scene.children:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            scene.member.stop()
+            await running
+        assert await scene.children[0].wait() == -9
+        assert scene.said == [("stopped", "")]
+
+    asyncio.run(main())
+
+
 def test_kill_ends_at_once_and_cancellation_leaves_no_process() -> None:
     async def main() -> None:
         scene = Scene(([Ready()], None))
