@@ -1,5 +1,6 @@
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +58,15 @@ def test_problems_make_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(registry, "_bench", lambda _: Failing)
     assert _main("hashing") == 1
     assert capsys.readouterr().err == "penstock bench hashing: 3 of 4 requests failed\n"
+
+
+def test_a_quick_run_of_simulate_writes_figures_and_a_profile(tmp_path):
+    out = tmp_path / "simulate.json"
+    root = Path(__file__).parents[2]
+    trace = root / "tests" / "data" / "mooncake_trace.jsonl"
+    graph = root / "examples" / "graphs" / "8b-h100-x8.yaml"
+    assert _main("simulate", "--quick", "--trace", str(trace), "--graph", str(graph), "--json", str(out)) == 0
+    written = json.loads(out.read_text())
+    for block_size in (16, 64, 512):
+        assert written["figures"][f"simulate_requests_per_wall_s_b{block_size}"] > 0
+    assert 0 < sum(share for [share] in written["samples"].values()) <= 1

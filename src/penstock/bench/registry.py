@@ -20,6 +20,7 @@ BENCHES = {
     "hashing": "token ids into block hashes, against the Python twin",
     "mock": "the whole path but the model: requests per second through frontend, router and workers",
     "serve": "load on a running OpenAI-compatible server: latency, throughput, goodput",
+    "simulate": "the simulator: requests per wall second, and where the time goes",
 }
 """Name, which is also the module in `penstock.bench`, and what it measures."""
 

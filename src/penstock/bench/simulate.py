@@ -1,0 +1,137 @@
+"""Requests that the simulator plays per second of wall time, and where the time goes."""
+
+import argparse
+import cProfile
+import pstats
+import random
+import resource
+from collections import Counter
+from pathlib import Path
+from time import perf_counter, process_time
+
+from penstock.bench.report import Report
+from penstock.core import log
+from penstock.core.errors import ConfigError
+from penstock.graph import Overrides, load
+from penstock.sim.deployment import Deployment, plan_deployment
+from penstock.sim.simulate import simulate
+from penstock.sim.trace import read_trace
+from penstock.sim.workload import Session, WorkloadConfig, make_sessions, trace_sessions
+
+_BLOCK_SIZES = (16, 64, 512)
+_OUTPUTS = (64, 512, 4096)
+_WORKERS = (8, 1000)
+_SEED = 0
+_INDEX_BLOCKS = 16_000_000
+_QUICK = {"trace": 300, "output": 100, "scale": 500, "workers": 20}
+_PROFILED = 1000
+_PROFILE_LINES = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="Azure CSV or Mooncake JSONL, plain or gzipped",
+    )
+    parser.add_argument(
+        "--graph",
+        metavar="FILE",
+        default="examples/graphs/8b-h100-x8.yaml",
+        help="the workers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--scale-requests",
+        type=int,
+        default=100_000,
+        metavar="N",
+        help="made-up requests on 8 and on 1000 workers (default %(default)s; 0 leaves them out)",
+    )
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Play the trace at three block sizes, made-up requests of three lengths, and many of them on many workers.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    if options.scale_requests < 0:
+        raise ConfigError(f"--scale-requests: must be >= 0, got {options.scale_requests}")
+    log.configure("error", process="bench")
+    rows = read_trace(options.trace)[: _QUICK["trace"] if options.quick else None]
+    sessions = list(trace_sessions(rows, seed=_SEED))
+    figures: dict[str, float] = {}
+    for block_size in _BLOCK_SIZES:
+        wall_s, cpu_s = _play(options.graph, sessions, f"block_size={block_size}")
+        figures[f"simulate_requests_per_wall_s_b{block_size}"] = len(sessions) / wall_s
+        figures[f"simulate_requests_per_cpu_s_b{block_size}"] = len(sessions) / cpu_s
+    figures["simulate_peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for output_tokens in _OUTPUTS:
+        made_up = _made_up(_QUICK["output"] if options.quick else 2000, 8, output_tokens)
+        _, cpu_s = _play(options.graph, made_up)
+        figures[f"simulate_cpu_s_per_request_o{output_tokens}"] = cpu_s / len(made_up)
+    if options.scale_requests:
+        for workers in _WORKERS:
+            workers_played = min(workers, _QUICK["workers"]) if options.quick else workers
+            made_up = _made_up(
+                _QUICK["scale"] if options.quick else options.scale_requests, workers_played, 256
+            )
+            wall_s, cpu_s = _play(options.graph, made_up, f"roles.aggregated.replicas={workers_played}")
+            figures[f"simulate_scale_s_w{workers}"] = wall_s
+            figures[f"simulate_scale_cpu_s_w{workers}"] = cpu_s
+    return Report(
+        name="simulate",
+        config={
+            "trace": options.trace.name,
+            "graph": Path(options.graph).name,
+            "requests": len(sessions),
+            "scale_requests": options.scale_requests,
+            "quick": options.quick,
+        },
+        figures=figures,
+        samples=_profile(options.graph, sessions[:_PROFILED]),
+    )
+
+
+def _play(graph: str, sessions: list[Session], *changes: str) -> tuple[float, float]:
+    """Give wall and CPU seconds of one run."""
+    deployment = _plan(graph, *changes)
+    wall_s, cpu_s = perf_counter(), process_time()
+    simulate(deployment, sessions, seed=_SEED)
+    return perf_counter() - wall_s, process_time() - cpu_s
+
+
+def _plan(graph: str, *changes: str) -> Deployment:
+    settings = [*changes, f"router.indexed_blocks_max={_INDEX_BLOCKS}"]
+    return plan_deployment(load(graph, Overrides(settings)), beside=Path(graph).parent)
+
+
+def _made_up(requests: int, workers: int, output_tokens: int) -> list[Session]:
+    """Give each worker three requests a second, half of whose prompt is shared."""
+    config = WorkloadConfig(
+        requests=requests,
+        rate_per_s=3.0 * workers,
+        input_tokens=512,
+        output_tokens=output_tokens,
+        shared_prefix_tokens=512,
+        prefix_groups=64,
+    )
+    return list(make_sessions(config, random.Random(_SEED)))
+
+
+def _profile(graph: str, sessions: list[Session]) -> dict[str, list[float]]:
+    """Say which files take the time: their share of it, the largest first."""
+    deployment = _plan(graph)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    simulate(deployment, sessions, seed=_SEED)
+    profiler.disable()
+    seconds: Counter[str] = Counter()
+    for (file, _, _), (_, _, own_s, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        parts = Path(file).parts
+        name = "/".join(parts[parts.index("penstock") + 1 :]) if "penstock" in parts else Path(file).name
+        seconds[name] += own_s
+    total_s = seconds.total()
+    return {f"profile_share {name}": [own_s / total_s] for name, own_s in seconds.most_common(_PROFILE_LINES)}
