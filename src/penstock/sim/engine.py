@@ -7,24 +7,23 @@ oracle: both give every request the same first and last moment.
 """
 
 import asyncio
-import heapq
-from bisect import insort
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
 import numpy as np
 
 from penstock.core.errors import Overloaded, RequestError
-from penstock.core.ids import BlockId, RequestId
+from penstock.core.ids import RequestId
 from penstock.core.types import Delta, EngineInfo, FinishReason, Request, Step, WorkerLoad
 from penstock.core.wire import HashArray, PackedTokens, num_tokens, unpack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler import SchedulerConfig
 from penstock.kv.pool import BlockPool
 from penstock.perf.latency import LatencyModel
+from penstock.sim.batch import Batch, SimSequence
 from penstock.sim.prices import DecodePrices
 
 
@@ -37,31 +36,6 @@ class Stream(Protocol):
 StreamOf = Callable[[Request], Stream]
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One request.
-
-    known:     its tokens; while it decodes, those at tick `joined`, and one more each tick since
-    computed:  those whose KV is there, while its prompt is computed
-    published: its leading blocks that are in the prefix cache
-    told:      output tokens that went out
-    """
-
-    request: Request
-    arrival: int
-    known: int
-    num_prompt: int
-    end_tokens: int
-    computed: int = 0
-    joined: int | None = None
-    blocks: list[BlockId] = field(default_factory=list)
-    published: int = 0
-    told: int = 0
-    cached_tokens: int | None = None
-    is_fresh: bool = True
-    is_aborted: bool = False
-
-
 @dataclass(slots=True)
 class _Under:
     """What is under way: `steps` decode steps from `start_s`, or one step with `chunks` of prompts."""
@@ -69,7 +43,7 @@ class _Under:
     start_s: float
     steps: int
     context_tokens: int
-    chunks: list[tuple[_Sequence, int]]
+    chunks: list[tuple[SimSequence, int]]
     timer: asyncio.TimerHandle
 
 
@@ -106,23 +80,14 @@ class JumpEngine:
         self._pool = BlockPool(info.num_blocks, info.block_size)
         self._loop = asyncio.get_running_loop()
         self._arrivals = count()
-        self._by_id: dict[RequestId, _Sequence] = {}
-        self._waiting: OrderedDict[RequestId, _Sequence] = OrderedDict()
+        self._by_id: dict[RequestId, SimSequence] = {}
+        self._waiting: OrderedDict[RequestId, SimSequence] = OrderedDict()
         self._waiting_tokens = 0
-        self._running: list[_Sequence] = []  # oldest arrival first
-        self._prefilling: list[_Sequence] = []  # oldest arrival first
-        self._tick = 0  # decode steps so far
-        self._context = 0  # over the decoding: known - tick, at `joined`
-        self._num_decoding = 0
-        # who begins a new block, by tick modulo the block size
-        self._due: list[dict[_Sequence, None]] = [{} for _ in range(info.block_size)]
-        # heap of (tick, arrival, number); those gone stay for a while
-        self._ends: list[tuple[int, int, int, _Sequence]] = []
-        self._numbers = count()
+        self._batch = Batch(info.block_size)
         self._head_blocked = False
         self._under: _Under | None = None
         self._is_planned = False
-        self._aborted: list[_Sequence] = []
+        self._aborted: list[SimSequence] = []
         self._deltas: list[Delta] = []
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
@@ -158,7 +123,7 @@ class JumpEngine:
                 retry_after_s=1.0,
             )
         num_prompt = known - request.num_emitted
-        sequence = _Sequence(
+        sequence = SimSequence(
             request=request,
             arrival=next(self._arrivals),
             known=known,
@@ -198,19 +163,19 @@ class JumpEngine:
 
     def load(self) -> WorkerLoad:
         under, pool = self._under, self._pool
-        done = 0
-        if under is not None and not under.chunks:
-            done = self._steps_done(under)
-        context = self._context + self._num_decoding * (self._tick + done)
-        grown = self._blocks_due(self._tick + 1, self._tick + done) if done else 0
+        batch = self._batch
+        done = 0 if under is None or under.chunks else self._steps_begun(under) - 1
+        grown = batch.blocks_due(batch.tick + 1, done)
         return WorkerLoad(
-            running_requests=len(self._running),
+            running_requests=len(self._batch.running),
             waiting_requests=len(self._waiting),
             active_blocks=pool.num_active + grown,
             cached_blocks=pool.num_cached,
             total_blocks=pool.num_blocks,
-            queued_prefill_tokens=self._waiting_tokens + sum(s.known - s.computed for s in self._prefilling),
-            context_tokens=context + sum(s.computed for s in self._prefilling),
+            queued_prefill_tokens=self._waiting_tokens
+            + sum(s.known - s.computed for s in self._batch.prefilling),
+            context_tokens=batch.context_tokens(batch.tick + done)
+            + sum(s.computed for s in batch.prefilling),
             steps=self._steps,
             preemptions=self._preemptions,
             prefilled_tokens=self._prefilled_tokens,
@@ -229,20 +194,15 @@ class JumpEngine:
         """Raise AssertionError where the state contradicts itself."""
         self._pool.check()
         held: dict[int, int] = {}
-        for sequence in self._running:
+        for sequence in self._batch.running:
             for block_id in sequence.blocks:
                 held[block_id] = held.get(block_id, 0) + 1
         assert held == self._pool.references(), "sequences hold other blocks than the pool thinks"
-        decoding = [s for s in self._running if s.joined is not None]
-        assert len(decoding) == self._num_decoding == sum(map(len, self._due)), "decoding: counted"
-        assert self._context == sum(s.known - (s.joined or 0) for s in decoding), "context: summed up"
-        assert [s for s in self._running if s.joined is None] == self._prefilling, "prefilling: the others"
-        arrivals = [s.arrival for s in self._running]
-        assert arrivals == sorted(arrivals), "running: oldest first"
+        self._batch.check()
         assert self._waiting_tokens == sum(s.known for s in self._waiting.values()), (
             "waiting tokens: summed up"
         )
-        assert len(self._running) <= self._config.max_running_requests, "running: bounded"
+        assert len(self._batch.running) <= self._config.max_running_requests, "running: bounded"
 
     # ---- planning ---------------------------------------------------------------------------------------
 
@@ -258,14 +218,14 @@ class JumpEngine:
             if steps < under.steps:
                 under.steps = steps
                 under.timer.cancel()
-                seconds = self._prices.total_s(self._num_decoding, under.context_tokens, steps)
+                seconds = self._prices.total_s(self._batch.num_decoding, under.context_tokens, steps)
                 under.timer = self._loop.call_at(under.start_s + seconds, self._commit)
 
     def _may_admit(self) -> bool:
         return bool(
             self._waiting
             and not self._head_blocked
-            and len(self._running) < self._config.max_running_requests
+            and len(self._batch.running) < self._config.max_running_requests
         )
 
     def _plan(self) -> None:
@@ -274,10 +234,10 @@ class JumpEngine:
         if self._closed or self._under is not None:
             return
         self._drop_aborted()
-        last = [s for s in self._prefilling if s.known - s.computed == 1]
-        budget = self._config.max_batch_tokens - self._num_decoding - len(last)
-        chunks: list[tuple[_Sequence, int]] = []
-        for sequence in self._prefilling:
+        last = [s for s in self._batch.prefilling if s.known - s.computed == 1]
+        budget = self._config.max_batch_tokens - self._batch.num_decoding - len(last)
+        chunks: list[tuple[SimSequence, int]] = []
+        for sequence in self._batch.prefilling:
             if sequence in last:
                 chunks.append((sequence, 1))
                 continue
@@ -285,20 +245,20 @@ class JumpEngine:
             budget -= new
             if new:
                 chunks.append((sequence, new))
-        num_running = len(self._running)
+        num_running = len(self._batch.running)
         self._grow(chunks)
-        if len(self._running) == num_running:
+        if len(self._batch.running) == num_running:
             if self._may_admit() and budget > 0:
                 chunks += self._admit(budget)
         else:
             chunks = [(s, new) for s, new in chunks if s.blocks]
-        if self._running:
+        if self._batch.running:
             self._begin(chunks, [s for s in last if s.blocks])
 
-    def _begin(self, chunks: list[tuple[_Sequence, int]], last: list[_Sequence]) -> None:
+    def _begin(self, chunks: list[tuple[SimSequence, int]], last: list[SimSequence]) -> None:
         """Start the clock; the `last` of the chunks are a prompt's last token, which costs what decoding does."""
-        batch, tick = self._num_decoding, self._tick
-        context = self._context + batch * tick
+        batch = self._batch.num_decoding
+        context = self._batch.context_tokens(self._batch.tick)
         now_s, steps = self._loop.time(), 1
         if chunks:
             prompts = (
@@ -317,38 +277,20 @@ class JumpEngine:
 
     def _longest_jump(self) -> int:
         """Count the steps until a request ends, or blocks run out; those of the first step are there already."""
-        ends = self._ends
-        while not self._is_end(*ends[0]):
-            heapq.heappop(ends)
-        steps = ends[0][0] - self._tick
-        available, size = self._pool.num_available, self._size
-        if available < self._num_decoding * (steps // size + 1):
-            due, limit = 0, steps
-            for ahead in range(1, limit):
-                due += len(self._due[(self._tick + ahead) % size])
+        batch = self._batch
+        steps = batch.next_end() - batch.tick
+        available = self._pool.num_available
+        if available < batch.num_decoding * (steps // self._size + 1):
+            due = 0
+            for ahead in range(1, steps):
+                due += len(batch.beginning(batch.tick + ahead))
                 if due > available:
                     return ahead
         return steps
 
-    def _end_tick(self, sequence: _Sequence) -> int:
-        assert sequence.joined is not None, "decodes"
-        return sequence.joined + sequence.end_tokens - sequence.known
-
-    def _is_end(self, tick: int, _arrival: int, _number: int, sequence: _Sequence) -> bool:
-        """Say whether an entry of `_ends` still holds: the sequence may be gone, or have joined anew."""
-        if sequence.joined is None or sequence.is_aborted:
-            return False
-        return tick == self._end_tick(sequence)
-
-    def _blocks_due(self, first_tick: int, last_tick: int) -> int:
-        """Count the blocks that the decoding need at these ticks, both included."""
-        rounds, rest = divmod(max(last_tick - first_tick + 1, 0), self._size)
-        due = sum(len(self._due[(first_tick + ahead) % self._size]) for ahead in range(rest))
-        return rounds * self._num_decoding + due
-
-    def _grow(self, chunks: list[tuple[_Sequence, int]]) -> None:
+    def _grow(self, chunks: list[tuple[SimSequence, int]]) -> None:
         """Give every running sequence the blocks of its next step; the newest are preempted where none are left."""
-        due = self._due[self._tick % self._size]
+        due = self._batch.beginning(self._batch.tick)
         lacking = {s: -(-(s.computed + new) // self._size) - len(s.blocks) for s, new in chunks}
         if len(due) + sum(lacking.values()) <= self._pool.num_available:
             for sequence in due:
@@ -356,32 +298,32 @@ class JumpEngine:
             for sequence, blocks in lacking.items():
                 self._extend(sequence, blocks)
             return
-        for sequence in tuple(self._running):
+        for sequence in tuple(self._batch.running):
             needed = lacking.get(sequence, 1 if sequence in due else 0)
             while needed > 0 and sequence.blocks:
                 if needed <= self._pool.num_available:
                     self._extend(sequence, needed)
                     break
-                self._preempt(self._running[-1])
+                self._preempt(self._batch.running[-1])
 
-    def _extend(self, sequence: _Sequence, blocks: int) -> None:
+    def _extend(self, sequence: SimSequence, blocks: int) -> None:
         taken = self._pool.allocate(blocks)
         assert taken is not None, "counted before"
         sequence.blocks += taken
 
-    def _admit(self, budget: int) -> list[tuple[_Sequence, int]]:
+    def _admit(self, budget: int) -> list[tuple[SimSequence, int]]:
         """Take waiting sequences in, oldest first, while there is room; the twin of `Scheduler._admit`."""
-        admitted: list[tuple[_Sequence, int]] = []
+        admitted: list[tuple[SimSequence, int]] = []
         pool, size = self._pool, self._size
-        reserved = len(self._running) + len(self._due[(self._tick + 1) % size])
-        reserved += sum(max(s.known // size + 1 - len(s.blocks), 0) for s in self._prefilling)
-        while self._waiting and budget > 0 and len(self._running) < self._config.max_running_requests:
+        reserved = len(self._batch.running) + len(self._batch.beginning(self._batch.tick + 1))
+        reserved += sum(max(s.known // size + 1 - len(s.blocks), 0) for s in self._batch.prefilling)
+        while self._waiting and budget > 0 and len(self._batch.running) < self._config.max_running_requests:
             sequence = next(iter(self._waiting.values()))
             known = sequence.known
             cacheable = (known - 1) // size
             hits = pool.match(self._hashes(sequence, 0, cacheable))
             room = pool.num_available - pool.count_idle(hits)
-            if self._running and known // size + 1 - len(hits) + reserved > room:
+            if self._batch.running and known // size + 1 - len(hits) + reserved > room:
                 self._head_blocked = True
                 break
             cached = len(hits) * size
@@ -396,14 +338,13 @@ class JumpEngine:
                 sequence.cached_tokens = min(cached, sequence.num_prompt)
             self._prefix_hit_tokens += cached
             self._extend(sequence, -(-(cached + new) // size) - len(hits))
-            insort(self._running, sequence, key=lambda s: s.arrival)
-            insort(self._prefilling, sequence, key=lambda s: s.arrival)
+            self._batch.admit(sequence)
             reserved += 1 + known // size + 1 - len(sequence.blocks)
             budget -= new
             admitted.append((sequence, new))
         return admitted
 
-    def _preempt(self, sequence: _Sequence) -> None:
+    def _preempt(self, sequence: SimSequence) -> None:
         """Put a running sequence back to the front of the queue."""
         self._leave(sequence)
         self._waiting[sequence.request.request_id] = sequence
@@ -420,10 +361,8 @@ class JumpEngine:
         self._advance(under)
         for sequence, new in under.chunks:
             self._take_chunk(sequence, new)
-        while self._ends and self._ends[0][0] <= self._tick:
-            end = heapq.heappop(self._ends)
-            if self._is_end(*end):
-                self._finish(end[-1])
+        for sequence in self._batch.ended():
+            self._finish(sequence)
         self._drop_aborted()
         self._has_news = True
         self._wake()
@@ -434,39 +373,26 @@ class JumpEngine:
         """Do the decoding's part of the steps: the blocks of all but the first are taken here."""
         steps = under.steps
         self._steps += steps
-        self._generated_tokens += steps * self._num_decoding
+        batch = self._batch
+        self._generated_tokens += steps * batch.num_decoding
         for ahead in range(1, min(steps, self._size + 1)):
-            due = self._due[(self._tick + ahead) % self._size]
             times = (steps - 1 - ahead) // self._size + 1
-            for sequence in due:
+            for sequence in batch.beginning(batch.tick + ahead):
                 self._extend(sequence, times)
-        self._tick += steps
+        batch.tick += steps
 
-    def _take_chunk(self, sequence: _Sequence, new: int) -> None:
+    def _take_chunk(self, sequence: SimSequence, new: int) -> None:
         sequence.computed += new
         self._prefilled_tokens += new
         self._publish(sequence, sequence.computed)
         if sequence.computed < sequence.known or sequence.is_aborted:
             return
-        self._prefilling.remove(sequence)
-        sequence.known += 1
-        sequence.joined = self._tick
+        self._batch.join(sequence)
         self._generated_tokens += 1
-        self._context += sequence.known - self._tick
-        self._num_decoding += 1
-        self._due[self._due_at(sequence)][sequence] = None
-        heapq.heappush(
-            self._ends, (self._end_tick(sequence), sequence.arrival, next(self._numbers), sequence)
-        )
         if sequence.known < sequence.end_tokens:
             self._tell(sequence, sequence.known, None)
 
-    def _due_at(self, sequence: _Sequence) -> int:
-        """Say at which ticks, modulo the block size, it begins a new block."""
-        assert sequence.joined is not None, "decodes"
-        return (1 - sequence.known + sequence.joined) % self._size
-
-    def _publish(self, sequence: _Sequence, computed: int) -> None:
+    def _publish(self, sequence: SimSequence, computed: int) -> None:
         start, end = sequence.published, computed // self._size
         if end > start:
             first = max(start - 1, 0)
@@ -475,7 +401,7 @@ class JumpEngine:
             self._pool.commit(sequence.blocks[start:end], hashes[start - first :], parent)
             sequence.published = end
 
-    def _hashes(self, sequence: _Sequence, start: int, end: int) -> HashArray:
+    def _hashes(self, sequence: SimSequence, start: int, end: int) -> HashArray:
         """Name blocks: the request's own as far as it has them, the stream's for what is answered."""
         given = unpack_hashes(sequence.request.block_hashes).reshape(-1, 2)
         if end <= len(given):
@@ -484,26 +410,18 @@ class JumpEngine:
         more = self._stream_of(sequence.request).block_hashes(self._size, split, end)
         return np.concatenate((given[start:split], more))
 
-    def _finish(self, sequence: _Sequence) -> None:
+    def _finish(self, sequence: SimSequence) -> None:
         del self._by_id[sequence.request.request_id]
         self._leave(sequence)
         self._tell(sequence, sequence.known, FinishReason.LENGTH)
 
-    def _leave(self, sequence: _Sequence) -> None:
+    def _leave(self, sequence: SimSequence) -> None:
         """Take a sequence out of the batch, and give its blocks back."""
-        if sequence.joined is not None:
-            del self._due[self._due_at(sequence)][sequence]
-            self._context -= sequence.known - sequence.joined
-            self._num_decoding -= 1
-            sequence.known += self._tick - sequence.joined
-            sequence.joined = None
-            self._publish(sequence, sequence.known - 1)
-        else:
-            self._prefilling.remove(sequence)
+        self._batch.leave(sequence)
+        self._publish(sequence, sequence.computed)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.published = sequence.computed = 0
-        self._running.remove(sequence)
         self._head_blocked = False
 
     def _drop_aborted(self) -> None:
@@ -511,7 +429,7 @@ class JumpEngine:
             self._leave(sequence)
         self._aborted.clear()
 
-    def _tell(self, sequence: _Sequence, known: int, reason: FinishReason | None) -> None:
+    def _tell(self, sequence: SimSequence, known: int, reason: FinishReason | None) -> None:
         """Send the output tokens up to `known` that were not sent; each token is its position."""
         told, sequence.told = sequence.told, known - sequence.num_prompt
         self._deltas.append(
@@ -529,10 +447,7 @@ class JumpEngine:
     def _steps_begun(self, under: _Under) -> int:
         """Count the steps of a jump that are done or under way now."""
         passed_s = self._loop.time() - under.start_s
-        return self._prices.steps_until(self._num_decoding, under.context_tokens, passed_s, under.steps)
-
-    def _steps_done(self, under: _Under) -> int:
-        return self._steps_begun(under) - 1
+        return self._prices.steps_until(self._batch.num_decoding, under.context_tokens, passed_s, under.steps)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -1,0 +1,139 @@
+"""The running requests of a simulated engine, kept so that many decode steps at once cost no more than one.
+
+A tick is a decode step. Who decodes is known by where it stood when it joined: each tick adds a token to all.
+"""
+
+import heapq
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from penstock.core.ids import BlockId
+from penstock.core.types import Request
+
+
+@dataclass(slots=True, eq=False)
+class SimSequence:
+    """One request.
+
+    known:     its tokens; while it decodes, those at tick `joined`, and one more each tick since
+    computed:  those whose KV is there, while its prompt is computed
+    published: its leading blocks that are in the prefix cache
+    told:      output tokens that went out
+    """
+
+    request: Request
+    arrival: int
+    known: int
+    num_prompt: int
+    end_tokens: int
+    computed: int = 0
+    joined: int | None = None
+    blocks: list[BlockId] = field(default_factory=list)
+    published: int = 0
+    told: int = 0
+    cached_tokens: int | None = None
+    is_fresh: bool = True
+    is_aborted: bool = False
+
+    @property
+    def end_tick(self) -> int:
+        """After so many ticks it has all its tokens."""
+        assert self.joined is not None, "decodes"
+        return self.joined + self.end_tokens - self.known
+
+
+class Batch:
+    """Sequences whose prompt is computed, and those that decode. One engine owns it."""
+
+    def __init__(self, block_size: int) -> None:
+        self.running: list[SimSequence] = []
+        """Oldest arrival first."""
+        self.prefilling: list[SimSequence] = []
+        """Those of them whose prompt is not computed yet, oldest arrival first."""
+        self.tick = 0
+        self.num_decoding = 0
+        self._size = block_size
+        self._context = 0  # over the decoding: known - joined
+        # who begins a new block, by tick modulo the block size
+        self._beginning: list[dict[SimSequence, None]] = [{} for _ in range(block_size)]
+        # heap of (tick, arrival, number); those gone stay for a while
+        self._ends: list[tuple[int, int, int, SimSequence]] = []
+        self._numbers = count()
+
+    def context_tokens(self, tick: int) -> int:
+        """Sum the tokens of all that decode, at a tick."""
+        return self._context + self.num_decoding * tick
+
+    def beginning(self, tick: int) -> dict[SimSequence, None]:
+        """Give those that need one more block for the step at `tick`."""
+        return self._beginning[tick % self._size]
+
+    def blocks_due(self, first_tick: int, steps: int) -> int:
+        """Count the blocks that the decoding need for so many steps from `first_tick` on."""
+        rounds, rest = divmod(steps, self._size)
+        return rounds * self.num_decoding + sum(
+            len(self.beginning(first_tick + ahead)) for ahead in range(rest)
+        )
+
+    def admit(self, sequence: SimSequence) -> None:
+        """Take a sequence in, to have its prompt computed."""
+        insort(self.running, sequence, key=lambda s: s.arrival)
+        insort(self.prefilling, sequence, key=lambda s: s.arrival)
+
+    def join(self, sequence: SimSequence) -> None:
+        """Have a sequence decode from now on: its prompt has given the first token."""
+        self.prefilling.remove(sequence)
+        sequence.known += 1
+        sequence.joined = self.tick
+        self._context += sequence.known - self.tick
+        self.num_decoding += 1
+        self._beginning[self._begins_at(sequence)][sequence] = None
+        heapq.heappush(self._ends, (sequence.end_tick, sequence.arrival, next(self._numbers), sequence))
+
+    def leave(self, sequence: SimSequence) -> None:
+        """Take a sequence out; `known` is what it has now, and `computed` one less where it decoded."""
+        self.running.remove(sequence)
+        if sequence.joined is None:
+            self.prefilling.remove(sequence)
+            return
+        del self._beginning[self._begins_at(sequence)][sequence]
+        self._context -= sequence.known - sequence.joined
+        self.num_decoding -= 1
+        sequence.known += self.tick - sequence.joined
+        sequence.computed = sequence.known - 1
+        sequence.joined = None
+
+    def next_end(self) -> int:
+        """Give the tick after which the next one that decodes ends; there must be one."""
+        while not _is_end(*self._ends[0]):
+            heapq.heappop(self._ends)
+        return self._ends[0][0]
+
+    def ended(self) -> Iterator[SimSequence]:
+        """Give those that have all their tokens, for the caller to take out."""
+        while self._ends and self._ends[0][0] <= self.tick:
+            end = heapq.heappop(self._ends)
+            if _is_end(*end):
+                yield end[-1]
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        decoding = [s for s in self.running if s.joined is not None]
+        assert len(decoding) == self.num_decoding == sum(map(len, self._beginning)), "decoding: counted"
+        assert self._context == sum(s.known - (s.joined or 0) for s in decoding), "context: summed up"
+        assert [s for s in self.running if s.joined is None] == self.prefilling, "prefilling: the others"
+        arrivals = [s.arrival for s in self.running]
+        assert arrivals == sorted(arrivals), "running: oldest first"
+        assert {s for *_, s in self._ends} >= {s for s in decoding if not s.is_aborted}, "ends: of all"
+
+    def _begins_at(self, sequence: SimSequence) -> int:
+        """Say at which ticks, modulo the block size, it begins a new block."""
+        assert sequence.joined is not None, "decodes"
+        return (1 - sequence.known + sequence.joined) % self._size
+
+
+def _is_end(tick: int, _arrival: int, _number: int, sequence: SimSequence) -> bool:
+    """Say whether an entry still holds: its sequence may be gone, or have joined anew."""
+    return sequence.joined is not None and not sequence.is_aborted and tick == sequence.end_tick
