@@ -206,6 +206,9 @@ def _add_simulate(commands: Any) -> None:
         metavar="FILE",
         help="run the simulated engines on a measured profile instead of the roofline",
     )
+    parser.add_argument(
+        "--exact", action="store_true", help="take every step of every engine: far slower, to check results by"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
     parser.add_argument(
         "--html", type=Path, metavar="OUT", help="write the report with charts; it opens offline"

@@ -2,14 +2,21 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
 from penstock.cli import main
+from penstock.graph import Overrides, load
+from penstock.sim.deployment import plan_deployment
+from penstock.sim.report import latencies_s
+from penstock.sim.simulate import simulate
+from penstock.sim.workload import WorkloadConfig, make_sessions
 
 ROOT = Path(__file__).parents[2]
 GRAPHS = ROOT / "examples" / "graphs"
@@ -217,3 +224,34 @@ def test_one_deployment_or_several_must_be_given(capsys, spec):
     assert "give one of them" in refusal(capsys, spec)
     assert "give one of them" in refusal(capsys, spec, "--graph", SMALL, "--compare", SMALL)
     assert "--html: only with --graph" in refusal(capsys, spec, "--compare", SMALL, "--html", "/tmp/x.html")
+
+
+def _recorded(policy, *, exact):
+    settings = [
+        f"router.policy={policy}", "roles.aggregated.replicas=3", "roles.aggregated.kv_blocks=700",
+        "roles.aggregated.max_running_requests=64", "roles.aggregated.max_batch_tokens=2048",
+    ]  # fmt: skip
+    workload = WorkloadConfig(
+        requests=150, rate_per_s=15, input_tokens=900, output_tokens=150, spread=0.6,
+        shared_prefix_tokens=1024, prefix_groups=6,
+    )  # fmt: skip
+    deployment = plan_deployment(load(SMALL, Overrides(settings)), beside=GRAPHS, exact=exact)
+    recording = simulate(deployment, make_sessions(workload, random.Random(1)), seed=1)
+    ttft_s, _, e2e_s = latencies_s(recording)
+    order = np.argsort(recording.sent_s)
+    return ttft_s[order], e2e_s[order], sum(recording.cached_tokens) / sum(recording.prompt_tokens)
+
+
+def test_a_whole_deployment_jumps_as_it_steps():
+    exact, jump = (_recorded("round-robin", exact=exact) for exact in (True, False))
+    assert jump[0] == pytest.approx(exact[0], rel=1e-3)
+    assert jump[1] == pytest.approx(exact[1], rel=1e-3)
+    assert jump[2] == exact[2]
+
+
+def test_where_load_reports_decide_the_outcome_is_close():
+    """A jumping engine reports its load at events only, so that a router may choose otherwise."""
+    exact, jump = (_recorded("kv", exact=exact) for exact in (True, False))
+    assert jump[0].mean() == pytest.approx(exact[0].mean(), rel=0.05)
+    assert jump[1].mean() == pytest.approx(exact[1].mean(), rel=0.02)
+    assert jump[2] == pytest.approx(exact[2], rel=0.03)

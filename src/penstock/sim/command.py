@@ -43,7 +43,9 @@ def run_command(options: argparse.Namespace) -> int:
         raise ConfigError("--html: only with --graph; a page shows one deployment")
     graphs = [_load_graph(path, options) for path in options.compare or [options.graph]]
     deployments = [
-        plan_deployment(graph, beside=Path(path).parent, engine_profile=options.engine_profile)
+        plan_deployment(
+            graph, beside=Path(path).parent, engine_profile=options.engine_profile, exact=options.exact
+        )
         for graph, path in zip(graphs, options.compare or [options.graph], strict=True)
     ]
     sessions, skipped = _load_sessions(options)

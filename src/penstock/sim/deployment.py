@@ -15,8 +15,9 @@ from penstock.perf.hardware import Dtype, Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
 from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.roofline import Parallel, Roofline
-from penstock.sim.cluster import ClusterSpec
+from penstock.sim.cluster import CheckedEngine, ClusterSpec
 from penstock.sim.engine import JumpEngine, Stream
+from penstock.sim.exact import ExactEngine
 from penstock.sim.network import NetworkConfig
 from penstock.sim.prices import DecodePrices
 from penstock.sim.timing import VOCAB_SIZE, Pace
@@ -39,6 +40,8 @@ class Deployment:
     context_length: int
     arithmetic: str
     """How the KV capacity comes about; for people."""
+    exact: bool = False
+    """Whether engines take every step, instead of jumping from event to event."""
 
     @property
     def devices(self) -> int:
@@ -83,7 +86,9 @@ class Deployment:
         def stream_of(request: Request) -> Stream:
             return streams[request.request_id]
 
-        def make_engine(_: Pace) -> JumpEngine:
+        def make_engine(pace: Pace) -> CheckedEngine:
+            if self.exact:
+                return ExactEngine(self.latency, info, scheduler, pace)
             return JumpEngine(self.latency, info, scheduler, stream_of, prices)
 
         return ClusterSpec(
@@ -96,13 +101,16 @@ class Deployment:
         )
 
 
-def plan_deployment(graph: Graph, *, beside: Path, engine_profile: Path | None = None) -> Deployment:
+def plan_deployment(
+    graph: Graph, *, beside: Path, engine_profile: Path | None = None, exact: bool = False
+) -> Deployment:
     """Price a graph's workers.
 
     Args:
         graph: aggregated workers only.
         beside: the directory that a model's relative path may start from.
         engine_profile: what the simulated engines run on instead of the roofline alone.
+        exact: take every step.
 
     Raises:
         ConfigError: the graph describes something that cannot be simulated, or that does not fit.
@@ -144,4 +152,4 @@ def plan_deployment(graph: Graph, *, beside: Path, engine_profile: Path | None =
         arithmetic = f"{num_blocks} blocks of {graph.block_size} tokens (kv_blocks)"
     if num_blocks < 2:
         raise ConfigError(f"KV: room for {num_blocks} blocks of {graph.block_size} tokens: {arithmetic}")
-    return Deployment(graph, role, hardware, latency, num_blocks, shape.context_length, arithmetic)
+    return Deployment(graph, role, hardware, latency, num_blocks, shape.context_length, arithmetic, exact)
