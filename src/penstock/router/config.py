@@ -26,9 +26,9 @@ class RetryConfig(Config):
     jitter_s: float = pydantic.Field(default=0.02, ge=0)
     """A request whose worker is lost goes on after a random part of this."""
     deaths_max: int = pydantic.Field(default=3, ge=1)
-    """Workers one request may lose until its content is quarantined; at most `migrations_max` + 1."""
+    """Losses of workers that one request may have caused until its content is quarantined; at most `migrations_max` + 1."""
     quarantine_s: float = pydantic.Field(default=60.0, gt=0)
-    """How long a content under which so many workers died is refused."""
+    """How long a content suspected of so many losses is refused."""
     quarantined_max: int = pydantic.Field(default=4096, ge=1)
     """Contents in quarantine at once; the oldest is let out first."""
 

@@ -375,6 +375,7 @@ class Fleet:
         if member.connection is None:
             return
         member.connection = None
+        alone = len(member.requests) == 1 and self.loads.requests(member.slot) <= 1
         if member.subscriber is not None:
             member.subscriber.close()
         self._indexer.forget(member.slot)
@@ -382,7 +383,7 @@ class Fleet:
         self._refresh(member.instance.card.name)
         requests, member.requests = member.requests, {}
         for handler in requests.values():
-            handler.on_lost(error)
+            handler.on_lost(error, alone=alone)
 
     def _view(self, member: Member) -> WorkerView:
         instance, slot = member.instance, member.slot

@@ -128,6 +128,10 @@ class LoadTracker:
         """Count the requests sent to a worker that have not ended."""
         return self._open[slot]
 
+    def requests(self, slot: int) -> int:
+        """Count all requests on a worker, other frontends' included, as of its last report."""
+        return int(self._reported[:2, slot].sum() + self._reserved[0, slot])
+
     def load(self, slot: int) -> WorkerLoad | None:
         """Give a worker's last report on this connection."""
         return self._loads[slot]

@@ -19,8 +19,8 @@ class DeltaHandler(Protocol):
 
     def on_delta(self, delta: Delta) -> None: ...
 
-    def on_lost(self, error: WorkerLost) -> None:
-        """The worker is gone; nothing more comes from it."""
+    def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
+        """The worker is gone; nothing more comes from it. `alone`: it had no other request, as far as is known."""
         ...
 
 

@@ -4,6 +4,7 @@ It has no task of its own: deltas are taken as they arrive, and everything that 
 """
 
 import asyncio
+import math
 import random
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -11,7 +12,6 @@ from typing import Self
 
 from penstock.core.errors import (
     DeadlineExceeded,
-    EngineError,
     Overloaded,
     PenstockError,
     RequestError,
@@ -91,16 +91,15 @@ class OpenRequest:
         self._avoid: set[WorkerId] = set()
         self._refusals = 0
         self._refusal: Overloaded | None = None
-        self._deaths = 0
+        self._suspicions = 0  # losses of workers that it may have caused
 
     async def __aenter__(self) -> Self:
         """Send the request to a worker; waits for one where its model has none.
 
         Raises:
             Overloaded: too many requests are open, or no worker takes it.
-            Unavailable: no worker came in time.
+            Unavailable: no worker came in time, or its content is in quarantine.
             RequestError: its id is in use, or it does not fit the model.
-            EngineError: its content is in quarantine.
         """
         shared = self._shared
         try:
@@ -187,9 +186,11 @@ class OpenRequest:
             self._finish(delta.finish_reason)
         self._wake()
 
-    def on_lost(self, error: WorkerLost) -> None:
+    def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
         if self._attempt is not None:
             self._lost.add(self._attempt.route.worker_id)
+            if alone or not self._attempt.has_tokens:
+                self._suspicions += 1
         self._release()
         self._interrupt(error)
 
@@ -278,14 +279,17 @@ class OpenRequest:
     def _may_migrate(self, interruption: PenstockError, now_s: float) -> float:
         """Return how long to wait before the request goes on, or raise why it does not."""
         shared, retries = self._shared, self._shared.config.retries
-        if self._deaths >= retries.deaths_max:
+        if self._suspicions >= retries.deaths_max:
             shared.quarantine.put(self.request, now_s)
             shared.metrics.migrations.labels("quarantined").inc()
-            raise EngineError(
-                f"request {self.request.request_id}: {self._deaths} workers in a row were lost while they ran it, the last"
-                f" one with: {interruption.message}; the same content is refused for {retries.quarantine_s:g} s",
-                retry_after_s=retries.quarantine_s,
-            ) from interruption
+            _log.warning(
+                "request_quarantined",
+                request_id=self.request.request_id,
+                workers_lost=self._suspicions,
+                quarantine_s=retries.quarantine_s,
+                error=interruption.message,
+            )
+            raise _refused(retries.quarantine_s) from interruption
         if self.migrations >= retries.migrations_max:
             shared.metrics.migrations.labels("too_many").inc()
             raise Unavailable(
@@ -329,11 +333,7 @@ class OpenRequest:
         remaining_s = shared.quarantine.remaining_s(request, self._loop.time())
         if remaining_s is not None:
             shared.metrics.quarantined.inc()
-            raise EngineError(
-                f"worker after worker was lost while running this prompt: it is refused for {remaining_s:.0f} s more;"
-                " change it, or ask the operator to look at the workers' logs",
-                retry_after_s=remaining_s,
-            )
+            raise _refused(remaining_s)
 
     def _on_first_token(self, attempt: _Attempt, progress: Progress) -> None:
         attempt.has_tokens = True
@@ -358,8 +358,6 @@ class OpenRequest:
             self.fail(error)
 
     def _interrupt(self, error: PenstockError) -> None:
-        if isinstance(error, WorkerLost):
-            self._deaths += 1
         if self.output_tokens >= self.request.sampling.max_tokens and self._progress is not None:
             self._progress.end(FinishReason.LENGTH)  # only the word that this was all got lost
             self._finish(FinishReason.LENGTH)
@@ -437,3 +435,11 @@ class OpenRequest:
         """Wait until this loop time, or until something happens to the request."""
         self._waiter = self._loop.create_future()
         await asyncio.wait((self._waiter,), timeout=time_s - self._loop.time())
+
+
+def _refused(remaining_s: float) -> Unavailable:
+    return Unavailable(
+        "the servers that took this prompt failed one after another, perhaps because of it, so it is refused for"
+        f" {math.ceil(remaining_s)} s; send it again after that, or change it",
+        retry_after_s=remaining_s,
+    )

@@ -1,4 +1,4 @@
-"""Contents that worker after worker was lost under: refused for a while."""
+"""Contents suspected of taking worker after worker down: refused for a while."""
 
 import hashlib
 from collections import OrderedDict

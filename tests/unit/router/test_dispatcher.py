@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -102,6 +103,10 @@ async def settle() -> None:
     """Let every message that is on its way arrive; no timer fires."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def read_all(stream: OpenRequest) -> list[list[int]]:
+    return [ids(delta) async for delta in stream]
 
 
 async def finish(setting: Setting, stream: OpenRequest, request_id: str = "r") -> list[int]:
@@ -287,12 +292,15 @@ def test_a_request_that_loses_worker_after_worker_is_quarantined():
             for _ in range(3):
                 await asyncio.sleep(0.5)
                 setting.kill(setting.holder())
-            with pytest.raises(EngineError, match="3 workers in a row were lost"):
+            with pytest.raises(
+                Unavailable, match=r"failed one after another, .* refused for 60 s; send it again"
+            ):
                 await reading
         assert stream.migrations == 2
-        with pytest.raises(EngineError, match="refused for") as caught:
+        with pytest.raises(Unavailable, match="refused for 60 s") as caught:
             async with setting.dispatcher.open(make_request("again")):
                 pass
+        assert (caught.value.http_status, caught.value.retryable) == (503, True)
         assert 59.0 < caught.value.retry_after_s <= 60.0
         async with setting.dispatcher.open(make_request("other", (1, 2, 3))) as other:
             await finish(setting, other, "other")
@@ -301,6 +309,49 @@ def test_a_request_that_loses_worker_after_worker_is_quarantined():
             assert await finish(setting, later, "later") == [99]
 
     play(scene, num_workers=4)
+
+
+def test_who_got_tokens_beside_others_is_not_blamed_for_a_lost_worker():
+    async def scene(setting: Setting) -> None:
+        prompts = {"a": (1, 2, 3), "b": (4, 5, 6)}
+        async with AsyncExitStack() as stack:
+            readings = []
+            for name, prompt in prompts.items():
+                stream = await stack.enter_async_context(setting.dispatcher.open(make_request(name, prompt)))
+                readings.append(asyncio.ensure_future(read_all(stream)))
+            for number in range(3):
+                await asyncio.sleep(0.5)
+                holder = setting.holder("a")
+                assert holder == setting.holder("b"), "there is one worker at a time"
+                for name in prompts:
+                    setting.engines[holder].emit(name, number)
+                await settle()
+                setting.kill(holder)
+                await setting.add(f"w{number + 2}")
+            for reading in readings:
+                with pytest.raises(Unavailable, match="moved 2 times already"):
+                    await reading
+        for name, prompt in prompts.items():
+            async with setting.dispatcher.open(make_request(name, prompt)) as again:
+                assert await finish(setting, again, name) == [99]
+
+    play(scene, num_workers=1)
+
+
+def test_who_had_each_lost_worker_to_itself_is_blamed_even_after_tokens():
+    async def scene(setting: Setting) -> None:
+        async with setting.dispatcher.open(make_request()) as stream:
+            reading = asyncio.ensure_future(read_all(stream))
+            for token in range(3):
+                await asyncio.sleep(0.5)
+                holder = setting.holder()
+                setting.engines[holder].emit("r", token)
+                await settle()
+                setting.kill(holder)
+            with pytest.raises(Unavailable, match="refused for 60 s"):
+                await reading
+
+    play(scene, num_workers=3)
 
 
 def test_migrations_are_bounded_where_workers_hand_over():
