@@ -285,6 +285,7 @@ class Fleet:
         loop = asyncio.get_running_loop()
         shortest_s, longest_s = self._config.reconnect_s_max / 100, self._config.reconnect_s_max
         pause_s = shortest_s
+        was_lost = False  # of which `worker_lost` has told
         while member.listed:
             sink = _MemberSink(self, member)
             self.loads.reset(member.slot, total_blocks=member.instance.engine.total_blocks)
@@ -292,11 +293,13 @@ class Fleet:
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     connection = await self._plane.connect(member.instance, sink)
             except (PenstockError, TimeoutError) as error:
-                self._on_unreachable(member, error)
+                self._on_unreachable(member, error, was_lost=was_lost)
+                was_lost = False
                 if isinstance(error, ProtocolError):  # one of the two has to be replaced first
                     pause_s = longest_s
             else:
                 connected_s = loop.time()
+                was_lost = not sink.ended
                 await self._hold(member, connection, sink)
                 if loop.time() - connected_s > longest_s:
                     pause_s = shortest_s
@@ -346,7 +349,7 @@ class Fleet:
                 fix="its block size or salt differs from the model's other workers; it waits until they are gone",
             )
 
-    def _on_unreachable(self, member: Member, error: Exception) -> None:
+    def _on_unreachable(self, member: Member, error: Exception, *, was_lost: bool) -> None:
         problem = (
             error
             if isinstance(error, PenstockError)
@@ -357,7 +360,8 @@ class Fleet:
         )
         self._metrics.connect_failures.inc()
         if member.problem is None or member.problem.message != problem.message:
-            _log.warning("worker_unreachable", worker=member.instance.name, error=problem.message)
+            log = _log.debug if was_lost else _log.warning
+            log("worker_unreachable", worker=member.instance.name, error=problem.message)
         member.problem = problem
 
     def _on_lost(self, member: Member, error: WorkerLost) -> None:

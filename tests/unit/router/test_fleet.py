@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.core.errors import ProtocolError, Unavailable
 from penstock.core.hashing import block_hashes
@@ -300,6 +301,18 @@ def test_a_worker_of_another_language_is_shown_with_its_problem():
                 assert 12 <= len(tries) <= 25  # patient: it needs a restart
 
     run_virtual(main())
+
+
+def test_a_lost_worker_is_warned_of_once():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        with capture_logs() as logs:
+            cluster.kill("w1")
+            await asyncio.sleep(3.0)
+        events = [(log["event"], log["log_level"]) for log in logs if log.get("worker") == "w1"]
+        assert events[:2] == [("worker_lost", "warning"), ("worker_unreachable", "debug")]
+        assert not [event for event in events[1:] if event[1] == "warning"]
+
+    play(scene)
 
 
 def test_an_unreachable_worker_is_tried_with_growing_pauses():
