@@ -12,6 +12,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types import ModelCard
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
+from penstock.runtime.config import PlaneConfig
 from penstock.seams import Engine
 from penstock.sim.network import NetworkConfig, SimNetwork
 from penstock.sim.plane import SimPlane
@@ -41,6 +42,7 @@ class ClusterSpec:
     router: RouterConfig = field(default_factory=RouterConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    plane: PlaneConfig = field(default_factory=PlaneConfig)
     frontends: int = 1
 
 
@@ -63,7 +65,7 @@ class SimCluster:
     def __init__(self, spec: ClusterSpec, rng: random.Random) -> None:
         self.spec = spec
         self.network = SimNetwork(random.Random(rng.getrandbits(64)), spec.network)
-        self.plane = SimPlane(self.network)
+        self.plane = SimPlane(self.network, spec.plane)
         self.registry = SimRegistry(self.network)
         self.dispatchers: list[Dispatcher] = []
         self.errors: dict[str, PenstockError] = {}

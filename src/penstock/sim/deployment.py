@@ -15,10 +15,10 @@ from penstock.perf.hardware import Dtype, Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
 from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.roofline import Parallel, Roofline
+from penstock.runtime.config import PlaneConfig
 from penstock.sim.cluster import CheckedEngine, ClusterSpec
 from penstock.sim.engine import JumpEngine, Stream
 from penstock.sim.exact import ExactEngine
-from penstock.sim.network import NetworkConfig
 from penstock.sim.prices import DecodePrices
 from penstock.sim.timing import VOCAB_SIZE, Pace
 
@@ -96,7 +96,7 @@ class Deployment:
             make_engine=make_engine,
             router=graph.router,
             worker=graph.worker,
-            network=NetworkConfig(window_tokens=_WHOLE_ANSWER),
+            plane=PlaneConfig(window_tokens=_WHOLE_ANSWER),
             frontends=graph.frontend.processes,
         )
 

@@ -20,7 +20,7 @@ REGISTRY = "registry"
 
 
 class NetworkConfig(Config):
-    """What lies between the hosts of a simulation, and how patient they are."""
+    """What lies between the hosts of a simulation."""
 
     latency_s: float = Field(default=0.0002, ge=0)
     """One way, between any two hosts."""
@@ -30,12 +30,8 @@ class NetworkConfig(Config):
     """Of each direction of each connection."""
     event_loss: float = Field(default=0.0, ge=0, lt=1)
     """Share of KV event messages that never arrive."""
-    heartbeat_timeout_s: float = Field(default=10.0, gt=0)
-    """A peer that cannot be reached for this long is lost."""
     lease_ttl_s: float = Field(default=5.0, gt=0)
     """A registration that is not renewed for this long is dropped."""
-    window_tokens: int = Field(default=512, ge=1)
-    """Tokens of one request that a frontend takes before it has granted more."""
 
 
 class Link(Protocol):

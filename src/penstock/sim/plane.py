@@ -11,21 +11,21 @@ from typing import Any
 from penstock.core.errors import WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import AllBlocksCleared, Delta, EventMessage, Instance, Request, WorkerLoad
+from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
 from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService, WorkerSink
 from penstock.sim.network import Pipe, SimNetwork
 
 _FRAME_BYTES = 64  # what a message takes beside tokens and hashes
-_FILE_BYTES_MAX = 64 << 20
-_HELD_BYTES_MAX = 64 << 20
 
 
 class SimPlane:
     """Every host's way to the others' workers; `at` gives a host's own end."""
 
-    def __init__(self, network: SimNetwork) -> None:
+    def __init__(self, network: SimNetwork, config: PlaneConfig | None = None) -> None:
         self.network = network
+        self.config = config or PlaneConfig()
         self.servers: dict[str, SimServer] = {}
         self._numbers = count(1)
 
@@ -73,7 +73,7 @@ class HostPlane:
         link = _Link(server, instance.worker_id, self._host, sink)
         server.links.append(link)
         network.add(link)
-        link.up.send(_FRAME_BYTES, link.at_worker, server.service.connected, link)
+        link.up.send(_FRAME_BYTES, link.at_worker, link.greet)
         return SimConnection(link)
 
 
@@ -85,6 +85,7 @@ class SimServer:
         self.address = address
         self.service = service
         self.network = plane.network
+        self.config = plane.config
         self.links: list[_Link] = []
         self._plane = plane
 
@@ -109,12 +110,13 @@ class _Link:
         self.up = Pipe(server.network)
         self.down = Pipe(server.network)
         self._sink = sink
+        self._is_greeted = False
         self._load: WorkerLoad | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._outbox = Outbox(
-            window_tokens=self.network.config.window_tokens,
-            stream_bytes_max=_HELD_BYTES_MAX,
-            bytes_max=_HELD_BYTES_MAX,
+            window_tokens=server.config.window_tokens,
+            stream_bytes_max=server.config.stream_bytes_max,
+            bytes_max=server.config.connection_bytes_max,
             abort=server.service.abort,
         )
 
@@ -147,6 +149,10 @@ class _Link:
         self.down.send(num_bytes, self.at_frontend, self._sink.push_event, self.worker_id, message)
 
     # -- what the frontend sends
+
+    def greet(self) -> None:
+        self._is_greeted = True
+        self.server.service.connected(self)
 
     def submit(self, request: Request) -> None:
         self._outbox.open(request.request_id)
@@ -183,7 +189,7 @@ class _Link:
             self._patience = None
         elif not is_open and self._patience is None:
             loop = asyncio.get_running_loop()
-            timeout_s = self.network.config.heartbeat_timeout_s
+            timeout_s = self.server.config.heartbeat_timeout_s
             self._patience = loop.call_later(timeout_s, self.reset, "it was silent for too long")
 
     def say_goodbye(self) -> None:
@@ -215,7 +221,7 @@ class _Link:
             return
         self.worker_up = False
         self.server.links.remove(self)
-        if tell:
+        if tell and self._is_greeted:
             self.server.service.unsubscribe(self)
             self.server.service.disconnected(self)
         self._forget_if_over()
@@ -274,7 +280,7 @@ class SimConnection:
         content = link.server.service.read_file(sha256)
         if content is None:
             raise missing_file(sha256)
-        file = FileReceiver(sha256, _FILE_BYTES_MAX)
+        file = FileReceiver(sha256, link.server.config.file_bytes_max)
         file.add(content)
         await link.network.reach(worker, frontend)
         return file.finish()

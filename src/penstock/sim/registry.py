@@ -1,11 +1,12 @@
 """Discovery over the simulated network: a registry on a host of its own, with leases that can be lost."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
+from typing import Self
 
 from penstock.core.ids import WorkerId
 from penstock.core.types import Instance, InstanceChange
-from penstock.runtime.discovery.table import InstanceTable
+from penstock.runtime.discovery.table import InstanceTable, TableCursor
 from penstock.sim.network import REGISTRY, SimNetwork
 
 _RENEWALS_A_LEASE = 3
@@ -42,32 +43,59 @@ class HostDiscovery:
     """A `seams.Discovery`, seen from one host."""
 
     def __init__(self, registry: SimRegistry, host: str) -> None:
-        self._registry = registry
-        self._host = host
+        self.registry = registry
+        self.host = host
+        self.is_closed = False
+        self._wakeups: list[asyncio.Event] = []
 
     async def register(self, instance: Instance) -> "SimRegistration":
-        network = self._registry.network
-        await network.reach(self._host, REGISTRY)
-        registration = SimRegistration(self._registry, self._host, instance)
-        await network.reach(REGISTRY, self._host)
+        network = self.registry.network
+        await network.reach(self.host, REGISTRY)
+        registration = SimRegistration(self.registry, self.host, instance)
+        await network.reach(REGISTRY, self.host)
         return registration
 
-    async def watch(self) -> AsyncIterator[InstanceChange]:
-        registry = self._registry
+    def watch(self) -> "HostWatch":
         wakeup = asyncio.Event()
-        cursor = registry.table.cursor(wakeup.set)
-        try:
-            while True:
-                wakeup.clear()
-                await registry.network.reach(REGISTRY, self._host)
-                for change in cursor.changes():
-                    yield change
-                await wakeup.wait()
-        finally:
-            cursor.close()
+        wakeup.set()
+        self._wakeups.append(wakeup)
+        return HostWatch(self, self.registry.table.cursor(wakeup.set), wakeup)
 
     async def close(self) -> None:
-        """Leave the registry to the others."""
+        """End this host's watches, and leave the registry to the others."""
+        self.is_closed = True
+        for wakeup in self._wakeups:
+            wakeup.set()
+
+
+class HostWatch:
+    """What `HostDiscovery.watch` gives. A cancelled wait loses nothing."""
+
+    def __init__(self, discovery: HostDiscovery, cursor: TableCursor, wakeup: asyncio.Event) -> None:
+        self._discovery = discovery
+        self._cursor = cursor
+        self._wakeup = wakeup
+        self._changes: Iterator[InstanceChange] = iter(())
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> InstanceChange:
+        discovery = self._discovery
+        while not discovery.is_closed:
+            change = next(self._changes, None)
+            if change is not None:
+                return change
+            await self._wakeup.wait()
+            if not discovery.is_closed:
+                await discovery.registry.network.reach(REGISTRY, discovery.host)
+            self._wakeup.clear()
+            self._changes = self._cursor.changes()
+        raise StopAsyncIteration
+
+    def __del__(self) -> None:
+        self._cursor.close()  # an `async for` that was left needs no other end
+        self._discovery._wakeups.remove(self._wakeup)
 
 
 class SimRegistration:

@@ -17,6 +17,7 @@ from penstock.perf.hardware import find_hardware
 from penstock.perf.roofline import Roofline
 from penstock.perf.shape import shape_of
 from penstock.router.config import RouterConfig
+from penstock.runtime.config import PlaneConfig
 from penstock.sim.chaos import Chaos, Fault, random_faults
 from penstock.sim.cluster import ClusterSpec, SimCluster
 from penstock.sim.exact import ExactEngine
@@ -103,14 +104,8 @@ def small_spec() -> ClusterSpec:
         make_engine=make_engine,
         router=RouterConfig(no_worker_wait_s=2.0, connect_timeout_s=1.0, reconnect_s_max=1.0),
         worker=WorkerConfig(drain_timeout_s=0.5),
-        network=NetworkConfig(
-            latency_s=0.001,
-            jitter_s=0.002,
-            event_loss=0.05,
-            heartbeat_timeout_s=1.0,
-            lease_ttl_s=1.0,
-            window_tokens=8,
-        ),
+        network=NetworkConfig(latency_s=0.001, jitter_s=0.002, event_loss=0.05, lease_ttl_s=1.0),
+        plane=PlaneConfig(window_tokens=8, heartbeat_timeout_s=1.0),
         frontends=2,
     )
 

@@ -23,6 +23,6 @@ def test_a_directory_beside_the_graph_is_found(tmp_path):
 
 def test_an_unknown_model_names_the_nearest():
     with pytest.raises(
-        ConfigError, match="model llama-3.1-9b: its shape is not known; did you mean 'llama-3.1-8b'"
+        ConfigError, match=r"model llama-3\.1-9b: its shape is not known; did you mean 'llama-3.1-8b'"
     ):
         find_shape("llama-3.1-9b")
