@@ -1,5 +1,6 @@
-// For each row: the scores of all tokens, their softmax, the weighted sum of values. Keys and values are read once and
-// in the order in which they lie, all heads of a block together: that is what the time goes into.
+// For each row: the scores of all tokens, their softmax, the weighted sum of values. Memory is what the time goes into,
+// so keys and values are read once, in the order in which they lie, all heads of a block together; and as each block
+// lies somewhere else, the next one is asked for while this one is read.
 
 #include "attention.hpp"
 
@@ -82,18 +83,32 @@ ALWAYS_INLINE void cap(Floats& x, float softcap) {
     x = softcap - 2.0F * softcap / (x + 1.0F);
 }
 
-// Visit a row's tokens [first, length) in runs of neighbours, one a block: index from `first`, count, address.
+// Neighbouring tokens of a row, all in one block: the first one's index, how many, where they lie, and what is read
+// after them, which whoever reads this run asks the memory for, a token at a time.
+template <class Element>
+struct Run {
+    std::size_t token;
+    std::size_t count;
+    const Element* at;
+    const Element* next;
+};
+
+// Visit a row's tokens [first, length), indexed from `first`; `after` is what will be read when they are done.
 template <class Element, class Visit>
 ALWAYS_INLINE void for_each_run(const DecodeAttention<Element>& call, std::size_t row, const Element* layer,
-                                std::size_t first, std::size_t length, const Visit& visit) {
+                                std::size_t first, std::size_t length, const Element* after, const Visit& visit) {
     const std::int32_t* table = call.tables + row * call.table_width;
+    const auto address = [&](std::size_t token) INLINE_LAMBDA {
+        return layer + static_cast<std::size_t>(table[token / call.block_size]) * call.block_stride +
+               token % call.block_size * call.kv_heads * call.head_dim;
+    };
+    const Element* at = address(first);
     for (std::size_t token = first; token < length;) {
-        const std::size_t block = token / call.block_size;
-        const std::size_t end = std::min(length, (block + 1) * call.block_size);
-        const Element* at = layer + static_cast<std::size_t>(table[block]) * call.block_stride +
-                            (token - block * call.block_size) * call.kv_heads * call.head_dim;
-        visit(token - first, end - token, at);
+        const std::size_t end = std::min(length, (token / call.block_size + 1) * call.block_size);
+        const Element* next = end < length ? address(end) : after;
+        visit(Run<Element>{token - first, end - token, at, next});
         token = end;
+        at = next;
     }
 }
 
@@ -135,32 +150,33 @@ ALWAYS_INLINE float soften(float* scores, std::size_t count, float softcap) {
     return sum(total) + rest;
 }
 
-// Scores of `count` tokens for query heads [head, head + kHeads), which share a kv head.
+// Scores of a run's tokens for kHeads query heads that share the kv head at `offset`.
 template <std::size_t kHeads, class Element>
-ALWAYS_INLINE void score(const DecodeAttention<Element>& call, const float* query, const Element* keys,
-                         std::size_t count, float* scores, std::size_t room) {
+ALWAYS_INLINE void score(const DecodeAttention<Element>& call, const Run<Element>& run, std::size_t offset,
+                         const float* query, float* scores, std::size_t room) {
     const std::size_t token_stride = call.kv_heads * call.head_dim;
-    for (std::size_t token = 0; token < count; ++token, keys += token_stride) {
+    for (std::size_t token = 0; token < run.count; ++token, offset += token_stride) {
         Floats products[kHeads]{};
         for (std::size_t at = 0; at < call.head_dim; at += kLanes) {
-            Floats k;
-            load(keys + at, k);
+            Floats key;
+            load(run.at + offset + at, key);
+            __builtin_prefetch(run.next + offset + at);
             for (std::size_t h = 0; h < kHeads; ++h) {
                 Floats q;
                 load(query + h * call.head_dim + at, q);
-                products[h] += q * k;
+                products[h] += q * key;
             }
         }
         for (std::size_t h = 0; h < kHeads; ++h) {
-            scores[h * room + token] = sum(products[h]);
+            scores[h * room + run.token + token] = sum(products[h]);
         }
     }
 }
 
-// Add the values of `count` tokens, weighted, to the sums of kHeads heads; kVectors of each head's vectors.
+// Add a run's values, weighted, to kVectors of the vectors of kHeads heads that share the kv head at `offset`.
 template <std::size_t kHeads, std::size_t kVectors, class Element>
-ALWAYS_INLINE void add_values(const DecodeAttention<Element>& call, const Element* values, std::size_t count,
-                              const float* weights, std::size_t room, float* sums) {
+ALWAYS_INLINE void add_vectors(const DecodeAttention<Element>& call, const Run<Element>& run, std::size_t offset,
+                               const float* weights, std::size_t room, float* sums) {
     const std::size_t token_stride = call.kv_heads * call.head_dim;
     Floats held[kHeads][kVectors];
     for (std::size_t h = 0; h < kHeads; ++h) {
@@ -168,12 +184,13 @@ ALWAYS_INLINE void add_values(const DecodeAttention<Element>& call, const Elemen
             load(sums + h * call.head_dim + i * kLanes, held[h][i]);
         }
     }
-    for (std::size_t token = 0; token < count; ++token, values += token_stride) {
+    for (std::size_t token = 0; token < run.count; ++token, offset += token_stride) {
         for (std::size_t i = 0; i < kVectors; ++i) {
-            Floats v;
-            load(values + i * kLanes, v);
+            Floats value;
+            load(run.at + offset + i * kLanes, value);
+            __builtin_prefetch(run.next + offset + i * kLanes);
             for (std::size_t h = 0; h < kHeads; ++h) {
-                held[h][i] += v * weights[h * room + token];
+                held[h][i] += value * weights[h * room + run.token + token];
             }
         }
     }
@@ -185,15 +202,15 @@ ALWAYS_INLINE void add_values(const DecodeAttention<Element>& call, const Elemen
 }
 
 template <std::size_t kHeads, class Element>
-ALWAYS_INLINE void add_all_values(const DecodeAttention<Element>& call, const Element* values, std::size_t count,
-                                  const float* weights, std::size_t room, float* sums) {
+ALWAYS_INLINE void add_values(const DecodeAttention<Element>& call, const Run<Element>& run, std::size_t offset,
+                              const float* weights, std::size_t room, float* sums) {
     constexpr std::size_t kTogether = 4;  // with four heads, 16 registers
     std::size_t at = 0;
     for (; at + kTogether * kLanes <= call.head_dim; at += kTogether * kLanes) {
-        add_values<kHeads, kTogether>(call, values + at, count, weights, room, sums + at);
+        add_vectors<kHeads, kTogether>(call, run, offset + at, weights, room, sums + at);
     }
     for (; at < call.head_dim; at += kLanes) {
-        add_values<kHeads, 1>(call, values + at, count, weights, room, sums + at);
+        add_vectors<kHeads, 1>(call, run, offset + at, weights, room, sums + at);
     }
 }
 
@@ -232,22 +249,23 @@ ALWAYS_INLINE void attend(const DecodeAttention<Element>& call, std::size_t row,
         load(call.query + row * width + at, x);
         store(x * call.scale, query + at);
     }
-    for_each_run(call, row, call.keys, first, length,
-                 [&](std::size_t token, std::size_t count, const Element* keys) INLINE_LAMBDA {
+
+    const std::int32_t* table = call.tables + row * call.table_width;
+    const auto first_block = static_cast<std::size_t>(table[first / call.block_size]);
+    const Element* values_begin = call.values + first_block * call.block_stride;
+    for_each_run(call, row, call.keys, first, length, values_begin, [&](const Run<Element>& run) INLINE_LAMBDA {
         for_each_group(call, [&](auto heads, std::size_t head, std::size_t kv_head) INLINE_LAMBDA {
-            score<heads>(call, query + head * call.head_dim, keys + kv_head * call.head_dim, count,
-                         scores + head * room + token, room);
+            score<heads>(call, run, kv_head * call.head_dim, query + head * call.head_dim, scores + head * room, room);
         });
     });
     for (std::size_t head = 0; head < call.heads; ++head) {
         totals[head] = soften(scores + head * room, length - first, call.softcap);
     }
     std::fill(sums, sums + width, 0.0F);
-    for_each_run(call, row, call.values, first, length,
-                 [&](std::size_t token, std::size_t count, const Element* values) INLINE_LAMBDA {
+    for_each_run(call, row, call.values, first, length, values_begin, [&](const Run<Element>& run) INLINE_LAMBDA {
         for_each_group(call, [&](auto heads, std::size_t head, std::size_t kv_head) INLINE_LAMBDA {
-            add_all_values<heads>(call, values + kv_head * call.head_dim, count, scores + head * room + token, room,
-                                  sums + head * call.head_dim);
+            add_values<heads>(call, run, kv_head * call.head_dim, scores + head * room, room,
+                              sums + head * call.head_dim);
         });
     });
     for (std::size_t at = 0; at < width; at += kLanes) {
