@@ -9,6 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.types import CardFile, ModelCard
 from penstock.demo import MODEL_DIR, MODEL_NAME
 from penstock.engine.paged.checkpoint import Checkpoint
+from penstock.frontend.models import ServedModel
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 
 CARD_FILES = (
@@ -52,13 +53,13 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
     The salt names contents and number formats: where it is equal, equal tokens have equal KV.
 
     Raises:
-        ConfigError: a file is missing that the role needs, or is malformed.
+        ConfigError: a file is missing that the role or a frontend needs, or is malformed.
     """
     files = tuple(_card_files(checkpoint.path))
     digest = hashlib.sha256(repr((files, role.weight_dtype, role.kv_dtype)).encode())
     if role.engine != "mock":  # which computes nothing, so needs no weights
         digest.update(checkpoint.revision())
-    return ModelCard(
+    card = ModelCard(
         name=served_name(graph),
         context_length=checkpoint.context_length,
         block_size=graph.block_size,
@@ -68,6 +69,17 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
         created_s=int(wall_time_s()),
         default_sampling=checkpoint.default_sampling,
     )
+    _check_serves(card, checkpoint.path)
+    return card
+
+
+def _check_serves(card: ModelCard, directory: Path) -> None:
+    """Load the files as frontends will: a model that fails there would be ready and answer nothing."""
+    try:
+        ServedModel(card, {file.name: (directory / file.name).read_bytes() for file in card.files})
+    except (ConfigError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split()).removeprefix(f"model {card.name}: ")
+        raise ConfigError(f"{directory}: {reason}") from error
 
 
 def _card_files(directory: Path) -> Iterator[CardFile]:

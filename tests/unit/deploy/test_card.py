@@ -7,9 +7,11 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.deploy.card import make_card, open_checkpoint, served_name
 from penstock.graph import Graph, RoleSpec
+from penstock.testing.tokenizer import tiny_model_files
 
 PAGED = RoleSpec(engine="paged")
 MOCK = RoleSpec(engine="mock")
+TOKENIZER = tiny_model_files()["tokenizer.json"]
 
 
 def make(directory: Path) -> Path:
@@ -19,7 +21,7 @@ def make(directory: Path) -> Path:
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, 7], "temperature": 0.6})
     )
-    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer.json").write_bytes(TOKENIZER)
     (directory / "model.safetensors").write_bytes(b"weights")
     return directory
 
@@ -31,7 +33,7 @@ def test_the_card_says_what_a_frontend_needs(tmp_path: Path) -> None:
     assert dict(card.default_sampling) == {"temperature": 0.6}
     assert [file.name for file in card.files] == ["tokenizer.json", "generation_config.json", "config.json"]
     tokenizer = card.files[0]
-    assert (tokenizer.sha256, tokenizer.size_bytes) == (hashlib.sha256(b"{}").hexdigest(), 2)
+    assert (tokenizer.sha256, tokenizer.size_bytes) == (hashlib.sha256(TOKENIZER).hexdigest(), len(TOKENIZER))
     assert len(card.salt) == 16
 
 
@@ -48,7 +50,7 @@ def test_the_salt_follows_contents_and_number_formats_but_not_the_place(tmp_path
     }
     (copy / "model.safetensors").write_bytes(b"WEIGHTS")
     salts.add(salt(copy, PAGED))
-    (copy / "tokenizer.json").write_text("{ }")
+    (copy / "tokenizer.json").write_bytes(TOKENIZER + b"\n")
     salts.add(salt(copy, PAGED))
     assert len(salts) == 6
 
@@ -67,6 +69,39 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     (directory / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json; save the model's tokenizer"):
         open_checkpoint(Graph(model=str(directory)))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "text"),
+    [
+        ("tokenizer.json", b'{"a": 1}', "tokenizer.json: "),
+        ("tokenizer_config.json", b"[1]", "tokenizer_config.json: Expected `object`, got `array`"),
+        ("chat_template.jinja", b"{% for x in %}", "chat template: line 1: "),
+        ("chat_template.jinja", b"caf\xe9", "'utf-8' codec can't decode byte 0xe9"),
+        (
+            "generation_config.json",
+            b'{"temperature": "hot"}',
+            "temperature: must be a finite number, got 'hot'",
+        ),
+        ("generation_config.json", b'{"top_p": NaN}', "top_p: must be a finite number, got nan"),
+        (
+            "generation_config.json",
+            b'{"eos_token_id": ["</s>"]}',
+            "eos_token_id: must be a token id or a list",
+        ),
+    ],
+)
+def test_a_model_that_no_frontend_could_serve_is_refused(
+    tmp_path: Path, file: str, content: bytes, text: str
+) -> None:
+    directory = make(tmp_path / "m")
+    (directory / file).write_bytes(content)
+    graph = Graph(model=str(directory))
+    with pytest.raises(ConfigError) as caught:
+        make_card(open_checkpoint(graph), graph, MOCK)
+    assert caught.value.message.startswith(str(directory))
+    assert text in caught.value.message
+    assert "\n" not in caught.value.message
 
 
 def test_the_served_name(tmp_path: Path) -> None:

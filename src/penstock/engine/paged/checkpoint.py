@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Self
 from penstock.core.errors import ConfigError
 
 REVISION_BYTES = 16
+_GENERATION = "generation_config.json"
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES_MAX = 512
@@ -44,7 +46,7 @@ class Checkpoint:
         config = _read_json(path / "config.json")
         if config is None:
             raise ConfigError(f"{path}: no config.json; expected a directory with a Hugging Face checkpoint")
-        return cls(path, model, config, _read_json(path / "generation_config.json") or {})
+        return cls(path, model, config, _read_json(path / _GENERATION) or {})
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -68,21 +70,38 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer; generation_config.json goes before config.json."""
-        for source in (self.generation, self.text_config, self.config):
+        """Tokens that end an answer; generation_config.json goes before config.json.
+
+        Raises:
+            ConfigError: the file says something else than token ids.
+        """
+        for file, source in (
+            (_GENERATION, self.generation), ("config.json", self.text_config), ("config.json", self.config),
+        ):  # fmt: skip
             found = source.get("eos_token_id")
             if found is not None:
-                return tuple(found) if isinstance(found, list) else (int(found),)
+                token_ids = tuple(found) if isinstance(found, list) else (found,)
+                if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
+                    raise ConfigError(
+                        f"{self.path / file}: eos_token_id: must be a token id or a list of them, got {found!r}"
+                    )
+                return token_ids
         return ()
 
     @property
     def default_sampling(self) -> tuple[tuple[str, float], ...]:
-        """The model's own sampling settings, by name; greedy where it says `do_sample: false`."""
+        """The model's own sampling settings, by name; greedy where it says `do_sample: false`.
+
+        Raises:
+            ConfigError: one of them is no number.
+        """
         if self.generation.get("do_sample") is False:
             return (("temperature", 0.0),)
-        return tuple(
-            (key, float(value)) for key in _SAMPLING_KEYS if (value := self.generation.get(key)) is not None
-        )
+        said = {key: value for key in _SAMPLING_KEYS if (value := self.generation.get(key)) is not None}
+        for key, value in said.items():
+            if type(value) not in {int, float} or not math.isfinite(value):
+                raise ConfigError(f"{self.path / _GENERATION}: {key}: must be a finite number, got {value!r}")
+        return tuple((key, float(value)) for key, value in said.items())
 
     def weight_files(self) -> list[Path]:
         """List the safetensors files.
@@ -123,7 +142,11 @@ class Checkpoint:
 
 
 def _download(model: str) -> Path:
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists():
+    if Path(model).expanduser().exists():
+        raise ConfigError(
+            f"model: {model} is not a directory; expected a checkpoint's directory or a hub name"
+        )
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ConfigError(
             f"model: no such directory: {model}; expected a checkpoint's directory or a hub name"
         )
