@@ -71,6 +71,7 @@ def load_model(checkpoint: Checkpoint, config: Any, dtype: Dtype, device: torch.
         )
     checkpoint.weight_files()
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # else it tells at length what one error below says
     try:
         module, info = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.path,

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,27 @@ def test_weights_of_a_smaller_model(checkpoint, tmp_path):
 def test_weights_of_other_sizes(checkpoint, tmp_path):
     message = refused(changed(checkpoint("llama"), tmp_path / "model", intermediate_size=96))
     assert "the weights cannot be loaded" in message
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "vocab_size"])
+def test_the_library_adds_no_words_of_its_own(checkpoint, tmp_path, field):
+    path = changed(checkpoint("llama"), tmp_path / "model", **{field: 10})
+    program = (
+        "import sys\n"
+        "from penstock.core.errors import ConfigError\n"
+        "from penstock.engine.paged.config import PagedConfig\n"
+        "from penstock.engine.paged.runner import PagedRunner\n"
+        "try:\n"
+        "    PagedRunner(PagedConfig(model=sys.argv[1], kv_blocks=8)).start()\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"{path}: the weights ")
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
 
 
 def test_latent_attention(tmp_path):
