@@ -4,6 +4,7 @@ import os
 
 import hypothesis
 import pytest
+import structlog
 
 hypothesis.settings.register_profile(
     "penstock",
@@ -19,3 +20,10 @@ hypothesis.settings.load_profile("penstock")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow tests last: what is quickly known to be broken is quickly said."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_at_the_start() -> None:
+    """Undo what a command under test said about logs."""
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()

@@ -35,13 +35,12 @@ def configure(level: str = "info", *, process: str, stream: TextIO | None = None
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(out),
-        cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
 
 
 class _Stderr:
-    """Whatever `sys.stderr` is when a line is written: loggers are cached, and it may be replaced and closed meanwhile."""
+    """Whatever `sys.stderr` is when a line is written: it may be replaced, and the old one closed."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
