@@ -115,6 +115,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _graph_of(options: argparse.Namespace) -> Any:
+    from penstock.core.config import nearest  # noqa: PLC0415
+    from penstock.engine.registry import engine_names  # noqa: PLC0415
     from penstock.graph import DEMO_MODEL, Overrides, build, load  # noqa: PLC0415
 
     if options.demo and options.model:
@@ -123,20 +125,22 @@ def _graph_of(options: argparse.Namespace) -> Any:
     for flag, (place, _, _) in _SERVE_FLAGS.items():
         if (value := getattr(options, place)) is not None:
             overrides.assign(place, value, flag=flag)
-    mock = getattr(options, _SERVE_FLAGS["--engine"][0]) == "mock"
+    engine = getattr(options, _SERVE_FLAGS["--engine"][0])
+    if engine is not None and engine not in engine_names():
+        raise ConfigError(f"--engine: unknown {engine!r}{nearest(engine, list(engine_names()))}")
     model = DEMO_MODEL if options.demo else options.model
+    if model:
+        overrides.assign("model", model, flag="--demo" if options.demo else "MODEL")
     if options.graph:
-        if model:
-            overrides.assign("model", model, flag="MODEL")
         return load(options.graph, overrides)
-    if not model and not mock:
+    if not model and engine != "mock":
         raise ConfigError(
             "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
         )
-    data: dict[str, Any] = {"model": model or DEMO_MODEL}
+    data: dict[str, Any] = {"model": DEMO_MODEL}
     if options.demo:
         data["roles"] = {"aggregated": {"replicas": _DEMO_WORKERS}}
-    return build(data, overrides, source="MODEL")
+    return build(data, overrides, source="serve")
 
 
 def _add_graph(commands: Any) -> None:
@@ -207,7 +211,9 @@ def _add_simulate(commands: Any) -> None:
         help="run the simulated engines on a measured profile instead of the roofline",
     )
     parser.add_argument(
-        "--exact", action="store_true", help="take every step of every engine: far slower, to check results by"
+        "--exact",
+        action="store_true",
+        help="take every step of every engine: far slower, to check results by",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
     parser.add_argument(

@@ -16,7 +16,11 @@ class Config(pydantic.BaseModel):
     """A package's settings: at most a dozen fields, each with its unit and a description."""
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,  # JSON has no word for them
     )
 
     @classmethod

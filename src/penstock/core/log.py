@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 import structlog
 
+from penstock.core.errors import ConfigError
+
 
 def configure(level: str = "info", *, process: str, stream: TextIO | None = None) -> None:
     """Send this process's log to `stream` (stderr), one line per event; JSON where PENSTOCK_LOG_FORMAT=json.
@@ -18,11 +20,17 @@ def configure(level: str = "info", *, process: str, stream: TextIO | None = None
         level: debug, info, warning or error.
         process: the name on each line, such as `worker-1`.
         stream: where the lines go; None is stderr.
+
+    Raises:
+        ConfigError: PENSTOCK_LOG_FORMAT is neither json nor text.
     """
+    form = os.environ.get("PENSTOCK_LOG_FORMAT") or "text"
+    if form not in {"json", "text"}:
+        raise ConfigError(f"PENSTOCK_LOG_FORMAT: must be json or text, got {form!r}")
     out: Any = stream or _Stderr()
     renderer: Any = (
         structlog.processors.JSONRenderer()
-        if os.environ.get("PENSTOCK_LOG_FORMAT") == "json"
+        if form == "json"
         else structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=0, pad_level=False)
     )
     structlog.configure(

@@ -8,12 +8,13 @@ import yaml
 from penstock.core.errors import ConfigError
 
 
-def parse_yaml(text: str, *, source: str) -> Any:
+def parse_yaml(text: str, *, source: str, is_file: bool = True) -> Any:
     """Read one YAML document as plain data.
 
     Args:
         text: the document.
         source: the file or flag to name in errors.
+        is_file: errors name line and column, which would puzzle in a flag of one word.
 
     Raises:
         ConfigError: it is no YAML, or a mapping has the same key twice; one line, with the place.
@@ -22,9 +23,11 @@ def parse_yaml(text: str, *, source: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derived from SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark and is_file else source
         raise ConfigError(f"{place}: {error.problem or error.context or 'not valid YAML'}") from error
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply; a graph has a few levels") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: such as the date 2026-02-30
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
@@ -34,6 +37,10 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    problem=f"a key must be a word, not a {key_node.id}", problem_mark=key_node.start_mark
+                )
             line = key_node.start_mark.line + 1
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(

@@ -144,8 +144,10 @@ def _run_python(path: Path) -> Graph:
         raise config_error(Graph, error, str(path)) from error
     except OSError as error:
         raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except SystemExit as error:
+        raise ConfigError(f"{path}: ended with sys.exit({error.code!r}); it must set `graph`") from error
     except Exception as error:
-        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not isinstance(graph, Graph):
         raise ConfigError(f"{path}: must set `graph` to a penstock.graph.Graph, got {type(graph).__name__}")
     return graph

@@ -17,17 +17,18 @@ class Overrides:
         """Read what `--set` gave.
 
         Raises:
-            ConfigError: one is not `key=value`, or its value is no YAML.
+            ConfigError: one is not `key=value`, its value is no YAML, or a field is set twice.
         """
         self._values: dict[Path, Any] = {}
         self._flags: dict[Path, str] = {}
+        self._made: dict[Path, Path] = {}  # mappings that only an assignment brought about: which one
         for assignment in assignments:
             key, equals, value = assignment.partition("=")
             if not equals or not all(key.split(".")):
                 raise ConfigError(
                     f"{SET} {assignment}: must be key=value, as in {SET} roles.aggregated.replicas=2"
                 )
-            self.assign(key.strip(), parse_yaml(value, source=f"{SET} {key}"), flag=SET)
+            self.assign(key.strip(), parse_yaml(value, source=f"{SET} {key}", is_file=False), flag=SET)
 
     def assign(self, key: str, value: Any, *, flag: str) -> None:
         """Add one assignment.
@@ -36,8 +37,16 @@ class Overrides:
             key: dotted path, such as `roles.decode.replicas`.
             value: plain data; a string is read as the field's type.
             flag: the flag it came from, for errors to name.
+
+        Raises:
+            ConfigError: another assignment sets the same.
         """
         path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        for other, flag_before in self._flags.items():
+            if _overlap(path, other, self._values[other]):
+                raise ConfigError(
+                    f"{_named(flag, path)} and {_named(flag_before, other)} set the same field; give one of them"
+                )
         self._values[path] = value
         self._flags[path] = flag
 
@@ -48,6 +57,9 @@ class Overrides:
             ConfigError: a path leads through something that is no mapping.
         """
         for path, value in self._values.items():
+            for length in range(1, len(path)):
+                if not _holds(data, path[:length]):
+                    self._made[path[:length]] = path
             data = _with_value(data, path, value, f"{self._flags[path]} {'.'.join(map(str, path))}")
         return data
 
@@ -56,7 +68,29 @@ class Overrides:
         for assigned, flag in reversed(self._flags.items()):
             if path[: len(assigned)] == assigned:
                 return flag
+        if path in self._made:
+            return _named(self._flags[self._made[path]], self._made[path])
         return otherwise
+
+
+def _named(flag: str, path: Path) -> str:
+    return f"{flag} {'.'.join(map(str, path))}" if flag == SET else flag
+
+
+def _overlap(path: Path, other: Path, other_value: Any) -> bool:
+    """Say whether two assignments set the same, or the first would undo the second."""
+    if path == other[: len(path)]:
+        return True
+    return other == path[: len(other)] and _holds(other_value, path[len(other) :])
+
+
+def _holds(node: Any, path: Path) -> bool:
+    for part in path:
+        inside = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        if part not in inside:
+            return False
+        node = node[part]
+    return True
 
 
 def _with_value(node: Any, path: Path, value: Any, where: str) -> Any:

@@ -65,6 +65,16 @@ def test_a_key_written_twice_is_a_mistake(tmp_path: Path) -> None:
         ("block_size: 16\n", "graph.yaml: model: missing; it has no default"),
         ("model: demo\nname: ../up\n", "graph.yaml: name: must be up to 63 letters"),
         ("model: \x07\n", "graph.yaml: not valid YAML: unacceptable character #x0007"),
+        ("? [a]\n: b\n", "graph.yaml:1:3: a key must be a word, not a sequence"),
+        ("? {a: 1}\n: b\n", "graph.yaml:1:3: a key must be a word, not a mapping"),
+        ("a: " + "[" * 5000, "graph.yaml: nested too deeply"),
+        ("model: &a [*a]\n", "graph.yaml: model: must be a valid string, got [[...]]"),
+        ("model: 2026-02-30\n", "graph.yaml: not valid YAML: day is out of range"),
+        ("model: demo\n1: 2\n", "graph.yaml: 1: "),
+        (
+            "model: demo\nsupervision: {start_timeout_s: .inf}\n",
+            "graph.yaml: supervision.start_timeout_s: must be a finite number, got inf",
+        ),
     ],
 )
 def test_a_file_that_is_no_graph_is_one_line(tmp_path: Path, text: str, line: str) -> None:
@@ -85,6 +95,12 @@ def test_a_python_file_that_fails_is_one_line(tmp_path: Path) -> None:
         "a.py: must set `graph` to a penstock.graph.Graph, got int"
     ]
     assert mistakes(write(tmp_path, "1 / 0\n", "b.py")) == ["b.py: ZeroDivisionError: division by zero"]
+    assert mistakes(write(tmp_path, "import sys\nsys.exit(7)\n", "d.py")) == [
+        "d.py: ended with sys.exit(7); it must set `graph`"
+    ]
+    assert mistakes(write(tmp_path, "raise ValueError('two\\nlines')\n", "e.py")) == [
+        "e.py: ValueError: two lines"
+    ]
     text = "from penstock.graph import Graph\ngraph = Graph(model='demo', block_size=0)\n"
     assert mistakes(write(tmp_path, text, "c.py")) == ["c.py: block_size: must be >= 1, got 0"]
 
@@ -153,7 +169,34 @@ def test_mistakes_of_set_name_the_flag(tmp_path: Path) -> None:
         "--set roles: must be key=value, as in --set roles.aggregated.replicas=2"
     ]
     assert mistakes(path, "block_size.x=2") == ["--set block_size.x: 'x' can only be set in a mapping, got 0"]
-    assert mistakes(path, "slo=[") == ["--set slo:1:2: expected the node content, but found '<stream end>'"]
+    assert mistakes(path, "slo=[") == ["--set slo: expected the node content, but found '<stream end>'"]
+
+
+@pytest.mark.parametrize(
+    ("assignments", "is_twice"),
+    [
+        (["block_size=8", "block_size=16"], True),
+        (["frontend={port: 1}", "frontend.port=2"], True),
+        (["frontend.port=2", "frontend={}"], True),  # which would undo it
+        (["frontend={host: 0.0.0.0}", "frontend.port=2"], False),
+        (["frontend.port=2", "frontend.host=0.0.0.0"], False),
+    ],
+)
+def test_a_field_is_set_once(assignments: list[str], is_twice: bool) -> None:
+    if not is_twice:
+        assert build({"model": "demo"}, Overrides(assignments)).frontend.port == 2
+        return
+    first, second = (assignment.partition("=")[0] for assignment in assignments)
+    with pytest.raises(ConfigError) as caught:
+        Overrides(assignments)
+    assert caught.value.message == (f"--set {second} and --set {first} set the same field; give one of them")
+
+
+def test_a_mapping_that_only_a_flag_brought_about_is_the_flags(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: demo\nb: {c: 1}\n")
+    first, second = mistakes(path, "a.b=1", "b.d=2")
+    assert first.startswith("graph.yaml: b: unknown key")
+    assert second.startswith("--set a.b: a: unknown key")
 
 
 def test_flags_are_sugar_for_set_and_named_in_mistakes() -> None:
@@ -161,6 +204,7 @@ def test_flags_are_sugar_for_set_and_named_in_mistakes() -> None:
     flags.assign("model", "demo", flag="MODEL")
     flags.assign("roles.aggregated.replicas", "2", flag="--workers")
     assert build({}, flags) == Graph(model="demo", roles=Roles(aggregated=RoleSpec(replicas=2)))
+    flags = Overrides(["model=demo"])
     flags.assign("roles.aggregated.replicas", "two", flag="--workers")
     with pytest.raises(ConfigError) as caught:
         build({}, flags)
