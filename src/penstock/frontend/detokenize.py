@@ -100,7 +100,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
 
 
 class _ByteTable(dict[int, bytes]):
@@ -115,8 +115,8 @@ class _ByteTable(dict[int, bytes]):
         token = None if token_id in self._skip else self._vocabulary(token_id)
         if token is None:
             content = b""
-        elif all(character in _BYTE_OF for character in token):
-            content = bytes([_BYTE_OF[character] for character in token])
+        elif all(character in BYTE_OF for character in token):
+            content = bytes([BYTE_OF[character] for character in token])
         else:
             content = token.encode()
         self[token_id] = content

@@ -13,6 +13,7 @@ from penstock.core.log import get_logger
 from penstock.core.types import ModelCard
 from penstock.frontend.detokenize import Detokenizer
 from penstock.frontend.errors import UnknownModelError
+from penstock.frontend.length import LengthBound
 from penstock.frontend.template import ChatTemplate
 from penstock.seams import RequestDispatcher
 
@@ -37,6 +38,7 @@ class ServedModel:
         try:
             self.tokenizer: Tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
             self.detokenizer = Detokenizer(self.tokenizer, files[TOKENIZER])
+            self.length_bound = LengthBound(self.tokenizer, files[TOKENIZER])
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"model {card.name}: {TOKENIZER}: {error}") from error
         self.tokenizer.no_truncation()

@@ -6,6 +6,7 @@ Block hashes are computed once per prompt and shared by all its choices; they tr
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ from penstock.frontend.validation import stop_strings
 COMPLETION_TOKENS_DEFAULT = 16
 """`max_tokens` of a plain completion that gives none, as OpenAI documents it."""
 _THREAD_BYTES = 20_000  # a body this large is encoded in a thread: about 5 ms (2 cores of an AMD EPYC)
+_BIG_BYTES = 1 << 20  # encoding takes some 150 bytes of memory for each byte of text
+_BIG_AT_ONCE = 2
 
 _T = TypeVar("_T")
 
@@ -75,9 +78,11 @@ class Preprocessor:
         """
         self._hash_key = hash_key
         self._rng = rng
+        # Threads of their own, not a semaphore: one whose client has gone goes on, and still counts.
+        self._big = ThreadPoolExecutor(_BIG_AT_ONCE, thread_name_prefix="encode-big")
 
     async def chat(self, request: ChatRequest, model: ServedModel, arrival: Arrival) -> Work:
-        """Prepare a request that `validation.check_chat` let pass; a large one is encoded in a thread.
+        """Prepare a request that `validation.check_chat` let pass; a large one is encoded in a thread, few big ones at once.
 
         Raises:
             RequestError: the template refuses the messages, or they do not fit the context.
@@ -87,7 +92,7 @@ class Preprocessor:
                 f"messages: model {model.card.name!r} has no chat template; use /v1/completions",
                 param="messages",
             )
-        token_ids = await _off_loop(arrival.size_bytes, lambda: _encode_chat(request, model))
+        token_ids = await self._off_loop(arrival.size_bytes, lambda: _encode_chat(request, model))
         limit = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         prompts = [_Prompt(token_ids, "messages")]
@@ -99,10 +104,16 @@ class Preprocessor:
         Raises:
             RequestError: a prompt is empty, has ids out of range, or does not fit the context.
         """
-        encoded = await _off_loop(arrival.size_bytes, lambda: _encode_prompts(request, model))
+        encoded = await self._off_loop(arrival.size_bytes, lambda: _encode_prompts(request, model))
         prompts = [_Prompt(token_ids, "prompt") for token_ids in encoded]
         limit = request.max_tokens or COMPLETION_TOKENS_DEFAULT
         return self._work(request, model, arrival, prompts, limit=limit, logprobs=request.logprobs)
+
+    async def _off_loop(self, size_bytes: int, encode: Callable[[], _T]) -> _T:
+        if size_bytes <= _THREAD_BYTES:
+            return encode()
+        threads = self._big if size_bytes > _BIG_BYTES else None
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     def _work(
         self,
@@ -154,14 +165,10 @@ def request_salt(card_salt: bytes, cache_salt: str | None) -> bytes:
     return card_salt if cache_salt is None else card_salt + b"|cache_salt=" + cache_salt.encode()
 
 
-async def _off_loop(size_bytes: int, encode: Callable[[], _T]) -> _T:
-    return await asyncio.to_thread(encode) if size_bytes > _THREAD_BYTES else encode()
-
-
 def _encode_chat(request: ChatRequest, model: ServedModel) -> TokenArray:
     assert model.template is not None
     text = model.template.render([_message(m) for m in request.messages], request.chat_template_kwargs)
-    return _encode(model, text, special=False)  # the template writes the special tokens
+    return _encode(model, text, "messages", special=False)  # the template writes the special tokens
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -195,12 +202,19 @@ def _encode_prompts(request: CompletionRequest, model: ServedModel) -> list[Toke
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
     return [
-        _encode(model, item, special=True) if isinstance(item, str) else _check_ids(item, model)
+        _encode(model, item, "prompt", special=True) if isinstance(item, str) else _check_ids(item, model)
         for item in prompt
     ]
 
 
-def _encode(model: ServedModel, text: str, *, special: bool) -> TokenArray:
+def _encode(model: ServedModel, text: str, param: str, *, special: bool) -> TokenArray:
+    context_length = model.card.context_length
+    if len(text) > context_length and (least := model.length_bound.tokens_min(text)) >= context_length:
+        raise ContextLengthError(
+            f"{param}: {len(text.encode())} bytes are at least {least} tokens and do not fit the model's context of "
+            f"{context_length}, which has to hold the answer too; shorten them",
+            param=param,
+        )
     # The batch calls release the GIL, the plain ones do not; the fast one leaves out character offsets.
     (encoding,) = model.tokenizer.encode_batch_fast([text], add_special_tokens=special)
     return np.array(encoding.ids, dtype=np.int32)
