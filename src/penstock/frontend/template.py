@@ -15,6 +15,12 @@ import msgspec
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
 
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+RESERVED = frozenset(
+    {*_SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+)
+"""Variables that are the server's to set; a request may set any other one."""
+
 
 class _NamedTemplate(msgspec.Struct):
     name: str
@@ -70,7 +76,7 @@ class ChatTemplate:
             return None
         tokens = {
             name: token if isinstance(token, str) else token.content
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            for name in _SPECIAL_TOKENS
             if (token := getattr(config, name)) is not None
         }
         return cls(source, tokens)
@@ -80,7 +86,7 @@ class ChatTemplate:
 
         Args:
             messages: `role`, `content` and whatever else the template reads.
-            arguments: further variables, as `enable_thinking`.
+            arguments: further variables, as `enable_thinking`; none of `RESERVED`.
 
         Raises:
             RequestError: the template refuses these messages.

@@ -15,6 +15,7 @@ from penstock.frontend.openai import (
     GenerationRequest,
     Message,
 )
+from penstock.frontend.template import RESERVED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LOGPROBS_MAX = 20
@@ -60,6 +61,12 @@ def check_chat(request: ChatRequest, choices_max: int) -> None:
             f"top_logprobs: got {request.top_logprobs} without logprobs; set logprobs to true",
             param="top_logprobs",
         )
+    for name in request.chat_template_kwargs or ():
+        if name in RESERVED:
+            raise RequestError(
+                f"chat_template_kwargs.{name}: is not the request's to set; leave it out",
+                param=f"chat_template_kwargs.{name}",
+            )
     if not request.messages:
         raise RequestError("messages: must hold at least one message, got none", param="messages")
     for index, message in enumerate(request.messages):

@@ -112,6 +112,18 @@ def test_contradictions_are_refused() -> None:
     assert chat_refusal(stream_options=StreamOptions(include_usage=True)).param == "stream_options"
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "strftime_now"])
+def test_what_the_server_gives_to_a_template_is_not_the_requests_to_set(name: str) -> None:
+    error = chat_refusal(chat_template_kwargs={"enable_thinking": False, name: 1})
+    assert error.param == f"chat_template_kwargs.{name}"
+    assert error.message == f"chat_template_kwargs.{name}: is not the request's to set; leave it out"
+
+
+def test_other_variables_of_a_template_are_allowed() -> None:
+    arguments = {"enable_thinking": False, "documents": []}
+    check_chat(ChatRequest(model="m", messages=HI, chat_template_kwargs=arguments), choices_max=8)
+
+
 def test_stop_strings_are_bounded() -> None:
     assert stop_strings(ChatRequest(model="m", messages=HI, stop="x")) == ("x",)
     assert stop_strings(ChatRequest(model="m", messages=HI)) == ()
