@@ -18,7 +18,7 @@ from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.server import FrontendServer
 from penstock.testing.dispatcher import Script, ScriptedDispatcher, speak
-from penstock.testing.tokenizer import tiny_tokenizer_json
+from penstock.testing.tokenizer import tiny_card, tiny_tokenizer_json
 
 TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
 TEXT = "the quick brown fox jumps 你好 🎉"
@@ -291,6 +291,7 @@ def test_a_request_reaches_the_dispatcher_as_it_was_meant() -> None:
         ("chat/completions", chat(messages=[]), 400, "messages", "at least one message"),
         ("chat/completions", chat(messages=[{"role": "user", "content": "a" * 2000}]), 400, "messages", "context of 512"),
         ("chat/completions", chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), 400, "messages[0].content[0].type", "text only"),
+        ("chat/completions", chat(chat_template_kwargs={"messages": 1}), 400, "chat_template_kwargs.messages", "leave it out"),
         ("completions", b'{"model":"tiny","prompt":[99999999]}', 400, "prompt", "token ids must be"),
         ("completions", b'{"model":"tiny","prompt":"x","max_tokens":512}', 400, "max_tokens", "context of 512"),
         ("completions", b'{"model":"tiny"}', 400, "prompt", "required, but missing"),
@@ -367,21 +368,88 @@ def test_unknown_paths_and_methods_have_the_apis_shape() -> None:
     run(test)
 
 
-def test_garbage_instead_of_http_is_400() -> None:
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01 nonsense\r\n\r\n",
+        b"GARBAGE\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: test\r\nX-Odd: a\x01b\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: test\r\nX-Long: " + b"x" * 9000 + b"\r\n\r\n",
+        b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: test\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: -4\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused_in_the_apis_shape(raw: bytes) -> None:
     async def test() -> None:
         async with serving() as site:
             reader, writer = await site.connect()
-            writer.write(b"\x16\x03\x01 nonsense\r\n\r\n")
-            assert b" 400 " in (await reader.read()).split(b"\r\n")[0]
+            writer.write(raw)
+            answer = Answer(await reader.read())
             writer.close()
+            assert answer.status == 400
+            assert answer.headers["content-type"].startswith("application/json")
+            assert len(answer.headers["x-request-id"]) == 24
+            message = answer.error["message"]
+            assert message.startswith("not a valid HTTP request: ")
+            assert "\n" not in message
+            assert len(message) < 400
+            assert answer.error["type"] == "invalid_request_error"
             assert (await site.ask("GET", "/live")).status == 200
+            metrics = (await site.ask("GET", "/metrics")).body.decode()
+            assert 'penstock_frontend_requests_total{code="400",route="unknown"} 1.0' in metrics
+
+    run(test)
+
+
+@pytest.mark.parametrize("encoding", ["zap", "br", "zstd", "gzip, gzip"])
+def test_an_unknown_encoding_of_the_body_is_named(encoding: str) -> None:
+    async def test() -> None:
+        async with serving() as site:
+            answer = await site.ask("POST", "/v1/chat/completions", chat(), f"Content-Encoding: {encoding}")
+            assert (answer.status, answer.error["code"]) == (415, "unsupported_encoding")
+            assert encoding in answer.error["message"]
+            assert answer.error["message"].endswith("; send one of gzip, deflate, identity")
+
+    run(test)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_body_that_is_not_encoded_as_it_says_is_refused_in_one_line(encoding: str) -> None:
+    async def test() -> None:
+        async with serving() as site:
+            answer = await site.ask("POST", "/v1/chat/completions", chat(), f"Content-Encoding: {encoding}")
+            assert answer.status == 400
+            assert answer.error["message"] == (
+                f"the body cannot be read: Can not decode content-encoding: {encoding}"
+            )
+
+    run(test)
+
+
+def test_an_expectation_that_cannot_be_met_is_417_with_an_id() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            answer = await site.ask("POST", "/v1/chat/completions", chat(), "Expect: the-impossible")
+            assert answer.status == 417
+            assert answer.headers["x-request-id"]
+
+    run(test)
+
+
+def test_metrics_have_no_times_of_creation() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            await site.ask("POST", "/v1/chat/completions", chat())
+            assert b"_created" not in (await site.ask("GET", "/metrics")).body
 
     run(test)
 
 
 def test_a_huge_prompt_is_refused_without_holding_up_others() -> None:
     async def test() -> None:
-        async with serving() as site:
+        # Few enough bytes that they might fit: they are tokenized before they are refused.
+        dispatcher = ScriptedDispatcher(SPEAK, [tiny_card(context_length=200_000)])
+        async with serving(dispatcher=dispatcher) as site:
             loop = asyncio.get_running_loop()
             await site.ask("POST", "/v1/chat/completions", chat())  # the model is loaded
             start = loop.time()
@@ -700,7 +768,7 @@ def test_closing_lets_streams_finish_and_takes_nothing_new() -> None:
     run(test)
 
 
-def test_closing_ends_what_takes_too_long_with_an_error() -> None:
+def test_closing_ends_what_takes_too_long_with_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         async with serving(speak(IDS * 100, pause_s=0.05), drain_timeout_s=0.1) as site:
             running = asyncio.ensure_future(site.ask("POST", "/v1/chat/completions", chat(stream=True)))
@@ -710,6 +778,8 @@ def test_closing_ends_what_takes_too_long_with_an_error() -> None:
             assert b"the server is shutting down" in (await running).body
 
     run(test)
+    out, err = capfd.readouterr()
+    assert (out + err).count("requests_given_up") == 1
 
 
 def test_a_taken_port_is_one_clear_error() -> None:

@@ -60,3 +60,8 @@ class MethodError(_RefusalError):
 class BodySizeError(_RefusalError):
     code = "request_too_large"
     status = 413
+
+
+class BodyEncodingError(_RefusalError):
+    code = "unsupported_encoding"
+    status = 415

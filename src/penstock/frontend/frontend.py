@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from penstock.core.clock import wall_time_s
 from penstock.core.types import ModelCard
@@ -65,6 +65,7 @@ class Frontend:
             registry: what /metrics shows, the dispatcher's figures too if it has the same; None makes one.
             rng: for ids and seeds; None takes one seeded by the system.
         """
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, of no use
         self.config = config
         self.dispatcher = dispatcher
         self.metrics = FrontendMetrics(registry if registry is not None else CollectorRegistry())

@@ -5,18 +5,23 @@ its handler, and with it the request on its workers, before the first token as w
 """
 
 import ipaddress
+import logging
 import math
+from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from typing import Any
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import ContentEncodingError
 
 from penstock.core.errors import PenstockError, RequestError
 from penstock.core.log import get_logger
 from penstock.frontend.admission import Slot
 from penstock.frontend.completion import TextEvent
 from penstock.frontend.errors import (
+    BodyEncodingError,
     BodySizeError,
     ForbiddenError,
     MethodError,
@@ -30,6 +35,8 @@ from penstock.frontend.sse import DONE, error_event
 _REQUEST_ID = "X-Request-Id"
 _REQUEST_ID_CHARACTERS_MAX = 128
 _CLIENT_GONE = 499  # as nginx counts a client that closed before its answer's end
+_ENCODINGS = ("gzip", "deflate", "identity")
+_REASON_CHARACTERS_MAX = 300
 _FORWARDED = ("Forwarded", "X-Forwarded-For")
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # each request runs in a context of its own
@@ -89,11 +96,26 @@ class HttpSurface:
         except web.HTTPException as error:
             return _error_response(self._translate(error, request), error.headers.get("Allow"))
         except web.RequestPayloadError as error:
-            return _error_response(RequestError(f"the body cannot be read: {error}"))
+            return _error_response(RequestError(f"the body cannot be read: {_reason(error)}"))
         except ConnectionError:  # the client is gone
             raise
         except Exception:  # noqa: BLE001 - a handler's fate is owned here
             return _error_response(_unexpected(request))
+
+    def refuse(self, error: BaseException | None, status: int) -> web.Response:
+        """Answer what never became a request: what came was not HTTP, or more of it than a header may be."""
+        refusal: PenstockError
+        if status >= 500 or error is None:
+            refusal = PenstockError("the server failed on this request; its log says more")
+        elif isinstance(error, ContentEncodingError):  # one that aiohttp knows and needs a library for
+            refusal = _unknown_encoding(_reason(error).partition(". ")[0])
+        else:
+            refusal = RequestError(f"not a valid HTTP request: {_reason(error)}", http_status=status)
+        self._frontend.metrics.answered("unknown", refusal.http_status)
+        response = _error_response(refusal)
+        response.headers[_REQUEST_ID] = self._frontend.new_id()
+        response.force_close()
+        return response
 
     def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
         """Say in the API's words what aiohttp refused."""
@@ -116,7 +138,8 @@ class HttpSurface:
         )
 
     async def _add_headers(self, _: web.Request, response: web.StreamResponse) -> None:
-        response.headers[_REQUEST_ID] = _request_id.get("")
+        # One that aiohttp refuses before `_frame`, as for an `Expect` that it does not know, has no id yet.
+        response.headers[_REQUEST_ID] = _request_id.get("") or self._frontend.new_id()
         if self.draining:
             response.force_close()
 
@@ -129,6 +152,9 @@ class HttpSurface:
     async def _generate(self, request: web.Request, prepare: Prepare) -> web.StreamResponse:
         with self._frontend.admit() as slot:
             async with slot.limit():
+                encoding = request.headers.get("Content-Encoding", "identity")
+                if encoding.strip().lower() not in _ENCODINGS:
+                    raise _unknown_encoding(f"{encoding[:40]!r} is not understood")
                 if (request.content_length or 0) > self._config.body_bytes_max:
                     raise self._too_large()
                 answering = await prepare(await request.read(), slot)
@@ -231,6 +257,51 @@ class _SseResponse(web.StreamResponse):
         if writer is None:
             raise ConnectionResetError("the client is gone")
         return writer
+
+
+class Connection(web.RequestHandler):
+    """One client's connection; what it sends that is not HTTP is refused in the API's shape too."""
+
+    __slots__ = ("_refuse",)
+
+    def __init__(
+        self,
+        server: web.Server,
+        surface: HttpSurface,
+        *,
+        loop: AbstractEventLoop,
+        logger: logging.Logger,
+        keepalive_timeout_s: float,
+    ) -> None:
+        no_access_log: Any = None  # as aiohttp allows, though its annotation does not
+        super().__init__(
+            server,
+            loop=loop,
+            logger=logger,
+            access_log=no_access_log,
+            keepalive_timeout=keepalive_timeout_s,
+        )
+        self._refuse = surface.refuse
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # logs, and gives up on an answer already begun
+        return self._refuse(exc, status)
+
+
+def _unknown_encoding(problem: str) -> BodyEncodingError:
+    return BodyEncodingError(f"Content-Encoding: {problem}; send one of {', '.join(_ENCODINGS)}")
+
+
+def _reason(error: BaseException) -> str:
+    """Say in one line what aiohttp found wrong."""
+    text = " ".join(str(getattr(error, "message", error)).split()).removeprefix("400, message: ")
+    return text if len(text) <= _REASON_CHARACTERS_MAX else f"{text[:_REASON_CHARACTERS_MAX]}..."
 
 
 def _json(body: bytes, status: int = 200) -> web.Response:

@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
-from penstock.frontend.http import HttpSurface
+from penstock.frontend.http import Connection, HttpSurface
 
 _BACKLOG = 1024
 _CLOSE_TIMEOUT_S = 1.0  # for connections of requests that were ended; they have nothing left to wait for
@@ -32,7 +32,7 @@ class FrontendServer:
         self._share_port = share_port
         self._surface = HttpSurface(frontend)
         self._runner: web.AppRunner | None = None
-        self._sites: list[web.SockSite] = []
+        self._listening: asyncio.Server | None = None
 
     async def start(self) -> tuple[str, int]:
         """Listen.
@@ -51,15 +51,23 @@ class FrontendServer:
         self._runner = web.AppRunner(
             self._surface.app(),
             handler_cancellation=True,
-            access_log=None,
-            logger=quiet,
-            keepalive_timeout=config.keepalive_timeout_s,
             shutdown_timeout=_CLOSE_TIMEOUT_S,
         )
         await self._runner.setup()
-        site = web.SockSite(self._runner, listener, backlog=_BACKLOG)
-        await site.start()
-        self._sites.append(site)
+        server = self._runner.server
+        assert server is not None  # it is set up
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(
+            lambda: Connection(
+                server,
+                self._surface,
+                loop=loop,
+                logger=quiet,
+                keepalive_timeout_s=config.keepalive_timeout_s,
+            ),
+            sock=listener,
+            backlog=_BACKLOG,
+        )
         host, port = listener.getsockname()[:2]
         _log.info("frontend_listening", host=host, port=port)
         return host, port
@@ -70,10 +78,14 @@ class FrontendServer:
         if runner is None:
             return
         self._surface.draining = True
-        for site in self._sites:
-            await site.stop()
+        if self._listening is not None:
+            self._listening.close()
         await asyncio.sleep(0)  # connections accepted already get to start their requests
         ended = await self._frontend.admission.drain(self._frontend.config.drain_timeout_s)
+        if ended:
+            _log.warning(
+                "requests_given_up", requests=ended, drain_timeout_s=self._frontend.config.drain_timeout_s
+            )
         await runner.cleanup()
         _log.info("frontend_closed", requests_ended=ended)
 
