@@ -137,16 +137,23 @@ class LocalDeployment:
             metrics_dir.mkdir()
         worker_ids = itertools.count(1)  # every process gets a new one, a restarted one too
 
-        def work() -> WorkerJob:
-            worker_id = WorkerId(next(worker_ids))
-            return WorkerJob(worker_id=worker_id, role=Role.AGGREGATED, card=card, model_dir=model_dir)
+        def work(index: int) -> WorkerJob:
+            return WorkerJob(
+                worker_id=WorkerId(next(worker_ids)),
+                role=Role.AGGREGATED,
+                card=card,
+                model_dir=model_dir,
+                device_index=index,
+            )
 
         def front() -> FrontendJob:
             if metrics_dir is not None:
                 self._forget_dead(metrics_dir)
             return FrontendJob(host=port.host, port=port.number, metrics_dir=str(metrics_dir or ""))
 
-        self._workers = [self._member(f"worker-{n + 1}", work, common) for n in range(self._role.replicas)]
+        self._workers = [
+            self._member(f"worker-{n + 1}", partial(work, n), common) for n in range(self._role.replicas)
+        ]
         self._frontends = [
             self._member(f"frontend-{n + 1}", front, common) for n in range(self.graph.frontend.processes)
         ]

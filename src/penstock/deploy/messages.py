@@ -11,12 +11,13 @@ from penstock.core.wire import Wire
 
 
 class WorkerJob(Wire, frozen=True, tag="worker"):
-    """`card` says what it serves, from the files in `model_dir`."""
+    """`card` says what it serves, from the files in `model_dir`; `device_index` is its GPU on this machine, if it uses one."""
 
     worker_id: WorkerId
     role: Role
     card: ModelCard
     model_dir: str
+    device_index: int = 0
 
 
 class FrontendJob(Wire, frozen=True, tag="frontend"):

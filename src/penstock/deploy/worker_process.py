@@ -64,7 +64,7 @@ def _engine_spec(graph: Graph, role: RoleSpec, job: WorkerJob, hash_key: bytes) 
         max_batch_tokens=role.max_batch_tokens,
         max_running_requests=role.max_running_requests,
         dtype=role.weight_dtype,
-        device="cpu" if role.hardware == "cpu" else "cuda",
+        device="cpu" if role.hardware == "cpu" else f"cuda:{job.device_index}",
         hash_key=hash_key,
         mock=role.mock,
     )

@@ -55,7 +55,7 @@ class RouterConfig(Config):
     """(worker, block) pairs in the prefix index; then the leaf unused for longest is forgotten."""
     open_requests_max: int = pydantic.Field(default=16_384, ge=1)
     """Requests (choices) under way at once; the next one is refused with 503."""
-    no_worker_wait_s: float = pydantic.Field(default=10.0, ge=0)
+    no_worker_wait_s: float = pydantic.Field(default=60.0, ge=0)
     """How long a request waits for a worker where its model has none."""
     connect_timeout_s: float = pydantic.Field(default=5.0, gt=0)
     """How long a worker may take to answer a new connection."""
