@@ -466,10 +466,10 @@ def test_no_worker_at_all_is_an_error_that_names_the_model():
     async def scene(setting: Setting) -> None:
         loop = asyncio.get_running_loop()
         before_s = loop.time()
-        with pytest.raises(Unavailable, match=r"model other: no worker was ready within 10 s; .*: tiny;"):
+        with pytest.raises(Unavailable, match=r"model other: no worker was ready within 60 s; .*: tiny;"):
             async with setting.dispatcher.open(make_request(model="other")):
                 pass
-        assert loop.time() - before_s == pytest.approx(10.0)
+        assert loop.time() - before_s == pytest.approx(60.0)
 
     play(scene)
 
