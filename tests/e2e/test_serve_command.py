@@ -161,6 +161,7 @@ def test_a_second_signal_does_not_wait(serve):
         command.wait_line(r"^penstock +stopping")
         told = time.monotonic()
         command.process.send_signal(signal.SIGINT)
+        assert b"the server is shutting down" in response.read()
         code, _ = command.end()
     assert code == 0
     assert time.monotonic() - told < 5

@@ -11,6 +11,7 @@ import msgspec
 from penstock.deploy.messages import Assignment, FrontendJob, Report
 
 _REPORT_BYTES_MAX = 1 << 20
+_LAST_WORD_S = 0.5
 _reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 _ONE_THREAD = {
@@ -82,7 +83,9 @@ class Child:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        """End it in a moment: told once more, a frontend that drains still ends its streams with an error."""
+        self.signal(signal.SIGTERM)
+        asyncio.get_running_loop().call_later(_LAST_WORD_S, self.signal, signal.SIGKILL)
 
 
 def _environment(assignment: Assignment) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import signal
 
 from prometheus_client import CollectorRegistry
 
@@ -16,7 +17,7 @@ from penstock.runtime.requests.tcp import TcpPlane
 
 
 async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: asyncio.Event, tell: Tell) -> None:
-    """Serve until `stopping`, then finish what is under way.
+    """Serve until `stopping`, then finish what is under way; a further SIGTERM ends that with an error.
 
     Raises:
         ConfigError: the port cannot be listened on.
@@ -45,6 +46,7 @@ async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: async
                 tell(Ready(detail=", ".join(dispatcher.models())))
                 await stopping.wait()
         finally:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.hurry)
             await server.close()
 
 

@@ -60,6 +60,7 @@ class Admission:
         self._slots: set[Slot] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._patience: asyncio.Timeout | None = None
 
     @property
     def inflight(self) -> int:
@@ -95,11 +96,18 @@ class Admission:
             How many were ended.
         """
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as self._patience:
                 await self._idle.wait()
         except TimeoutError:
             slots = list(self._slots)
             for slot in slots:
                 slot.end()
             return len(slots)
+        finally:
+            self._patience = None
         return 0
+
+    def hurry(self) -> None:
+        """Let a `drain` under way wait no longer."""
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(asyncio.get_running_loop().time())

@@ -89,6 +89,10 @@ class FrontendServer:
         await runner.cleanup()
         _log.info("frontend_closed", requests_ended=ended)
 
+    def hurry(self) -> None:
+        """Let a `close` under way wait no longer: what is not finished ends with an error now."""
+        self._frontend.admission.hurry()
+
 
 def _listen(config: FrontendConfig, *, share_port: bool) -> socket.socket:
     try:

@@ -1,6 +1,7 @@
 """Slots for requests under way, and their time."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -84,5 +85,28 @@ def test_draining_ends_what_takes_too_long() -> None:
             assert await admission.drain(0.001) == 2
             started.set()
         assert [str(error) for error in errors] == ["the server is shutting down; try again"] * 2
+
+    asyncio.run(main())
+
+
+def test_a_drain_can_be_hurried() -> None:
+    async def main() -> None:
+        admission = Admission(inflight_max=1, request_timeout_s=60)
+        admission.hurry()  # nothing drains: nothing happens
+
+        async def request() -> None:
+            with admission.admit() as slot, contextlib.suppress(Unavailable):
+                async with slot.limit():
+                    await asyncio.sleep(3600)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(request())
+            await asyncio.sleep(0)
+            draining = group.create_task(admission.drain(3600))
+            await asyncio.sleep(0)
+            admission.hurry()
+            admission.hurry()
+            assert await draining == 1
+        assert admission.inflight == 0
 
     asyncio.run(main())
