@@ -45,7 +45,9 @@ _CHECK_EVERY_S = 0.05
 _LONGEST_S = 60.0
 """By then every request has ended; a deployment that only goes on ticking would never end by itself."""
 _QUIET_S = 12.0
-"""Longer than any lease, resync and reconnection takes."""
+"""Longer than any lease, drain and reconnection takes."""
+_CONVERGED_S = 40.0
+"""Longer than a subscriber that lost answer after answer waits until it asks again (`resync_timeout_s_max`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
         await touch_every_worker(
             cluster, [_request(f"touch-{n}", [n, *range(9)], 2) for n in range(len(cluster.workers))]
         )
-        await asyncio.sleep(_QUIET_S)
+        await asyncio.sleep(_CONVERGED_S)
         check_at_rest(cluster)
         result.faults = chaos.done
         result.end_s = asyncio.get_running_loop().time()
