@@ -292,9 +292,15 @@ class OpenRequest:
             raise _refused(retries.quarantine_s) from interruption
         if self.migrations >= retries.migrations_max:
             shared.metrics.migrations.labels("too_many").inc()
+            _log.warning(
+                "request_given_up",
+                request_id=self.request.request_id,
+                migrations=self.migrations,
+                error=interruption.message,
+            )
             raise Unavailable(
-                f"request {self.request.request_id}: moved {self.migrations} times already, the limit"
-                f" (retries.migrations_max); the last worker was lost with: {interruption.message}; send it again",
+                f"request {self.request.request_id}: moved {self.migrations} times already as its servers failed, the"
+                " limit (router.retries.migrations_max); send it again",
                 retry_after_s=1.0,
             ) from interruption
         delay_s = shared.budget.take(now_s, wait_s_max=retries.wait_s_max)
