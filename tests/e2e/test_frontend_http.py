@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import openai
 import pytest
@@ -14,8 +15,10 @@ from tokenizers import Tokenizer
 from penstock.core.errors import ConfigError, EngineError, Unavailable
 from penstock.core.types import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import pack_tokens
+from penstock.frontend.completion import TextEvent
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
+from penstock.frontend.http import _SseResponse
 from penstock.frontend.server import FrontendServer
 from penstock.testing.dispatcher import Script, ScriptedDispatcher, speak
 from penstock.testing.tokenizer import tiny_card, tiny_tokenizer_json
@@ -598,14 +601,16 @@ def test_a_client_that_goes_away_in_a_stream_cancels_every_choice() -> None:
     run(test)
 
 
-async def stall(site: Site) -> socket.socket:
+async def stall(site: Site, **fields: Any) -> socket.socket:
     """Ask for a stream and never read it."""
     stalled = socket.socket()
     stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     stalled.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(stalled, ("127.0.0.1", site.port))
-    await loop.sock_sendall(stalled, http("POST", "/v1/chat/completions", chat(stream=True, max_tokens=7)))
+    await loop.sock_sendall(
+        stalled, http("POST", "/v1/chat/completions", chat(stream=True, max_tokens=7, **fields))
+    )
     return stalled
 
 
@@ -639,6 +644,41 @@ def test_a_reader_that_stalls_holds_back_its_own_stream_only() -> None:
             assert taken["stalled"] == before
             stalled.close()
             assert await site.until(lambda: site.dispatcher.open_streams == 0) < 0.1
+
+    run(test)
+
+
+def test_a_reader_that_stalls_before_the_last_event_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens end just below the mark at which writing waits, and the usage that follows crosses it."""
+    sent: list[_SseResponse] = []
+    take = _SseResponse.take
+
+    async def note(response: _SseResponse, event: TextEvent) -> None:
+        sent[:] = [response]
+        await take(response, event)
+
+    monkeypatch.setattr(_SseResponse, "take", note)
+
+    async def just_enough(request: Request) -> AsyncIterator[Delta]:
+        for index in range(5000):
+            await asyncio.sleep(0)
+            transport = sent[0]._request.transport if sent else None
+            if transport is not None:
+                room = sent[0]._write_buffer_bytes - transport.get_write_buffer_size()
+                if 245 <= room < 560:
+                    break
+            yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS[: 1 + (index % 3 == 0)]))
+        yield Delta(
+            request_id=request.request_id, token_ids=pack_tokens(IDS[:1]), finish_reason=FinishReason.LENGTH
+        )
+
+    async def test() -> None:
+        async with serving(just_enough, request_timeout_s=2) as site:
+            stalled = await stall(site, stream_options={"include_usage": True})
+            await site.until(lambda: site.dispatcher.open_streams == 1)
+            await site.until(lambda: site.dispatcher.open_streams == 0)
+            await site.until(lambda: site.frontend.admission.inflight == 0, timeout_s=4)
+            stalled.close()
 
     run(test)
 

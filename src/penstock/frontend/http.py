@@ -170,7 +170,7 @@ class HttpSurface:
         try:
             async with slot.limit():
                 await answering.completion.run(response.take)
-            await response.finish()
+                await response.finish()
         except ConnectionError:
             raise
         except Exception as error:
@@ -238,8 +238,8 @@ class _SseResponse(web.StreamResponse):
         transport = self._request.transport
         if transport is not None and transport.get_write_buffer_size() > self._write_buffer_bytes:
             transport.abort()
-        else:
-            await self._send(error_event(error))
+        elif self._writer is not None:
+            await self._writer.write(error_event(error))  # not waiting for a client that may not read
 
     async def _send(self, chunk: bytes) -> None:
         """Write, and wait while the client has not read enough of what was written before."""

@@ -70,12 +70,13 @@ class ModelShelf:
             ConfigError: its files are malformed.
         """
         card = self._dispatcher.models().get(name) or self._remembered(name) or self.card(name)
-        if card not in self._models:
+        model = self._models.get(card)
+        if model is None:
             async with self._loading:  # the others wait, and then find it
-                if card not in self._models:
-                    await self._load(card)
-        self._models.move_to_end(card)
-        return self._models[card]
+                model = self._models.get(card) or await self._load(card)
+        if card in self._models:
+            self._models.move_to_end(card)
+        return model
 
     def card(self, name: str) -> ModelCard:
         """Give the card of a model that is served now.
@@ -95,14 +96,15 @@ class ModelShelf:
     def _remembered(self, name: str) -> ModelCard | None:
         return next((card for card in reversed(self._models) if card.name == name), None)
 
-    async def _load(self, card: ModelCard) -> None:
+    async def _load(self, card: ModelCard) -> ServedModel:
         names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
         files = {
             file.name: await self._dispatcher.fetch_file(card, file)
             for file in card.files
             if file.name in names
         }
-        self._models[card] = await asyncio.to_thread(ServedModel, card, files)
+        model = self._models[card] = await asyncio.to_thread(ServedModel, card, files)
         while len(self._models) > self._models_max:
             self._models.popitem(last=False)
         _log.info("model_loaded", model=card.name, context_tokens=card.context_length)
+        return model
