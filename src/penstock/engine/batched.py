@@ -12,7 +12,7 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, Request, Step, WorkerLoad
 from penstock.core.wire import HashArray
-from penstock.engine.runner import Runner
+from penstock.engine.runner import Runner, end_tokens_within
 from penstock.engine.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.sequences import SequenceLimits, StepPlan
 from penstock.kv.pool import BlockPool
@@ -55,7 +55,8 @@ class BatchedEngine:
             hash_key=self._hash_key,
         )
         pool = BlockPool(runner.num_blocks, runner.block_size)
-        scheduler = Scheduler(pool, limits, self._config, eos_token_ids=runner.eos_token_ids)
+        eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
+        scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids)
         info = EngineInfo(
             block_size=runner.block_size,
             total_blocks=runner.num_blocks,

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types import Request, TokenLogprob
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock_kv import MockKv
-from penstock.engine.runner import RunnerInfo
+from penstock.engine.runner import RunnerInfo, end_tokens_within
 from penstock.engine.scheduler import SchedulerConfig
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
 
@@ -144,7 +145,9 @@ class MockRunner:
         Raises:
             ConfigError: they contradict each other.
         """
-        shape, needed = self._shape, MockKv.bytes_needed(self._shape.block_size)
+        eos_token_ids = end_tokens_within(self._shape.vocab_size, self._shape.eos_token_ids)
+        shape = self._shape = replace(self._shape, eos_token_ids=eos_token_ids)
+        needed = MockKv.bytes_needed(shape.block_size)
         if 0 < shape.kv_bytes_per_block < needed:
             raise ConfigError(
                 f"kv_bytes_per_block: must be 0 or >= {needed} for blocks of {shape.block_size} tokens, "

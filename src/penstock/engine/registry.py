@@ -9,7 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock import MockConfig, mock_engine
-from penstock.engine.runner import RunnerInfo, ThreadedRunner
+from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler import SchedulerConfig
 
 _MOCK_BLOCKS = 4096
@@ -86,7 +86,7 @@ def _paged(spec: EngineSpec) -> BatchedEngine:
             f"engine paged: {' and '.join(missing)} not installed; run `pip install penstock[engine]`, or use engine mock"
         )
     from penstock.engine.paged.config import PagedConfig  # noqa: PLC0415 - its packages are an extra
-    from penstock.engine.paged.runner import PagedRunner  # noqa: PLC0415
+    from penstock.engine.paged.engine import paged_engine  # noqa: PLC0415
 
     settings = {
         "model": spec.model,
@@ -96,8 +96,8 @@ def _paged(spec: EngineSpec) -> BatchedEngine:
         "kv_blocks": spec.kv_blocks,
         "context_length": spec.context_length,
     }
-    runner = PagedRunner(PagedConfig.parse(settings, source="engine paged"))
-    return BatchedEngine(ThreadedRunner(runner), spec.scheduler, hash_key=spec.hash_key)
+    config = PagedConfig.parse(settings, source="engine paged")
+    return paged_engine(config, spec.scheduler, hash_key=spec.hash_key)
 
 
 _FACTORIES: dict[str, Callable[[EngineSpec], BatchedEngine]] = {"mock": _mock, "paged": _paged}

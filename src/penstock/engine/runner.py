@@ -13,7 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.log import get_logger
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
+
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,15 @@ class RunnerInfo:
     kv_bytes_per_block: int = 0
 
 
+def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Leave out, with one warning, the end-of-sequence ids that the model can never sample: some checkpoints name such."""
+    known = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+    if len(known) < len(eos_token_ids):
+        foreign = [token_id for token_id in eos_token_ids if token_id not in known]
+        _log.warning("eos_token_ids_past_vocabulary", left_out=foreign, vocab_size=vocab_size)
+    return known
+
+
 class Runner(Protocol):
     """Computes steps for a `BatchedEngine`, one at a time."""
 
@@ -46,7 +58,7 @@ class Runner(Protocol):
         """Write the KV of the planned tokens into their blocks and sample where `plan.samples` says so.
 
         The table stays as it is until this returns, and is the scheduler's again afterwards. An exception
-        ends the requests of this plan with an error and leaves the others.
+        ends the requests of this plan with an error and leaves the others; `Sampled.errors` ends single ones.
         """
         ...
 

@@ -142,12 +142,14 @@ class Scheduler:
         return self._under_way
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> Step:
-        """Take over what the runner computed: publish full blocks, append tokens, end what is at its end.
+        """Take over what the runner computed: publish full blocks, append tokens, end what is at its end or failed.
 
         Raises:
             EngineError: a token is not in the vocabulary; nothing was taken over.
         """
-        rows = np.flatnonzero(plan.samples)
+        samples = plan.samples.copy()
+        samples[list(sampled.errors)] = False
+        rows = np.flatnonzero(samples)
         token_ids = sampled.token_ids[rows]
         if ((token_ids < 0) | (token_ids >= self._limits.vocab_size)).any():
             raise EngineError(f"sampled a token that is not in the vocabulary of {self._limits.vocab_size}")
@@ -159,6 +161,8 @@ class Scheduler:
         if self._aborted_slots:
             rows = rows[np.isin(plan.slots[rows], list(self._aborted_slots), invert=True)]
             self._vacate_aborted()
+        for row, error in sampled.errors.items():
+            self._end_row(plan, row, error)
         return self._make_step(self._append(plan, rows, sampled))
 
     def fail(self, plan: StepPlan, error: PenstockError) -> Step:
@@ -166,9 +170,8 @@ class Scheduler:
         self._under_way = None
         self._steps += 1
         self._vacate_aborted()
-        for slot in plan.slots.tolist():
-            if self.table.requests[slot] is not None:  # else it was aborted
-                self._end_with(self._slots.sequence(slot), error)
+        for row in range(len(plan.slots)):
+            self._end_row(plan, row, error)
         return self._make_step([])
 
     def take_step(self) -> Step | None:
@@ -380,6 +383,11 @@ class Scheduler:
         self._outbox.append(
             Delta(request_id=request_id, finish_reason=FinishReason.ERROR, error=error.to_info())
         )
+
+    def _end_row(self, plan: StepPlan, row: int, error: PenstockError) -> None:
+        slot = int(plan.slots[row])
+        if self.table.requests[slot] is not None:  # else it was aborted
+            self._end_with(self._slots.sequence(slot), error)
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.slot is not None:

@@ -4,15 +4,20 @@ Rows ("slots") are handed out at admission and kept until the sequence ends or i
 a few array operations over slots and not a Python loop over requests.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import PenstockError, RequestError
 from penstock.core.hashing import block_hashes
-from penstock.core.types import Request, TokenLogprob
+from penstock.core.types import Request, SamplingParams, TokenLogprob
 from penstock.core.wire import HashArray, TokenArray, unpack_hashes, unpack_tokens
+from penstock.engine.sampling import checked_sampling
+
+_CHOICE_MAX = (1 << 31) - 1
 
 
 @dataclass(slots=True)
@@ -81,10 +86,13 @@ class Sampled:
     token_ids: (rows,) int32, -1 where nothing was sampled. At an output position below `min_tokens` a runner
                picks no end-of-sequence or stop token; the scheduler would not end the request there
     logprobs:  by row of the plan, for the requests that ask for them
+    errors:    by row of the plan, for the requests that end here because they themselves could not be prepared;
+               what was sampled for them counts for nothing
     """
 
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    errors: dict[int, PenstockError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +146,9 @@ class Sequence:
         """
         token_ids = _checked_tokens(request, limits)
         num_prompt = len(token_ids) - request.num_emitted
-        sampling = request.sampling
+        sampling = _checked_params(request, limits)
         return cls(
-            request=request,
+            request=request if sampling is request.sampling else replace(request, sampling=sampling),
             arrival=arrival,
             token_ids=token_ids,
             block_hashes=_checked_hashes(request, limits, len(token_ids)),
@@ -201,6 +209,16 @@ def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
             param="max_tokens",
         )
     return token_ids
+
+
+def _checked_params(request: Request, limits: SequenceLimits) -> SamplingParams:
+    if not 0 <= request.choice <= _CHOICE_MAX:
+        raise RequestError(f"choice: must be >= 0 and <= {_CHOICE_MAX}, got {request.choice}")
+    if request.deadline_s is not None and math.isnan(request.deadline_s):
+        raise RequestError("deadline_s: must be a number of seconds, or none, got nan")
+    return checked_sampling(
+        request.sampling, vocab_size=limits.vocab_size, context_length=limits.context_length
+    )
 
 
 def _checked_hashes(request: Request, limits: SequenceLimits, num_tokens: int) -> HashArray:

@@ -1,7 +1,11 @@
 """The part of the engine suite about answers: their tokens, how they end, and what is refused."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from math import inf, nan
+from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.core.errors import Overloaded, RequestError
@@ -9,6 +13,39 @@ from penstock.core.types import FinishReason, Request, SamplingParams
 from penstock.testing.engine_case import FOREVER, SETUP, EngineCase
 from penstock.testing.engine_probe import Answer, make_request
 from penstock.testing.loop import run_async
+
+_FLOATS = (nan, inf, -inf, -1.0, 0.0, 1e-300, 1.0, 2.0, 1e300)
+_INTEGERS = (-(1 << 64), -(1 << 63), -1, 0, 1, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64)
+_EXTREMES: dict[str, tuple[Any, ...]] = {
+    "max_tokens": _INTEGERS,
+    "temperature": _FLOATS,
+    "top_p": _FLOATS,
+    "top_k": _INTEGERS,
+    "min_p": _FLOATS,
+    "presence_penalty": _FLOATS,
+    "frequency_penalty": _FLOATS,
+    "repetition_penalty": _FLOATS,
+    "seed": _INTEGERS,
+    "stop_token_ids": tuple((number,) for number in _INTEGERS),
+    "min_tokens": _INTEGERS,
+    "logprobs": _INTEGERS,
+    "choice": _INTEGERS,
+    "num_emitted": _INTEGERS,
+    "deadline_s": (nan, inf, 1e300),
+}
+
+
+def _extreme_requests(prompt: list[int], vocab_size: int) -> Iterator[tuple[str, Request]]:
+    """Make requests that have one extreme value each, with the field that has it."""
+    usual = SamplingParams(max_tokens=3, min_tokens=1, temperature=1.0, seed=1)
+    for field, values in _EXTREMES.items():
+        for value in (*values, (vocab_size,)) if field == "stop_token_ids" else values:
+            request = make_request(f"{field}={value}", prompt, sampling=usual)
+            if field in SamplingParams.__struct_fields__:
+                sampling = msgspec.structs.replace(usual, **{field: value})
+                yield field, msgspec.structs.replace(request, sampling=sampling)
+            else:
+                yield field, msgspec.structs.replace(request, **{field: value})
 
 
 class EngineAnswers(EngineCase):
@@ -155,6 +192,47 @@ class EngineAnswers(EngineCase):
                         probe.engine.submit(request)
                 (answer,) = await probe.run(make_request("a", self.prompt(63)))
                 assert len(answer.token_ids) == 1
+
+        run_async(main())
+
+    def test_extreme_values_are_refused_or_served_and_disturb_nobody(self) -> None:
+        """A refusal names the field; what is accepted is answered. Requests beside them never notice."""
+        setup = replace(SETUP, max_batch_tokens=32)
+        innocent = [
+            make_request("greedy", self.prompt(20, 1), max_tokens=150),
+            make_request(
+                "random",
+                self.prompt(20, 2),
+                sampling=SamplingParams(
+                    max_tokens=150,
+                    temperature=0.8,
+                    seed=5,
+                    top_p=0.9,
+                    ignore_eos=True,
+                    min_tokens=3,
+                    logprobs=1,
+                ),
+            ),
+        ]
+        alone = self.answer(*innocent, setup=setup)
+        extremes = list(_extreme_requests(self.prompt(6, 3), self.vocab_size))
+
+        async def main() -> None:
+            async with self.probe(setup) as probe:
+                probe.submit(*innocent)
+                for field, request in extremes:
+                    try:
+                        probe.submit(request)
+                    except RequestError as refused:
+                        assert field in refused.message, f"{field}: refused with {refused.message!r}"  # noqa: PT017
+                    await probe.step()
+                await probe.finish()
+                for request_id, answer in probe.answers.items():
+                    assert answer.error is None, f"{request_id}: {answer.error}"
+                    assert answer.token_ids, request_id
+                for request, expected in zip(innocent, alone, strict=True):
+                    assert probe.answers[request.request_id].token_ids == expected.token_ids
+                assert probe.engine.load().active_blocks == 0
 
         run_async(main())
 

@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError, EngineError
 from penstock.core.types import FinishReason, SamplingParams
@@ -192,5 +193,23 @@ def test_settings_that_cannot_work():
             values = {name: getattr(SHAPE, name) for name in RunnerInfo.__slots__} | change
             with pytest.raises(ConfigError, match=text):
                 await mock_engine(RunnerInfo(**values)).start()
+
+    run_async(main())
+
+
+def test_end_tokens_past_the_vocabulary_are_left_out_with_a_warning():
+    async def main():
+        shape = RunnerInfo(
+            num_blocks=8, block_size=4, context_length=32, vocab_size=10, eos_token_ids=(10, -1, 6)
+        )
+        with capture_logs() as logs:
+            async with EngineProbe(mock_engine(shape, MockConfig(speedup=1e6, answer_tokens=4))) as probe:
+                (answer,) = await probe.run(
+                    make_request("a", [1], sampling=SamplingParams(max_tokens=30, temperature=0.0))
+                )
+        assert answer.token_ids[-1] == 6
+        assert answer.finish_reason is FinishReason.STOP
+        warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+        assert [(entry["left_out"], entry["vocab_size"]) for entry in warnings] == [([10, -1], 10)]
 
     run_async(main())

@@ -150,6 +150,32 @@ def test_a_failed_step_ends_its_own_requests():
     assert [name for name, *_ in rows(scheduler, scheduler.plan(0.0))] == ["c"]
 
 
+def test_a_request_that_could_not_be_prepared_ends_alone():
+    scheduler = make_scheduler()
+    for name in "abcd":
+        scheduler.submit(make_request(name, prompt(3, ord(name) - 90), max_tokens=2), 0.0)
+    plan = scheduler.plan(0.0)
+    scheduler.abort("c")
+    errors = {1: EngineError("odd"), 2: EngineError("odd as well")}
+    done = scheduler.commit(plan, Sampled(np.array([1, -1, -1, 2], dtype=np.int32), errors=errors))
+    scheduler.check()
+    assert [(delta.request_id, delta.finish_reason) for delta in done.deltas] == [
+        ("b", FinishReason.ERROR),
+        ("a", None),
+        ("d", None),
+    ]
+    assert done.deltas[0].error.message == "odd"
+    assert [name for name, *_ in rows(scheduler, scheduler.plan(0.0))] == ["a", "d"]
+
+
+def test_odd_choices_and_deadlines_are_refused():
+    scheduler = make_scheduler()
+    with pytest.raises(RequestError, match="choice: must be >= 0 and <= 2147483647, got -1"):
+        scheduler.submit(make_request("a", prompt(3), choice=-1), 0.0)
+    with pytest.raises(RequestError, match="deadline_s: must be a number of seconds"):
+        scheduler.submit(make_request("a", prompt(3), deadline_s=float("nan")), 0.0)
+
+
 def test_a_token_outside_the_vocabulary_is_the_runners_failure():
     scheduler = make_scheduler()
     scheduler.submit(make_request("a", prompt(5)), 0.0)

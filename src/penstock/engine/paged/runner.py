@@ -17,7 +17,7 @@ from penstock.engine.paged.models import PagedModel
 from penstock.engine.paged.sampling import Sampler, SamplingColumns
 from penstock.engine.paged.step import PagedStep
 from penstock.engine.paged.weights import load_model, read_config
-from penstock.engine.runner import RunnerInfo
+from penstock.engine.runner import RunnerInfo, end_tokens_within
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
 
 
@@ -46,6 +46,7 @@ class _Loaded:
     model: PagedModel
     memory: KvMemory
     gather: Gather
+    columns: SamplingColumns
     builder: BatchBuilder
     tokens: DeviceTokens
     sampler: Sampler
@@ -86,11 +87,13 @@ class PagedRunner:
             device=model.device,
         )
         memory = KvMemory(model.kv_shape, num_blocks, config.block_size, model.device)
-        columns = SamplingColumns(checkpoint.eos_token_ids)
+        eos_token_ids = end_tokens_within(model.vocab_size, checkpoint.eos_token_ids)
+        columns = SamplingColumns(eos_token_ids)
         self._parts = _Loaded(
             model=model,
             memory=memory,
             gather=Gather(memory),
+            columns=columns,
             builder=BatchBuilder(config.block_size, memory.spare_block, columns),
             tokens=DeviceTokens(model.device),
             sampler=Sampler(model.vocab_size, model.device),
@@ -100,7 +103,7 @@ class PagedRunner:
             block_size=config.block_size,
             context_length=config.context_length or limit,
             vocab_size=model.vocab_size,
-            eos_token_ids=checkpoint.eos_token_ids,
+            eos_token_ids=eos_token_ids,
             kv_bytes_per_block=block_bytes,
         )
 
@@ -110,7 +113,11 @@ class PagedRunner:
         token_ids, logprobs = self.execute(batch)
         sampled = np.full(len(plan.slots), -1, dtype=np.int32)
         sampled[rows] = token_ids
-        return Sampled(sampled, {int(rows[row]): logprob for row, logprob in logprobs.items()})
+        return Sampled(
+            sampled,
+            logprobs={int(rows[row]): logprob for row, logprob in logprobs.items()},
+            errors={int(rows[row]): error for row, error in self._loaded.columns.errors.items()},
+        )
 
     def execute(self, batch: StepBatch) -> tuple[NDArray[np.int64], dict[int, TokenLogprob]]:
         """Compute a batch: token ids and logprobs by sampled row."""

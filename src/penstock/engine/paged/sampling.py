@@ -18,8 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.core.errors import EngineError, PenstockError
+from penstock.core.log import get_logger
 from penstock.core.types import Request, TokenLogprob
 from penstock.engine.sequences import SequenceTable
+
+_log = get_logger()
 
 _RANDOM, _TOP_K, _TOP_P, _PENALTIES, _MIN_TOKENS, _LOGPROBS = (1 << bit for bit in range(6))
 _CANDIDATES = 512
@@ -79,6 +83,8 @@ class SamplingColumns:
         self._eos_token_ids = eos_token_ids
         self._requests: list[Request | None] = []
         self._allocate(0)
+        self.errors: dict[int, PenstockError] = {}
+        """By row of the last `rows`: requests whose parameters cannot be used. Their rows are sampled greedily."""
 
     def rows(self, table: SequenceTable, slots: NDArray[np.int32]) -> SamplingRows | None:
         """Describe how to sample `slots`; None where all are plainly greedy."""
@@ -86,8 +92,11 @@ class SamplingColumns:
             self._allocate(len(table.requests))
         listed = slots.tolist()
         now, seen = map(table.requests.__getitem__, listed), map(self._requests.__getitem__, listed)
-        for slot in list(compress(listed, map(is_not, now, seen))):
-            self._load(slot, table.requests[slot])
+        self.errors.clear()
+        for row in list(compress(range(len(listed)), map(is_not, now, seen))):
+            request = table.requests[listed[row]]
+            assert request is not None, f"slot {listed[row]} is planned but holds no request"
+            self._try_load(row, listed[row], request)
         flags = self._flags[slots]
         if not flags.any():
             return None
@@ -111,8 +120,18 @@ class SamplingColumns:
         self._top_k, self._min_tokens, self._logprobs = np.zeros((3, num_slots), dtype=np.int64)
         self._early_stops: list[tuple[int, ...]] = [()] * num_slots
 
-    def _load(self, slot: int, request: Request | None) -> None:
-        assert request is not None, f"slot {slot} is planned but holds no request"
+    def _try_load(self, row: int, slot: int, request: Request) -> None:
+        try:
+            self._load(slot, request)
+        except Exception as error:  # noqa: BLE001 - whatever one request holds must not reach the others
+            _log.exception("request_not_prepared", request_id=request.request_id)
+            self._requests[slot] = None
+            self._flags[slot] = 0
+            self.errors[row] = EngineError(
+                f"its sampling parameters cannot be used: {type(error).__name__}: {error}"
+            )
+
+    def _load(self, slot: int, request: Request) -> None:
         params = request.sampling
         self._requests[slot] = request
         self._temperature[slot] = max(params.temperature, 1e-5)

@@ -138,3 +138,9 @@ def test_numbers_gone_wrong_stay_with_their_request(engine, reference, native, m
     paged.pool.reset()
     paged.tokens.clear()
     expected.check(paged.run(*expected.requests(6)), 6)
+
+
+def test_stop_ids_past_the_vocabulary_count_for_nothing(engine, new_request):
+    stops = {"min_tokens": 2, "stop_token_ids": (512, 1 << 40)}
+    plain = engine().run(new_request("a", [2, 3, 4], 6))
+    assert engine().run(new_request("a", [2, 3, 4], 6, **stops)) == plain

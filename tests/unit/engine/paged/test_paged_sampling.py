@@ -257,3 +257,21 @@ def test_logprobs_tell_of_the_model_and_not_of_the_sampling():
     assert [logprob for _, logprob in reported[1].top] == pytest.approx(values.tolist(), abs=1e-5)
     assert reported[2].top == ()
     assert picked[2] != 9
+
+
+def test_a_request_that_cannot_be_prepared_disturbs_no_other_row():
+    table, columns = new_table(), SamplingColumns(EOS)
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(5))
+    usual = request("a", temperature=1.0, seed=3, top_p=0.9)
+    fill(table, 4, usual, [1, 2], [3])
+    alone = sample(table, [4], logits[1:2], columns)[0].tolist()
+    fill(table, 2, request("big", top_k=1 << 63), [1, 2], [])
+    fill(table, 3, request("greedy", temperature=0.0), [1, 2], [])
+    for _ in range(2):
+        picked, _ = sample(table, [2, 4, 3], logits, columns)
+        assert picked[1:].tolist() == [*alone, int(logits[2].argmax())]
+        assert list(columns.errors) == [0]
+        assert "OverflowError" in columns.errors[0].message
+    fill(table, 2, usual, [1, 2], [3])
+    assert sample(table, [2], logits[1:2], columns)[0].tolist() == alone
+    assert columns.errors == {}
