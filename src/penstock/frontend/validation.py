@@ -22,6 +22,7 @@ LOGPROBS_MAX = 20
 STOP_IDS_MAX = 64
 CACHE_SALT_CHARACTERS_MAX = 256
 _SEED_BITS = 63
+_TOP_K_MAX = (1 << 31) - 1
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
@@ -117,7 +118,7 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
     _check_range(request, "frequency_penalty", -2, 2)
     _check_range(request, "repetition_penalty", 0, 10, above_low=True)
     _check_range(request, "min_p", 0, 1)
-    _check_range(request, "top_k", -1, None)  # -1 and 0 are off, as other servers have it
+    _check_range(request, "top_k", -1, _TOP_K_MAX)  # -1 and 0 are off, as other servers have it
     _check_range(request, "min_tokens", 0, None)
     _check_range(request, "seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
     _check_stops(request)
