@@ -19,6 +19,8 @@ class HandEngine:
         self.requests: dict[RequestId, Request] = {}
         self.submitted: list[Request] = []
         self.aborted: list[RequestId] = []
+        self.lingering_blocks = 0
+        """Blocks that aborted requests still hold, as while a step is under way."""
         self.refusal: Exception | None = None
         """What `submit` raises."""
         self.start_error: PenstockError | None = None
@@ -78,7 +80,7 @@ class HandEngine:
         tokens = sum(num_tokens(request.token_ids) for request in self.requests.values())
         return WorkerLoad(
             running_requests=len(self.requests),
-            active_blocks=-(-tokens // self.info.block_size),
+            active_blocks=-(-tokens // self.info.block_size) + self.lingering_blocks,
             total_blocks=self.info.total_blocks,
         )
 

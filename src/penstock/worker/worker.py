@@ -374,7 +374,7 @@ class Worker:
 
     def _note_load(self) -> None:
         """Report the load: at once when the worker became busy or idle, else when the last report is old enough."""
-        busy = bool(self._requests)
+        busy = self._is_busy()
         now_s = asyncio.get_running_loop().time()
         due_s = self._load_pushed_s + self.config.load_interval_s
         if busy is not self._was_busy or now_s >= due_s:
@@ -382,12 +382,16 @@ class Worker:
         elif self._load_timer is None:
             self._load_timer = asyncio.get_running_loop().call_at(due_s, self._push_load)
 
+    def _is_busy(self) -> bool:
+        """Say whether a request runs, or an aborted one's blocks wait for the step under way to end."""
+        return bool(self._requests) or self._engine.load().active_blocks > 0
+
     def _push_load(self) -> None:
         if self._load_timer is not None:
             self._load_timer.cancel()
             self._load_timer = None
         self._load_pushed_s = asyncio.get_running_loop().time()
-        self._was_busy = bool(self._requests)
+        self._was_busy = self._is_busy()
         for frontend in self._frontends.values():
             self._push_load_to(frontend)
 

@@ -257,6 +257,22 @@ def test_loads_are_throttled_but_busy_and_idle_are_told_at_once():
     play(scene)
 
 
+def test_blocks_that_an_abort_frees_with_the_step_are_told_at_once():
+    async def scene(stage: Stage) -> None:
+        sink = stage.sink()
+        stage.worker.submit(make_request("a"), sink)
+        await asyncio.sleep(1)
+        stage.engine.lingering_blocks = 3
+        stage.worker.abort(RequestId("a"))
+        await settle()
+        stage.engine.lingering_blocks = 0
+        stage.engine.step()
+        await settle()
+        assert sink.loads[-1].active_blocks == 0
+
+    play(scene)
+
+
 def test_what_an_answer_left_behind_is_told_before_its_end():
     class OrderedSink(Sink):
         def __init__(self) -> None:
