@@ -20,6 +20,7 @@ from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.open_request import OpenRequest, Shared
 from penstock.router.policies import make_policy
+from penstock.router.probation import Probation
 from penstock.router.quarantine import Quarantine
 from penstock.router.retries import RetryBudget
 from penstock.router.router import Decision, Router
@@ -59,6 +60,7 @@ class Dispatcher:
             router=Router(fleet, policy, metrics=metrics, rng=rng),
             budget=RetryBudget(config.retries),
             quarantine=Quarantine(config.retries),
+            probation=Probation(),
             metrics=metrics,
             rng=rng,
             hash_key=hash_key,
@@ -129,5 +131,6 @@ class Dispatcher:
         shared.fleet.check()
         shared.budget.check()
         shared.quarantine.check()
+        shared.probation.check()
         in_fleet = sum(view.open_requests for view in shared.fleet.workers())
         assert in_fleet <= len(shared.requests), f"{in_fleet} requests are sent, {len(shared.requests)} open"

@@ -28,6 +28,7 @@ from penstock.router.fleet import Fleet
 from penstock.router.loads import Reservation
 from penstock.router.member import identity
 from penstock.router.metrics import RouterMetrics
+from penstock.router.probation import Probation
 from penstock.router.progress import Progress
 from penstock.router.quarantine import Quarantine
 from penstock.router.retries import RetryBudget
@@ -46,6 +47,7 @@ class Shared:
     router: Router
     budget: RetryBudget
     quarantine: Quarantine
+    probation: Probation
     metrics: RouterMetrics
     rng: random.Random
     hash_key: bytes
@@ -262,7 +264,16 @@ class OpenRequest:
             delay_s = self._may_migrate(interruption, now_s)
             self.migrations += 1
             await self._wait_until(now_s + delay_s)
+        if self._suspicions + 1 >= self._shared.config.retries.deaths_max:
+            await self._enter_probation()
         await self._attempt_until_sent()
+
+    async def _enter_probation(self) -> None:
+        """Wait until no other suspect runs without having shown, by a token, that it does no harm."""
+        while not self._shared.probation.enter(self, self._wake):
+            if self._error is not None:
+                raise self._error
+            await self._wait_until(math.inf)
 
     def _on_refusal(self, refusal: Overloaded, worker_id: WorkerId) -> None:
         """Note that a worker did not take the request, or raise why it is not tried elsewhere."""
@@ -343,6 +354,7 @@ class OpenRequest:
 
     def _on_first_token(self, attempt: _Attempt, progress: Progress) -> None:
         attempt.has_tokens = True
+        self._shared.probation.leave(self)
         self._shared.fleet.loads.prefill_done(attempt.reservation)
         if progress.output_tokens == self.request.num_emitted:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
@@ -413,6 +425,7 @@ class OpenRequest:
     def _release(self) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
+            self._shared.probation.leave(self)
             self._shared.fleet.loads.release(attempt.reservation)
             self._shared.fleet.finished(attempt.route.slot, self.request.request_id)
 
@@ -422,6 +435,7 @@ class OpenRequest:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         shared = self._shared
+        shared.probation.leave(self)
         if shared.requests.pop(self.request.request_id, None) is None:
             return
         outcome = "cancelled" if self._finish_reason is None else self._finish_reason.value
@@ -440,7 +454,8 @@ class OpenRequest:
     async def _wait_until(self, time_s: float) -> None:
         """Wait until this loop time, or until something happens to the request."""
         self._waiter = self._loop.create_future()
-        await asyncio.wait((self._waiter,), timeout=time_s - self._loop.time())
+        timeout_s = None if time_s == math.inf else time_s - self._loop.time()
+        await asyncio.wait((self._waiter,), timeout=timeout_s)
 
 
 def _refused(remaining_s: float) -> Unavailable:

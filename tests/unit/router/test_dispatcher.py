@@ -338,6 +338,68 @@ def test_who_got_tokens_beside_others_is_not_blamed_for_a_lost_worker():
     play(scene, num_workers=1)
 
 
+def test_who_only_stood_beside_the_culprit_is_not_quarantined_with_it():
+    """One of three kills each worker before a token; after two losses the three go on one by one."""
+
+    async def scene(setting: Setting) -> None:
+        prompts = {"poison": (1, 2, 3), "a": (4, 5, 6), "b": (7, 8, 9)}
+        async with AsyncExitStack() as stack:
+            readings = {}
+            for name, prompt in prompts.items():
+                stream = await stack.enter_async_context(setting.dispatcher.open(make_request(name, prompt)))
+                readings[name] = asyncio.ensure_future(read_all(stream))
+            number = 1
+            while not readings["poison"].done():
+                await asyncio.sleep(0.5)
+                engine = setting.engines[f"w{number}"]
+                for name in ("a", "b"):
+                    if name in engine.requests and "poison" not in engine.requests:
+                        engine.emit(name, 1, finish=FinishReason.STOP)
+                if "poison" in engine.requests:
+                    setting.kill(f"w{number}")
+                    number += 1
+                    await setting.add(f"w{number}")
+            with pytest.raises(Unavailable, match="refused for 60 s"):
+                await readings["poison"]
+            assert number == 4, "it took three workers down"
+            await asyncio.sleep(0.5)
+            for name in ("a", "b"):
+                if not readings[name].done():
+                    setting.engines["w4"].emit(name, 1, finish=FinishReason.STOP)
+                    await asyncio.sleep(0.5)
+                await readings[name]
+        for name in ("a", "b"):
+            async with setting.dispatcher.open(make_request(name, prompts[name])) as again:
+                assert await finish(setting, again, name) == [99]
+
+    play(scene, num_workers=1)
+
+
+def test_a_suspect_that_waits_for_its_turn_still_has_its_deadline():
+    async def scene(setting: Setting) -> None:
+        async with AsyncExitStack() as stack:
+            streams = [
+                await stack.enter_async_context(
+                    setting.dispatcher.open(make_request(name, (number, 2, 3), deadline_s=9.0))
+                )
+                for number, name in enumerate("ab")
+            ]
+            readings = [asyncio.ensure_future(read_all(stream)) for stream in streams]
+            for number in (1, 2):
+                await asyncio.sleep(0.5)
+                setting.kill(f"w{number}")
+                await setting.add(f"w{number + 1}")
+            await asyncio.sleep(0.5)
+            assert len(setting.engines["w3"].requests) == 1
+            for reading in readings:
+                with pytest.raises(DeadlineExceeded):
+                    await reading
+            await settle()
+            assert not setting.engines["w3"].requests
+
+    play(scene, num_workers=1)
+
+
 def test_who_had_each_lost_worker_to_itself_is_blamed_even_after_tokens():
     async def scene(setting: Setting) -> None:
         async with setting.dispatcher.open(make_request()) as stream:
