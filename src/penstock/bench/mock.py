@@ -14,7 +14,7 @@ from penstock.bench.report import Report
 from penstock.bench.served import served
 
 _REQUESTS, _QUICK_REQUESTS = 10_000, 500
-_SPEEDUP = "1000"
+_SPEEDUP = 1000.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--frontend-processes", type=int, default=1, metavar="N", help="frontends (default 1)"
     )
     parser.add_argument("--requests", type=int, metavar="N", help=f"how many (default {_REQUESTS})")
+    parser.add_argument(
+        "--mock-speedup",
+        type=float,
+        default=_SPEEDUP,
+        metavar="X",
+        help=f"of the workers' clock; 1 is the modelled GPU's (default {_SPEEDUP:g}: Penstock is what is slow)",
+    )
     parser.add_argument("--concurrency", type=int, default=64, metavar="C", help="at once (default 64)")
     parser.add_argument("--input-tokens", type=int, default=128, metavar="I", help="(default 128)")
     parser.add_argument("--output-tokens", type=int, default=64, metavar="O", help="(default 64)")
@@ -30,7 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Report:
     requests = options.requests or (_QUICK_REQUESTS if options.quick else _REQUESTS)
-    flags = ["--engine", "mock", "--mock-speedup", _SPEEDUP, "--workers", str(options.workers)]
+    flags = [
+        "--engine",
+        "mock",
+        "--mock-speedup",
+        str(options.mock_speedup),
+        "--workers",
+        str(options.workers),
+    ]
     flags += ["--frontend-processes", str(options.frontend_processes)]
     with served(*flags) as deployment:
         report = serve.run(_load(options, deployment.url, deployment.model, requests))
@@ -46,7 +60,7 @@ def run(options: argparse.Namespace) -> Report:
             "concurrency": options.concurrency,
             "input_tokens": options.input_tokens,
             "output_tokens": options.output_tokens,
-            "mock_speedup": float(_SPEEDUP),
+            "mock_speedup": options.mock_speedup,
         },
         figures=figures
         | {"fraction_of_limit": figures["mock_requests_per_s"] / limit.figures["requests_per_s"]},
