@@ -55,7 +55,7 @@ class Report:
             ConfigError: the file cannot be written.
         """
         try:
-            path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            path.write_text(_dump(self.to_json()))
         except OSError as error:
             raise ConfigError(f"--json: {path}: cannot be written: {error.strerror}") from error
 
@@ -64,6 +64,15 @@ class Report:
         rows = [*self.figures.items(), *((f"{name} (limit)", value) for name, value in self.limits.items())]
         width = max((len(name) for name, _ in rows), default=0)
         return "\n".join(f"{name:<{width}}  {_readable(value)}" for name, value in rows)
+
+
+def _dump(report: dict[str, Any]) -> str:
+    """Encode with a line for each field, and for each list of samples."""
+    samples = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in report["samples"].items()
+    )
+    lines = json.dumps(report | {"samples": {}}, indent=1)
+    return lines.replace('"samples": {}', f'"samples": {{\n{samples}\n }}', 1) + "\n"
 
 
 def _readable(value: float) -> str:
