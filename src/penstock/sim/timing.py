@@ -28,10 +28,6 @@ class Pace:
         self._going = asyncio.Event()
         self._going.set()
 
-    @property
-    def is_stopped(self) -> bool:
-        return not self._going.is_set()
-
     def stop(self) -> None:
         self._going.clear()
 

@@ -128,9 +128,11 @@ class Checkpoint:
         return files
 
     def revision(self) -> bytes:
-        """Name the exact content of configuration and weights, for the salt of block hashes.
+        """Name the content of configuration and weights, for the salt of block hashes.
 
-        Equal content gives equal bytes on every host and path.
+        Equal content gives equal bytes on every host and path. Of a weight file larger than `_SAMPLES_MAX` samples,
+        `_SAMPLE_BYTES` at as many even distances are read, so that an edit between them goes unseen: enough for
+        caches that live with their workers, not for KV stored beyond them.
         """
         digest = hashlib.blake2b(digest_size=REVISION_BYTES)
         digest.update(json.dumps(self.config, sort_keys=True).encode())
