@@ -542,15 +542,3 @@ def test_stats_are_what_the_worker_says():
             assert stats.connected == 2
 
     run_async(main())
-
-
-@pytest.mark.parametrize("odd", [{"choice": 1 << 64}, {"model": "\ud800"}])
-def test_what_cannot_be_encoded_is_the_requests_fault(odd):
-    async def main():
-        async with serving() as (instance, _):
-            connection = await TcpPlane(IDENTITY).connect(instance, RecordingSink())
-            with pytest.raises(RequestError, match="cannot be sent"):
-                connection.submit(msgspec.structs.replace(scripted_request("echo", [1]), **odd))
-            await connection.close()
-
-    run_async(main())

@@ -11,8 +11,10 @@ from typing import Any
 from penstock.core.errors import WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import AllBlocksCleared, Delta, EventMessage, Instance, Request, WorkerLoad
+from penstock.core.wire import encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
+from penstock.runtime.requests.frames import encoding
 from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService, WorkerSink
 from penstock.sim.network import Pipe, SimNetwork
@@ -259,7 +261,8 @@ class SimConnection:
             raise WorkerLost(
                 f"worker {self.worker_id}: the connection has ended; connect again or try another"
             )
-        num_bytes = _FRAME_BYTES + len(request.token_ids) + len(request.block_hashes)
+        with encoding(request):
+            num_bytes = _FRAME_BYTES + len(encode(request))
         link.up.send(num_bytes, link.at_worker, link.submit, request)
 
     def abort(self, request_id: RequestId) -> None:

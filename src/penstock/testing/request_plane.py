@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import msgspec
 import pytest
 
 from penstock.core.errors import Overloaded, ProtocolError, RequestError, WorkerLost, from_info
@@ -137,6 +138,16 @@ class RequestPlaneSuite:
             error = from_info(last.error)
             assert isinstance(error, Overloaded)
             assert error.retry_after_s == 2.5
+
+        self.run(scenario)
+
+    def test_what_cannot_be_encoded_is_the_requests_fault(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            odd: tuple[dict[str, Any], ...] = ({"choice": 1 << 64}, {"model": "\ud800"})
+            for fields in odd:
+                request = msgspec.structs.replace(scripted_request("echo", [1]), **fields)
+                with pytest.raises(RequestError, match="cannot be sent"):
+                    scene.connection.submit(request)
 
         self.run(scenario)
 

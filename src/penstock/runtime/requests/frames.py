@@ -1,6 +1,9 @@
 """The messages of a request plane's connection. See `penstock.runtime.framing` for how they are cut and checked."""
 
-from penstock.core.errors import ErrorInfo
+import contextlib
+from collections.abc import Iterator
+
+from penstock.core.errors import ErrorInfo, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.types import Delta, EventMessage, Request, WorkerLoad
 from penstock.core.wire import Wire
@@ -63,3 +66,19 @@ Frame = (
 
 CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))
 """A KV event of a newer kind ends no connection: the subscriber gets a snapshot instead."""
+
+
+@contextlib.contextmanager
+def encoding(request: Request) -> Iterator[None]:
+    """Make a request that cannot be encoded its sender's fault.
+
+    Raises:
+        RequestError: a number or a text in it does not fit the wire.
+    """
+    try:
+        yield
+    except (OverflowError, TypeError, ValueError) as error:
+        raise RequestError(
+            f"request {request.request_id!r}: cannot be sent: {error}; integers must fit into 64 bits and "
+            "text must be valid Unicode"
+        ) from error

@@ -17,6 +17,7 @@ from penstock.core.types import Delta, EventMessage, Instance, Request, WorkerLo
 from penstock.core.wire import encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
+from penstock.runtime.requests.frames import encoding
 from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService, WorkerSink
 
@@ -175,7 +176,9 @@ class MemoryConnection:
             raise WorkerLost(
                 f"worker {self.worker_id}: the connection has ended; connect again or try another"
             )
-        self._link.later(self._link.submit, encode(request))
+        with encoding(request):
+            frame = encode(request)
+        self._link.later(self._link.submit, frame)
 
     def abort(self, request_id: RequestId) -> None:
         self._link.later(self._link.abort, request_id)

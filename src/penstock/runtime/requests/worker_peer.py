@@ -26,6 +26,7 @@ from penstock.runtime.requests.frames import (
     Load,
     Submit,
     Subscribe,
+    encoding,
 )
 from penstock.seams import WorkerSink
 
@@ -99,13 +100,8 @@ class WorkerPeer:
                 f"{self._name}: {self.channel.buffered_bytes} bytes wait to be read by it, more than "
                 f"{self._config.connection_bytes_max} (connection_bytes_max); try another worker"
             )
-        try:
+        with encoding(request):
             frame = CODEC.encode(Submit(request=request))
-        except (OverflowError, TypeError, ValueError) as error:
-            raise RequestError(
-                f"request {request.request_id!r}: cannot be sent: {error}; integers must fit into 64 bits and "
-                "text must be valid Unicode"
-            ) from error
         if len(frame) > self._config.frame_bytes_max:
             raise RequestError(
                 f"request {request.request_id}: {len(frame)} bytes, more than {self._config.frame_bytes_max} "
