@@ -255,3 +255,26 @@ def test_where_load_reports_decide_the_outcome_is_close():
     assert jump[0].mean() == pytest.approx(exact[0].mean(), rel=0.05)
     assert jump[1].mean() == pytest.approx(exact[1].mean(), rel=0.02)
     assert jump[2] == pytest.approx(exact[2], rel=0.03)
+
+
+def test_a_copied_latent_is_part_of_the_arithmetic(capsys):
+    settings = {
+        "model": "deepseek-r1", "roles.aggregated.hardware": "h200", "roles.aggregated.tensor_parallel": 8,
+        "roles.aggregated.kv_blocks": 50_000,
+    }  # fmt: skip
+    flags = [flag for path, value in settings.items() for flag in ("--set", f"{path}={value}")]
+    error = refusal(capsys, DATA / "mooncake_trace.jsonl", "--graph", SMALL, *flags)
+    assert (
+        "126.9 GB of a device less 84.1 GB of weights, on 8 devices, at 35.1 kB a token on 8 of them each"
+        in error
+    )
+
+
+def test_devices_of_every_parallelism_are_counted(tmp_path):
+    settings = ["model=deepseek-r1", "roles.aggregated.hardware=gb200", "roles.aggregated.expert_dtype=nvfp4"]
+    settings += [f"roles.aggregated.{name}_parallel=16" for name in ("data", "expert")]
+    settings += ["roles.aggregated.replicas=2", "roles.aggregated.max_running_requests=512"]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    report = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, *flags)
+    assert report["completed"] == 6
+    assert report["gpu_hours"] == pytest.approx(2 * 16 * report["duration_s"] / 3600)

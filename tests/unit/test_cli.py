@@ -96,7 +96,8 @@ def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> 
         "--policy: router.policy: unknown policy; did you mean 'least-loaded'?"
     )
     assert complaint(capsys, "serve", "--demo", "--set", "roles.aggregated.weight_dtype=fp8") == (
-        "--set: roles.aggregated.weight_dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16', got 'fp8'"
+        "--set: roles.aggregated.weight_dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16' with engine 'paged',"
+        " got 'fp8'; engine 'mock' takes any, to be simulated"
     )
 
 
@@ -105,6 +106,7 @@ def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> 
     [
         (("--demo", "--workers", "0"), "roles.aggregated.replicas: must be >= 1 to serve anything, got 0"),
         (("--demo", "--set", "roles.aggregated.tensor_parallel=2"), "tensor_parallel: must be 1 in this version, got 2"),
+        (("--demo", "--set", "roles.aggregated.data_parallel=4"), "data_parallel: must be 1 in this version, got 4"),
         (("--demo", "--set", "roles={prefill: {}, decode: {}}"), "disaggregated serving is not available in this version"),
         ((__file__,), f"model: {__file__} is not a directory; expected a checkpoint's directory"),
         (("./absent",), "model: no such directory: ./absent"),

@@ -56,7 +56,7 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
         ConfigError: a file is missing that the role or a frontend needs, or is malformed.
     """
     files = tuple(_card_files(checkpoint.path))
-    digest = hashlib.sha256(repr((files, role.weight_dtype, role.kv_dtype)).encode())
+    digest = hashlib.sha256(repr((files, role.weight_dtype, role.expert_dtype, role.kv_dtype)).encode())
     if role.engine != "mock":  # which computes nothing, so needs no weights
         digest.update(checkpoint.revision())
     card = ModelCard(

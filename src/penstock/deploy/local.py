@@ -207,10 +207,10 @@ def _runnable_role(graph: Graph) -> RoleSpec:
         )
     if role.replicas < 1:
         raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
-    if role.tensor_parallel != 1:
-        raise ConfigError(
-            f"roles.aggregated.tensor_parallel: must be 1 in this version, got {role.tensor_parallel}"
-        )
+    for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):
+        degree = getattr(role, field)
+        if degree != 1:
+            raise ConfigError(f"roles.aggregated.{field}: must be 1 in this version, got {degree}")
     if role.kv_dtype not in {"auto", role.weight_dtype}:
         raise ConfigError(
             f"roles.aggregated.kv_dtype: must be auto or that of the weights in this version, got {role.kv_dtype}"

@@ -65,6 +65,11 @@ def engine_names() -> tuple[str, ...]:
     return tuple(_FACTORIES)
 
 
+def engine_dtypes(name: str) -> tuple[str, ...] | None:
+    """Give the number formats that an engine of this name computes in; None is any."""
+    return _DTYPES.get(name)
+
+
 def _mock(spec: EngineSpec) -> BatchedEngine:
     if spec.context_length is None:
         raise ConfigError("context_length: the mock engine has no checkpoint to read it from; give it")
@@ -100,4 +105,5 @@ def _paged(spec: EngineSpec) -> BatchedEngine:
     return paged_engine(config, spec.scheduler, hash_key=spec.hash_key)
 
 
+_DTYPES = {"paged": ("auto", "float32", "bfloat16", "float16")}
 _FACTORIES: dict[str, Callable[[EngineSpec], BatchedEngine]] = {"mock": _mock, "paged": _paged}

@@ -8,10 +8,10 @@ from penstock.core.config import Config, nearest, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.types import Role
 from penstock.engine.mock import MockConfig
-from penstock.engine.registry import engine_names
+from penstock.engine.registry import engine_dtypes, engine_names
 from penstock.perf.hardware import find_hardware
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp4", "nvfp4"]
 
 
 class RoleSpec(Config):
@@ -24,11 +24,19 @@ class RoleSpec(Config):
     hardware: str = "cpu"
     """What a worker's devices are, as the catalogue in `penstock.perf.hardware` names them."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
-    """Devices that share one worker's weights."""
+    """Devices that share each layer of a worker's weights."""
+    pipeline_parallel: int = pydantic.Field(default=1, ge=1)
+    """Stages that share a worker's layers; a worker has tensor x pipeline x data parallel devices."""
+    data_parallel: int = pydantic.Field(default=1, ge=1)
+    """Copies of attention and dense layers in one worker, each with its own sequences and KV."""
+    expert_parallel: int = pydantic.Field(default=1, ge=1)
+    """Devices of a stage that share a layer's experts out, each whole; a multiple of `tensor_parallel` that divides tensor x data parallel. 1 cuts each expert by `tensor_parallel`."""
     weight_dtype: Dtype = "auto"
     """Number format of the weights; auto is the checkpoint's own."""
+    expert_dtype: Dtype = "auto"
+    """Number format of routed experts; auto is that of the weights."""
     kv_dtype: Dtype = "auto"
-    """Number format of the KV cache; auto is that of the weights."""
+    """Number format of the KV cache; auto is that of the weights, or fp8 where they are narrower."""
     max_batch_tokens: int | None = pydantic.Field(default=None, ge=1)
     """Tokens one engine step may compute; None is the engine's own choice."""
     max_running_requests: int | None = pydantic.Field(default=None, ge=1)
@@ -37,6 +45,11 @@ class RoleSpec(Config):
     """Blocks in a worker's KV pool; None is the engine's own choice."""
     mock: MockConfig = MockConfig()
     """How the mock engine behaves."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of one worker."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @pydantic.field_validator("engine")
     @classmethod
@@ -52,6 +65,19 @@ class RoleSpec(Config):
             return find_hardware(hardware).name
         except ConfigError as error:
             raise wrong(error.message.removeprefix("hardware: ")) from error
+
+    @pydantic.field_validator("weight_dtype", "expert_dtype", "kv_dtype")
+    @classmethod
+    def _check_dtype(cls, dtype: Dtype, info: pydantic.ValidationInfo) -> Dtype:
+        engine = info.data.get("engine", "")
+        known = engine_dtypes(engine)
+        if known is not None and dtype not in known:
+            *names, last = map(repr, known)
+            raise wrong(
+                f"must be one of {', '.join(names)} or {last} with engine {engine!r}, got {dtype!r};"
+                " engine 'mock' takes any, to be simulated"
+            )
+        return dtype
 
 
 class Roles(Config):

@@ -18,7 +18,8 @@ from penstock.perf.hardware import Dtype, Hardware
 from penstock.perf.latency import Link
 from penstock.perf.shape import ModelShape
 
-_US = 1e-6
+_LOW_LATENCY_TOKENS = 256
+"""A device's tokens up to which an exchange takes the kernels that send every copy by itself."""
 
 
 class Parallel(Config):
@@ -29,9 +30,11 @@ class Parallel(Config):
     pp: PositiveInt = 1
     """Pipeline stages; a batch is cut into as many micro-batches."""
     ep: PositiveInt = 1
-    """Expert parallelism; 1 shards each expert by `tp`."""
+    """Devices that share a layer's experts out, each whole: a multiple of `tp` that divides `tp * dp`. 1 shards each
+    expert by `tp` instead."""
     dp: PositiveInt = 1
-    """Copies of the attention, each with its share of the batch (wide expert parallelism)."""
+    """Copies of attention and dense layers, each with its own sequences and KV; with `ep` they share the experts
+    (wide expert parallelism), without they are engines side by side."""
 
     @property
     def devices(self) -> int:
@@ -90,23 +93,45 @@ class Roofline:
     factors: Factors = field(default_factory=Factors)
     tokens_per_step: float = 1.0
     """Tokens a decode step yields on average; above 1 with speculation, whose verification is priced."""
+    expert_dtype: Dtype | None = None
+    """Of routed experts; None is `weight_dtype` where that is given, else the checkpoint's own."""
     _windows: tuple[tuple[int | None, int], ...] = ()
 
     def __post_init__(self) -> None:
+        self.expert_dtype = self.expert_dtype or self.weight_dtype or self.shape.expert_dtype
         self.weight_dtype = self.weight_dtype or self.shape.weight_dtype
         wide = Dtype.FP8 if self.weight_dtype in {Dtype.FP8, Dtype.NVFP4, Dtype.MXFP4} else Dtype.BF16
         self.kv_dtype = self.kv_dtype or (Dtype.FP32 if self.weight_dtype is Dtype.FP32 else wide)
         self._windows = tuple(Counter(self.shape.windows).items())
-        if self.parallel.ep > 1 and self.shape.moe is None:
-            raise ConfigError(
-                f"parallel.ep: {self.parallel.ep} needs a model with experts; {self.shape.name} has none"
-            )
-        if self.parallel.ep > self.parallel.tp * self.parallel.dp:
-            raise ConfigError(
-                f"parallel.ep: {self.parallel.ep} is more than tp * dp = {self.parallel.tp * self.parallel.dp} devices of a stage"
-            )
+        self._check_parallel()
         if self.tokens_per_step < 1:
             raise ConfigError(f"tokens_per_step: must be >= 1, got {self.tokens_per_step}")
+
+    def _check_parallel(self) -> None:
+        tp, pp, ep, dp = self.parallel.tp, self.parallel.pp, self.parallel.ep, self.parallel.dp
+        if tp > self.shape.heads:
+            raise ConfigError(
+                f"tensor parallelism: {tp} devices cannot share {self.shape.heads} attention heads; at most one each"
+            )
+        if pp > self.shape.layers:
+            raise ConfigError(
+                f"pipeline parallelism: {pp} stages cannot share {self.shape.layers} layers; at most one each"
+            )
+        if ep == 1:
+            return
+        if self.shape.moe is None:
+            raise ConfigError(
+                f"expert parallelism: {ep} needs a model with experts; {self.shape.name} has none"
+            )
+        if ep % tp or tp * dp % ep:
+            raise ConfigError(
+                f"expert parallelism: must be a multiple of tensor parallelism ({tp}) that divides the {tp * dp} devices"
+                f" of tensor times data parallelism, or 1, got {ep}"
+            )
+        if ep > self.shape.moe.num_experts:
+            raise ConfigError(
+                f"expert parallelism: {ep} devices cannot share {self.shape.moe.num_experts} experts; at most one each"
+            )
 
     # ---- LatencyModel -----------------------------------------------------------------------------------
 
@@ -143,13 +168,15 @@ class Roofline:
         if new_tokens + batch == 0:
             return 0.0
         queries = batch * self.tokens_per_step
-        copies = self.parallel.pp * self.parallel.dp
-        rows = (new_tokens + queries) / copies
-        samples = (len(chunks) + queries) / copies
-        seconds = self._layers_s(rows) + self._head_s(samples) + self.factors.step_s
-        seconds += self._prefill_attention_s(chunks) / copies
+        pp, copies = self.parallel.pp, self.parallel.pp * self.parallel.dp
+        # A copy of the attention has its share of the sequences, but whole ones; all wait for the fullest.
+        fullest = max(new_tokens / self.parallel.dp, max((new for new, _ in chunks), default=0))
+        rows = fullest / pp + queries / copies
+        samples = max(len(chunks) / copies, min(len(chunks), 1) / pp) + queries / copies
+        seconds = self._layers_s(rows, (new_tokens + queries) / pp) + self._head_s(samples)
+        seconds += self._prefill_attention_s(chunks) / pp
         seconds += self._decode_attention_s(queries / copies, batch / copies, context_tokens / copies)
-        return seconds + self._pipeline_s(rows)
+        return seconds + self._pipeline_s(rows) + self.factors.step_s
 
     def transfer_s(self, num_bytes: float, link: Link) -> float:
         rate = {
@@ -169,19 +196,29 @@ class Roofline:
     def weight_bytes_per_device(self) -> float:
         """Weights on the fullest device; embeddings and head stay 16 bits wide."""
         assert self.weight_dtype is not None
+        assert self.expert_dtype is not None
         parallel, shape = self.parallel, self.shape
-        experts = 0.0
+        body = shape.dense_params() / parallel.tp * self.weight_dtype.bytes
         if shape.moe is not None:
-            spread = parallel.ep if parallel.ep > 1 else parallel.tp
-            experts = shape.moe_layers * shape.moe.num_experts * shape.expert_params() / spread
-        body = (shape.dense_params() / parallel.tp + experts) / parallel.pp
+            experts = shape.moe_layers * shape.moe.num_experts * shape.expert_params()
+            body += experts / self._expert_devices * self.expert_dtype.bytes
         head = shape.head_params() * (1 if shape.tied_embeddings else 2) / parallel.tp
-        return body * self.weight_dtype.bytes + head * max(2.0, self._wide.bytes)
+        return body / parallel.pp + head * max(2.0, self._wide.bytes)
+
+    @property
+    def _expert_devices(self) -> int:
+        """Devices that hold a layer's experts once between them."""
+        return self.parallel.ep if self.parallel.ep > 1 else self.parallel.tp
 
     @property
     def _wide(self) -> Dtype:
         """Format of activations, head and attention arithmetic."""
         return Dtype.FP32 if self.weight_dtype is Dtype.FP32 else Dtype.BF16
+
+    @property
+    def kv_copies(self) -> float:
+        """How many devices of a tensor-parallel group keep the same KV."""
+        return self.parallel.tp / self._kv_shards()
 
     def _kv_shards(self) -> int:
         """Devices that hold different parts of one sequence's KV; a KV head is not cut, a latent is copied."""
@@ -197,9 +234,11 @@ class Roofline:
         arithmetic = 2 * rows * params / (self.hardware.peak_flops_per_s(dtype) * reached)
         loaded = params if loaded_params is None else loaded_params
         traffic = loaded * dtype.bytes / (self.hardware.bandwidth_bytes_per_s * factors.bandwidth)
-        return float((arithmetic**factors.overlap + traffic**factors.overlap) ** (1 / factors.overlap))
+        larger, smaller = max(arithmetic, traffic), min(arithmetic, traffic)
+        return float(larger * (1 + (smaller / larger) ** factors.overlap) ** (1 / factors.overlap))
 
-    def _layers_s(self, rows: float) -> float:
+    def _layers_s(self, rows: float, tokens: float) -> float:
+        """Price all layers but their attention proper: `rows` on the fullest copy, of `tokens` on all copies."""
         assert self.weight_dtype is not None
         shape, factors, parallel = self.shape, self.factors, self.parallel
         attention = shape.attention_params() / parallel.tp
@@ -213,26 +252,29 @@ class Roofline:
         if shape.moe is not None:
             shared = attention + shape.ffn_params(shape.moe.shared_intermediate) / parallel.tp
             seconds += shape.moe_layers * (
-                self._gemm_s(rows, shared, self.weight_dtype) + self._experts_s(rows)
+                self._gemm_s(rows, shared, self.weight_dtype) + self._experts_s(rows, tokens)
             )
         return seconds
 
-    def _experts_s(self, rows: float) -> float:
-        """Price one layer's routed experts: products with the experts that are hit, and the exchange of tokens."""
-        moe = self.shape.moe
+    def _experts_s(self, rows: float, tokens: float) -> float:
+        """Price one layer's routed experts: products with the experts that are hit, and the exchange of tokens.
+
+        Experts are equally likely, as load balancing aims at: of E experts, n tokens with k each hit
+        `E * (1 - (1 - k/E)^n)`.
+        """
+        moe, parallel = self.shape.moe, self.parallel
         assert moe is not None
-        assert self.weight_dtype is not None
-        parallel = self.parallel
-        tokens = rows * parallel.dp if parallel.ep > 1 else rows
-        spread = parallel.ep if parallel.ep > 1 else parallel.tp
-        hit = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens)
-        pairs = tokens * moe.experts_per_token
-        params = self.shape.expert_params()
+        assert self.expert_dtype is not None
+        # With fewer expert devices than devices there are as many copies of the experts, each with its share.
+        share = parallel.ep / (parallel.tp * parallel.dp) if parallel.ep > 1 else rows / tokens
+        group_tokens = tokens * share
+        hit = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** group_tokens)
+        pairs = group_tokens * moe.experts_per_token
         # All hit experts of a device as one grouped product: rows an expert decide the efficiency.
-        rows_per_expert = pairs / hit if hit else 0.0
-        seconds = self._gemm_s(rows_per_expert, hit * params / spread, self.weight_dtype)
+        loaded = hit * self.shape.expert_params() / self._expert_devices
+        seconds = self._gemm_s(pairs / hit, loaded, self.expert_dtype)
         if parallel.ep > 1:
-            seconds += self._all_to_all_s(rows / parallel.tp * moe.experts_per_token)
+            seconds += self._all_to_all_s(rows / parallel.tp)
         return seconds
 
     def _head_s(self, samples: float) -> float:
@@ -243,11 +285,11 @@ class Roofline:
         return moved / (self.hardware.bandwidth_bytes_per_s * self.factors.bandwidth)
 
     def _prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Price the (query, key) pairs of all chunks, in all layers."""
-        pairs = sum(
-            count * sum(_causal_pairs(new, cached, window) for new, cached in chunks)
-            for window, count in self._windows
-        )
+        """Price the (query, key) pairs of all chunks in all layers, on the copy with the most."""
+        pairs = 0.0
+        for window, count in self._windows:
+            each = [_causal_pairs(new, cached, window) for new, cached in chunks]
+            pairs += count * max(sum(each) / self.parallel.dp, max(each, default=0.0))
         flops = pairs * self.shape.attention_flops_per_pair() / self.parallel.tp
         return flops / (self.hardware.peak_flops_per_s(self._wide) * self.factors.attention)
 
@@ -268,6 +310,7 @@ class Roofline:
         return max(traffic, flops / (self.hardware.peak_flops_per_s(self._wide) * self.factors.attention))
 
     def _link_bytes_per_s(self, devices: int) -> float:
+        """Give the slowest link among so many neighbours."""
         fits = devices <= self.hardware.scale_up_devices
         rate = self.hardware.scale_up_bytes_per_s if fits else self.hardware.scale_out_bytes_per_s
         return rate * self.factors.collective_bandwidth
@@ -277,11 +320,27 @@ class Roofline:
         moved = rows * self.shape.hidden * self._wide.bytes * 2 * (tp - 1) / tp
         return self.factors.collective_s + moved / self._link_bytes_per_s(tp)
 
-    def _all_to_all_s(self, pairs: float) -> float:
-        """Send each (token, expert) pair out in 8 bits and back in 16, as DeepEP does by default."""
-        ep = self.parallel.ep
-        moved = pairs * self.shape.hidden * (1 + 2) * (ep - 1) / ep
-        return 2 * self.factors.collective_s + moved / self._link_bytes_per_s(ep)
+    def _all_to_all_s(self, tokens: float) -> float:
+        """Send each of a device's tokens to its experts in 8 bits and back in 16; NVLink and network work at once.
+
+        Few tokens cross the network once for each expert; many once for each NVLink domain that holds some of
+        their experts, to be handed on within it.
+
+        Source: DeepEP (DeepSeek, 2025), its low-latency and its normal kernels.
+        """
+        moe, ep = self.shape.moe, self.parallel.ep
+        assert moe is not None
+        token_bytes = tokens * self.shape.hidden * (1 + 2)
+        domain = min(ep, self.hardware.scale_up_devices)
+        rate = self.factors.collective_bandwidth * self.hardware.scale_up_bytes_per_s
+        within = moe.experts_per_token * (domain - 1) / domain * token_bytes / rate
+        domains = ep / domain
+        limit = min(domains, moe.expert_groups_per_token or domains)
+        reached = limit * (1 - (1 - 1 / limit) ** moe.experts_per_token)
+        rate = self.factors.collective_bandwidth * self.hardware.scale_out_bytes_per_s
+        copies = max(reached, moe.experts_per_token * min(1.0, _LOW_LATENCY_TOKENS / tokens))
+        across = copies * (1 - 1 / domains) * token_bytes / rate
+        return 2 * self.factors.collective_s + max(within, across)
 
     def _pipeline_s(self, rows: float) -> float:
         hops = self.parallel.pp - 1

@@ -42,6 +42,8 @@ class Moe:
     intermediate: int
     shared_intermediate: int
     dense_layers: int
+    expert_groups_per_token: int | None = None
+    """Groups of experts, each on neighbouring devices, that one token's experts come from; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class ModelShape:
     mla: Mla | None = None
     moe: Moe | None = None
     weight_dtype: Dtype = Dtype.BF16
+    expert_dtype: Dtype = Dtype.BF16
+    """Of routed experts; checkpoints in 4 bits may keep all else wider."""
     gated: bool = field(default=True)
 
     @property
@@ -160,6 +164,7 @@ def shape_of(config: Mapping[str, Any], *, name: str, source: str = "config.json
     hidden, heads, layers = (
         reader.need(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
+    weight_dtype, expert_dtype = _dtypes(config, text)
     return ModelShape(
         name=name,
         hidden=hidden,
@@ -173,7 +178,8 @@ def shape_of(config: Mapping[str, Any], *, name: str, source: str = "config.json
         tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         mla=_mla(reader) if text.get("kv_lora_rank") else None,
         moe=_moe(reader, layers),
-        weight_dtype=_weight_dtype(config, text),
+        weight_dtype=weight_dtype,
+        expert_dtype=expert_dtype,
     )
 
 
@@ -236,12 +242,16 @@ def _moe(reader: _Reader, layers: int) -> Moe | None:
         intermediate=intermediate,
         shared_intermediate=shared,
         dense_layers=dense,
+        expert_groups_per_token=reader.get("topk_group", 0) or None,
     )
 
 
-def _weight_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> Dtype:
+def _dtypes(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[Dtype, Dtype]:
+    """Give the formats of the weights and of the routed experts."""
     quantization = config.get("quantization_config") or {}
     method = str(quantization.get("quant_algo") or quantization.get("quant_method") or "").lower()
+    stated = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
+    wide = {"float32": Dtype.FP32, "float16": Dtype.FP16}.get(stated.removeprefix("torch."), Dtype.BF16)
     for word, dtype in (
         ("mxfp4", Dtype.MXFP4),
         ("nvfp4", Dtype.NVFP4),
@@ -249,6 +259,7 @@ def _weight_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> Dtype:
         ("int8", Dtype.INT8),
     ):
         if word in method or word in str(quantization.get("format", "")).lower():
-            return dtype
-    stated = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
-    return {"float32": Dtype.FP32, "float16": Dtype.FP16}.get(stated.removeprefix("torch."), Dtype.BF16)
+            return (
+                wide if dtype is Dtype.MXFP4 else dtype
+            ), dtype  # MXFP4 checkpoints have it in experts only
+    return wide, wide

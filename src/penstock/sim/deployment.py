@@ -15,6 +15,7 @@ from penstock.perf.hardware import Dtype, Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
 from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.shape import ModelShape
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.cluster import CheckedEngine, ClusterSpec
 from penstock.sim.engine import JumpEngine, Stream
@@ -23,7 +24,7 @@ from penstock.sim.prices import DecodePrices
 from penstock.sim.timing import VOCAB_SIZE, Pace
 
 SALT = b"simulated"
-_DTYPES = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
+_NAMED = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 _QUEUE_MAX = 1 << 20
 _WHOLE_ANSWER = 1 << 30  # bulk deltas are not cut into windows
 
@@ -45,7 +46,7 @@ class Deployment:
 
     @property
     def devices(self) -> int:
-        return self.role.replicas * self.role.tensor_parallel
+        return self.role.replicas * self.role.devices
 
     def check_fits(self, longest_tokens: int) -> None:
         """Refuse a workload whose longest request can never run.
@@ -124,13 +125,7 @@ def plan_deployment(
         raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
     shape = find_shape(graph.model, beside=beside)
     hardware = find_hardware(role.hardware)
-    roofline = Roofline(
-        shape,
-        hardware,
-        Parallel(tp=role.tensor_parallel),
-        weight_dtype=_DTYPES.get(role.weight_dtype),
-        kv_dtype=_DTYPES.get(role.kv_dtype),
-    )
+    roofline = make_roofline(shape, role)
     latency: LatencyModel = roofline
     if engine_profile is not None:
         latency = ProfiledModel(Profile.load(engine_profile), roofline)
@@ -138,9 +133,11 @@ def plan_deployment(
     weights = roofline.weight_bytes_per_device()
     arithmetic = (
         f"{hardware.memory_bytes * roofline.factors.memory_fraction / 1e9:.1f} GB of a device less"
-        f" {weights / 1e9:.1f} GB of weights, on {role.tensor_parallel} devices, at"
+        f" {weights / 1e9:.1f} GB of weights, on {role.devices} devices, at"
         f" {roofline.kv_bytes_per_token / 1e3:.1f} kB a token"
     )
+    if roofline.kv_copies > 1:
+        arithmetic += f" on {roofline.kv_copies:g} of them each"
     num_blocks = capacity // graph.block_size
     if role.kv_blocks is not None:
         if role.kv_blocks > num_blocks and engine_profile is None:
@@ -153,3 +150,28 @@ def plan_deployment(
     if num_blocks < 2:
         raise ConfigError(f"KV: room for {num_blocks} blocks of {graph.block_size} tokens: {arithmetic}")
     return Deployment(graph, role, hardware, latency, num_blocks, shape.context_length, arithmetic, exact)
+
+
+def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:
+    """Price one worker of a role.
+
+    Raises:
+        ConfigError: the model cannot be spread like that.
+    """
+    return Roofline(
+        shape,
+        find_hardware(role.hardware),
+        Parallel(
+            tp=role.tensor_parallel,
+            pp=role.pipeline_parallel,
+            ep=role.expert_parallel,
+            dp=role.data_parallel,
+        ),
+        weight_dtype=_dtype(role.weight_dtype),
+        kv_dtype=_dtype(role.kv_dtype),
+        expert_dtype=_dtype(role.expert_dtype),
+    )
+
+
+def _dtype(name: str) -> Dtype | None:
+    return None if name == "auto" else _NAMED.get(name) or Dtype(name)

@@ -48,7 +48,10 @@ def test_every_mistake_is_one_line_with_file_path_and_value(tmp_path: Path) -> N
         "graph.yaml: frontend.port: must be <= 65535, got 70000",
         "graph.yaml: frontend.proceses: unknown key; did you mean 'processes'?",
         "graph.yaml: roles.decode.replicas: must be >= 0, got -1",
-        "graph.yaml: roles.decode.weight_dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16', got 'fp8'",
+        (
+            "graph.yaml: roles.decode.weight_dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16' with"
+            " engine 'paged', got 'fp8'; engine 'mock' takes any, to be simulated"
+        ),
     ]
 
 
@@ -219,3 +222,18 @@ def test_examples_load(path: Path) -> None:
 def test_a_graph_survives_its_own_json() -> None:
     graph = Graph(model="demo", roles=Roles(aggregated=RoleSpec(engine="mock", replicas=3)))
     assert Graph.model_validate_json(graph.model_dump_json()) == graph
+
+
+def test_simulated_engines_take_narrow_formats_and_every_parallelism(tmp_path: Path) -> None:
+    role = (
+        "engine: mock, weight_dtype: fp8, expert_dtype: nvfp4, kv_dtype: fp8, tensor_parallel: 2,"
+        " pipeline_parallel: 3, data_parallel: 4, expert_parallel: 8"
+    )
+    graph = load(write(tmp_path, f"model: demo\nroles: {{aggregated: {{{role}}}}}\n"))
+    assert graph.roles.aggregated.devices == 2 * 3 * 4
+    for dtype in ("int8", "mxfp4"):
+        assert RoleSpec(engine="mock", weight_dtype=dtype).weight_dtype == dtype
+    (line,) = mistakes(
+        write(tmp_path, "model: demo\nroles: {aggregated: {engine: mock, expert_parallel: 0}}\n")
+    )
+    assert line == "graph.yaml: roles.aggregated.expert_parallel: must be >= 1, got 0"

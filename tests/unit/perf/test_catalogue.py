@@ -7,6 +7,7 @@ from penstock.perf.catalogue import find_shape, known_shapes
 def test_known_shapes_have_their_parameters():
     billions = {name: find_shape(name).total_params() / 1e9 for name in known_shapes()}
     assert billions == {
+        "deepseek-r1": pytest.approx(671, rel=0.001),
         "llama-3.1-8b": pytest.approx(8.03, rel=0.01),
         "llama-3.1-70b": pytest.approx(70.6, rel=0.01),
     }
