@@ -8,7 +8,7 @@ implementation, which is the reference the others are tested against.
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -276,8 +276,11 @@ class RequestPlane(Protocol):
 class RoutingContext:
     """What a policy may look at: columns indexed by worker slot, all of length `num_slots`.
 
-    `overlap_blocks` is the prefix each worker holds; the load columns are the worker's own report plus
-    what this router has reserved since. `eligible` masks slots that are free, lost, draining or excluded.
+    `overlap_blocks` is the prefix each worker holds, and `tier_blocks` (num_tiers, num_slots) how many of these
+    blocks lie, at best, in each `Tier`. The load columns are the worker's own report plus what this router has
+    reserved since; `cached_blocks` (with content that can be found, in use or not) only the report. The `own` columns are what
+    this router sent there that has not ended: requests, prompt tokens to compute until the first token is here,
+    and blocks of prompts. `eligible` masks slots that are free, lost, draining or excluded.
     """
 
     request_tokens: int
@@ -285,22 +288,40 @@ class RoutingContext:
     block_size: int
     eligible: NDArray[np.bool_]
     overlap_blocks: NDArray[np.int32]
+    tier_blocks: NDArray[np.int32]
     active_blocks: NDArray[np.int64]
+    cached_blocks: NDArray[np.int64]
     total_blocks: NDArray[np.int64]
     running_requests: NDArray[np.int64]
     waiting_requests: NDArray[np.int64]
     queued_prefill_tokens: NDArray[np.int64]
+    own_requests: NDArray[np.int64]
+    own_prefill_tokens: NDArray[np.int64]
+    own_blocks: NDArray[np.int64]
     turn: int
+    now_s: float
 
 
 class RoutingPolicy(Protocol):
-    """Prices a request on every worker at once. Pure: the same context gives the same costs."""
+    """Prices a request on every worker at once. Pure: the same context gives the same costs.
+
+    One that goes by what it chose before is a `HistoryPolicy`: pure from one `chosen` to the next.
+    """
 
     @property
     def name(self) -> str: ...
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
         """Return (num_slots,) costs; the lowest eligible one wins, ties are broken by the request's hash."""
+        ...
+
+
+@runtime_checkable
+class HistoryPolicy(RoutingPolicy, Protocol):
+    """A routing policy that is told what came of its costs. It bounds what it remembers."""
+
+    def chosen(self, context: RoutingContext, slot: int) -> None:
+        """Take note that the request of this context, the last one priced, goes to `slot`."""
         ...
 
 

@@ -22,6 +22,7 @@ class LoadsMachine(RuleBasedStateMachine):
         self.accepted = [0] * 4
         self.at_worker = [set() for _ in range(4)]  # arrived and running there
         self.report_in_flight = [deque() for _ in range(4)]
+        self.own = {}  # reservation -> [prefill until the first token, blocks], until its end
         self.expected = {}  # reservation -> (prefill, blocks) not in any report received so far
 
     @rule(slot=SLOTS, prefill=st.integers(1, 1000), blocks=st.integers(0, 50))
@@ -30,6 +31,7 @@ class LoadsMachine(RuleBasedStateMachine):
         self.live.append(reservation)
         self.on_the_way[slot].append(reservation)
         self.expected[reservation] = [prefill, blocks]
+        self.own[reservation] = [prefill, blocks]
 
     @rule(slot=SLOTS)
     def arrive(self, slot):
@@ -60,6 +62,7 @@ class LoadsMachine(RuleBasedStateMachine):
     def first_token(self, data):
         reservation = data.draw(st.sampled_from(self.live))
         self.loads.prefill_done(reservation)
+        self.own[reservation][0] = 0
         if reservation in self.expected:
             self.expected[reservation][0] = 0
 
@@ -69,6 +72,7 @@ class LoadsMachine(RuleBasedStateMachine):
         reservation = data.draw(st.sampled_from(self.live))
         self.live.remove(reservation)
         self.loads.release(reservation)
+        del self.own[reservation]
         self.expected.pop(reservation, None)
         self.at_worker[reservation.slot].discard(reservation)
 
@@ -81,6 +85,7 @@ class LoadsMachine(RuleBasedStateMachine):
         for reservation in [r for r in self.live if r.slot == slot]:
             self.live.remove(reservation)
             self.loads.release(reservation)
+            del self.own[reservation]
             self.expected.pop(reservation, None)
         self.at_worker[slot].clear()
 
@@ -93,6 +98,10 @@ class LoadsMachine(RuleBasedStateMachine):
                 len(mine), sum(prefill for prefill, _ in mine), sum(blocks for _, blocks in mine)
             )
             assert self.loads.open_requests(slot) == sum(r.slot == slot for r in self.live)
+            own = [sums for r, sums in self.own.items() if r.slot == slot]
+            assert self.loads.own_requests[slot] == len(own)
+            assert self.loads.own_prefill_tokens[slot] == sum(prefill for prefill, _ in own)
+            assert self.loads.own_blocks[slot] == sum(blocks for _, blocks in own)
 
     def teardown(self):
         for reservation in getattr(self, "live", ()):

@@ -82,7 +82,7 @@ def leaked_reservation() -> Iterator[None]:
     def release(self, reservation):
         if reservation.open:
             reservation.open = False
-            self._open[reservation.slot] -= 1
+            self._own[:, reservation.slot] -= (1, reservation.prefill_tokens, reservation.blocks)
 
     with replaced(LoadTracker, "release", release):
         yield

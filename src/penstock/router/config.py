@@ -4,8 +4,9 @@ from typing import Self
 
 import pydantic
 
-from penstock.core.config import Config, nearest, wrong
-from penstock.router.policies import DEFAULT_LOAD_WEIGHT, POLICIES
+from penstock.core.config import Config, wrong
+from penstock.core.errors import ConfigError
+from penstock.router.policies import DEFAULT_LOAD_WEIGHT, make_policy
 
 
 class RetryConfig(Config):
@@ -46,7 +47,8 @@ class RouterConfig(Config):
     """One frontend process's view of the workers, and its requests."""
 
     policy: str = "kv"
-    """`kv` (longest prefix, then load), `least-loaded`, `power-of-two`, `round-robin` or `random`."""
+    """`kv` (longest prefix, then load), `least-loaded`, `power-of-two`, `round-robin` or `random`; or your own: an
+    entry point's name of the group `penstock.policies`, or `package.module:Class`."""
     load_weight: float = pydantic.Field(default=DEFAULT_LOAD_WEIGHT, ge=0)
     """For `kv`: what a block that a worker's running requests hold costs, in blocks of prefill."""
     workers_max: int = pydantic.Field(default=1024, ge=1)
@@ -67,6 +69,8 @@ class RouterConfig(Config):
     @pydantic.field_validator("policy")
     @classmethod
     def _check_policy(cls, policy: str) -> str:
-        if policy not in POLICIES:
-            raise wrong(f"unknown policy{nearest(policy, list(POLICIES))}")
+        try:
+            make_policy(policy)
+        except ConfigError as error:
+            raise wrong(error.message.removeprefix("policy ")) from error
         return policy

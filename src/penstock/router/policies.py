@@ -1,7 +1,8 @@
 """How a worker is chosen: each policy prices a request on every worker at once.
 
-Policies are pure functions of `RoutingContext`; write your own against `seams.RoutingPolicy`. Costs of
-workers that are not eligible are ignored. What looks random is a hash of the turn, so that a run repeats.
+Policies are pure functions of `RoutingContext`; write your own against `seams.RoutingPolicy`, and name it as
+`user_policy` says. Costs of workers that are not eligible are ignored. What looks random is a hash of the turn,
+so that a run repeats.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.config import nearest
-from penstock.core.errors import ConfigError
+from penstock.router.user_policy import find_user_policy
 from penstock.seams import RoutingContext, RoutingPolicy
 
 Costs = NDArray[np.float64]
@@ -114,14 +114,14 @@ POLICIES: dict[str, Callable[[float], RoutingPolicy]] = {
 
 
 def make_policy(name: str, load_weight: float = DEFAULT_LOAD_WEIGHT) -> RoutingPolicy:
-    """Make a policy by its name.
+    """Make a policy by its name: one of `POLICIES`, an entry point's, or `package.module:Class`.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or it cannot be made.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"policy {name!r} is unknown{nearest(name, list(POLICIES))}")
-    return POLICIES[name](load_weight)
+    if name in POLICIES:
+        return POLICIES[name](load_weight)
+    return find_user_policy(name, list(POLICIES))()
 
 
 def uncached_tokens(context: RoutingContext) -> NDArray[np.int64]:

@@ -1,5 +1,6 @@
 """Which worker gets a request, and why."""
 
+import asyncio
 import random
 import zlib
 from collections import deque
@@ -12,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
-from penstock.core.types import ModelCard, Request
+from penstock.core.types import ModelCard, Request, Tier
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.policies import choose
-from penstock.seams import RoutingContext, RoutingPolicy
+from penstock.seams import HistoryPolicy, RoutingContext, RoutingPolicy
 
 _DECISIONS_KEPT = 64
 
@@ -66,6 +67,7 @@ class Router:
     ) -> None:
         self.fleet = fleet
         self.policy = policy
+        self._history = policy if isinstance(policy, HistoryPolicy) else None
         self._metrics = metrics
         self._turn = rng.randrange(1 << 16)  # frontends beside each other do not take turns in step
         self._decisions: deque[Decision] = deque(maxlen=_DECISIONS_KEPT)
@@ -94,6 +96,8 @@ class Router:
         first = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
         slot = choose(costs, eligible, first)
         assert slot is not None, f"{num_eligible} workers are eligible"
+        if self._history is not None:
+            self._history.chosen(context, slot)
         self._turn += 1
         overlap = int(overlaps[slot])
         why = self._explain(request.request_id, context, costs, slot)
@@ -131,18 +135,26 @@ class Router:
     ) -> RoutingContext:
         loads = self.fleet.loads
         request_tokens = num_tokens(request.token_ids)
+        tiers = np.zeros((len(Tier), len(overlaps)), dtype=np.int32)
+        tiers[0] = overlaps
         return RoutingContext(
             request_tokens=request_tokens,
             request_blocks=-(-request_tokens // card.block_size),
             block_size=card.block_size,
             eligible=eligible,
             overlap_blocks=overlaps,
+            tier_blocks=tiers,
             active_blocks=loads.active_blocks,
+            cached_blocks=loads.cached_blocks,
             total_blocks=loads.total_blocks,
             running_requests=loads.running_requests,
             waiting_requests=loads.waiting_requests,
             queued_prefill_tokens=loads.queued_prefill_tokens,
+            own_requests=loads.own_requests,
+            own_prefill_tokens=loads.own_prefill_tokens,
+            own_blocks=loads.own_blocks,
             turn=self._turn,
+            now_s=asyncio.get_running_loop().time(),
         )
 
     def _explain(

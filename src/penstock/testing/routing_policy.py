@@ -23,19 +23,28 @@ def some_contexts(seed: int = 0) -> Iterator[RoutingContext]:
         for turn in (0, 1, 5, 1_000_003):
             request_tokens = int(rng.integers(1, 5000))
             request_blocks = -(-request_tokens // 16)
+            overlap_blocks = rng.integers(0, request_tokens // 16 + 1, num_slots).astype(np.int32)
+            lower = rng.integers(0, overlap_blocks + 1).astype(np.int32) // 2
+            tiers = np.stack([overlap_blocks - 2 * lower, lower, lower, 0 * lower])
             total_blocks = rng.integers(0, 2, num_slots) * rng.integers(1, 4000, num_slots)
             yield RoutingContext(
                 request_tokens=request_tokens,
                 request_blocks=request_blocks,
                 block_size=16,
                 eligible=rng.random(num_slots) < rng.choice([0.0, 0.3, 1.0]),
-                overlap_blocks=rng.integers(0, request_tokens // 16 + 1, num_slots).astype(np.int32),
+                overlap_blocks=overlap_blocks,
+                tier_blocks=tiers,
                 active_blocks=rng.integers(0, 4000, num_slots),
+                cached_blocks=rng.integers(0, 4000, num_slots),
                 total_blocks=total_blocks,
                 running_requests=rng.integers(0, 300, num_slots),
                 waiting_requests=rng.integers(0, 2, num_slots) * rng.integers(0, 1000, num_slots),
                 queued_prefill_tokens=rng.integers(0, 100_000, num_slots),
+                own_requests=rng.integers(0, 300, num_slots),
+                own_prefill_tokens=rng.integers(0, 100_000, num_slots),
+                own_blocks=rng.integers(0, 9000, num_slots),
                 turn=turn,
+                now_s=float(turn),
             )
 
 

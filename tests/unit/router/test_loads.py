@@ -87,3 +87,23 @@ def test_slots_grow_and_keep_what_they_have():
     loads.reserve(2, 10, 1)
     assert loads.queued_prefill_tokens.tolist() == [40, 0, 10]
     loads.check()
+
+
+def test_what_was_sent_counts_whatever_the_reports_say():
+    loads = LoadTracker(2)
+    first, second = loads.reserve(1, 40, 3), loads.reserve(1, 50, 4)
+    loads.report(1, report(2, running_requests=2, cached_blocks=9))
+    assert loads.cached_blocks.tolist() == [0, 9]
+    loads.prefill_done(first)
+    assert loads.own_requests.tolist() == [0, 2]
+    assert loads.own_prefill_tokens.tolist() == [0, 50]
+    assert loads.own_blocks.tolist() == [0, 7]
+    loads.release(first)
+    loads.release(second)
+    loads.prefill_done(second)
+    assert [column[1] for column in (loads.own_requests, loads.own_prefill_tokens, loads.own_blocks)] == [
+        0,
+        0,
+        0,
+    ]
+    loads.check()

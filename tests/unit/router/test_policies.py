@@ -18,14 +18,20 @@ def context(num_slots: int = 3, **columns: object) -> RoutingContext:
         "block_size": 16,
         "eligible": [True] * num_slots,
         "overlap_blocks": [0] * num_slots,
+        "tier_blocks": [[0] * num_slots] * 4,
         "active_blocks": [0] * num_slots,
+        "cached_blocks": [0] * num_slots,
         "total_blocks": [1000] * num_slots,
         "running_requests": [0] * num_slots,
         "waiting_requests": [0] * num_slots,
         "queued_prefill_tokens": [0] * num_slots,
+        "own_requests": [0] * num_slots,
+        "own_prefill_tokens": [0] * num_slots,
+        "own_blocks": [0] * num_slots,
         "turn": 0,
+        "now_s": 0.0,
     } | columns
-    types = {"eligible": np.bool_, "overlap_blocks": np.int32}
+    types = {"eligible": np.bool_, "overlap_blocks": np.int32, "tier_blocks": np.int32}
     return RoutingContext(
         **{
             k: np.array(v, dtype=types.get(k, np.int64)) if isinstance(v, list) else v

@@ -15,7 +15,10 @@ def test_defaults_are_valid():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"policy": "round-robbin"}, "graph.yaml: policy: unknown policy; did you mean 'round-robin'?"),
+        (
+            {"policy": "round-robbin"},
+            "graph.yaml: policy: 'round-robbin' is unknown; did you mean 'round-robin'?",
+        ),
         ({"retries": {"burst": 0}}, "graph.yaml: retries.burst: must be >= 1, got 0"),
         ({"polcy": "kv"}, "graph.yaml: polcy: unknown key; did you mean 'policy'?"),
         ({"retries": {"migrations_max": 1}}, "lower deaths_max or raise migrations_max"),

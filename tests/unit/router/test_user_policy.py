@@ -1,0 +1,129 @@
+"""Policies from elsewhere: by module and class, by entry point, and what is said where there is none."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.core.ids import RequestId
+from penstock.core.types import Request, SamplingParams
+from penstock.core.wire import pack_tokens
+from penstock.router.config import RouterConfig
+from penstock.router.policies import choose, make_policy
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster
+from penstock.testing.hand_engine import HandEngine
+from penstock.testing.routing_policy import RoutingPolicySuite, some_contexts
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLE = "routing_policy:QuietestHolder"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield
+    sys.modules.pop("routing_policy", None)
+
+
+class TestTheExample(RoutingPolicySuite):
+    def make(self):
+        return make_policy(EXAMPLE)
+
+
+def test_the_example_is_short_and_does_what_it_says():
+    assert len((EXAMPLES / "routing_policy.py").read_text().splitlines()) <= 60
+    policy = make_policy(EXAMPLE)
+    context = next(c for c in some_contexts() if len(c.eligible) == 3)
+    context.eligible[:], context.request_tokens, context.waiting_requests[:] = True, 160, 0
+    context.overlap_blocks[:], context.running_requests[:] = [0, 5, 9], [0, 7, 8]
+    assert policy.costs(context).tolist() == [9, 7, 8]
+    assert choose(policy.costs(context), context.eligible, 1) == 1  # 80 of 160 tokens are half
+    context.overlap_blocks[:] = [0, 4, 4]
+    assert choose(policy.costs(context), context.eligible, 1) == 0  # nobody holds half of it
+
+
+def test_a_policy_is_found_by_its_entry_point(tmp_path, monkeypatch):
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[penstock.policies]\nquietest-holder = {EXAMPLE}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert make_policy("quietest-holder").name == "quietest-holder"
+    assert RouterConfig(policy="quietest-holder").policy == "quietest-holder"
+    with pytest.raises(ConfigError, match="did you mean 'quietest-holder'"):
+        make_policy("quietest-holders")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.at_all:Policy", "'nowhere.at_all' cannot be imported: No module named 'nowhere'"),
+        ("routing_policy:QuietestHoldr", "has no 'QuietestHoldr'; did you mean 'QuietestHolder'"),
+        ("routing_policy:SHARE", "has no 'SHARE'"),
+        ("routing_policy:RoutingContext", "it could not be made without arguments"),
+        ("pathlib:Path", "has no name and no costs|has no costs"),
+    ],
+)
+def test_what_is_wrong_with_a_policy_is_said_before_anything_starts(name, message):
+    with pytest.raises(ConfigError, match=message):
+        RouterConfig.parse({"policy": name}, source="graph.yaml")
+
+
+HISTORY = """
+import numpy as np
+
+told = []
+
+
+class Spreading:
+    name = "spreading"
+
+    def __init__(self):
+        self.counts = {}
+
+    def costs(self, context):
+        return np.array([float(self.counts.get(slot, 0)) for slot in range(len(context.eligible))])
+
+    def chosen(self, context, slot):
+        self.counts[slot] = self.counts.get(slot, 0) + 1
+        told.append((context.request_tokens, context.now_s, slot))
+"""
+
+
+def test_a_policy_with_a_history_is_told_every_decision(tmp_path, monkeypatch):
+    (tmp_path / "spreading.py").write_text(HISTORY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
+            for name in ("one", "two"):
+                await cluster.start(name, HandEngine())
+            await asyncio.sleep(0.01)
+            times = []
+            for number in range(4):
+                await asyncio.sleep(1.0)
+                times.append(loop.time())
+                async with dispatcher.open(request(number)):
+                    pass
+            return times, [decision.policy for decision in dispatcher.decisions()]
+
+    config = RouterConfig(policy="spreading:Spreading")
+    times, names = run_virtual(main())
+    told = sys.modules.pop("spreading").told
+    assert names == ["spreading"] * 4
+    assert [(tokens, now_s) for tokens, now_s, _ in told] == [(6 + n, now_s) for n, now_s in enumerate(times)]
+    assert sorted(slot for _, _, slot in told) == [0, 0, 1, 1]
+
+
+def request(number):
+    return Request(
+        request_id=RequestId(f"r{number}"),
+        model="tiny",
+        token_ids=pack_tokens(range(6 + number)),
+        sampling=SamplingParams(max_tokens=5),
+        salt=b"tiny-1",
+    )
