@@ -13,6 +13,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.graph import Overrides, load
+from penstock.router.router import Router
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.report import latencies_s
 from penstock.sim.simulate import simulate
@@ -226,35 +227,44 @@ def test_one_deployment_or_several_must_be_given(capsys, spec):
     assert "--html: only with --graph" in refusal(capsys, spec, "--compare", SMALL, "--html", "/tmp/x.html")
 
 
-def _recorded(policy, *, exact):
+def _played(policy, monkeypatch, *, exact, seed):
+    """Give each request's (time to the first token, to the last, cached tokens), and the workers it went to."""
     settings = [
-        f"router.policy={policy}", "roles.aggregated.replicas=3", "roles.aggregated.kv_blocks=700",
+        f"router.policy={policy}", "roles.aggregated.replicas=8", "roles.aggregated.kv_blocks=700",
         "roles.aggregated.max_running_requests=64", "roles.aggregated.max_batch_tokens=2048",
     ]  # fmt: skip
     workload = WorkloadConfig(
-        requests=150, rate_per_s=15, input_tokens=900, output_tokens=150, spread=0.6,
+        requests=120, rate_per_s=12, input_tokens=900, output_tokens=100, spread=0.6, turns=4, think_s=2,
         shared_prefix_tokens=1024, prefix_groups=6,
     )  # fmt: skip
     deployment = plan_deployment(load(SMALL, Overrides(settings)), beside=GRAPHS, exact=exact)
-    recording = simulate(deployment, make_sessions(workload, random.Random(1)), seed=1)
+    workers: dict[str, list[int]] = {}
+    route = Router.route
+
+    def noted(self, request, exclude=()):
+        chosen = route(self, request, exclude)
+        workers.setdefault(request.request_id, []).append(chosen.worker_id)
+        return chosen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Router, "route", noted)
+        recording = simulate(deployment, make_sessions(workload, random.Random(seed)), seed=seed)
     ttft_s, _, e2e_s = latencies_s(recording)
     order = np.argsort(recording.sent_s)
-    return ttft_s[order], e2e_s[order], sum(recording.cached_tokens) / sum(recording.prompt_tokens)
+    return ttft_s[order], e2e_s[order], np.array(recording.cached_tokens)[order], workers
 
 
-def test_a_whole_deployment_jumps_as_it_steps():
-    exact, jump = (_recorded("round-robin", exact=exact) for exact in (True, False))
+@pytest.mark.parametrize(("policy", "seed"), [("kv", 1), ("kv", 2), ("least-loaded", 3)])
+def test_a_whole_deployment_jumps_as_it_steps(monkeypatch, policy, seed):
+    """Whatever the policy looks at is told at the same moments: each request goes to the same worker, and takes as long."""
+    exact, jump = (_played(policy, monkeypatch, exact=exact, seed=seed) for exact in (True, False))
+    assert len(exact[0]) == 120
+    assert len({worker for chosen in exact[3].values() for worker in chosen}) == 8
+    assert jump[3] == exact[3]
     assert jump[0] == pytest.approx(exact[0], rel=1e-3)
     assert jump[1] == pytest.approx(exact[1], rel=1e-3)
-    assert jump[2] == exact[2]
-
-
-def test_where_load_reports_decide_the_outcome_is_close():
-    """A jumping engine reports its load at events only, so that a router may choose otherwise."""
-    exact, jump = (_recorded("kv", exact=exact) for exact in (True, False))
-    assert jump[0].mean() == pytest.approx(exact[0].mean(), rel=0.05)
-    assert jump[1].mean() == pytest.approx(exact[1].mean(), rel=0.02)
-    assert jump[2] == pytest.approx(exact[2], rel=0.03)
+    assert (jump[2] == exact[2]).all()
+    assert jump[2].sum() > 100_000
 
 
 def test_a_copied_latent_is_part_of_the_arithmetic(capsys):

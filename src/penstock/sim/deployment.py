@@ -18,9 +18,10 @@ from penstock.perf.roofline import Parallel, Roofline
 from penstock.perf.shape import ModelShape
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.cluster import CheckedEngine, ClusterSpec
-from penstock.sim.engine import JumpEngine, Stream
+from penstock.sim.engine import JumpEngine
 from penstock.sim.exact import ExactEngine
 from penstock.sim.prices import DecodePrices
+from penstock.sim.prompt import Stream
 from penstock.sim.timing import VOCAB_SIZE, Pace
 
 SALT = b"simulated"
@@ -89,7 +90,7 @@ class Deployment:
 
         def make_engine(pace: Pace) -> CheckedEngine:
             if self.exact:
-                return ExactEngine(self.latency, info, scheduler, pace)
+                return ExactEngine(self.latency, info, scheduler, pace, stream_of)
             return JumpEngine(self.latency, info, scheduler, stream_of, prices)
 
         return ClusterSpec(

@@ -8,10 +8,9 @@ oracle: both give every request the same first and last moment.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 
@@ -25,15 +24,7 @@ from penstock.kv.pool import BlockPool
 from penstock.perf.latency import LatencyModel
 from penstock.sim.batch import Batch, SimSequence
 from penstock.sim.prices import DecodePrices
-
-
-class Stream(Protocol):
-    """Names the blocks of one request, of its prompt and of what it will be answered."""
-
-    def block_hashes(self, block_size: int, start: int, end: int) -> HashArray: ...
-
-
-StreamOf = Callable[[Request], Stream]
+from penstock.sim.prompt import StreamOf
 
 
 @dataclass(slots=True)

@@ -1,9 +1,13 @@
 """The token-exact engine: the real scheduler and pool, with steps that only take time."""
 
+import numpy as np
+
+from penstock.core.types import Request
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler import SchedulerConfig
 from penstock.perf.latency import LatencyModel
+from penstock.sim.prompt import StreamOf
 from penstock.sim.timing import Pace, TimingRunner
 
 
@@ -11,7 +15,12 @@ class ExactEngine(BatchedEngine):
     """A `BatchedEngine` on a `TimingRunner`: the oracle of the engine that jumps."""
 
     def __init__(
-        self, latency: LatencyModel, info: RunnerInfo, config: SchedulerConfig, pace: Pace | None = None
+        self,
+        latency: LatencyModel,
+        info: RunnerInfo,
+        config: SchedulerConfig,
+        pace: Pace | None = None,
+        stream_of: StreamOf | None = None,
     ) -> None:
         """Start nothing.
 
@@ -20,8 +29,21 @@ class ExactEngine(BatchedEngine):
             info: the simulated model.
             config: the scheduler's.
             pace: the host's; None for one that is never disturbed.
+            stream_of: names the blocks of what a request is answered; None to hash its tokens.
         """
         super().__init__(TimingRunner(latency, info, pace or Pace()), config)
+        self._block_size = info.block_size
+        self._stream_of = stream_of
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        if self._stream_of is None:
+            return
+        sequence = self.scheduler._by_id[request.request_id]
+        first, end = len(sequence.block_hashes), sequence.end_tokens // self._block_size
+        if end > first:
+            names = self._stream_of(request).block_hashes(self._block_size, first, end)
+            sequence.block_hashes = np.concatenate((sequence.block_hashes, names))
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""

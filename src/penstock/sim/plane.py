@@ -129,8 +129,9 @@ class _Link:
 
     def _send_down(self, deltas: Sequence[Delta]) -> None:
         if deltas:
-            num_bytes = sum(_FRAME_BYTES + len(delta.token_ids) for delta in deltas)
-            self.down.send(num_bytes, self.at_frontend, self._sink.push, self.worker_id, deltas)
+            self.down.send(
+                _FRAME_BYTES * len(deltas), self.at_frontend, self._sink.push, self.worker_id, deltas
+            )
 
     def push_load(self, load: WorkerLoad) -> None:
         if self._load is None:

@@ -3,15 +3,27 @@
 A block's name is derived from what the workload says is in it, at a hundredth of the cost of hashing tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.types import Request
 from penstock.core.wire import HashArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _OTHER_HALF = np.uint64(0xD1B54A32D192ED03)
+
+
+class Stream(Protocol):
+    """Names the blocks of one request, of its prompt and of what it will be answered."""
+
+    def block_hashes(self, block_size: int, start: int, end: int) -> HashArray: ...
+
+
+StreamOf = Callable[[Request], Stream]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

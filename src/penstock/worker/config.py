@@ -9,6 +9,8 @@ from penstock.runtime.config import EventConfig
 class WorkerConfig(Config):
     load_interval_s: float = pydantic.Field(default=0.05, gt=0)
     """Shortest time between two load reports; a worker that becomes busy or idle says so at once."""
+    load_refresh_s: float = pydantic.Field(default=1.0, gt=0)
+    """Longest time between two load reports of a busy worker; sooner where requests came, went on to decode or ended."""
     drain_notice_s: float = pydantic.Field(default=0.1, ge=0)
     """How long a draining worker still accepts requests, until every frontend knows."""
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)

@@ -33,11 +33,13 @@ from penstock.core.types import (
     Request,
     Role,
     Step,
+    WorkerLoad,
 )
 from penstock.core.wire import num_tokens
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.seams import Discovery, Engine, EventSink, FrontendSink, Registration, RequestPlane
 from penstock.worker.config import WorkerConfig
+from penstock.worker.reports import LoadReports
 
 _log = get_logger()
 
@@ -112,9 +114,7 @@ class Worker:
         self._idle.set()
         self._stopping = asyncio.Event()
         self._refusal: PenstockError | None = None
-        self._load_timer: asyncio.TimerHandle | None = None
-        self._load_pushed_s = float("-inf")
-        self._was_busy = False
+        self._reports = LoadReports(self.config, engine.load, self._push_load)
 
     async def run(self) -> None:
         """Start the engine and serve until `stop`; then finish what is under way and withdraw.
@@ -138,8 +138,7 @@ class Worker:
             finally:
                 await server.close()
         finally:
-            if self._load_timer is not None:
-                self._load_timer.cancel()
+            self._reports.close()
             await self._engine.close()
 
     def stop(self) -> None:
@@ -150,11 +149,12 @@ class Worker:
 
     def connected(self, sink: FrontendSink) -> None:
         self._frontends[sink] = frontend = _Frontend(sink)
-        self._push_load_to(frontend)
+        self._push_load_to(frontend, self._engine.load())
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         frontend = self._frontends[sink]
         frontend.accepted += 1
+        self._reports.accepted += 1
         try:
             self._check(request, frontend)
             self._engine.submit(request)
@@ -175,12 +175,12 @@ class Worker:
         self._requests[request.request_id] = _Running(frontend, deadline)
         frontend.requests.add(request.request_id)
         self._idle.clear()
-        self._note_load()
+        self._reports.note()
 
     def abort(self, request_id: RequestId) -> None:
         if self._forget(request_id) is not None:
             self._engine.abort(request_id)
-            self._note_load()
+            self._reports.note()
 
     def disconnected(self, sink: FrontendSink) -> None:
         frontend = self._frontends.pop(sink, None)
@@ -279,7 +279,7 @@ class Worker:
                 self._forget(delta.request_id)
         # Deltas go last: whoever sees an answer end, and asks at once again, is routed by what it left behind.
         self.publisher.publish(step.events)
-        self._note_load()
+        self._reports.note(step.load)
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)
 
@@ -362,7 +362,7 @@ class Worker:
                 f"request {request_id}: its {deadline_s:g} s have passed; allow more time"
             )
             self._push_error(running.frontend, request_id, error)
-            self._note_load()
+            self._reports.note()
 
     @staticmethod
     def _push_error(frontend: _Frontend, request_id: RequestId, error: PenstockError) -> None:
@@ -372,30 +372,10 @@ class Worker:
 
     # -- load
 
-    def _note_load(self) -> None:
-        """Report the load: at once when the worker became busy or idle, else when the last report is old enough."""
-        busy = self._is_busy()
-        now_s = asyncio.get_running_loop().time()
-        due_s = self._load_pushed_s + self.config.load_interval_s
-        if busy is not self._was_busy or now_s >= due_s:
-            self._push_load()
-        elif self._load_timer is None:
-            self._load_timer = asyncio.get_running_loop().call_at(due_s, self._push_load)
-
-    def _is_busy(self) -> bool:
-        """Say whether a request runs, or an aborted one's blocks wait for the step under way to end."""
-        return bool(self._requests) or self._engine.load().active_blocks > 0
-
-    def _push_load(self) -> None:
-        if self._load_timer is not None:
-            self._load_timer.cancel()
-            self._load_timer = None
-        self._load_pushed_s = asyncio.get_running_loop().time()
-        self._was_busy = self._is_busy()
+    def _push_load(self, load: WorkerLoad) -> None:
         for frontend in self._frontends.values():
-            self._push_load_to(frontend)
+            self._push_load_to(frontend, load)
 
-    def _push_load_to(self, frontend: _Frontend) -> None:
-        frontend.sink.push_load(
-            msgspec.structs.replace(self._engine.load(), accepted_requests=frontend.accepted)
-        )
+    @staticmethod
+    def _push_load_to(frontend: _Frontend, load: WorkerLoad) -> None:
+        frontend.sink.push_load(msgspec.structs.replace(load, accepted_requests=frontend.accepted))

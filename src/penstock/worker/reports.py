@@ -1,0 +1,84 @@
+"""When a worker tells its load.
+
+What it tells changes slowly while a batch only decodes, and at once when a request comes, gets its first token or
+ends. So changes in what runs are told soon, and the rest now and then: a frontend of a thousand workers hears a
+thousand reports a second from a busy fleet, and not one for each step of each.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from penstock.core.types import WorkerLoad
+from penstock.worker.config import WorkerConfig
+
+
+class LoadReports:
+    """Decides when the load is sent. One event loop owns it.
+
+    A worker that becomes busy or idle says so at once; any other change in what runs is told `load_interval_s` after
+    the last report, or at once if that is long ago; a busy worker where nothing changes reports every `load_refresh_s`.
+    Idle ones are silent.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, read: Callable[[], WorkerLoad], send: Callable[[WorkerLoad], None]
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            config: the times.
+            read: gives the load as it is now.
+            send: takes it to every frontend.
+        """
+        self.accepted = 0
+        """Requests that came so far, refused ones included; the worker counts them."""
+        self._config = config
+        self._read = read
+        self._send = send
+        self._sent_s = float("-inf")
+        self._told = (0, 0, 0, 0)
+        self._was_busy = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, load: WorkerLoad | None = None) -> None:
+        """See whether there is something to tell, after a step or a request that came or went.
+
+        Args:
+            load: as the step left it; None to read it.
+        """
+        if load is None:
+            load = self._read()
+        changed = self._what_runs(load) != self._told
+        due_s = self._sent_s + self._config.load_interval_s
+        if _is_busy(load) is not self._was_busy or (changed and asyncio.get_running_loop().time() >= due_s):
+            self._report()
+        elif changed and (self._timer is None or self._timer.when() > due_s):
+            self._arm(due_s)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _report(self) -> None:
+        load = self._read()
+        self._sent_s = asyncio.get_running_loop().time()
+        self._told = self._what_runs(load)
+        self._was_busy = _is_busy(load)
+        self.close()
+        if self._was_busy:
+            self._arm(self._sent_s + self._config.load_refresh_s)
+        self._send(load)
+
+    def _arm(self, when_s: float) -> None:
+        self.close()
+        self._timer = asyncio.get_running_loop().call_at(when_s, self._report)
+
+    def _what_runs(self, load: WorkerLoad) -> tuple[int, int, int, int]:
+        return self.accepted, load.running_requests, load.waiting_requests, load.queued_prefill_tokens
+
+
+def _is_busy(load: WorkerLoad) -> bool:
+    """Say whether a request is there, or an aborted one's blocks wait for the step under way to end."""
+    return bool(load.running_requests or load.waiting_requests or load.active_blocks)
