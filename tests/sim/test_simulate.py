@@ -156,7 +156,7 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
         (["--rate", "1e9"], "rate: must be > 0 and <= 1e+06"),
         (["--requests", "0"], "--requests: must be >= 1"),
         (["--slo-ttft", "-1"], "--slo-ttft: slo.ttft_s: must be > 0"),
-        (["--policy", "best"], "--policy: router.policy: unknown policy"),
+        (["--policy", "best"], "--policy: router.policy: 'best' is unknown"),
         (["--json", "/nowhere/out.json"], "--json: /nowhere/out.json"),
         (["--engine-profile", "/nowhere/profile.json"], "no such file"),
     ],

@@ -134,15 +134,18 @@ class ProfiledModel:
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
         if new_tokens <= 0:
             return 0.0
-        tokens, ratios = self._prefill_ratio
-        ratio = float(np.exp(np.interp(np.log(new_tokens), tokens, ratios)))
-        return ratio * self._expected.prefill_s(new_tokens, cached_tokens)
+        return self._prefill_ratio_at(new_tokens) * self._expected.prefill_s(new_tokens, cached_tokens)
 
     def prefill_batch_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Price prompts as one of their joint length, plus the attention each would not have shared."""
+        """Price prompts as the prior does, scaled as one of their joint length was measured.
+
+        Without a prior: as one of their joint length, plus the attention each would not have shared.
+        """
         total = sum(new for new, _ in chunks)
         if total <= 0:
             return 0.0
+        if self._prior is not None:
+            return self._prefill_ratio_at(total) * self._prior.prefill_batch_s(chunks)
         joint = self.prefill_s(total)
         expected = self._expected.prefill_s(total, 0)
         per_pair = (self._expected.prefill_s(total, total) - expected) / max(1, total * total)
@@ -171,10 +174,14 @@ class ProfiledModel:
         return (1 - weight) * self._at(upper - 1, context) + weight * self._at(upper, context)
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """Add both, less the fixed cost that one step saves."""
+        """Add both, less what the prior saves by doing them in one step; without one, less the fixed cost."""
         prefill, decode = self.prefill_batch_s(chunks), self.decode_step_s(batch, context_tokens)
         if not prefill or not decode:
             return prefill + decode
+        if self._prior is not None:
+            apart_s = self._prior.prefill_batch_s(chunks) + self._prior.decode_step_s(batch, context_tokens)
+            together_s = self._prior.mixed_step_s(chunks, batch, context_tokens)
+            return (prefill + decode) * together_s / apart_s
         saved = min(self.decode_step_s(1, 0), prefill, decode)
         return prefill + decode - saved
 
@@ -196,6 +203,10 @@ class ProfiledModel:
             f"decode {p.context}x{p.batch}": self.decode_step_s(p.batch, p.batch * p.context) / p.seconds - 1
             for p in profile.decode
         }
+
+    def _prefill_ratio_at(self, new_tokens: int) -> float:
+        tokens, ratios = self._prefill_ratio
+        return float(np.exp(np.interp(np.log(new_tokens), tokens, ratios)))
 
     def _need_prior(self, what: str) -> LatencyModel:
         if self._prior is None:

@@ -5,6 +5,7 @@ and launches are added. One set of factors holds for all models and devices. At 
 piecewise linear in context, which the simulator relies on.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -200,15 +201,16 @@ class Roofline:
         parallel, shape = self.parallel, self.shape
         body = shape.dense_params() / parallel.tp * self.weight_dtype.bytes
         if shape.moe is not None:
-            experts = shape.moe_layers * shape.moe.num_experts * shape.expert_params()
-            body += experts / self._expert_devices * self.expert_dtype.bytes
+            experts = shape.moe_layers * self._experts_per_device() * shape.expert_params()
+            body += experts * self.expert_dtype.bytes
         head = shape.head_params() * (1 if shape.tied_embeddings else 2) / parallel.tp
         return body / parallel.pp + head * max(2.0, self._wide.bytes)
 
-    @property
-    def _expert_devices(self) -> int:
-        """Devices that hold a layer's experts once between them."""
-        return self.parallel.ep if self.parallel.ep > 1 else self.parallel.tp
+    def _experts_per_device(self) -> float:
+        """Experts of a layer that a device holds: whole ones, some twice where they do not come out even."""
+        assert self.shape.moe is not None
+        ep, experts = self.parallel.ep, self.shape.moe.num_experts
+        return math.ceil(experts / ep) if ep > 1 else experts / self.parallel.tp
 
     @property
     def _wide(self) -> Dtype:
@@ -271,8 +273,10 @@ class Roofline:
         hit = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** group_tokens)
         pairs = group_tokens * moe.experts_per_token
         # All hit experts of a device as one grouped product: rows an expert decide the efficiency.
-        loaded = hit * self.shape.expert_params() / self._expert_devices
-        seconds = self._gemm_s(pairs / hit, loaded, self.expert_dtype)
+        params = hit * self.shape.expert_params()
+        loaded = params / moe.num_experts * self._experts_per_device()
+        params /= parallel.ep if parallel.ep > 1 else parallel.tp
+        seconds = self._gemm_s(pairs / hit, params, self.expert_dtype, loaded)
         if parallel.ep > 1:
             seconds += self._all_to_all_s(rows / parallel.tp)
         return seconds

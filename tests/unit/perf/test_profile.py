@@ -89,6 +89,25 @@ def test_plain_engine_is_recovered_exactly() -> None:
     assert model.prefill_s(300) < two < model.prefill_s(300) + model.prefill_s(200)
 
 
+def test_steps_of_many_kinds_are_shared_as_the_prior_shares_them() -> None:
+    """An engine that is half as fast as its roofline at all that was measured is so at what was not."""
+    prior = prior_of(TABLES[0])
+    profile = Profile(
+        engine="half",
+        prefill=tuple(PrefillPoint(new_tokens=n, seconds=2 * prior.prefill_s(n)) for n in (128, 1024, 8192)),
+        decode=tuple(
+            DecodePoint(batch=b, context=c, seconds=2 * prior.decode_step_s(b, b * c))
+            for b in (1, 16, 256)
+            for c in (128, 1024, 4096)
+        ),
+    )
+    model = ProfiledModel(profile, prior)
+    chunks = [(512, 0), (300, 2048)]
+    assert model.prefill_batch_s(chunks) == pytest.approx(2 * prior.prefill_batch_s(chunks))
+    mixed = 2 * prior.mixed_step_s(chunks, 16, 16 * 1024)
+    assert model.mixed_step_s(chunks, 16, 16 * 1024) == pytest.approx(mixed)
+
+
 def test_decode_is_piecewise_linear_in_context() -> None:
     model = ProfiledModel(profile_of(TABLES[0]), prior_of(TABLES[0]))
     low, middle, high = (model.decode_step_s(24, 24 * context) for context in (5000, 6000, 7000))

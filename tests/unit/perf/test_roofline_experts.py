@@ -120,6 +120,16 @@ def test_one_prompt_runs_on_one_copy_of_the_attention() -> None:
     assert eight < ninth < eight * 1.01
 
 
+def test_experts_that_do_not_come_out_even_are_held_twice() -> None:
+    """256 experts on 72 devices are 4 on each; all 4 are read, but the work is shared evenly."""
+    held = engine("gb200", Dtype.NVFP4, dp=72, ep=72).weight_bytes_per_device()
+    even = engine("gb200", Dtype.NVFP4, dp=64, ep=64).weight_bytes_per_device()
+    assert held == even
+    read_s = engine(only("gb200", bandwidth_bytes_per_s=8e12), dp=72, ep=72).decode_step_s(72 * 256, 0)
+    dense = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * SHARED + 2 * HEAD
+    assert read_s == pytest.approx((dense + MOE_LAYERS * 4 * EXPERT) / 8e12, rel=0.001)
+
+
 def test_fewer_expert_devices_than_devices_are_copies_of_the_experts() -> None:
     eight, four_times = engine("gb200", dp=8, ep=8), engine("gb200", dp=32, ep=8)
     assert four_times.weight_bytes_per_device() == eight.weight_bytes_per_device()
