@@ -7,13 +7,41 @@ class TestMyPolicy(RoutingPolicySuite):
 
 import copy
 from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
+from penstock.core.types import Tier
 from penstock.router.policies import choose
 from penstock.seams import RoutingContext, RoutingPolicy
 
 _SIZES = (1, 2, 3, 17, 1000)
+
+
+def make_context(num_slots: int = 3, **columns: Any) -> RoutingContext:
+    """Make a context of idle workers, and of a request of 100 tokens, that is otherwise as `columns` say."""
+    values: dict[str, Any] = {
+        "request_tokens": 100,
+        "request_blocks": 7,
+        "block_size": 16,
+        "eligible": [True] * num_slots,
+        "total_blocks": [1000] * num_slots,
+        "turn": 0,
+        "now_s": 0.0,
+    }
+    for column in fields(RoutingContext):
+        values.setdefault(column.name, [0] * num_slots)
+    values |= columns
+    if "tier_blocks" not in columns:
+        values["tier_blocks"] = [values["overlap_blocks"]] + [[0] * num_slots] * (len(Tier) - 1)
+    types = {"eligible": np.bool_, "overlap_blocks": np.int32, "tier_blocks": np.int32}
+    return RoutingContext(
+        **{
+            name: np.array(value, dtype=types.get(name, np.int64)) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+    )
 
 
 def some_contexts(seed: int = 0) -> Iterator[RoutingContext]:

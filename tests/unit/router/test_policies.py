@@ -8,40 +8,11 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.router.policies import POLICIES, choose, make_policy
-from penstock.seams import RoutingContext
-
-
-def context(num_slots: int = 3, **columns: object) -> RoutingContext:
-    values: dict[str, object] = {
-        "request_tokens": 100,
-        "request_blocks": 7,
-        "block_size": 16,
-        "eligible": [True] * num_slots,
-        "overlap_blocks": [0] * num_slots,
-        "tier_blocks": [[0] * num_slots] * 4,
-        "active_blocks": [0] * num_slots,
-        "cached_blocks": [0] * num_slots,
-        "total_blocks": [1000] * num_slots,
-        "running_requests": [0] * num_slots,
-        "waiting_requests": [0] * num_slots,
-        "queued_prefill_tokens": [0] * num_slots,
-        "own_requests": [0] * num_slots,
-        "own_prefill_tokens": [0] * num_slots,
-        "own_blocks": [0] * num_slots,
-        "turn": 0,
-        "now_s": 0.0,
-    } | columns
-    types = {"eligible": np.bool_, "overlap_blocks": np.int32, "tier_blocks": np.int32}
-    return RoutingContext(
-        **{
-            k: np.array(v, dtype=types.get(k, np.int64)) if isinstance(v, list) else v
-            for k, v in values.items()
-        }
-    )
+from penstock.testing.routing_policy import make_context
 
 
 def chosen(policy: str, request_hash: int = 1, **columns: object) -> int | None:
-    made = context(**columns)
+    made = make_context(**columns)
     return choose(make_policy(policy).costs(made), made.eligible, request_hash)
 
 
@@ -55,7 +26,7 @@ def test_kv_leaves_a_holder_whose_queue_costs_more_than_the_prefix_saves():
 
 
 def test_kv_weighs_blocks_in_use_by_load_weight():
-    made = context(overlap_blocks=[0, 5, 0], active_blocks=[0, 24, 40])
+    made = make_context(overlap_blocks=[0, 5, 0], active_blocks=[0, 24, 40])
     assert choose(make_policy("kv", 0.2).costs(made), made.eligible, 0) == 1
     assert choose(make_policy("kv", 0.3).costs(made), made.eligible, 0) == 0
 
@@ -67,7 +38,7 @@ def test_kv_avoids_a_worker_without_room():
 
 
 def test_kv_costs_are_what_the_text_says():
-    made = context(overlap_blocks=[3, 0, 7], queued_prefill_tokens=[10, 0, 0], active_blocks=[8, 996, 0])
+    made = make_context(overlap_blocks=[3, 0, 7], queued_prefill_tokens=[10, 0, 0], active_blocks=[8, 996, 0])
     assert make_policy("kv", 0.25).costs(made).tolist() == [
         100 - 48 + 10 + 0.25 * 8 * 16,
         100 + 0.25 * 996 * 16 + 3 * 16,
@@ -121,7 +92,7 @@ def test_an_unknown_policy_names_the_nearest():
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_choice_among_1000_workers_takes_microseconds(name):
     rng = np.random.default_rng(0)
-    made = context(
+    made = make_context(
         1000,
         overlap_blocks=rng.integers(0, 7, 1000).tolist(),
         active_blocks=rng.integers(0, 900, 1000).tolist(),

@@ -1,0 +1,14 @@
+"""Routing policies of other systems, from their published formulas, to compare Penstock's with.
+
+Four more come with Penstock: round-robin, random, least-loaded and power-of-two. Each gets the best that its
+authors' system would know: exact prefixes, and what the router itself has sent and not seen the end of.
+"""
+
+BASELINES = {
+    "prefix-then-load": "baselines.prefix_then_load:PrefixThenLoad",
+    "linear-blocks": "baselines.linear_blocks:LinearBlocks",
+    "product": "baselines.product:Product",
+    "explore-exploit": "baselines.explore_exploit:ExploreExploit",
+    "weighted-scores": "baselines.weighted_scores:WeightedScores",
+}
+"""What to give as a policy, with this directory's parent on the path."""
