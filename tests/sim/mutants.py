@@ -13,7 +13,7 @@ import msgspec
 from penstock.core.types import BlockStored
 from penstock.engine.scheduler import Scheduler
 from penstock.kv.pool import BlockPool
-from penstock.router.fleet import Fleet, _MemberSink
+from penstock.router.connector import Connector, MemberSink
 from penstock.router.loads import LoadTracker
 from penstock.router.open_request import OpenRequest
 from penstock.router.progress import Progress
@@ -52,7 +52,7 @@ def dropped_token() -> Iterator[None]:
 @mutant
 def double_delivery() -> Iterator[None]:
     """Every 50th frame is handed to its readers twice."""
-    original, calls = _MemberSink.push, [0]
+    original, calls = MemberSink.push, [0]
 
     def push(self, worker_id, deltas):
         calls[0] += 1
@@ -60,7 +60,7 @@ def double_delivery() -> Iterator[None]:
         if calls[0] % 50 == 0:
             original(self, worker_id, deltas)
 
-    with replaced(_MemberSink, "push", push):
+    with replaced(MemberSink, "push", push):
         yield
 
 
@@ -82,7 +82,10 @@ def leaked_reservation() -> Iterator[None]:
     def release(self, reservation):
         if reservation.open:
             reservation.open = False
-            self._own[:, reservation.slot] -= (1, reservation.prefill_tokens, reservation.blocks)
+            slot = reservation.slot
+            self.own_requests[slot] -= 1
+            self.own_prefill_tokens[slot] -= reservation.prefill_tokens
+            self.own_blocks[slot] -= reservation.blocks
 
     with replaced(LoadTracker, "release", release):
         yield
@@ -153,16 +156,13 @@ def forgotten_prefix_removal() -> Iterator[None]:
 @mutant
 def prefixes_of_a_lost_worker_kept() -> Iterator[None]:
     """A lost worker's blocks stay in the index."""
-    original = Fleet._detach
+    original = Connector._detach
 
     def detach(self, member, error):
-        clear, self.tree.clear = self.tree.clear, lambda _slot: None
-        try:
+        with mock.patch.object(self._indexer, "forget"):
             original(self, member, error)
-        finally:
-            self.tree.clear = clear
 
-    with replaced(Fleet, "_detach", detach):
+    with replaced(Connector, "_detach", detach):
         yield
 
 
@@ -218,5 +218,5 @@ def lost_worker_not_noticed() -> Iterator[None]:
     def lost(self, worker_id, error):
         self.ended = True
 
-    with replaced(_MemberSink, "lost", lost):
+    with replaced(MemberSink, "lost", lost):
         yield

@@ -1,45 +1,38 @@
-"""The workers there are, seen from one frontend process: one connection each, and what each tells.
+"""The workers there are, seen from one frontend process: who is listed, who may get requests, and where each one is.
 
-Discovery says who should be there; a connection says who is. A worker whose connection ends gets nothing
-more and its prefixes are forgotten at once, though discovery may list it until its lease runs out; as long
-as it is listed it is tried again. Workers are the truth: after every new connection their blocks are asked for anew.
+Discovery says who should be there; a connection (`connector.py`) says who is. Every change to one worker costs O(1),
+so that a thousand that come at once are no different from one.
 """
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import assert_never
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from penstock.core.errors import PenstockError, ProtocolError, RequestError, Unavailable, WorkerLost
+from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import (
     CardFile,
-    Delta,
-    EventMessage,
     Instance,
     InstancePut,
     InstanceRemoved,
-    InstanceState,
     ModelCard,
     Request,
     WatchSynced,
-    WorkerLoad,
 )
 from penstock.router.config import RouterConfig
+from penstock.router.connector import Connector
 from penstock.router.indexer import Indexer
 from penstock.router.loads import LoadTracker
-from penstock.router.member import Condition, DeltaHandler, Member, WorkerView, identity
+from penstock.router.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.radix import RadixTree
-from penstock.runtime.events.subscriber import EventSubscriber
+from penstock.router.worker_pool import WorkerPool
 from penstock.seams import Connection, Discovery, RequestPlane
 
 FETCH_TIMEOUT_S = 30.0
@@ -47,16 +40,8 @@ FETCH_TIMEOUT_S = 30.0
 _log = get_logger()
 
 
-@dataclass(slots=True)
-class Pool:
-    """A model's workers that name their blocks alike. `ready` (num_slots,) says which may get a request now."""
-
-    card: ModelCard
-    ready: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
-
-
 class Fleet:
-    """Keeps connections, prefix index and loads in step with the workers. One event loop owns it."""
+    """Keeps members, prefix index and loads in step with the workers. One event loop owns it."""
 
     def __init__(
         self,
@@ -68,20 +53,33 @@ class Fleet:
         rng: random.Random,
     ) -> None:
         self.tree = RadixTree(config.indexed_blocks_max)
-        self._indexer = Indexer(self.tree, metrics)
         self.loads = LoadTracker()
-        self.pools: dict[str, Pool] = {}
+        self.pools: dict[str, WorkerPool] = {}
+        """By model; those without any worker are not there."""
+        self._indexer = Indexer(self.tree, metrics)
+        self._connector = Connector(
+            plane,
+            self._indexer,
+            self.loads,
+            config=config,
+            metrics=metrics,
+            rng=rng,
+            on_change=self._note,
+        )
         self._discovery = discovery
-        self._plane = plane
         self._config = config
         self._metrics = metrics
         self._rng = rng
         self._members: dict[WorkerId, Member] = {}
         self._by_slot: list[Member | None] = []
+        self._free_slots: list[int] = []  # heap
         self._left_out: dict[WorkerId, Instance] = {}
-        self._listeners: list[Callable[[], None]] = []
+        self._counts = dict.fromkeys(Condition, 0)
+        self._listeners: dict[Callable[[], None], None] = {}
+        self._tell_is_due = False
         self._group: asyncio.TaskGroup | None = None
-        self._note_conditions()
+        for condition in Condition:
+            metrics.workers.labels(condition).set(0)
 
     async def run(self) -> None:
         """Follow discovery, and keep a connection to everybody in it, until cancelled."""
@@ -100,7 +98,7 @@ class Fleet:
 
     def models(self) -> dict[str, ModelCard]:
         """Name the models that some worker can take requests for now."""
-        return {name: pool.card for name, pool in self.pools.items() if pool.ready.any()}
+        return {name: pool.card for name, pool in self.pools.items() if pool.num_ready}
 
     def at(self, slot: int) -> Member:
         """Give the worker in a slot that a pool named."""
@@ -114,12 +112,13 @@ class Fleet:
 
     @contextmanager
     def telling(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Have `listener` called whenever something about some worker has changed."""
-        self._listeners.append(listener)
+        """Have `listener` called in the turn after something about some worker has changed, however much has."""
+        assert listener not in self._listeners, "each listens once"
+        self._listeners[listener] = None
         try:
             yield
         finally:
-            self._listeners.remove(listener)
+            del self._listeners[listener]
 
     def submit(self, slot: int, request: Request, handler: DeltaHandler) -> Connection:
         """Send a request; from now on its deltas go to `handler`, until `finished`.
@@ -128,15 +127,9 @@ class Fleet:
             WorkerLost: the connection has ended; the worker is not ready any more.
         """
         member = self.at(slot)
-        if member.connection is None:
-            raise WorkerLost(f"worker {member.instance.name}: the connection has ended; try another worker")
-        try:
-            member.connection.submit(request)
-        except WorkerLost as error:
-            self._on_lost(member, error)
-            raise
+        connection = self._connector.submit(member, request)
         member.requests[request.request_id] = handler
-        return member.connection
+        return connection
 
     def finished(self, slot: int, request_id: RequestId) -> None:
         """Deliver no more of this request."""
@@ -179,13 +172,20 @@ class Fleet:
         """Raise AssertionError where parts disagree."""
         self.tree.check()
         self.loads.check()
+        for pool in self.pools.values():
+            pool.check()
+            assert len(pool.ready) == self.loads.num_slots == self.tree.num_slots, "as long as the loads"
         for slot, member in enumerate(self._by_slot):
-            pools = [name for name, pool in self.pools.items() if slot < len(pool.ready) and pool.ready[slot]]
+            pools = [name for name, pool in self.pools.items() if pool.ready[slot]]
             if member is None:
+                assert slot in self._free_slots, f"slot {slot} is free"
                 assert not pools, f"free slot {slot} is ready for {pools}"
                 assert not self.tree.held_blocks(slot), f"free slot {slot} holds blocks"
                 continue
             assert self._members[member.worker_id] is member, f"slot {slot}: found by id"
+            assert member.noted is member.condition, (
+                f"{member.instance.name} is {member.condition}, noted as {member.noted}"
+            )
             expected = [member.instance.card.name] if member.condition is Condition.READY else []
             assert pools == expected, f"{member.instance.name} is {member.condition} and ready for {pools}"
             if member.connection is None:
@@ -194,36 +194,53 @@ class Fleet:
             assert self.loads.open_requests(slot) == len(member.requests), (
                 f"{member.instance.name}: {self.loads.open_requests(slot)} reserved, {len(member.requests)} requests"
             )
+        for condition, count in self._counts.items():
+            members = [m for m in self._members.values() if m.condition is condition]
+            assert len(members) == count, f"{count} are counted as {condition}, {len(members)} are"
 
     # -- membership
 
     def _put(self, instance: Instance) -> None:
         member = self._members.get(instance.worker_id)
         if member is None:
-            if not self._admit(instance):
+            member = self._admit(instance)
+            if member is None:
                 return
         else:
-            previous, member.instance, member.listed = member.instance, instance, True
-            if previous.card.name != instance.card.name:
-                self._refresh(previous.card.name)
-        self._refresh(instance.card.name)
+            model = member.instance.card.name
+            member.instance, member.listed = instance, True
+            if model != instance.card.name:
+                self._leave_pool(member, model)
+        self._settle(member)
 
-    def _admit(self, instance: Instance) -> bool:
+    def _admit(self, instance: Instance) -> Member | None:
         """Give a new worker a slot and connect to it, if there is room."""
         if len(self._members) >= self._config.workers_max:
             self._left_out[instance.worker_id] = instance
             _log.warning("worker_left_out", worker=instance.name, workers_max=self._config.workers_max)
-            return False
-        slot = next((s for s, m in enumerate(self._by_slot) if m is None), len(self._by_slot))
-        member = Member(instance, slot)
-        if slot == len(self._by_slot):
-            self._by_slot.append(member)
-            self.tree.grow(slot + 1)
-            self.loads.grow(slot + 1)
-        self._by_slot[slot] = self._members[instance.worker_id] = member
+            return None
+        member = Member(instance, self._take_slot())
+        self._by_slot[member.slot] = self._members[instance.worker_id] = member
         assert self._group is not None, "run() is under way"
-        self._group.create_task(self._keep_connected(member), name=f"connection to {instance.name}")
-        return True
+        self._group.create_task(self._keep(member), name=f"connection to {instance.name}")
+        return member
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return heappop(self._free_slots)
+        slot = len(self._by_slot)
+        self._by_slot.append(None)
+        if slot >= self.loads.num_slots:
+            num_slots = min(2 * self.loads.num_slots, self._config.workers_max)
+            self.tree.grow(num_slots)
+            self.loads.grow(num_slots)
+            for pool in self.pools.values():
+                pool.grow(num_slots)
+        return slot
+
+    async def _keep(self, member: Member) -> None:
+        await self._connector.keep_connected(member)
+        self._forget(member)
 
     def _remove(self, worker_id: WorkerId, reason: str) -> None:
         self._left_out.pop(worker_id, None)
@@ -232,7 +249,7 @@ class Fleet:
             return
         _log.info("worker_withdrawn", worker=member.instance.name, reason=reason)
         member.listed = False
-        self._refresh(member.instance.card.name)
+        self._settle(member)
         self._close_if_idle(member)
 
     def _close_if_idle(self, member: Member) -> None:
@@ -242,152 +259,59 @@ class Fleet:
     def _forget(self, member: Member) -> None:
         del self._members[member.worker_id]
         self._by_slot[member.slot] = None
+        heappush(self._free_slots, member.slot)
         self._indexer.forget(member.slot)
         self.loads.reset(member.slot)
-        self._refresh(member.instance.card.name)
+        self._leave_pool(member, member.instance.card.name)
+        self._recount(member, None)
         if self._left_out:
             self._put(self._left_out.pop(next(iter(self._left_out))))
 
-    def _refresh(self, model: str) -> None:
-        """Say anew which of a model's workers may get requests."""
-        members = [m for m in self._members.values() if m.instance.card.name == model]
-        if not members:
-            self.pools.pop(model, None)
-            self._note_conditions()
-            return
-        staying = [m for m in members if m.listed and m.instance.state is InstanceState.READY] or members
+    # -- what may be done with each
+
+    def _settle(self, member: Member) -> None:
+        """Take over what discovery said about a worker."""
+        model = member.instance.card.name
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = Pool(staying[0].instance.card)
-        elif all(m.instance.card != pool.card for m in staying):
-            alike = [m for m in staying if m.identity == identity(pool.card)]
-            pool.card = (alike or staying)[0].instance.card
-        pool.ready = np.zeros(len(self._by_slot), dtype=np.bool_)
-        for member in members:
-            member.matching = member.identity == identity(pool.card)
-            pool.ready[member.slot] = member.condition is Condition.READY
-        self._note_conditions()
-        self._tell_news()
+            pool = self.pools[model] = WorkerPool(member, self.loads.num_slots)
+        for changed in pool.put(member):
+            self._note(changed)
+        self._tell_soon()
 
-    def _note_conditions(self) -> None:
-        counts = Counter(member.condition for member in self._members.values())
-        for condition in Condition:
-            self._metrics.workers.labels(condition).set(counts[condition])
+    def _leave_pool(self, member: Member, model: str) -> None:
+        pool = self.pools[model]
+        for changed in pool.remove(member):
+            self._note(changed)
+        if not len(pool):
+            del self.pools[model]
+        self._tell_soon()
 
-    def _tell_news(self) -> None:
+    def _note(self, member: Member) -> None:
+        """Say anew whether a worker may get requests."""
+        condition = member.condition
+        pool = self.pools[member.instance.card.name]
+        pool.set_ready(member.slot, is_ready=condition is Condition.READY)
+        if condition is not member.noted:
+            self._recount(member, condition)
+            self._tell_soon()
+
+    def _recount(self, member: Member, condition: Condition | None) -> None:
+        for changed, by in ((member.noted, -1), (condition, +1)):
+            if changed is not None:
+                self._counts[changed] += by
+                self._metrics.workers.labels(changed).set(self._counts[changed])
+        member.noted = condition
+
+    def _tell_soon(self) -> None:
+        if not self._tell_is_due:
+            self._tell_is_due = True
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._tell_is_due = False
         for listener in tuple(self._listeners):
             listener()
-
-    # -- connections
-
-    async def _keep_connected(self, member: Member) -> None:
-        """Connect, and again whenever the connection is lost, for as long as the worker is listed."""
-        loop = asyncio.get_running_loop()
-        shortest_s, longest_s = self._config.reconnect_s_max / 100, self._config.reconnect_s_max
-        pause_s = shortest_s
-        was_lost = False  # of which `worker_lost` has told
-        while member.listed:
-            sink = _MemberSink(self, member)
-            self.loads.reset(member.slot, total_blocks=member.instance.engine.total_blocks)
-            try:
-                async with asyncio.timeout(self._config.connect_timeout_s):
-                    connection = await self._plane.connect(member.instance, sink)
-            except (PenstockError, TimeoutError) as error:
-                self._on_unreachable(member, error, was_lost=was_lost)
-                was_lost = False
-                if isinstance(error, ProtocolError):  # one of the two has to be replaced first
-                    pause_s = longest_s
-            else:
-                connected_s = loop.time()
-                was_lost = not sink.ended
-                await self._hold(member, connection, sink)
-                if loop.time() - connected_s > longest_s:
-                    pause_s = shortest_s
-            member.closing.clear()
-            if member.listed:
-                await self._wait_closing(member, pause_s * self._rng.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, longest_s)
-        self._forget(member)
-
-    async def _hold(self, member: Member, connection: Connection, sink: "_MemberSink") -> None:
-        """Use a connection until it is lost or not needed any more."""
-        try:
-            if not sink.ended:
-                self._on_connected(member, connection, sink)
-                await member.closing.wait()
-        finally:
-            sink.ended = True
-            self._detach(member, WorkerLost(f"worker {member.instance.name}: the connection was closed here"))
-            await connection.close()
-
-    async def _wait_closing(self, member: Member, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await member.closing.wait()
-        except TimeoutError:
-            pass
-
-    def _on_connected(self, member: Member, connection: Connection, sink: "_MemberSink") -> None:
-        member.connection = connection
-        member.problem = None
-        member.connections += 1
-        member.subscriber = sink.subscriber = EventSubscriber(
-            connection,
-            apply=lambda _, events: self._indexer.apply(member.slot, events),
-            replace=lambda _, events: self._indexer.replace(member.slot, events),
-            rng=self._rng,
-        )
-        member.subscriber.start()
-        _log.info("worker_connected", worker=member.instance.name, address=member.instance.address)
-        self._refresh(member.instance.card.name)
-        if not member.matching:
-            _log.warning(
-                "worker_mismatched",
-                worker=member.instance.name,
-                model=member.instance.card.name,
-                block_size=member.instance.card.block_size,
-                fix="its block size or salt differs from the model's other workers; it waits until they are gone",
-            )
-
-    def _on_unreachable(self, member: Member, error: Exception, *, was_lost: bool) -> None:
-        problem = (
-            error
-            if isinstance(error, PenstockError)
-            else WorkerLost(
-                f"worker {member.instance.name}: no answer from {member.instance.address} within"
-                f" {self._config.connect_timeout_s} s"
-            )
-        )
-        self._metrics.connect_failures.inc()
-        if member.problem is None or member.problem.message != problem.message:
-            log = _log.debug if was_lost else _log.warning
-            log("worker_unreachable", worker=member.instance.name, error=problem.message)
-        member.problem = problem
-
-    def _on_lost(self, member: Member, error: WorkerLost) -> None:
-        if member.connection is None:
-            return
-        self._metrics.connections_lost.inc()
-        log = _log.warning if member.condition is Condition.READY or member.requests else _log.info
-        log("worker_lost", worker=member.instance.name, requests=len(member.requests), error=error.message)
-        member.problem = error
-        self._detach(member, error)
-        member.closing.set()
-
-    def _detach(self, member: Member, error: WorkerLost) -> None:
-        """Forget what only the connection kept true, and end what ran on it."""
-        if member.connection is None:
-            return
-        member.connection = None
-        alone = len(member.requests) == 1 and self.loads.requests(member.slot) <= 1
-        if member.subscriber is not None:
-            member.subscriber.close()
-        self._indexer.forget(member.slot)
-        self.loads.reset(member.slot)
-        self._refresh(member.instance.card.name)
-        requests, member.requests = member.requests, {}
-        for handler in requests.values():
-            handler.on_lost(error, alone=alone)
 
     def _view(self, member: Member) -> WorkerView:
         instance, slot = member.instance, member.slot
@@ -414,38 +338,3 @@ class Fleet:
             event_sequence=None if subscriber is None else subscriber.sequence,
             event_resyncs=0 if subscriber is None else subscriber.resyncs,
         )
-
-
-class _MemberSink:
-    """Takes what one connection brings; deaf once the connection is given up."""
-
-    def __init__(self, fleet: Fleet, member: Member) -> None:
-        self.ended = False
-        self.subscriber: EventSubscriber | None = None
-        self._fleet = fleet
-        self._member = member
-
-    def push(self, worker_id: WorkerId, deltas: Sequence[Delta]) -> None:  # noqa: ARG002 - one sink a worker
-        if self.ended:
-            return
-        num_bytes = 0
-        requests = self._member.requests
-        for delta in deltas:
-            handler = requests.get(delta.request_id)
-            if handler is not None:
-                num_bytes += len(delta.token_ids)
-                handler.on_delta(delta)
-        self._fleet._metrics.output_tokens.inc(num_bytes >> 2)
-
-    def push_event(self, worker_id: WorkerId, message: EventMessage) -> None:  # noqa: ARG002
-        if self.subscriber is not None and not self.ended:
-            self.subscriber.push(message)
-
-    def push_load(self, worker_id: WorkerId, load: WorkerLoad) -> None:  # noqa: ARG002
-        if not self.ended:
-            self._fleet.loads.report(self._member.slot, load)
-
-    def lost(self, worker_id: WorkerId, error: WorkerLost) -> None:  # noqa: ARG002
-        if not self.ended:
-            self.ended = True
-            self._fleet._on_lost(self._member, error)

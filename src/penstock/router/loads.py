@@ -8,7 +8,7 @@ The `own` columns leave reports aside: what this router sent there and has not s
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 from penstock.core.types import WorkerLoad
 
 Column = NDArray[np.int64]
-_COLUMNS = (
-    "running_requests",
-    "waiting_requests",
-    "active_blocks",
-    "total_blocks",
-    "queued_prefill_tokens",
-    "cached_blocks",
-)
+_OWN = 6  # the first of the columns that leave reports aside
 
 
 @dataclass(slots=True, eq=False)
@@ -45,107 +38,101 @@ class Reservation:
 class Reserved:
     """One worker's sum of what its report does not include yet."""
 
-    requests: int
-    prefill_tokens: int
-    blocks: int
+    requests: int = 0
+    prefill_tokens: int = 0
+    blocks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """One worker's. `sent` counts the requests on the present connection."""
+
+    load: WorkerLoad | None = None
+    sent: int = 0
+    reserved: Reserved = field(default_factory=Reserved)
+    uncovered: deque[Reservation] = field(default_factory=deque)
 
 
 class LoadTracker:
-    """Load columns by worker slot: reported + reserved. Not thread-safe; one task owns it."""
+    """Load columns by worker slot, each (num_slots,): reported + reserved. Not thread-safe; one task owns it.
+
+    The columns are kept true with every change, so that reading them costs nothing. Whoever reads them leaves
+    them as they are, and reads them again after `grow`.
+    """
 
     def __init__(self, num_slots: int = 1) -> None:
-        self.num_slots = num_slots
-        self._reported: Column = np.zeros((len(_COLUMNS), num_slots), dtype=np.int64)
-        self._reserved: Column = np.zeros((3, num_slots), dtype=np.int64)  # requests, prefill tokens, blocks
-        self._uncovered: list[deque[Reservation]] = [deque() for _ in range(num_slots)]
-        self._sent = [0] * num_slots
-        self._own: Column = np.zeros((3, num_slots), dtype=np.int64)  # as `_reserved`
-        self._loads: list[WorkerLoad | None] = [None] * num_slots
+        self._bind(np.zeros((_OWN + 3, num_slots), dtype=np.int64))
+        self._accounts = [_Account() for _ in range(num_slots)]
+
+    def _bind(self, columns: NDArray[np.int64]) -> None:
+        self._columns = columns
+        self.running_requests: Column = columns[0]
+        """Those reserved included: they run as soon as they arrive, or wait there."""
+        self.waiting_requests: Column = columns[1]
+        self.active_blocks: Column = columns[2]
+        self.cached_blocks: Column = columns[3]
+        """Blocks whose content can be found, in use or not."""
+        self.total_blocks: Column = columns[4]
+        """0 where a worker has not said how many it has."""
+        self.queued_prefill_tokens: Column = columns[5]
+        self.own_requests: Column = columns[6]
+        """Requests of this router that have not ended."""
+        self.own_prefill_tokens: Column = columns[7]
+        """What they had to compute when they were sent; nothing once their first token is here."""
+        self.own_blocks: Column = columns[8]
+        """Blocks of their prompts, shared ones counted for each."""
 
     @property
-    def running_requests(self) -> Column:
-        """(num_slots,), those reserved included: they run as soon as they arrive, or wait there."""
-        column: Column = self._reported[0] + self._reserved[0]
-        return column
-
-    @property
-    def waiting_requests(self) -> Column:
-        column: Column = self._reported[1]
-        return column
-
-    @property
-    def active_blocks(self) -> Column:
-        column: Column = self._reported[2] + self._reserved[2]
-        return column
-
-    @property
-    def total_blocks(self) -> Column:
-        column: Column = self._reported[3]
-        return column
-
-    @property
-    def queued_prefill_tokens(self) -> Column:
-        column: Column = self._reported[4] + self._reserved[1]
-        return column
-
-    @property
-    def cached_blocks(self) -> Column:
-        """(num_slots,) blocks whose content can be found, in use or not."""
-        column: Column = self._reported[5]
-        return column
-
-    @property
-    def own_requests(self) -> Column:
-        """(num_slots,) requests of this router that have not ended."""
-        column: Column = self._own[0]
-        return column
-
-    @property
-    def own_prefill_tokens(self) -> Column:
-        """(num_slots,) what they had to compute when they were sent; nothing once their first token is here."""
-        column: Column = self._own[1]
-        return column
-
-    @property
-    def own_blocks(self) -> Column:
-        """(num_slots,) blocks of their prompts, shared ones counted for each."""
-        column: Column = self._own[2]
-        return column
+    def num_slots(self) -> int:
+        return len(self._accounts)
 
     def reset(self, slot: int, total_blocks: int = 0) -> None:
         """Begin anew with a worker's slot: a new connection counts requests from 1, and nothing is reserved."""
-        self.grow(slot + 1)
-        for reservation in self._uncovered[slot]:
+        for reservation in self._accounts[slot].uncovered:
             reservation.covered = True
-        self._uncovered[slot].clear()
-        self._reported[:, slot] = 0
-        self._reported[3, slot] = total_blocks
-        self._reserved[:, slot] = 0
-        self._sent[slot] = 0
-        self._loads[slot] = None
+        self._accounts[slot] = _Account()
+        self._columns[:_OWN, slot] = 0
+        self.total_blocks[slot] = total_blocks
 
     def reserve(self, slot: int, prefill_tokens: int, blocks: int) -> Reservation:
         """Count a request that is being sent now, in the order in which requests are sent."""
-        self._sent[slot] += 1
-        reservation = Reservation(slot, self._sent[slot], prefill_tokens, blocks)
-        self._uncovered[slot].append(reservation)
-        self._reserved[:, slot] += (1, prefill_tokens, blocks)
-        self._own[:, slot] += (1, prefill_tokens, blocks)
+        account = self._accounts[slot]
+        account.sent += 1
+        reservation = Reservation(slot, account.sent, prefill_tokens, blocks)
+        account.uncovered.append(reservation)
+        self._add_reserved(reservation, +1)
+        self.own_requests[slot] += 1
+        self.own_prefill_tokens[slot] += prefill_tokens
+        self.own_blocks[slot] += blocks
         return reservation
 
     def report(self, slot: int, load: WorkerLoad) -> None:
         """Take a worker's newest account; it replaces the reservations it includes."""
-        self._reported[:, slot] = [getattr(load, column) for column in _COLUMNS]
-        self._loads[slot] = load
-        uncovered = self._uncovered[slot]
+        account = self._accounts[slot]
+        account.load = load
+        reserved, uncovered = account.reserved, account.uncovered
         while uncovered and uncovered[0].number <= load.accepted_requests:
-            self._uncount(uncovered.popleft())
+            reservation = uncovered.popleft()
+            reservation.covered = True
+            reserved.requests -= 1
+            reserved.prefill_tokens -= reservation.prefill_tokens
+            reserved.blocks -= reservation.blocks
+        self.running_requests[slot] = load.running_requests + reserved.requests
+        self.waiting_requests[slot] = load.waiting_requests
+        self.active_blocks[slot] = load.active_blocks + reserved.blocks
+        self.cached_blocks[slot] = load.cached_blocks
+        self.total_blocks[slot] = load.total_blocks
+        self.queued_prefill_tokens[slot] = load.queued_prefill_tokens + reserved.prefill_tokens
 
     def prefill_done(self, reservation: Reservation) -> None:
         """Note the first token: no prompt of this request is queued any more."""
-        self._own[1, reservation.slot] -= reservation.prefill_tokens
+        slot, tokens = reservation.slot, reservation.prefill_tokens
+        if not tokens:
+            return
+        self.own_prefill_tokens[slot] -= tokens
         if not reservation.covered:
-            self._reserved[1, reservation.slot] -= reservation.prefill_tokens
+            self._accounts[slot].reserved.prefill_tokens -= tokens
+            self.queued_prefill_tokens[slot] -= tokens
         reservation.prefill_tokens = 0
 
     def release(self, reservation: Reservation) -> None:
@@ -153,61 +140,78 @@ class LoadTracker:
         if not reservation.open:
             return
         reservation.open = False
+        slot = reservation.slot
         if not reservation.covered:
-            self._uncovered[reservation.slot].remove(reservation)
-            self._uncount(reservation)
-        self._own[:, reservation.slot] -= (1, reservation.prefill_tokens, reservation.blocks)
+            reservation.covered = True
+            self._accounts[slot].uncovered.remove(reservation)
+            self._add_reserved(reservation, -1)
+        self.own_requests[slot] -= 1
+        self.own_prefill_tokens[slot] -= reservation.prefill_tokens
+        self.own_blocks[slot] -= reservation.blocks
         reservation.prefill_tokens = 0
 
     def open_requests(self, slot: int) -> int:
         """Count the requests sent to a worker that have not ended."""
-        return int(self._own[0, slot])
+        return int(self.own_requests[slot])
 
     def requests(self, slot: int) -> int:
         """Count all requests on a worker, other frontends' included, as of its last report."""
-        return int(self._reported[:2, slot].sum() + self._reserved[0, slot])
+        return int(self.running_requests[slot] + self.waiting_requests[slot])
 
     def load(self, slot: int) -> WorkerLoad | None:
         """Give a worker's last report on this connection."""
-        return self._loads[slot]
+        return self._accounts[slot].load
 
     def reserved(self, slot: int) -> Reserved:
         """Sum what a worker's report does not include yet."""
-        requests, prefill_tokens, blocks = self._reserved[:, slot].tolist()
-        return Reserved(requests, prefill_tokens, blocks)
+        return replace(self._accounts[slot].reserved)
 
     def grow(self, num_slots: int) -> None:
         """Have at least this many slots."""
         more = num_slots - self.num_slots
-        if more <= 0:
-            return
-        self._reported = np.pad(self._reported, ((0, 0), (0, more)))
-        self._reserved = np.pad(self._reserved, ((0, 0), (0, more)))
-        self._own = np.pad(self._own, ((0, 0), (0, more)))
-        self._uncovered.extend(deque() for _ in range(more))
-        self._sent.extend([0] * more)
-        self._loads.extend([None] * more)
-        self.num_slots = num_slots
+        if more > 0:
+            self._bind(np.pad(self._columns, ((0, 0), (0, more))))
+            self._accounts.extend(_Account() for _ in range(more))
 
     def check(self) -> None:
-        """Raise AssertionError where sums and reservations disagree."""
-        for slot, uncovered in enumerate(self._uncovered):
-            sums = [
+        """Raise AssertionError where columns, sums and reservations disagree."""
+        for slot, account in enumerate(self._accounts):
+            uncovered, load = account.uncovered, account.load or WorkerLoad()
+            sums = (
                 len(uncovered),
                 sum(r.prefill_tokens for r in uncovered),
                 sum(r.blocks for r in uncovered),
-            ]
-            assert self._reserved[:, slot].tolist() == sums, f"slot {slot}: reserved is the sum, {sums}"
+            )
+            assert account.reserved == Reserved(*sums), f"slot {slot}: reserved is the sum, {sums}"
             assert all(r.open and not r.covered and r.slot == slot for r in uncovered), (
                 f"slot {slot}: only open reservations without a report count"
             )
             numbers = [r.number for r in uncovered]
             assert numbers == sorted(set(numbers)), f"slot {slot}: in the order sent, got {numbers}"
-            own = self._own[:, slot].tolist()
+            requests, prefill_tokens, blocks = sums
+            *columns, _, queued = self._columns[:_OWN, slot].tolist()
+            assert [*columns, queued] == [
+                load.running_requests + requests,
+                load.waiting_requests,
+                load.active_blocks + blocks,
+                load.cached_blocks,
+                load.queued_prefill_tokens + prefill_tokens,
+            ], f"slot {slot}: {columns} and {queued} are not what was reported plus {sums}"
+            own = self._columns[_OWN:, slot].tolist()
             assert all(part <= whole for part, whole in zip(sums, own, strict=True)), (
                 f"slot {slot}: what is reserved, {sums}, is part of what is open, {own}"
             )
 
-    def _uncount(self, reservation: Reservation) -> None:
-        reservation.covered = True
-        self._reserved[:, reservation.slot] -= (1, reservation.prefill_tokens, reservation.blocks)
+    def _add_reserved(self, reservation: Reservation, sign: int) -> None:
+        slot, prefill_tokens, blocks = (
+            reservation.slot,
+            sign * reservation.prefill_tokens,
+            sign * reservation.blocks,
+        )
+        reserved = self._accounts[slot].reserved
+        reserved.requests += sign
+        reserved.prefill_tokens += prefill_tokens
+        reserved.blocks += blocks
+        self.running_requests[slot] += sign
+        self.queued_prefill_tokens[slot] += prefill_tokens
+        self.active_blocks[slot] += blocks

@@ -43,7 +43,10 @@ def identity(card: ModelCard) -> tuple[int, bytes]:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A worker's state. `requests` holds those sent and not ended; `closing` ends the present connection."""
+    """A worker's state. `requests` holds those sent and not ended; `closing` ends the present connection.
+
+    `noted` is the condition that the fleet counts it under.
+    """
 
     instance: Instance
     slot: int
@@ -55,6 +58,7 @@ class Member:
     requests: dict[RequestId, DeltaHandler] = field(default_factory=dict)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     connections: int = 0
+    noted: Condition | None = None
 
     @property
     def worker_id(self) -> WorkerId:

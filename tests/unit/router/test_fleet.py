@@ -4,14 +4,12 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import msgspec
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
-from penstock.core.errors import ProtocolError, Unavailable
+from penstock.core.errors import Unavailable
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
 from penstock.core.types import (
@@ -164,24 +162,6 @@ def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it():
     play(scene)
 
 
-def test_a_broken_connection_is_made_again_and_content_asked_for_anew():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
-        engines["w1"].step(events=[stored(HASHES)])
-        await settle()
-        (server,) = cluster.plane._servers.values()
-        server.links[0].break_off("the cable was pulled", tell_service=True)
-        await settle()
-        assert (
-            view(dispatcher, "w1").condition is not Condition.READY or view(dispatcher, "w1").connections == 2
-        )
-        await asyncio.sleep(1.0)
-        back = view(dispatcher, "w1")
-        assert (back.condition, back.connections, back.problem) == (Condition.READY, 2, None)
-        assert back.indexed_blocks == 5
-
-    play(scene, num_workers=1)
-
-
 def test_a_stream_survives_the_loss_of_the_only_connection():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
         engine = engines["w1"]
@@ -282,77 +262,6 @@ def test_too_many_workers_are_left_out_until_there_is_room():
     play(scene, num_workers=3, config=RouterConfig(workers_max=2))
 
 
-def test_a_worker_of_another_language_is_shown_with_its_problem():
-    async def main() -> None:
-        async with MemoryCluster() as cluster:
-            tries = []
-
-            async def connect(instance: object, sink: object) -> None:
-                tries.append(asyncio.get_running_loop().time())
-                raise ProtocolError("hash version 2, expected 1; update the older side")
-
-            cluster.plane.connect = connect
-            async with cluster.dispatcher() as dispatcher:
-                await cluster.start("w1", HandEngine())
-                await asyncio.sleep(60)
-                shown = view(dispatcher, "w1")
-                assert shown.condition is Condition.CONNECTING
-                assert "hash version 2" in shown.problem
-                assert 12 <= len(tries) <= 25  # patient: it needs a restart
-
-    run_virtual(main())
-
-
-def test_a_lost_worker_is_warned_of_once():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
-        with capture_logs() as logs:
-            cluster.kill("w1")
-            await asyncio.sleep(3.0)
-        events = [(log["event"], log["log_level"]) for log in logs if log.get("worker") == "w1"]
-        assert events[:2] == [("worker_lost", "warning"), ("worker_unreachable", "debug")]
-        assert not [event for event in events[1:] if event[1] == "warning"]
-
-    play(scene)
-
-
-def test_an_unreachable_worker_is_tried_with_growing_pauses():
-    async def main() -> None:
-        config = RouterConfig(reconnect_s_max=5.0)
-        async with MemoryCluster(lease_ttl_s=1000) as cluster, cluster.dispatcher(config) as dispatcher:
-            await cluster.start("w1", HandEngine())
-            await asyncio.sleep(0.01)
-            failures = dispatcher._shared.metrics.connect_failures
-            cluster.kill("w1")
-            await asyncio.sleep(1.0)
-            early = failures._value.get()
-            assert 3 <= early <= 8
-            await asyncio.sleep(100.0)
-            assert 20 <= failures._value.get() - early <= 45
-            assert "nobody listens" in view(dispatcher, "w1").problem
-
-    run_virtual(main())
-
-
-def test_a_worker_that_hangs_up_again_and_again_is_not_called_in_a_tight_loop():
-    async def main() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            connect = cluster.plane.connect
-
-            async def connect_and_break(instance: object, sink: object) -> object:
-                connection = await connect(instance, sink)
-                asyncio.get_running_loop().call_later(
-                    0.001, partial(connection._link.break_off, "moody", tell_service=True)
-                )
-                return connection
-
-            cluster.plane.connect = connect_and_break
-            await cluster.start("w1", HandEngine())
-            await asyncio.sleep(100.0)
-            assert 20 <= view(dispatcher, "w1").connections <= 50
-
-    run_virtual(main())
-
-
 def test_files_come_from_any_worker_that_has_them():
     content = b"{}"
     file = CardFile(name="tokenizer.json", sha256=hashlib.sha256(content).hexdigest(), size_bytes=2)
@@ -388,3 +297,38 @@ def test_the_view_is_json_for_people():
         assert shown[0]["open_requests"] == 1
 
     play(scene, num_workers=1)
+
+
+def test_listeners_are_told_once_a_turn_however_much_has_changed():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        told = []
+        fleet = dispatcher._shared.fleet
+        with fleet.telling(lambda: told.append(len(dispatcher.models()))):
+            for name in engines:
+                cluster.worker(name).stop()
+            await settle()
+            assert 1 <= len(told) <= 2
+            assert told[-1] == 0
+        await cluster.start("w5", HandEngine())
+        await settle()
+        assert told[-1] == 0
+        assert dispatcher.models()
+
+    play(scene, num_workers=4)
+
+
+def test_slots_are_used_again_and_columns_grow_by_doubling():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        fleet = dispatcher._shared.fleet
+        assert len(fleet.pools["tiny"].ready) == fleet.loads.num_slots == fleet.tree.num_slots == 8
+        for name in ("w2", "w4"):
+            cluster.worker(name).stop()
+        await asyncio.sleep(1.0)
+        dispatcher.check()
+        for name in ("w6", "w7", "w8"):
+            await cluster.start(name, HandEngine())
+        await settle()
+        assert [worker.name for worker in dispatcher.workers()] == ["w1", "w6", "w3", "w7", "w5", "w8"]
+        assert fleet.pools["tiny"].ready.tolist() == [True] * 6 + [False] * 2
+
+    play(scene, num_workers=5)

@@ -1,0 +1,107 @@
+"""A model's workers against the rule in its plainest form, computed anew from all of them after every change."""
+
+import msgspec
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.core.ids import WorkerId
+from penstock.core.types import EngineInfo, Instance, InstanceState, ModelCard, Role
+from penstock.router.member import Condition, Member, identity
+from penstock.router.worker_pool import WorkerPool
+
+CARDS = st.sampled_from(
+    [
+        ModelCard(name="m", context_length=100, block_size=4, salt=b"1"),
+        ModelCard(name="m", context_length=200, block_size=4, salt=b"1"),
+        ModelCard(name="m", context_length=100, block_size=8, salt=b"1"),
+        ModelCard(name="m", context_length=100, block_size=4, salt=b"2"),
+    ]
+)
+STATES = st.sampled_from(InstanceState)
+CONNECTION = object()
+
+
+def make_instance(number: int, card: ModelCard, state: InstanceState) -> Instance:
+    info = EngineInfo(
+        block_size=4, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
+    )
+    return Instance(
+        worker_id=WorkerId(number),
+        name=f"w{number}",
+        address="",
+        role=Role.AGGREGATED,
+        card=card,
+        engine=info,
+        state=state,
+    )
+
+
+class WorkerPoolMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.pool = None
+        self.members = []
+        self.card = None
+        self.joined = 0
+
+    @rule(card=CARDS, state=STATES)
+    def join(self, card, state):
+        member = Member(make_instance(self.joined, card, state), slot=self.joined)
+        member.connection = CONNECTION
+        self.joined += 1
+        if self.pool is None:
+            self.pool = WorkerPool(member, 1)
+        self.pool.grow(max(self.joined, len(self.pool.ready)))
+        self.members.append(member)
+        self.put(member)
+
+    @precondition(lambda self: self.members)
+    @rule(data=st.data(), card=CARDS, state=STATES, listed=st.booleans())
+    def change(self, data, card, state, listed):
+        member = data.draw(st.sampled_from(self.members))
+        member.instance = msgspec.structs.replace(member.instance, card=card, state=state)
+        member.listed = listed
+        self.put(member)
+
+    @precondition(lambda self: self.members)
+    @rule(data=st.data())
+    def leave(self, data):
+        member = data.draw(st.sampled_from(self.members))
+        self.members.remove(member)
+        self.note(self.pool.remove(member))
+        if not self.members:
+            assert len(self.pool) == self.pool.num_ready == 0
+            self.pool = self.card = None
+
+    def put(self, member):
+        changed = self.pool.put(member)
+        assert member in changed
+        self.note(changed)
+
+    def note(self, changed):
+        for member in changed:
+            self.pool.set_ready(member.slot, is_ready=member.condition is Condition.READY)
+
+    @invariant()
+    def the_rule_holds(self):
+        if self.pool is None:
+            return
+        self.pool.check()
+        staying = [m for m in self.members if m.listed and m.instance.state is InstanceState.READY]
+        voters = staying or self.members
+        if self.card is None:
+            self.card = voters[0].instance.card
+        elif all(m.instance.card != self.card for m in voters):
+            alike = [m for m in voters if m.identity == identity(self.card)]
+            self.card = (alike or voters)[0].instance.card
+        assert self.pool.card == self.card
+        expected = [m.slot for m in self.members if m.condition is Condition.READY]
+        assert np.flatnonzero(self.pool.ready).tolist() == sorted(expected)
+        for member in self.members:
+            assert member.matching == (member.identity == identity(self.card))
+
+
+TestWorkerPoolMachine = WorkerPoolMachine.TestCase
+TestWorkerPoolMachine.settings = settings(max_examples=80, stateful_step_count=30)
