@@ -18,6 +18,8 @@ struct Key {
 struct Hash {
     std::uint64_t low;
     std::uint64_t high;
+
+    bool operator==(const Hash&) const = default;
 };
 
 // What a block holds beside its tokens (images and the like), encoded by the caller.

@@ -15,6 +15,12 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+namespace penstock {
+
+void bind_pool(nb::module_& module);
+
+}  // namespace penstock
+
 namespace {
 
 using penstock::Extra;
@@ -149,4 +155,5 @@ NB_MODULE(_native, module) {
                "layer"_a, "tables"_a.noconvert(), "lengths"_a.noconvert(), "out"_a.noconvert(), "window"_a, "scale"_a,
                "softcap"_a);
     module.def("siphash128", &siphash128, "data"_a, "key"_a);
+    penstock::bind_pool(module);
 }

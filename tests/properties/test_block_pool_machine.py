@@ -8,6 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from penstock.core.hashing import block_hashes
 from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock.core.wire import unpack_hashes
+from penstock.kv.eviction import Lru
 from penstock.kv.pool import BlockPool
 
 NUM_BLOCKS = 6
@@ -30,12 +31,17 @@ class Sequence:
         self.committed = committed
 
 
+class LruInPython(Lru):
+    """Whatever is not `Lru` itself runs in Python."""
+
+
 class BlockPoolMachine(RuleBasedStateMachine):
     sequences = Bundle("sequences")
+    eviction = None
 
     def __init__(self):
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, eviction=self.eviction)
         self.live = []  # model: every sequence that holds blocks
         self.cache = {}  # model: prefix text -> block id
         self.unused_since = {}  # model: prefix text -> when it became idle
@@ -165,5 +171,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.read_events()
 
 
+class TwinMachine(BlockPoolMachine):
+    eviction = LruInPython()
+
+
 BlockPoolMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TwinMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestBlockPoolMachine = BlockPoolMachine.TestCase
+TestTwinMachine = TwinMachine.TestCase

@@ -18,10 +18,10 @@ except ImportError as error:
 
 
 def warn_if_disabled() -> None:
-    """Say that hashing runs in Python; a command calls it once, at its start."""
+    """Say that all runs in Python; a command calls it once, at its start."""
     if native is None:
         get_logger().warning(
             "native_disabled",
-            effect="block hashes are computed in Python, about a hundred times slower",
+            effect="block hashes and the block pool are computed in Python, ten to a hundred times slower",
             fix="install g++ and Python's headers, then reinstall without PENSTOCK_NATIVE=OFF",
         )

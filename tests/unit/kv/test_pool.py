@@ -4,7 +4,22 @@ import pytest
 from penstock.core.hashing import block_hashes
 from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock.core.wire import unpack_hashes
+from penstock.kv.eviction import Lru
 from penstock.kv.pool import BlockPool
+
+
+class LruInPython(Lru):
+    """Whatever is not `Lru` itself runs in Python."""
+
+
+@pytest.fixture(params=[None, LruInPython()], ids=["native", "twin"])
+def make_pool(request):
+    """Pools as they are made by default, and their twin; without the native module both are the twin."""
+
+    def make(num_blocks, block_size):
+        return BlockPool(num_blocks, block_size, eviction=request.param)
+
+    return make
 
 
 def chain(num_blocks, block_size=4, first=0):
@@ -20,8 +35,8 @@ def fill(pool, hashes):
     return block_ids
 
 
-def test_a_prefill_is_one_event_with_its_chain():
-    pool = BlockPool(8, 4)
+def test_a_prefill_is_one_event_with_its_chain(make_pool):
+    pool = make_pool(8, 4)
     hashes = chain(5)
     block_ids = pool.allocate(5)
     pool.commit(block_ids[:3], hashes[:3], None)
@@ -33,8 +48,8 @@ def test_a_prefill_is_one_event_with_its_chain():
     assert pool.take_events() == ()
 
 
-def test_match_finds_the_longest_resident_prefix():
-    pool = BlockPool(8, 4)
+def test_match_finds_the_longest_resident_prefix(make_pool):
+    pool = make_pool(8, 4)
     hashes = chain(6)
     block_ids = fill(pool, hashes[:4])
     assert pool.match(hashes) == block_ids
@@ -46,8 +61,8 @@ def test_match_finds_the_longest_resident_prefix():
     pool.check()
 
 
-def test_keys_are_all_128_bits():
-    pool = BlockPool(4, 4)
+def test_keys_are_all_128_bits(make_pool):
+    pool = make_pool(4, 4)
     hashes = chain(1)
     fill(pool, hashes)
     other = hashes.copy()
@@ -56,8 +71,8 @@ def test_keys_are_all_128_bits():
     assert pool.match(other) == []
 
 
-def test_the_least_recently_used_tail_goes_first():
-    pool = BlockPool(6, 4)
+def test_the_least_recently_used_tail_goes_first(make_pool):
+    pool = make_pool(6, 4)
     old, new = chain(3), chain(3, first=1000)
     fill(pool, old)
     fill(pool, new)
@@ -72,8 +87,8 @@ def test_the_least_recently_used_tail_goes_first():
     pool.check()
 
 
-def test_a_hit_makes_a_prefix_recent_again():
-    pool = BlockPool(4, 4)
+def test_a_hit_makes_a_prefix_recent_again(make_pool):
+    pool = make_pool(4, 4)
     old, new = chain(2), chain(2, first=1000)
     fill(pool, old)
     fill(pool, new)
@@ -85,8 +100,8 @@ def test_a_hit_makes_a_prefix_recent_again():
     assert pool.match(new) == []
 
 
-def test_allocation_is_all_or_nothing():
-    pool = BlockPool(4, 4)
+def test_allocation_is_all_or_nothing(make_pool):
+    pool = make_pool(4, 4)
     held = pool.allocate(3)
     assert pool.allocate(2) is None
     assert pool.num_available == 1
@@ -94,8 +109,8 @@ def test_allocation_is_all_or_nothing():
     assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
 
 
-def test_duplicates_stay_private_and_are_told_once():
-    pool = BlockPool(8, 4)
+def test_duplicates_stay_private_and_are_told_once(make_pool):
+    pool = make_pool(8, 4)
     hashes = chain(3)
     first, second = pool.allocate(2), pool.allocate(3)
     pool.commit(first, hashes[:2], None)
@@ -113,8 +128,8 @@ def test_duplicates_stay_private_and_are_told_once():
     pool.check()
 
 
-def test_a_resident_block_in_the_middle_splits_the_event():
-    pool = BlockPool(8, 4)
+def test_a_resident_block_in_the_middle_splits_the_event(make_pool):
+    pool = make_pool(8, 4)
     hashes = chain(3)
     middle = pool.allocate(1)
     pool.commit(middle, hashes[1:2], int(hashes[0, 0]))
@@ -126,8 +141,8 @@ def test_a_resident_block_in_the_middle_splits_the_event():
     pool.check()
 
 
-def test_events_keep_their_order_when_a_hash_goes_and_comes_back():
-    pool = BlockPool(2, 4)
+def test_events_keep_their_order_when_a_hash_goes_and_comes_back(make_pool):
+    pool = make_pool(2, 4)
     hashes = chain(2)
     fill(pool, hashes)
     fill(pool, chain(2, first=1000))
@@ -136,8 +151,8 @@ def test_events_keep_their_order_when_a_hash_goes_and_comes_back():
     assert kinds == [BlockStored, BlockRemoved, BlockStored, BlockRemoved, BlockStored]
 
 
-def test_reset_forgets_content_but_not_owners():
-    pool = BlockPool(6, 4)
+def test_reset_forgets_content_but_not_owners(make_pool):
+    pool = make_pool(6, 4)
     hashes = chain(2)
     held = pool.allocate(2)
     pool.commit(held, hashes, None)
@@ -152,8 +167,8 @@ def test_reset_forgets_content_but_not_owners():
     pool.check()
 
 
-def test_misuse_is_an_assertion():
-    pool = BlockPool(4, 4)
+def test_misuse_is_an_assertion(make_pool):
+    pool = make_pool(4, 4)
     held = pool.allocate(1)
     pool.release(held)
     with pytest.raises(AssertionError, match="more often"):
@@ -163,7 +178,7 @@ def test_misuse_is_an_assertion():
     with pytest.raises(ValueError, match="as many hashes"):
         pool.commit(held, chain(2), None)
     with pytest.raises(ValueError, match="num_blocks"):
-        BlockPool(0, 4)
+        make_pool(0, 4)
 
 
 def test_a_policy_of_your_own_chooses_the_victims():

@@ -1,0 +1,79 @@
+// The class penstock._native.Pool.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include "pool.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace penstock {
+namespace {
+
+using Hashes = nb::ndarray<const std::uint64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using Ids = std::vector<BlockId>;
+
+static_assert(sizeof(Hash) == 2 * sizeof(std::uint64_t), "a row of an array is a hash");
+
+std::span<const Hash> as_span(const Hashes& hashes) {
+    return {reinterpret_cast<const Hash*>(hashes.data()), hashes.shape(0)};
+}
+
+template <class T>
+nb::bytes as_bytes(const std::vector<T>& values) {
+    return nb::bytes(values.data(), values.size() * sizeof(T));
+}
+
+nb::list take_changes(Pool& pool) {
+    nb::list changes;
+    for (const Change& change : pool.take_changes()) {
+        changes.append(nb::make_tuple(static_cast<int>(change.kind), as_bytes(change.hashes), change.parent));
+    }
+    return changes;
+}
+
+nb::dict references(const Pool& pool) {
+    nb::dict held;
+    for (const auto& [id, count] : pool.references()) {
+        held[nb::int_(id)] = count;
+    }
+    return held;
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& module) {
+    nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+        try {
+            std::rethrow_exception(error);
+        } catch (const Broken& broken) {
+            PyErr_SetString(PyExc_AssertionError, broken.what());
+        }
+    });
+    nb::class_<Pool>(module, "Pool")
+        .def(nb::init<std::size_t>(), "num_blocks"_a)
+        .def_prop_ro("num_available", &Pool::num_available)
+        .def_prop_ro("num_active", &Pool::num_active)
+        .def_prop_ro("num_cached", &Pool::num_cached)
+        .def("match", [](const Pool& pool, const Hashes& hashes) { return pool.match(as_span(hashes)); }, "hashes"_a)
+        .def("count_idle", [](const Pool& pool, const Ids& ids) { return pool.count_idle(ids); }, "ids"_a)
+        .def("acquire", [](Pool& pool, const Ids& ids) { pool.acquire(ids); }, "ids"_a)
+        .def("allocate", &Pool::allocate, "count"_a)
+        .def("release", [](Pool& pool, const Ids& ids) { pool.release(ids); }, "ids"_a)
+        .def(
+            "commit",
+            [](Pool& pool, const Ids& ids, const Hashes& hashes, std::optional<std::uint64_t> parent) {
+                pool.commit(ids, as_span(hashes), parent);
+            },
+            "ids"_a, "hashes"_a, "parent"_a.none())
+        .def("reset", &Pool::reset)
+        .def("take_changes", &take_changes)
+        .def("resident_hashes", [](const Pool& pool) { return as_bytes(pool.resident_hashes()); })
+        .def("references", &references)
+        .def("check", &Pool::check);
+}
+
+}  // namespace penstock

@@ -1,0 +1,167 @@
+"""The native block pool beside its Python twin, call by call: good calls in any order, and bad ones."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from penstock.core.native import native
+from penstock.kv.eviction import Lru
+from penstock.kv.pool_twin import PoolTwin
+
+pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
+NUM_BLOCKS = 12
+block_ids = st.integers(0, NUM_BLOCKS - 1)
+# Few names, so that they come again; halves of them differ in one word only, or are in each other's place.
+halves = st.sampled_from([0, 1, 2, 1 << 63, (1 << 64) - 1])
+names = st.tuples(halves, halves)
+
+
+class PoolPair(RuleBasedStateMachine):
+    """Calls that no engine makes in this order; whatever the twin answers, the native pool does too."""
+
+    def __init__(self):
+        super().__init__()
+        self.pools = (native.Pool(NUM_BLOCKS), PoolTwin(NUM_BLOCKS, Lru()))
+        self.held = []
+
+    def both(self, method, *arguments):
+        """Call both and give the one answer; AssertionError stands for calls that both say are wrong."""
+        answers = []
+        for pool in self.pools:
+            try:
+                answers.append(getattr(pool, method)(*arguments))
+            except AssertionError:
+                answers.append(AssertionError)
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
+    def allocate(self, count):
+        self.held += self.both("allocate", count) or []
+
+    @rule(hashes=st.lists(names, max_size=4), parent=st.none() | halves, data=st.data())
+    def commit(self, hashes, parent, data):
+        if self.held:
+            blocks = [data.draw(st.sampled_from(self.held)) for _ in hashes]
+            self.both("commit", blocks, as_hashes(hashes), parent)
+
+    @rule(hashes=st.lists(names, max_size=4))
+    def match_and_acquire(self, hashes):
+        found = self.both("match", as_hashes(hashes))
+        self.both("count_idle", found)
+        self.both("acquire", found)
+        self.held += found
+
+    @rule(data=st.data())
+    def release(self, data):
+        count = data.draw(st.integers(0, len(self.held)))
+        given = data.draw(st.permutations(self.held))[:count]
+        self.both("release", given)
+        for block_id in given:
+            self.held.remove(block_id)
+
+    @rule(block_id=block_ids)
+    def acquire_any(self, block_id):
+        if self.both("acquire", [block_id]) is not AssertionError:
+            self.held.append(block_id)
+
+    @rule(block_id=block_ids)
+    def release_any(self, block_id):
+        if self.both("release", [block_id]) is not AssertionError:
+            self.held.remove(block_id)
+
+    @rule()
+    def reset(self):
+        self.both("reset")
+
+    @rule()
+    def take_changes(self):
+        self.both("take_changes")
+
+    @invariant()
+    def they_are_alike(self):
+        for pool in self.pools:
+            pool.check()
+        one, other = self.pools
+        assert one.references() == other.references()
+        assert {*rows(one.resident_hashes())} == {*rows(other.resident_hashes())}
+        counts = [(p.num_available, p.num_active, p.num_cached) for p in self.pools]
+        assert counts[0] == counts[1]
+
+    def teardown(self):
+        self.take_changes()
+
+
+PoolPair.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestPoolPair = PoolPair.TestCase
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pool_of_thousands_through_many_evictions(seed):
+    """Enough that the index grows, moves its entries up and wraps around."""
+    rng = np.random.default_rng(seed)
+    pools = native.Pool(3000), PoolTwin(3000, Lru())
+    names = rng.integers(0, 1 << 63, (8000, 2), dtype=np.uint64)
+    for _ in range(300):
+        start = int(rng.integers(0, 7900))
+        hashes = names[start : start + int(rng.integers(1, 100))]
+        taken = [run(pool, hashes) for pool in pools]
+        assert taken[0] == taken[1]
+    for pool in pools:
+        pool.check()
+    assert {*rows(pools[0].resident_hashes())} == {*rows(pools[1].resident_hashes())}
+    assert pools[0].num_cached > 2000
+
+
+def run(pool, hashes):
+    hits = pool.match(hashes)
+    pool.acquire(hits)
+    blocks = hits + pool.allocate(len(hashes) - len(hits))
+    pool.commit(blocks, hashes, None)
+    pool.release(blocks)
+    return blocks, pool.take_changes()
+
+
+def test_arrays_need_not_be_writable_or_contiguous():
+    pool = native.Pool(8)
+    hashes = np.arange(16, dtype=np.uint64).reshape(-1, 2)
+    blocks = pool.allocate(8)
+    pool.commit(blocks, np.frombuffer(hashes.tobytes(), dtype="<u8").reshape(-1, 2), None)
+    assert pool.match(hashes[::-1]) == blocks[::-1]
+    assert pool.match(np.asfortranarray(hashes)) == blocks
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "error"),
+    [
+        ("match", [np.zeros((2, 3), dtype=np.uint64)], TypeError),
+        ("match", [np.zeros(2, dtype=np.uint64)], TypeError),
+        ("match", [b"no array"], TypeError),
+        ("acquire", [["0"]], TypeError),
+        ("acquire", [[-1]], AssertionError),
+        ("acquire", [[8]], AssertionError),
+        ("release", [[1 << 31]], TypeError),
+        ("count_idle", [[8]], AssertionError),
+        ("allocate", [-1], TypeError),
+        ("commit", [[0], np.zeros((2, 2), dtype=np.uint64), None], ValueError),
+        ("commit", [[0], np.zeros((1, 2), dtype=np.uint64), -1], TypeError),
+        ("commit", [[8], np.zeros((1, 2), dtype=np.uint64), None], AssertionError),
+    ],
+)
+def test_wrong_arguments_raise(method, arguments, error):
+    pool = native.Pool(8)
+    pool.allocate(8)
+    with pytest.raises(error):
+        getattr(pool, method)(*arguments)
+    pool.check()
+    assert pool.num_active == 8
+
+
+def as_hashes(names):
+    return np.array(names, dtype=np.uint64).reshape(-1, 2)
+
+
+def rows(packed):
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
