@@ -280,7 +280,8 @@ class RoutingContext:
     blocks lie, at best, in each `Tier`. The load columns are the worker's own report plus what this router has
     reserved since; `cached_blocks` (with content that can be found, in use or not) only the report. The `own` columns are what
     this router sent there that has not ended: requests, prompt tokens to compute until the first token is here,
-    and blocks of prompts. `eligible` masks slots that are free, lost, draining or excluded.
+    and blocks of prompts. `eligible` masks slots that are free, lost, draining or excluded. All columns are live
+    and cannot be written to: copy what is to be kept beyond the call.
     """
 
     request_tokens: int

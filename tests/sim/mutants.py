@@ -68,10 +68,7 @@ def double_delivery() -> Iterator[None]:
 def repeated_tokens_after_a_move() -> Iterator[None]:
     """A request that moves starts again from its prompt."""
 
-    def request(self, deadline_s):
-        return msgspec.structs.replace(self._request, deadline_s=deadline_s)
-
-    with replaced(Progress, "request", request):
+    with replaced(Progress, "request", lambda self: self._request):
         yield
 
 
@@ -82,10 +79,7 @@ def leaked_reservation() -> Iterator[None]:
     def release(self, reservation):
         if reservation.open:
             reservation.open = False
-            slot = reservation.slot
-            self.own_requests[slot] -= 1
-            self.own_prefill_tokens[slot] -= reservation.prefill_tokens
-            self.own_blocks[slot] -= reservation.blocks
+            self._table[-3:, reservation.slot] -= (1, reservation.prefill_tokens, reservation.blocks)
 
     with replaced(LoadTracker, "release", release):
         yield

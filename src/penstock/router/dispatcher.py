@@ -14,15 +14,13 @@ from prometheus_client import CollectorRegistry
 from penstock.core.errors import Unavailable
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types import CardFile, ModelCard, Request
+from penstock.router.brakes import Brakes
 from penstock.router.config import RouterConfig
 from penstock.router.fleet import Fleet
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.open_request import OpenRequest, Shared
 from penstock.router.policies import make_policy
-from penstock.router.probation import Probation
-from penstock.router.quarantine import Quarantine
-from penstock.router.retries import RetryBudget
 from penstock.router.router import Decision, Router
 from penstock.seams import Discovery, RequestPlane
 
@@ -58,11 +56,8 @@ class Dispatcher:
             config=config,
             fleet=fleet,
             router=Router(fleet, policy, metrics=metrics, rng=rng),
-            budget=RetryBudget(config.retries),
-            quarantine=Quarantine(config.retries),
-            probation=Probation(),
+            brakes=Brakes(config.retries, metrics=metrics, rng=rng),
             metrics=metrics,
-            rng=rng,
             hash_key=hash_key,
         )
         self._group = asyncio.TaskGroup()
@@ -129,8 +124,6 @@ class Dispatcher:
         """Raise AssertionError where the parts disagree; for tests and simulations."""
         shared = self._shared
         shared.fleet.check()
-        shared.budget.check()
-        shared.quarantine.check()
-        shared.probation.check()
+        shared.brakes.check()
         in_fleet = sum(view.open_requests for view in shared.fleet.workers())
         assert in_fleet <= len(shared.requests), f"{in_fleet} requests are sent, {len(shared.requests)} open"

@@ -5,7 +5,7 @@ from typing import assert_never
 
 from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.wire import unpack_hashes
-from penstock.router.metrics import RouterMetrics
+from penstock.router.metrics import IndexGauges, RouterMetrics
 from penstock.router.radix import RadixTree
 
 
@@ -15,6 +15,7 @@ class Indexer:
     def __init__(self, tree: RadixTree, metrics: RouterMetrics) -> None:
         self.tree = tree
         self._metrics = metrics
+        self._gauges = IndexGauges(metrics, tree.stats)
 
     def apply(self, slot: int, events: Sequence[KvEvent]) -> None:
         """Apply one batch of events, in order."""
@@ -28,8 +29,8 @@ class Indexer:
                     self.tree.clear(slot)
                 case _:
                     assert_never(event)
-        self._metrics.kv_events.inc(len(events))
-        self._metrics.note_index(self.tree.stats())
+        self._gauges.events += len(events)
+        self._gauges.note()
 
     def replace(self, slot: int, events: Sequence[BlockStored]) -> None:
         """Forget what a worker held and store a snapshot."""
@@ -37,12 +38,12 @@ class Indexer:
         for event in events:
             self._store(slot, event)
         self._metrics.event_snapshots.inc()
-        self._metrics.note_index(self.tree.stats())
+        self._gauges.note()
 
     def forget(self, slot: int) -> None:
         """Forget what a worker held: it is gone."""
         self.tree.clear(slot)
-        self._metrics.note_index(self.tree.stats())
+        self._gauges.note()
 
     def _store(self, slot: int, event: BlockStored) -> None:
         hashes = unpack_hashes(event.block_hashes)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from penstock.core.types import WorkerLoad
 
 Column = NDArray[np.int64]
-_OWN = 6  # the first of the columns that leave reports aside
+# Rows of the table of columns; those from _OWN on leave reports aside.
+_RUNNING, _WAITING, _ACTIVE, _CACHED, _TOTAL, _QUEUED, _OWN, _OWN_PREFILL, _OWN_BLOCKS = range(9)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,30 +57,32 @@ class _Account:
 class LoadTracker:
     """Load columns by worker slot, each (num_slots,): reported + reserved. Not thread-safe; one task owns it.
 
-    The columns are kept true with every change, so that reading them costs nothing. Whoever reads them leaves
-    them as they are, and reads them again after `grow`.
+    The columns are kept true with every change, so that reading them costs nothing. They are views that cannot
+    be written to; read them again after `grow`.
     """
 
     def __init__(self, num_slots: int = 1) -> None:
-        self._bind(np.zeros((_OWN + 3, num_slots), dtype=np.int64))
+        self._show(np.zeros((_OWN_BLOCKS + 1, num_slots), dtype=np.int64))
         self._accounts = [_Account() for _ in range(num_slots)]
 
-    def _bind(self, columns: NDArray[np.int64]) -> None:
-        self._columns = columns
-        self.running_requests: Column = columns[0]
+    def _show(self, table: Column) -> None:
+        self._table = table
+        columns = table.view()
+        columns.flags.writeable = False
+        self.running_requests: Column = columns[_RUNNING]
         """Those reserved included: they run as soon as they arrive, or wait there."""
-        self.waiting_requests: Column = columns[1]
-        self.active_blocks: Column = columns[2]
-        self.cached_blocks: Column = columns[3]
+        self.waiting_requests: Column = columns[_WAITING]
+        self.active_blocks: Column = columns[_ACTIVE]
+        self.cached_blocks: Column = columns[_CACHED]
         """Blocks whose content can be found, in use or not."""
-        self.total_blocks: Column = columns[4]
+        self.total_blocks: Column = columns[_TOTAL]
         """0 where a worker has not said how many it has."""
-        self.queued_prefill_tokens: Column = columns[5]
-        self.own_requests: Column = columns[6]
+        self.queued_prefill_tokens: Column = columns[_QUEUED]
+        self.own_requests: Column = columns[_OWN]
         """Requests of this router that have not ended."""
-        self.own_prefill_tokens: Column = columns[7]
+        self.own_prefill_tokens: Column = columns[_OWN_PREFILL]
         """What they had to compute when they were sent; nothing once their first token is here."""
-        self.own_blocks: Column = columns[8]
+        self.own_blocks: Column = columns[_OWN_BLOCKS]
         """Blocks of their prompts, shared ones counted for each."""
 
     @property
@@ -91,8 +94,8 @@ class LoadTracker:
         for reservation in self._accounts[slot].uncovered:
             reservation.covered = True
         self._accounts[slot] = _Account()
-        self._columns[:_OWN, slot] = 0
-        self.total_blocks[slot] = total_blocks
+        self._table[:_OWN, slot] = 0
+        self._table[_TOTAL, slot] = total_blocks
 
     def reserve(self, slot: int, prefill_tokens: int, blocks: int) -> Reservation:
         """Count a request that is being sent now, in the order in which requests are sent."""
@@ -101,9 +104,10 @@ class LoadTracker:
         reservation = Reservation(slot, account.sent, prefill_tokens, blocks)
         account.uncovered.append(reservation)
         self._add_reserved(reservation, +1)
-        self.own_requests[slot] += 1
-        self.own_prefill_tokens[slot] += prefill_tokens
-        self.own_blocks[slot] += blocks
+        table = self._table
+        table[_OWN, slot] += 1
+        table[_OWN_PREFILL, slot] += prefill_tokens
+        table[_OWN_BLOCKS, slot] += blocks
         return reservation
 
     def report(self, slot: int, load: WorkerLoad) -> None:
@@ -117,22 +121,23 @@ class LoadTracker:
             reserved.requests -= 1
             reserved.prefill_tokens -= reservation.prefill_tokens
             reserved.blocks -= reservation.blocks
-        self.running_requests[slot] = load.running_requests + reserved.requests
-        self.waiting_requests[slot] = load.waiting_requests
-        self.active_blocks[slot] = load.active_blocks + reserved.blocks
-        self.cached_blocks[slot] = load.cached_blocks
-        self.total_blocks[slot] = load.total_blocks
-        self.queued_prefill_tokens[slot] = load.queued_prefill_tokens + reserved.prefill_tokens
+        table = self._table
+        table[_RUNNING, slot] = load.running_requests + reserved.requests
+        table[_WAITING, slot] = load.waiting_requests
+        table[_ACTIVE, slot] = load.active_blocks + reserved.blocks
+        table[_CACHED, slot] = load.cached_blocks
+        table[_TOTAL, slot] = load.total_blocks
+        table[_QUEUED, slot] = load.queued_prefill_tokens + reserved.prefill_tokens
 
     def prefill_done(self, reservation: Reservation) -> None:
         """Note the first token: no prompt of this request is queued any more."""
         slot, tokens = reservation.slot, reservation.prefill_tokens
         if not tokens:
             return
-        self.own_prefill_tokens[slot] -= tokens
+        self._table[_OWN_PREFILL, slot] -= tokens
         if not reservation.covered:
             self._accounts[slot].reserved.prefill_tokens -= tokens
-            self.queued_prefill_tokens[slot] -= tokens
+            self._table[_QUEUED, slot] -= tokens
         reservation.prefill_tokens = 0
 
     def release(self, reservation: Reservation) -> None:
@@ -145,9 +150,10 @@ class LoadTracker:
             reservation.covered = True
             self._accounts[slot].uncovered.remove(reservation)
             self._add_reserved(reservation, -1)
-        self.own_requests[slot] -= 1
-        self.own_prefill_tokens[slot] -= reservation.prefill_tokens
-        self.own_blocks[slot] -= reservation.blocks
+        table = self._table
+        table[_OWN, slot] -= 1
+        table[_OWN_PREFILL, slot] -= reservation.prefill_tokens
+        table[_OWN_BLOCKS, slot] -= reservation.blocks
         reservation.prefill_tokens = 0
 
     def open_requests(self, slot: int) -> int:
@@ -170,7 +176,7 @@ class LoadTracker:
         """Have at least this many slots."""
         more = num_slots - self.num_slots
         if more > 0:
-            self._bind(np.pad(self._columns, ((0, 0), (0, more))))
+            self._show(np.pad(self._table, ((0, 0), (0, more))))
             self._accounts.extend(_Account() for _ in range(more))
 
     def check(self) -> None:
@@ -189,7 +195,7 @@ class LoadTracker:
             numbers = [r.number for r in uncovered]
             assert numbers == sorted(set(numbers)), f"slot {slot}: in the order sent, got {numbers}"
             requests, prefill_tokens, blocks = sums
-            *columns, _, queued = self._columns[:_OWN, slot].tolist()
+            *columns, _, queued = self._table[:_OWN, slot].tolist()
             assert [*columns, queued] == [
                 load.running_requests + requests,
                 load.waiting_requests,
@@ -197,7 +203,7 @@ class LoadTracker:
                 load.cached_blocks,
                 load.queued_prefill_tokens + prefill_tokens,
             ], f"slot {slot}: {columns} and {queued} are not what was reported plus {sums}"
-            own = self._columns[_OWN:, slot].tolist()
+            own = self._table[_OWN:, slot].tolist()
             assert all(part <= whole for part, whole in zip(sums, own, strict=True)), (
                 f"slot {slot}: what is reserved, {sums}, is part of what is open, {own}"
             )
@@ -212,6 +218,7 @@ class LoadTracker:
         reserved.requests += sign
         reserved.prefill_tokens += prefill_tokens
         reserved.blocks += blocks
-        self.running_requests[slot] += sign
-        self.queued_prefill_tokens[slot] += prefill_tokens
-        self.active_blocks[slot] += blocks
+        table = self._table
+        table[_RUNNING, slot] += sign
+        table[_ACTIVE, slot] += blocks
+        table[_QUEUED, slot] += prefill_tokens

@@ -1,10 +1,15 @@
 """What the router and the dispatcher count, in a registry of the caller's."""
 
+import asyncio
+from collections.abc import Callable
+from functools import cache
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.router.radix import RadixStats
+
+_INDEX_INTERVAL_S = 1.0  # its figures move with every step of every worker, and are read every few seconds
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -54,10 +59,33 @@ class RouterMetrics:
             "first_token_seconds", "From opening a request to its first token", _LATENCIES_S
         )
         self.request_s = histogram("request_seconds", "From opening a request to its end", _LATENCIES_S)
-        self._evicted_seen = 0
+        # Finding a label's child takes four times as long as counting: 2.9 against 0.6 us on a shared AMD EPYC.
+        self.decided: Callable[[str, str], Counter] = cache(self.decisions.labels)
+        """Decisions of a policy for a reason."""
+        self.ended: Callable[[str], Counter] = cache(self.requests.labels)
+        """Requests with an outcome."""
 
-    def note_index(self, stats: RadixStats) -> None:
-        """Take over what the prefix index counts."""
-        self.indexed_blocks.set(stats.pairs)
-        self.evicted_blocks.inc(stats.evicted_pairs - self._evicted_seen)
-        self._evicted_seen = stats.evicted_pairs
+
+class IndexGauges:
+    """Writes what the prefix index counts into the metrics, at most once a second. One event loop owns it."""
+
+    def __init__(self, metrics: RouterMetrics, read: Callable[[], RadixStats]) -> None:
+        self.events = 0
+        """KV events applied so far; the indexer counts them."""
+        self._metrics = metrics
+        self._read = read
+        self._events_seen = self._evicted_seen = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self) -> None:
+        """Have the index read again before long."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_INDEX_INTERVAL_S, self._write)
+
+    def _write(self) -> None:
+        self._timer = None
+        stats = self._read()
+        self._metrics.indexed_blocks.set(stats.pairs)
+        self._metrics.evicted_blocks.inc(stats.evicted_pairs - self._evicted_seen)
+        self._metrics.kv_events.inc(self.events - self._events_seen)
+        self._evicted_seen, self._events_seen = stats.evicted_pairs, self.events

@@ -5,10 +5,11 @@ It has no task of its own: deltas are taken as they arrive, and everything that 
 
 import asyncio
 import math
-import random
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from penstock.core.errors import (
     DeadlineExceeded,
@@ -19,23 +20,19 @@ from penstock.core.errors import (
     WorkerLost,
     from_info,
 )
-from penstock.core.ids import RequestId, WorkerId
-from penstock.core.log import get_logger
+from penstock.core.ids import RequestId
 from penstock.core.types import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens
+from penstock.router.brakes import Brakes
 from penstock.router.config import RouterConfig
 from penstock.router.fleet import Fleet
 from penstock.router.loads import Reservation
 from penstock.router.member import identity
 from penstock.router.metrics import RouterMetrics
-from penstock.router.probation import Probation
 from penstock.router.progress import Progress
-from penstock.router.quarantine import Quarantine
-from penstock.router.retries import RetryBudget
 from penstock.router.router import Route, Router
+from penstock.router.setbacks import Setbacks, quarantined
 from penstock.seams import Connection
-
-_log = get_logger()
 
 
 @dataclass(slots=True)
@@ -45,11 +42,8 @@ class Shared:
     config: RouterConfig
     fleet: Fleet
     router: Router
-    budget: RetryBudget
-    quarantine: Quarantine
-    probation: Probation
+    brakes: Brakes
     metrics: RouterMetrics
-    rng: random.Random
     hash_key: bytes
     requests: dict[RequestId, "OpenRequest"] = field(default_factory=dict)
 
@@ -74,8 +68,6 @@ class OpenRequest:
 
     def __init__(self, shared: Shared, request: Request) -> None:
         self.request = request
-        self.migrations = 0
-        """Times it went on elsewhere because its worker was lost."""
         self._shared = shared
         self._loop = asyncio.get_running_loop()
         self._opened_s = self._loop.time()
@@ -89,11 +81,7 @@ class OpenRequest:
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._lost: set[WorkerId] = set()
-        self._avoid: set[WorkerId] = set()
-        self._refusals = 0
-        self._refusal: Overloaded | None = None
-        self._suspicions = 0  # losses of workers that it may have caused
+        self._setbacks = Setbacks(request, shared.brakes)
 
     async def __aenter__(self) -> Self:
         """Send the request to a worker; waits for one where its model has none.
@@ -107,11 +95,11 @@ class OpenRequest:
         try:
             self._admit()
         except PenstockError as error:
-            shared.metrics.requests.labels(error.code).inc()
+            shared.metrics.ended(error.code).inc()
             raise
         shared.requests[self.request.request_id] = self
         shared.metrics.open_requests.set(len(shared.requests))
-        shared.budget.earn()
+        shared.brakes.budget.earn()
         if self._deadline_at_s is not None:
             self._deadline_timer = self._loop.call_at(self._deadline_at_s, self._expire)
         try:
@@ -152,6 +140,11 @@ class OpenRequest:
                 await self._waiter
 
     @property
+    def migrations(self) -> int:
+        """Times it went on elsewhere because its worker was lost."""
+        return self._setbacks.migrations
+
+    @property
     def prompt_tokens(self) -> int:
         """The true length of the prompt, however often the request moved."""
         return num_tokens(self.request.token_ids) - self.request.num_emitted
@@ -189,10 +182,9 @@ class OpenRequest:
         self._wake()
 
     def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
-        if self._attempt is not None:
-            self._lost.add(self._attempt.route.worker_id)
-            if alone or not self._attempt.has_tokens:
-                self._suspicions += 1
+        attempt = self._attempt
+        if attempt is not None:
+            self._setbacks.on_loss(attempt.route.worker_id, is_suspect=alone or not attempt.has_tokens)
         self._release()
         self._interrupt(error)
 
@@ -200,7 +192,8 @@ class OpenRequest:
 
     async def _attempt_until_sent(self) -> None:
         """Choose a worker and send the request there; wait for a worker where there is none."""
-        give_up_at_s = self._loop.time() + self._shared.config.no_worker_wait_s
+        shared, setbacks = self._shared, self._setbacks
+        give_up_at_s = self._loop.time() + shared.config.no_worker_wait_s
         while True:
             if self._error is not None:
                 raise self._error
@@ -209,21 +202,22 @@ class OpenRequest:
                 try:
                     self._send(route)
                 except WorkerLost:
-                    self._lost.add(route.worker_id)
+                    setbacks.on_loss(route.worker_id, is_suspect=False)
                     continue
-                except Overloaded as refusal:
-                    self._on_refusal(refusal, route.worker_id)
+                except Overloaded as error:
+                    setbacks.on_refusal(route.worker_id, error, self._loop.time())
                     continue
                 return
-            if self._refusal is not None and self._shared.router.has_ready(self.request.model):
+            refusal = setbacks.last_refusal
+            if refusal is not None and shared.router.has_ready(self.request.model):
                 raise Overloaded(
                     f"model {self.request.model}: every worker that is ready has refused this request; the last one:"
-                    f" {self._refusal.message}",
-                    retry_after_s=self._refusal.retry_after_s or 1.0,
+                    f" {refusal.message}",
+                    retry_after_s=refusal.retry_after_s or 1.0,
                 )
             if self._loop.time() >= give_up_at_s:
                 raise self._no_worker()
-            with self._shared.fleet.telling(self._wake):
+            with shared.fleet.telling(self._wake):
                 await self._wait_until(give_up_at_s)
 
     def _route(self) -> Route | None:
@@ -237,100 +231,40 @@ class OpenRequest:
             raise Unavailable(
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
-        request = self._progress.request(None)
-        route = shared.router.route(request, exclude=self._avoid | self._lost)
-        if route is None and self._lost:  # one that was lost and is back is better than none
-            route = shared.router.route(request, exclude=self._avoid)
+        request, setbacks = self._progress.request(), self._setbacks
+        route = shared.router.route(request, exclude=setbacks.avoided | setbacks.lost)
+        if route is None and setbacks.lost:  # one that was lost and is back is better than none
+            route = shared.router.route(request, exclude=setbacks.avoided)
         return route
 
     def _send(self, route: Route) -> None:
         assert self._progress is not None, "a route was made for it"
-        shared, progress = self._shared, self._progress
-        remaining_s = (
-            None if self._deadline_at_s is None else max(self._deadline_at_s - self._loop.time(), 0.0)
-        )
-        connection = shared.fleet.submit(route.slot, progress.request(remaining_s), self)
-        self._attempt = _Attempt(
-            route=route,
-            connection=connection,
-            reservation=shared.fleet.loads.reserve(route.slot, route.prefill_tokens, route.blocks),
-            granted_from=progress.taken_tokens + progress.unread_tokens,
-        )
+        fleet, progress = self._shared.fleet, self._progress
+        request = progress.request()
+        if self._deadline_at_s is not None:
+            remaining_s = max(self._deadline_at_s - self._loop.time(), 0.0)
+            request = msgspec.structs.replace(request, deadline_s=remaining_s)
+        connection = fleet.submit(route.slot, request, self)
+        reservation = fleet.loads.reserve(route.slot, route.prefill_tokens, route.blocks)
+        granted_from = progress.taken_tokens + progress.unread_tokens
+        self._attempt = _Attempt(route, connection, reservation, granted_from)
 
     async def _go_on_after(self, interruption: PenstockError) -> None:
         """Take the request elsewhere, if it may."""
         now_s = self._loop.time()
         if not isinstance(interruption, Overloaded):
-            delay_s = self._may_migrate(interruption, now_s)
-            self.migrations += 1
+            delay_s = self._setbacks.migrate(interruption, now_s, self.output_tokens)
             await self._wait_until(now_s + delay_s)
-        if self._suspicions + 1 >= self._shared.config.retries.deaths_max:
+        if self._setbacks.needs_probation:
             await self._enter_probation()
         await self._attempt_until_sent()
 
     async def _enter_probation(self) -> None:
         """Wait until no other suspect runs without having shown, by a token, that it does no harm."""
-        while not self._shared.probation.enter(self, self._wake):
+        while not self._shared.brakes.probation.enter(self, self._wake):
             if self._error is not None:
                 raise self._error
             await self._wait_until(math.inf)
-
-    def _on_refusal(self, refusal: Overloaded, worker_id: WorkerId) -> None:
-        """Note that a worker did not take the request, or raise why it is not tried elsewhere."""
-        shared = self._shared
-        shared.metrics.refusals.inc()
-        self._avoid.add(worker_id)
-        self._refusals += 1
-        self._refusal = refusal
-        if self._refusals > shared.config.retries.refusals_max:
-            raise refusal
-        if shared.budget.take(self._loop.time(), wait_s_max=0.0) is None:
-            raise refusal
-
-    def _may_migrate(self, interruption: PenstockError, now_s: float) -> float:
-        """Return how long to wait before the request goes on, or raise why it does not."""
-        shared, retries = self._shared, self._shared.config.retries
-        if self._suspicions >= retries.deaths_max:
-            shared.quarantine.put(self.request, now_s)
-            shared.metrics.migrations.labels("quarantined").inc()
-            _log.warning(
-                "request_quarantined",
-                request_id=self.request.request_id,
-                workers_lost=self._suspicions,
-                quarantine_s=retries.quarantine_s,
-                error=interruption.message,
-            )
-            raise _refused(retries.quarantine_s) from interruption
-        if self.migrations >= retries.migrations_max:
-            shared.metrics.migrations.labels("too_many").inc()
-            _log.warning(
-                "request_given_up",
-                request_id=self.request.request_id,
-                migrations=self.migrations,
-                error=interruption.message,
-            )
-            raise Unavailable(
-                f"request {self.request.request_id}: moved {self.migrations} times already as its servers failed, the"
-                " limit (router.retries.migrations_max); send it again",
-                retry_after_s=1.0,
-            ) from interruption
-        delay_s = shared.budget.take(now_s, wait_s_max=retries.wait_s_max)
-        if delay_s is None:
-            shared.metrics.migrations.labels("no_budget").inc()
-            raise Unavailable(
-                f"request {self.request.request_id}: its worker was lost, and so were too many others lately (retries"
-                f" are limited to {retries.per_s:g} a second); send it again",
-                retry_after_s=retries.wait_s_max,
-            ) from interruption
-        shared.metrics.migrations.labels("moved").inc()
-        _log.debug(
-            "request_migrated",
-            request_id=self.request.request_id,
-            tokens=self.output_tokens,
-            migrations=self.migrations + 1,
-            error=interruption.message,
-        )
-        return delay_s + shared.rng.uniform(0, retries.jitter_s)
 
     # -- what happens to it
 
@@ -347,14 +281,14 @@ class OpenRequest:
                 f"request_id: {request.request_id} is under way already; give each request its own",
                 param="request_id",
             )
-        remaining_s = shared.quarantine.remaining_s(request, self._loop.time())
+        remaining_s = shared.brakes.quarantine.remaining_s(request, self._loop.time())
         if remaining_s is not None:
             shared.metrics.quarantined.inc()
-            raise _refused(remaining_s)
+            raise quarantined(remaining_s)
 
     def _on_first_token(self, attempt: _Attempt, progress: Progress) -> None:
         attempt.has_tokens = True
-        self._shared.probation.leave(self)
+        self._shared.brakes.probation.leave(self)
         self._shared.fleet.loads.prefill_done(attempt.reservation)
         if progress.output_tokens == self.request.num_emitted:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
@@ -364,13 +298,13 @@ class OpenRequest:
         self._release()
         if isinstance(error, Overloaded) and not attempt.has_tokens:
             try:
-                self._on_refusal(error, attempt.route.worker_id)
+                self._setbacks.on_refusal(attempt.route.worker_id, error, self._loop.time())
             except Overloaded:
                 self.fail(error)
             else:
                 self._interrupt(error)
         elif isinstance(error, Unavailable):
-            self._avoid.add(attempt.route.worker_id)
+            self._setbacks.avoided.add(attempt.route.worker_id)
             self._interrupt(error)
         else:
             self.fail(error)
@@ -425,7 +359,7 @@ class OpenRequest:
     def _release(self) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
-            self._shared.probation.leave(self)
+            self._shared.brakes.probation.leave(self)
             self._shared.fleet.loads.release(attempt.reservation)
             self._shared.fleet.finished(attempt.route.slot, self.request.request_id)
 
@@ -435,13 +369,13 @@ class OpenRequest:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         shared = self._shared
-        shared.probation.leave(self)
+        shared.brakes.probation.leave(self)
         if shared.requests.pop(self.request.request_id, None) is None:
             return
         outcome = "cancelled" if self._finish_reason is None else self._finish_reason.value
         metrics = shared.metrics
         metrics.cached_tokens.inc(self.cached_tokens)
-        metrics.requests.labels(outcome if self._error is None else self._error.code).inc()
+        metrics.ended(outcome if self._error is None else self._error.code).inc()
         metrics.request_s.observe(self._loop.time() - self._opened_s)
         metrics.open_requests.set(len(shared.requests))
 
@@ -456,11 +390,3 @@ class OpenRequest:
         self._waiter = self._loop.create_future()
         timeout_s = None if time_s == math.inf else time_s - self._loop.time()
         await asyncio.wait((self._waiter,), timeout=timeout_s)
-
-
-def _refused(remaining_s: float) -> Unavailable:
-    return Unavailable(
-        "the servers that took this prompt failed one after another, perhaps because of it, so it is refused for"
-        f" {math.ceil(remaining_s)} s; send it again after that, or change it",
-        retry_after_s=remaining_s,
-    )

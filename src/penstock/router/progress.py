@@ -82,12 +82,8 @@ class Progress:
         self.taken_tokens += len(delta.token_ids) >> 2
         return delta
 
-    def request(self, deadline_s: float | None) -> Request:
-        """Say what to send to a worker now: the prompt and all tokens so far.
-
-        Args:
-            deadline_s: what remains, None for no deadline.
-        """
+    def request(self) -> Request:
+        """Say what to send to a worker now: the prompt and all tokens so far."""
         if self._output:
             request = self._request
             self._request = msgspec.structs.replace(
@@ -97,7 +93,7 @@ class Progress:
             )
             self._output.clear()
             self._extend_hashes()
-        return msgspec.structs.replace(self._request, deadline_s=deadline_s)
+        return self._request
 
     def _extend_hashes(self) -> None:
         """Hash the full blocks that have no hash yet."""

@@ -1,6 +1,7 @@
 """Which worker gets a request, and why."""
 
 import asyncio
+import math
 import random
 import zlib
 from collections import deque
@@ -17,7 +18,7 @@ from penstock.core.types import ModelCard, Request, Tier
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
-from penstock.router.policies import choose
+from penstock.router.policies import Costs, cheapest, prices_of
 from penstock.seams import HistoryPolicy, RoutingContext, RoutingPolicy
 
 _DECISIONS_KEPT = 64
@@ -33,7 +34,7 @@ class RouteReason(StrEnum):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice, explained: what the chosen worker cost, and the next best one."""
+    """One choice, explained: what the chosen worker cost, and the next best one that had a price."""
 
     request_id: str
     policy: str
@@ -85,29 +86,31 @@ class Router:
         pool = self.fleet.pools.get(request.model)
         if pool is None:
             return None
-        eligible = self._eligible(pool.ready, exclude)
-        num_eligible = int(np.count_nonzero(eligible))
+        eligible, num_eligible = pool.ready, pool.num_ready
+        if exclude:
+            eligible = self._without(eligible, exclude)
+            num_eligible = int(np.count_nonzero(eligible))
         if not num_eligible:
             return None
         hashes = unpack_hashes(request.block_hashes)[::2]
         overlaps = self.fleet.tree.match(hashes)
         context = self._context(request, pool.card, eligible, overlaps)
-        costs = self.policy.costs(context)
+        prices = prices_of(self.policy.costs(context), eligible)
         first = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
-        slot = choose(costs, eligible, first)
-        assert slot is not None, f"{num_eligible} workers are eligible"
+        slot = cheapest(prices, eligible, first)
         if self._history is not None:
             self._history.chosen(context, slot)
         self._turn += 1
-        overlap = int(overlaps[slot])
-        why = self._explain(request.request_id, context, costs, slot)
-        self._metrics.decisions.labels(why.policy, why.reason).inc()
-        self._metrics.prompt_tokens.inc(context.request_tokens)
-        self._metrics.expected_hit_tokens.inc(overlap * context.block_size)
+        why = self._explain(request.request_id, context, prices, slot, num_eligible)
+        overlap_tokens = why.overlap_blocks * context.block_size
+        metrics = self._metrics
+        metrics.decided(why.policy, why.reason).inc()
+        metrics.prompt_tokens.inc(context.request_tokens)
+        metrics.expected_hit_tokens.inc(overlap_tokens)
         return Route(
             worker_id=self.fleet.at(slot).worker_id,
             slot=slot,
-            prefill_tokens=max(context.request_tokens - overlap * context.block_size, 1),
+            prefill_tokens=max(context.request_tokens - overlap_tokens, 1),
             blocks=context.request_blocks,
             why=why,
         )
@@ -115,15 +118,14 @@ class Router:
     def has_ready(self, model: str) -> bool:
         """Say whether any worker of the model may get requests."""
         pool = self.fleet.pools.get(model)
-        return pool is not None and bool(pool.ready.any())
+        return pool is not None and pool.num_ready > 0
 
     def recent(self) -> Sequence[Decision]:
         """Give the latest decisions, oldest first."""
         return tuple(self._decisions)
 
-    def _eligible(self, ready: NDArray[np.bool_], exclude: Collection[WorkerId]) -> NDArray[np.bool_]:
-        eligible = np.zeros(self.fleet.loads.num_slots, dtype=np.bool_)
-        eligible[: len(ready)] = ready
+    def _without(self, ready: NDArray[np.bool_], exclude: Collection[WorkerId]) -> NDArray[np.bool_]:
+        eligible = ready.copy()
         for worker_id in exclude:
             slot = self.fleet.slot_of(worker_id)
             if slot is not None:
@@ -158,14 +160,16 @@ class Router:
         )
 
     def _explain(
-        self, request_id: str, context: RoutingContext, costs: NDArray[np.float64], slot: int
+        self, request_id: str, context: RoutingContext, prices: Costs, slot: int, num_eligible: int
     ) -> Decision:
-        slots = np.flatnonzero(context.eligible)
-        overlaps = context.overlap_blocks[slots]
-        best, overlap = int(overlaps.max()), int(context.overlap_blocks[slot])
-        others = slots[slots != slot]
-        following = int(others[costs[others].argmin()]) if len(others) else None
-        if following is None:
+        """Keep why a slot was chosen. `prices` is used up."""
+        fleet, cost = self.fleet, float(prices[slot])
+        overlaps = context.overlap_blocks * context.eligible
+        best, overlap = int(overlaps[overlaps.argmax()]), int(overlaps[slot])
+        prices[slot] = np.inf
+        following = int(prices.argmin())
+        next_cost = float(prices[following])
+        if num_eligible == 1:
             reason = RouteReason.ONLY_WORKER
         elif best == 0:
             reason = RouteReason.NO_PREFIX
@@ -175,14 +179,14 @@ class Router:
             request_id=request_id,
             policy=self.policy.name,
             reason=reason,
-            worker=self.fleet.at(slot).instance.name,
-            cost=float(costs[slot]),
+            worker=fleet.at(slot).instance.name,
+            cost=cost,
             overlap_blocks=overlap,
             request_blocks=context.request_blocks,
             best_overlap_blocks=best,
-            num_eligible=len(slots),
-            next_worker=None if following is None else self.fleet.at(following).instance.name,
-            next_cost=None if following is None else float(costs[following]),
+            num_eligible=num_eligible,
+            next_worker=fleet.at(following).instance.name if next_cost < math.inf else None,
+            next_cost=next_cost if next_cost < math.inf else None,
         )
         self._decisions.append(decision)
         return decision

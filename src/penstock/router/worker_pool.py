@@ -44,13 +44,14 @@ class _Ballot:
 class WorkerPool:
     """The workers of one model. A change costs O(1), but where the ruling card has to be chosen anew.
 
-    One event loop owns it. `ready` (num_slots,) is True for those that may get requests; nobody else writes to it.
+    One event loop owns it. `ready` (num_slots,) is True for those that may get requests: a view that cannot be
+    written to.
     """
 
     def __init__(self, first: Member, num_slots: int) -> None:
         """Make a pool under the card of its first worker, which has yet to be `put`."""
         self.card = first.instance.card
-        self.ready: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self._show(np.zeros(num_slots, dtype=np.bool_))
         self.num_ready = 0
         self._members: dict[Member, _Noted] = {}
         self._ballot = _Ballot()
@@ -86,12 +87,12 @@ class WorkerPool:
 
     def set_ready(self, slot: int, *, is_ready: bool) -> None:
         if bool(self.ready[slot]) is not is_ready:
-            self.ready[slot] = is_ready
+            self._ready[slot] = is_ready
             self.num_ready += 1 if is_ready else -1
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
-        self.ready = np.pad(self.ready, (0, num_slots - len(self.ready)))
+        self._show(np.pad(self._ready, (0, num_slots - len(self._ready))))
 
     def check(self) -> None:
         """Raise AssertionError where counts and members disagree."""
@@ -106,6 +107,11 @@ class WorkerPool:
             assert member.matching == (member.identity == identity(self.card)), (
                 f"{member.instance.name}: matches"
             )
+
+    def _show(self, ready: NDArray[np.bool_]) -> None:
+        self._ready = ready
+        self.ready = ready.view()
+        self.ready.flags.writeable = False
 
     def _choose_card(self) -> Sequence[Member]:
         """Have another card rule where nobody who counts has the present one; prefer one that names blocks alike."""

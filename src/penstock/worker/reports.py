@@ -6,6 +6,7 @@ thousand reports a second from a busy fleet, and not one for each step of each.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from penstock.core.types import WorkerLoad
@@ -38,6 +39,7 @@ class LoadReports:
         self._sent_s = float("-inf")
         self._told = (0, 0, 0, 0)
         self._was_busy = False
+        self._due_s = math.inf  # when to report at the latest
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, load: WorkerLoad | None = None) -> None:
@@ -52,7 +54,7 @@ class LoadReports:
         due_s = self._sent_s + self._config.load_interval_s
         if _is_busy(load) is not self._was_busy or (changed and asyncio.get_running_loop().time() >= due_s):
             self._report()
-        elif changed and (self._timer is None or self._timer.when() > due_s):
+        elif changed:
             self._arm(due_s)
 
     def close(self) -> None:
@@ -66,14 +68,24 @@ class LoadReports:
         self._sent_s = asyncio.get_running_loop().time()
         self._told = self._what_runs(load)
         self._was_busy = _is_busy(load)
-        self.close()
+        self._due_s = math.inf
         if self._was_busy:
             self._arm(self._sent_s + self._config.load_refresh_s)
         self._send(load)
 
-    def _arm(self, when_s: float) -> None:
-        self.close()
-        self._timer = asyncio.get_running_loop().call_at(when_s, self._report)
+    def _arm(self, due_s: float) -> None:
+        """Report by then. A timer that is set for earlier stays: it finds out when it rings, and is set anew."""
+        self._due_s = min(self._due_s, due_s)
+        if self._timer is None or self._timer.when() > self._due_s:
+            self.close()
+            self._timer = asyncio.get_running_loop().call_at(self._due_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        if asyncio.get_running_loop().time() >= self._due_s:
+            self._report()
+        elif self._due_s < math.inf:
+            self._arm(self._due_s)
 
     def _what_runs(self, load: WorkerLoad) -> tuple[int, int, int, int]:
         return self.accepted, load.running_requests, load.waiting_requests, load.queued_prefill_tokens

@@ -36,11 +36,10 @@ def test_each_move_sends_the_prompt_all_tokens_and_their_hashes():
         if tokens:
             progress.add(make_delta(*tokens))
             output += tokens
-        request = progress.request(7.5)
+        request = progress.request()
         everything = [1, 2, 3, 4, 5, *output]
         assert unpack_tokens(request.token_ids).tolist() == everything
         assert request.num_emitted == len(output)
-        assert request.deadline_s == 7.5
         assert request.block_hashes == pack_hashes(block_hashes(everything, 4, b"s", key=KEY))
     assert progress.prompt_tokens == 5
     assert progress.output_tokens == 8
@@ -48,23 +47,23 @@ def test_each_move_sends_the_prompt_all_tokens_and_their_hashes():
 
 def test_a_prompt_shorter_than_a_block_gets_its_hashes_when_it_has_grown():
     progress = Progress(make_request([1]), small_card(), KEY)
-    assert progress.request(None).block_hashes == b""
+    assert progress.request().block_hashes == b""
     progress.add(make_delta(2, 3, 4))
     expected = pack_hashes(block_hashes([1, 2, 3, 4], 4, b"s", key=KEY))
-    assert progress.request(None).block_hashes == expected
+    assert progress.request().block_hashes == expected
 
 
 def test_a_request_that_brings_tokens_along_counts_them_as_output():
     progress = Progress(make_request([1, 2, 3], num_emitted=2), small_card(), KEY)
     assert (progress.prompt_tokens, progress.output_tokens) == (1, 2)
     progress.add(make_delta(4))
-    assert progress.request(None).num_emitted == 3
+    assert progress.request().num_emitted == 3
 
 
 def test_hashes_that_came_along_are_kept():
     hashes = pack_hashes(block_hashes([1, 2, 3, 4, 5], 4, b"s", key=KEY))
     progress = Progress(make_request([1, 2, 3, 4, 5], hashes=hashes), small_card(), KEY)
-    assert progress.request(None).block_hashes == hashes
+    assert progress.request().block_hashes == hashes
     with pytest.raises(RequestError, match="got 1 for 3 tokens, expected 0"):
         Progress(make_request([1, 2, 3], hashes=hashes), small_card(), KEY)
 

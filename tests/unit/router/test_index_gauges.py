@@ -1,0 +1,34 @@
+"""The index's figures reach the metrics, now and then."""
+
+import asyncio
+
+from prometheus_client import CollectorRegistry
+
+from penstock.router.metrics import IndexGauges, RouterMetrics
+from penstock.router.radix import RadixStats
+from penstock.sim.loop import run_virtual
+
+
+def test_figures_are_written_once_a_second_while_they_move():
+    async def main() -> None:
+        registry = CollectorRegistry()
+        reads = []
+
+        def read() -> RadixStats:
+            reads.append(asyncio.get_running_loop().time())
+            return RadixStats(
+                nodes=1, pairs=10 * len(reads), evicted_pairs=3 * len(reads), unknown_removals=0
+            )
+
+        gauges = IndexGauges(RouterMetrics(registry), read)
+        for _ in range(100):
+            gauges.events += 2
+            gauges.note()
+            await asyncio.sleep(0.025)
+        await asyncio.sleep(60)
+        assert len(reads) == 3
+        assert registry.get_sample_value("penstock_router_indexed_blocks") == 30
+        assert registry.get_sample_value("penstock_router_evicted_blocks_total") == 9
+        assert registry.get_sample_value("penstock_router_kv_events_total") == 200
+
+    run_virtual(main())
