@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "derived.hpp"
 #include "hashing.hpp"
 
 namespace nb = nanobind;
@@ -28,6 +29,7 @@ using penstock::Hash;
 using penstock::Key;
 
 using Tokens = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using SharedUnits = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using HashArray = nb::ndarray<nb::numpy, std::uint64_t, nb::shape<-1, 2>, nb::c_contig>;
 using HashPair = std::pair<std::uint64_t, std::uint64_t>;
 
@@ -56,6 +58,12 @@ std::vector<Extra> parse_extras(const nb::dict& by_block) {
     return extras;
 }
 
+HashArray as_array(std::unique_ptr<Hash[]> hashes, std::size_t count) {
+    Hash* data = hashes.release();
+    const nb::capsule owner(data, [](void* pointer) noexcept { delete[] static_cast<Hash*>(pointer); });
+    return HashArray(data, {count, 2}, owner);
+}
+
 HashArray block_hashes(const Tokens& tokens, std::size_t block_size, HashPair first, const nb::dict& extra,
                        const nb::bytes& key_bytes) {
     if (block_size == 0) {
@@ -75,9 +83,20 @@ HashArray block_hashes(const Tokens& tokens, std::size_t block_size, HashPair fi
     } else {
         run();
     }
-    Hash* data = hashes.release();
-    const nb::capsule owner(data, [](void* pointer) noexcept { delete[] static_cast<Hash*>(pointer); });
-    return HashArray(data, {num_blocks, 2}, owner);
+    return as_array(std::move(hashes), num_blocks);
+}
+
+HashArray derived_hashes(std::uint64_t own, const SharedUnits& shared, std::uint64_t unit_tokens,
+                         std::uint64_t block_size, std::pair<std::uint64_t, std::uint64_t> blocks) {
+    const auto [start, end] = blocks;
+    if (unit_tokens == 0 || block_size == 0 || end < start) {
+        throw nb::value_error("unit_tokens and block_size: must be >= 1, and blocks must not end before they start");
+    }
+    const std::size_t num_blocks = end - start;
+    auto hashes = std::make_unique_for_overwrite<Hash[]>(num_blocks);
+    penstock::derived_hashes({own, {shared.data(), shared.size()}, unit_tokens}, block_size, start,
+                             {hashes.get(), num_blocks});
+    return as_array(std::move(hashes), num_blocks);
 }
 
 HashPair siphash128(const nb::bytes& data, const nb::bytes& key) {
@@ -154,6 +173,8 @@ NB_MODULE(_native, module) {
     module.def("decode_attention", &decode_attention<std::uint16_t>, "query"_a.noconvert(), "storage"_a.noconvert(),
                "layer"_a, "tables"_a.noconvert(), "lengths"_a.noconvert(), "out"_a.noconvert(), "window"_a, "scale"_a,
                "softcap"_a);
+    module.def("derived_hashes", &derived_hashes, "own"_a, "shared"_a, "unit_tokens"_a, "block_size"_a,
+               "blocks"_a);
     module.def("siphash128", &siphash128, "data"_a, "key"_a);
     penstock::bind_pool(module);
 }

@@ -14,6 +14,9 @@ implementation: str
 def block_hashes(
     tokens: NDArray[np.int32], block_size: int, first: tuple[int, int], extra: dict[int, bytes], key: bytes
 ) -> NDArray[np.uint64]: ...
+def derived_hashes(
+    own: int, shared: NDArray[np.uint64], unit_tokens: int, block_size: int, blocks: tuple[int, int]
+) -> NDArray[np.uint64]: ...
 def siphash128(data: bytes, key: bytes) -> tuple[int, int]: ...
 def decode_attention(
     query: NDArray[np.float32] | NDArray[np.uint16],

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.native import native
 from penstock.core.types import Request
 from penstock.core.wire import HashArray
 
@@ -45,16 +46,26 @@ class Prompt:
         Returns:
             (end - start, 2) uint64: equal where all tokens up to the block's end are.
         """
-        ends = np.arange(start + 1, end + 1, dtype=np.uint64) * np.uint64(block_size)
-        units = (ends - np.uint64(1)) // np.uint64(self.unit_tokens)
-        names = mix(np.uint64(self.own) + units * _GOLDEN)
-        num_shared = int(np.searchsorted(units, len(self.shared)))
-        if num_shared:
-            names[:num_shared] = self.shared[units[:num_shared].astype(np.int64)]
-        hashes = np.empty((end - start, 2), dtype=np.uint64)
-        hashes[:, 0] = mix(mix(names) + ends)
-        hashes[:, 1] = mix(hashes[:, 0] ^ names * _OTHER_HALF)
+        derive = derived_hashes_python if native is None else native.derived_hashes
+        hashes: HashArray = derive(self.own, self.shared, self.unit_tokens, block_size, (start, end))
         return hashes
+
+
+def derived_hashes_python(
+    own: int, shared: NDArray[np.uint64], unit_tokens: int, block_size: int, blocks: tuple[int, int]
+) -> HashArray:
+    """Do what the native `derived_hashes` does; 200 blocks take 33 us, and 1.5 us there."""
+    start, end = blocks
+    ends = np.arange(start + 1, end + 1, dtype=np.uint64) * np.uint64(block_size)
+    units = (ends - np.uint64(1)) // np.uint64(unit_tokens)
+    names = mix(np.uint64(own) + units * _GOLDEN)
+    num_shared = int(np.searchsorted(units, len(shared)))
+    if num_shared:
+        names[:num_shared] = shared[units[:num_shared].astype(np.int64)]
+    hashes = np.empty((end - start, 2), dtype=np.uint64)
+    hashes[:, 0] = mix(mix(names) + ends)
+    hashes[:, 1] = mix(hashes[:, 0] ^ names * _OTHER_HALF)
+    return hashes
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
