@@ -42,7 +42,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its tokens come out of `steps`.
+        """Queue a request; its tokens come out of `steps`. What is late is aborted: an engine knows no deadline.
 
         Raises:
             RequestError: it can never run here (longer than the context or than all KV blocks).

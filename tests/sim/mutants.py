@@ -135,7 +135,6 @@ def deadline_ignored() -> Iterator[None]:
     with (
         replaced(OpenRequest, "_expire", nothing),
         replaced(Worker, "_expire", nothing),
-        replaced(Scheduler, "_expire", nothing),
     ):
         yield
 

@@ -78,7 +78,7 @@ class BatchedEngine:
         """
         if self._closed:
             raise Unavailable("the engine is closed; try another worker")
-        self.scheduler.submit(request, asyncio.get_running_loop().time())
+        self.scheduler.submit(request)
         self._wake.set()
 
     def abort(self, request_id: RequestId) -> None:
@@ -91,9 +91,8 @@ class BatchedEngine:
             EngineError: `failed_steps_max` steps failed in a row.
         """
         scheduler = self.scheduler
-        now_s = asyncio.get_running_loop().time
         while not self._closed:
-            plan = scheduler.plan(now_s())
+            plan = scheduler.plan()
             if plan is not None:
                 step: Step | None = await self._run(scheduler, plan)
             else:

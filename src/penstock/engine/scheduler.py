@@ -7,7 +7,7 @@ Work per step is a few array operations over slots; Python runs per row only whe
 border or ends, and to build its delta.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import count
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from penstock.core.config import Config
-from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, PenstockError, RequestError
+from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types import Delta, FinishReason, Request, Step, WorkerLoad
 from penstock.core.wire import PackedTokens
@@ -43,7 +43,8 @@ class Scheduler:
     """Owns an engine's requests, its `SequenceTable` and its pool.
 
     A step is `plan`, the runner's work, then `commit` or `fail`. Between `plan` and `commit` the table is the
-    runner's: `submit` and `abort` may be called, and take effect afterwards. Times come in as arguments.
+    runner's: `submit` and `abort` may be called, and take effect afterwards. It knows no time: deadlines are its
+    callers' business.
     Not thread-safe; one task owns it.
     """
 
@@ -67,8 +68,6 @@ class Scheduler:
         self._under_way: StepPlan | None = None
         self._aborted_slots: set[int] = set()  # of the step under way
         self._head_blocked = False  # the first waiting request did not fit, and no block was given back since
-        self._next_deadline_s = float("inf")  # no request's deadline is earlier
-        self._outbox: list[Delta] = []
         self._steps = self._preemptions = 0
         self._prefilled_tokens = self._prefix_hit_tokens = self._generated_tokens = 0
 
@@ -79,7 +78,7 @@ class Scheduler:
 
     # ---- requests in and out --------------------------------------------------------------------------
 
-    def submit(self, request: Request, now_s: float) -> None:
+    def submit(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
@@ -88,7 +87,7 @@ class Scheduler:
         """
         if request.request_id in self._by_id:
             raise RequestError(f"request_id: {request.request_id!r} is under way already; choose another")
-        sequence = Sequence.of(request, self._limits, arrival=next(self._arrivals), now_s=now_s)
+        sequence = Sequence.of(request, self._limits, arrival=next(self._arrivals))
         if len(self._waiting) >= self._config.max_waiting_requests:
             raise Overloaded(
                 f"{len(self._waiting)} requests wait already, max_waiting_requests; try again later",
@@ -96,24 +95,22 @@ class Scheduler:
             )
         self._by_id[request.request_id] = sequence
         self._waiting.push(sequence)
-        self._next_deadline_s = min(self._next_deadline_s, sequence.deadline_s)
 
     def abort(self, request_id: RequestId) -> None:
         """Forget a request, without another delta; an unknown one is no error."""
         sequence = self._by_id.pop(request_id, None)
-        if sequence is None:  # perhaps it ended, and nobody was told yet
-            self._outbox = [delta for delta in self._outbox if delta.request_id != request_id]
-        elif sequence.slot is not None and self._under_way is not None:
+        if sequence is None:
+            return
+        if sequence.slot is not None and self._under_way is not None:
             self._aborted_slots.add(sequence.slot)
         else:
             self._drop(sequence)
 
     # ---- one step -------------------------------------------------------------------------------------
 
-    def plan(self, now_s: float) -> StepPlan | None:
+    def plan(self) -> StepPlan | None:
         """Choose what to compute next; None while there is nothing to do (`take_step` may still have something)."""
         self.check_between_steps()
-        self._expire(now_s)
         table = self.table
         slots = self._slots.running_array()
         remaining = table.num_tokens[slots] - table.num_computed[slots]
@@ -161,23 +158,20 @@ class Scheduler:
         if self._aborted_slots:
             rows = rows[np.isin(plan.slots[rows], list(self._aborted_slots), invert=True)]
             self._vacate_aborted()
-        for row, error in sampled.errors.items():
-            self._end_row(plan, row, error)
-        return self._make_step(self._append(plan, rows, sampled))
+        failed = self._end_rows(plan, sampled.errors)
+        return self._make_step(failed + self._append(plan, rows, sampled))
 
     def fail(self, plan: StepPlan, error: PenstockError) -> Step:
         """End the requests of a plan that could not be computed; none of its work is kept."""
         self._under_way = None
         self._steps += 1
         self._vacate_aborted()
-        for row in range(len(plan.slots)):
-            self._end_row(plan, row, error)
-        return self._make_step([])
+        return self._make_step(self._end_rows(plan, dict.fromkeys(range(len(plan.slots)), error)))
 
     def take_step(self) -> Step | None:
-        """Hand over what happened without computing: requests that missed their deadline, imported blocks."""
+        """Hand over what happened without computing: imported blocks, and those that had to go for them."""
         step = self._make_step([])
-        return step if step.deltas or step.events else None
+        return step if step.events else None
 
     def check_between_steps(self) -> None:
         """Raise AssertionError while the table and the blocks are a runner's."""
@@ -219,17 +213,6 @@ class Scheduler:
             )
 
     # ---- planning -------------------------------------------------------------------------------------
-
-    def _expire(self, now_s: float) -> None:
-        if now_s < self._next_deadline_s:
-            return
-        for sequence in [s for s in self._by_id.values() if s.deadline_s <= now_s]:
-            seconds = sequence.request.deadline_s
-            self._end_with(
-                sequence,
-                DeadlineExceeded(f"not done within its deadline of {seconds:.3f} s; allow more time"),
-            )
-        self._next_deadline_s = min((s.deadline_s for s in self._by_id.values()), default=float("inf"))
 
     def _share_budget(self, remaining: Int32s) -> Int32s:
         """Give each running row its tokens of this step: decode rows one each, then prefill rows, oldest first.
@@ -371,23 +354,22 @@ class Scheduler:
         return deltas
 
     def _make_step(self, deltas: list[Delta]) -> Step:
-        told = (*self._outbox, *deltas)
-        self._outbox.clear()
-        return Step(deltas=told, events=self._pool.take_events(), load=self.load())
+        return Step(deltas=tuple(deltas), events=self._pool.take_events(), load=self.load())
 
-    def _end_with(self, sequence: Sequence, error: PenstockError) -> None:
-        """End a request, waiting or running, with a last delta that tells the error."""
-        request_id = sequence.request.request_id
-        del self._by_id[request_id]
-        self._drop(sequence)
-        self._outbox.append(
-            Delta(request_id=request_id, finish_reason=FinishReason.ERROR, error=error.to_info())
-        )
-
-    def _end_row(self, plan: StepPlan, row: int, error: PenstockError) -> None:
-        slot = int(plan.slots[row])
-        if self.table.requests[slot] is not None:  # else it was aborted
-            self._end_with(self._slots.sequence(slot), error)
+    def _end_rows(self, plan: StepPlan, errors: Mapping[int, PenstockError]) -> list[Delta]:
+        """End the requests of these rows, each with a last delta that tells its error."""
+        deltas = []
+        for row, error in errors.items():
+            slot = int(plan.slots[row])
+            request = self.table.requests[slot]
+            if request is None:
+                continue  # it was aborted
+            del self._by_id[request.request_id]
+            self._vacate(slot)
+            deltas.append(
+                Delta(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error.to_info())
+            )
+        return deltas
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.slot is not None:

@@ -4,7 +4,6 @@ Rows ("slots") are handed out at admission and kept until the sequence ends or i
 a few array operations over slots and not a Python loop over requests.
 """
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -132,13 +131,12 @@ class Sequence:
     num_prompt: int
     end_tokens: int
     stops_after: int
-    deadline_s: float
     slot: int | None = None
     cached_tokens: int | None = None
     is_fresh: bool = True
 
     @classmethod
-    def of(cls, request: Request, limits: SequenceLimits, *, arrival: int, now_s: float) -> "Sequence":
+    def of(cls, request: Request, limits: SequenceLimits, *, arrival: int) -> "Sequence":
         """Check a request and make its sequence.
 
         Raises:
@@ -155,7 +153,6 @@ class Sequence:
             num_prompt=num_prompt,
             end_tokens=min(num_prompt + sampling.max_tokens, limits.context_length),
             stops_after=num_prompt + sampling.min_tokens,
-            deadline_s=float("inf") if request.deadline_s is None else now_s + request.deadline_s,
         )
 
     def hash_blocks(self, token_ids: TokenArray, count: int, limits: SequenceLimits) -> None:
@@ -214,8 +211,6 @@ def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
 def _checked_params(request: Request, limits: SequenceLimits) -> SamplingParams:
     if not 0 <= request.choice <= _CHOICE_MAX:
         raise RequestError(f"choice: must be >= 0 and <= {_CHOICE_MAX}, got {request.choice}")
-    if request.deadline_s is not None and math.isnan(request.deadline_s):
-        raise RequestError("deadline_s: must be a number of seconds, or none, got nan")
     return checked_sampling(
         request.sampling, vocab_size=limits.vocab_size, context_length=limits.context_length
     )

@@ -10,7 +10,6 @@ A test makes several engines where it compares them: `make_engine` gives a new o
 import asyncio
 from dataclasses import replace
 
-from penstock.core.types import FinishReason
 from penstock.testing.engine_answers import EngineAnswers
 from penstock.testing.engine_blocks import EngineBlocks
 from penstock.testing.engine_case import FOREVER, SETUP
@@ -105,28 +104,6 @@ class EngineSuite(EngineAnswers, EngineBlocks):
                 probe.submit(make_request("gone", self.prompt(20, 3), max_tokens=4))
                 await probe.finish()
                 assert len(probe.answers["gone"].token_ids) == 4
-                assert probe.engine.load().active_blocks == 0
-
-        run_async(main())
-
-    def test_a_deadline_ends_requests_running_and_waiting(self) -> None:
-        async def main() -> None:
-            async with self.probe(replace(SETUP, max_running_requests=2)) as probe:
-                probe.submit(
-                    make_request("running", self.prompt(20, 1), max_tokens=FOREVER, deadline_s=0.2),
-                    make_request("kept", self.prompt(20, 2), max_tokens=20, deadline_s=60.0),
-                    make_request("waiting", self.prompt(20, 3), deadline_s=0.0),
-                )
-                await probe.step()
-                await asyncio.sleep(0.25)
-                await probe.finish()
-                for request_id in ("running", "waiting"):
-                    answer = probe.answers[request_id]
-                    assert answer.finish_reason is FinishReason.ERROR
-                    assert answer.error is not None
-                    assert answer.error.code == "deadline_exceeded"
-                assert len(probe.answers["running"].token_ids) < FOREVER
-                assert len(probe.answers["kept"].token_ids) == 20
                 assert probe.engine.load().active_blocks == 0
 
         run_async(main())

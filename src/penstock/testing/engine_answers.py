@@ -31,7 +31,6 @@ _EXTREMES: dict[str, tuple[Any, ...]] = {
     "logprobs": _INTEGERS,
     "choice": _INTEGERS,
     "num_emitted": _INTEGERS,
-    "deadline_s": (nan, inf, 1e300),
 }
 
 

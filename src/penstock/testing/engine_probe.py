@@ -154,7 +154,6 @@ def make_request(
     salt: bytes = b"",
     choice: int = 0,
     num_emitted: int = 0,
-    deadline_s: float | None = None,
     sampling: SamplingParams | None = None,
 ) -> Request:
     """Make a request; greedy and deaf to end-of-sequence tokens unless `sampling` says otherwise."""
@@ -166,7 +165,6 @@ def make_request(
         salt=salt,
         choice=choice,
         num_emitted=num_emitted,
-        deadline_s=deadline_s,
     )
 
 

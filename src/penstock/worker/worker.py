@@ -5,6 +5,7 @@ KV events, load reports, deadlines, draining and death.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -334,6 +335,8 @@ class Worker:
                 f"request_id: {request.request_id} is under way already; give each request its own",
                 param="request_id",
             )
+        if request.deadline_s is not None and math.isnan(request.deadline_s):
+            raise RequestError("deadline_s: must be a number of seconds, or none, got nan")
         assert self._info is not None, "started"
         have = len(request.block_hashes) // 16
         expected = num_tokens(request.token_ids) // self._info.block_size

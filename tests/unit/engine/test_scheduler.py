@@ -28,8 +28,8 @@ def prompt(length, first=0):
     return [(first + index) % 90 for index in range(length)]
 
 
-def step(scheduler, token=1, now_s=0.0):
-    plan = scheduler.plan(now_s)
+def step(scheduler, token=1):
+    plan = scheduler.plan()
     done = scheduler.commit(plan, Sampled(np.where(plan.samples, token, -1).astype(np.int32)))
     scheduler.check()
     return plan, done
@@ -42,25 +42,25 @@ def rows(scheduler, plan):
 
 def test_decode_rows_come_first_and_prefill_shares_what_is_left():
     scheduler = make_scheduler()
-    scheduler.submit(make_request("a", prompt(5)), 0.0)
+    scheduler.submit(make_request("a", prompt(5)))
     step(scheduler)
-    scheduler.submit(make_request("b", prompt(40, 30)), 0.0)
-    scheduler.submit(make_request("c", prompt(9, 60)), 0.0)
-    plan = scheduler.plan(0.0)
+    scheduler.submit(make_request("b", prompt(40, 30)))
+    scheduler.submit(make_request("c", prompt(9, 60)))
+    plan = scheduler.plan()
     assert (rows(scheduler, plan), plan.num_decode) == ([("a", 1, True), ("b", 15, False)], 1)
     scheduler.commit(plan, Sampled(np.array([1, -1], dtype=np.int32)))
     step(scheduler)
-    plan = scheduler.plan(0.0)
+    plan = scheduler.plan()
     assert rows(scheduler, plan) == [("a", 1, True), ("b", 10, True), ("c", 5, False)]
 
 
 def test_no_more_are_admitted_than_have_a_token_each():
     scheduler = make_scheduler(max_batch_tokens=2)
     for name in "abc":
-        scheduler.submit(make_request(name, prompt(1, ord(name) - 90), max_tokens=3), 0.0)
+        scheduler.submit(make_request(name, prompt(1, ord(name) - 90), max_tokens=3))
     plans = []
     for _ in range(5):
-        plan = scheduler.plan(0.0)
+        plan = scheduler.plan()
         plans.append([name for name, *_ in rows(scheduler, plan)])
         scheduler.commit(plan, Sampled(np.ones(len(plan.slots), dtype=np.int32)))
     assert plans == [["a", "b"], ["a", "b"], ["a", "b"], ["c"], ["c"]]
@@ -68,9 +68,9 @@ def test_no_more_are_admitted_than_have_a_token_each():
 
 def test_the_newest_is_preempted_and_comes_back_first():
     scheduler = make_scheduler(num_blocks=8, context_length=32)
-    scheduler.submit(make_request("old", prompt(7), max_tokens=25), 0.0)
-    scheduler.submit(make_request("new", prompt(7, 40), max_tokens=9), 0.0)
-    scheduler.submit(make_request("last", prompt(7, 70), max_tokens=9), 0.0)
+    scheduler.submit(make_request("old", prompt(7), max_tokens=25))
+    scheduler.submit(make_request("new", prompt(7, 40), max_tokens=9))
+    scheduler.submit(make_request("last", prompt(7, 70), max_tokens=9))
     heard = {"old": 0, "new": 0, "last": 0}
     order = []
     while scheduler.load().running_requests + scheduler.load().waiting_requests:
@@ -86,9 +86,9 @@ def test_the_newest_is_preempted_and_comes_back_first():
 
 def test_what_runs_is_not_preempted_for_what_waits():
     scheduler = make_scheduler(num_blocks=8, context_length=32)
-    scheduler.submit(make_request("a", prompt(12), max_tokens=8), 0.0)
+    scheduler.submit(make_request("a", prompt(12), max_tokens=8))
     step(scheduler)
-    scheduler.submit(make_request("b", prompt(16, 40), max_tokens=4), 0.0)
+    scheduler.submit(make_request("b", prompt(16, 40), max_tokens=4))
     plan, _ = step(scheduler)
     assert len(plan.slots) == 1
     assert scheduler.load().waiting_requests == 1
@@ -97,10 +97,10 @@ def test_what_runs_is_not_preempted_for_what_waits():
 def test_a_shared_prefix_makes_room():
     """Cached blocks that another request holds are not counted against the one that hits them."""
     scheduler = make_scheduler(num_blocks=10, context_length=40)
-    scheduler.submit(make_request("a", prompt(24), max_tokens=8), 0.0)
+    scheduler.submit(make_request("a", prompt(24), max_tokens=8))
     step(scheduler)
     step(scheduler)
-    scheduler.submit(make_request("b", prompt(25), max_tokens=2), 0.0)
+    scheduler.submit(make_request("b", prompt(25), max_tokens=2))
     plan, _ = step(scheduler)
     assert plan.num_new.tolist() == [1, 1]
     assert scheduler.load().prefix_hit_tokens == 24
@@ -120,18 +120,18 @@ def test_a_shared_prefix_makes_room():
 )
 def test_ends(sampling, token, expected):
     scheduler = make_scheduler()
-    scheduler.submit(make_request("a", prompt(6), sampling=sampling), 0.0)
+    scheduler.submit(make_request("a", prompt(6), sampling=sampling))
     reasons = [None]
     while reasons[-1] is None:
         reasons.append(step(scheduler, token)[1].deltas[0].finish_reason)
     assert (len(reasons) - 1, reasons[-1]) == expected
-    assert scheduler.plan(0.0) is None
+    assert scheduler.plan() is None
 
 
 def test_a_moved_request_counts_what_the_user_has():
     scheduler = make_scheduler()
     sampling = SamplingParams(max_tokens=6, min_tokens=5)
-    scheduler.submit(make_request("a", prompt(10), num_emitted=4, sampling=sampling), 0.0)
+    scheduler.submit(make_request("a", prompt(10), num_emitted=4, sampling=sampling))
     _, first = step(scheduler, EOS)
     _, second = step(scheduler, EOS)
     assert [delta.finish_reason for delta in (*first.deltas, *second.deltas)] == [None, FinishReason.STOP]
@@ -141,20 +141,20 @@ def test_a_moved_request_counts_what_the_user_has():
 def test_a_failed_step_ends_its_own_requests():
     scheduler = make_scheduler(max_running_requests=2)
     for name in "abc":
-        scheduler.submit(make_request(name, prompt(5, ord(name) - 90)), 0.0)
-    plan = scheduler.plan(0.0)
+        scheduler.submit(make_request(name, prompt(5, ord(name) - 90)))
+    plan = scheduler.plan()
     scheduler.abort("a")
     done = scheduler.fail(plan, EngineError("broken"))
     scheduler.check()
     assert [(delta.request_id, delta.error.message) for delta in done.deltas] == [("b", "broken")]
-    assert [name for name, *_ in rows(scheduler, scheduler.plan(0.0))] == ["c"]
+    assert [name for name, *_ in rows(scheduler, scheduler.plan())] == ["c"]
 
 
 def test_a_request_that_could_not_be_prepared_ends_alone():
     scheduler = make_scheduler()
     for name in "abcd":
-        scheduler.submit(make_request(name, prompt(3, ord(name) - 90), max_tokens=2), 0.0)
-    plan = scheduler.plan(0.0)
+        scheduler.submit(make_request(name, prompt(3, ord(name) - 90), max_tokens=2))
+    plan = scheduler.plan()
     scheduler.abort("c")
     errors = {1: EngineError("odd"), 2: EngineError("odd as well")}
     done = scheduler.commit(plan, Sampled(np.array([1, -1, -1, 2], dtype=np.int32), errors=errors))
@@ -165,50 +165,31 @@ def test_a_request_that_could_not_be_prepared_ends_alone():
         ("d", None),
     ]
     assert done.deltas[0].error.message == "odd"
-    assert [name for name, *_ in rows(scheduler, scheduler.plan(0.0))] == ["a", "d"]
+    assert [name for name, *_ in rows(scheduler, scheduler.plan())] == ["a", "d"]
 
 
-def test_odd_choices_and_deadlines_are_refused():
+def test_odd_choices_are_refused():
     scheduler = make_scheduler()
     with pytest.raises(RequestError, match="choice: must be >= 0 and <= 2147483647, got -1"):
-        scheduler.submit(make_request("a", prompt(3), choice=-1), 0.0)
-    with pytest.raises(RequestError, match="deadline_s: must be a number of seconds"):
-        scheduler.submit(make_request("a", prompt(3), deadline_s=float("nan")), 0.0)
+        scheduler.submit(make_request("a", prompt(3), choice=-1))
 
 
 def test_a_token_outside_the_vocabulary_is_the_runners_failure():
     scheduler = make_scheduler()
-    scheduler.submit(make_request("a", prompt(5)), 0.0)
-    plan = scheduler.plan(0.0)
+    scheduler.submit(make_request("a", prompt(5)))
+    plan = scheduler.plan()
     with pytest.raises(EngineError, match="vocabulary of 100"):
         scheduler.commit(plan, Sampled(np.array([100], dtype=np.int32)))
     scheduler.fail(plan, EngineError("broken"))
     scheduler.check()
 
 
-def test_a_deadline_is_told_even_if_nothing_else_happens():
-    scheduler = make_scheduler()
-    scheduler.submit(make_request("a", prompt(5), deadline_s=2.0), 10.0)
-    assert scheduler.plan(12.0) is None
-    done = scheduler.take_step()
-    assert "2.000 s" in done.deltas[0].error.message
-    assert scheduler.take_step() is None
-
-
-def test_an_error_not_told_yet_is_dropped_with_its_request():
-    scheduler = make_scheduler()
-    scheduler.submit(make_request("a", prompt(5), deadline_s=2.0), 0.0)
-    assert scheduler.plan(3.0) is None
-    scheduler.abort("a")
-    assert scheduler.take_step() is None
-
-
 def test_planning_twice_is_a_mistake():
     scheduler = make_scheduler()
-    scheduler.submit(make_request("a", prompt(5)), 0.0)
-    scheduler.plan(0.0)
+    scheduler.submit(make_request("a", prompt(5)))
+    scheduler.plan()
     with pytest.raises(AssertionError, match="under way"):
-        scheduler.plan(0.0)
+        scheduler.plan()
 
 
 def test_packed_ids_that_end_within_an_id_are_refused():
@@ -216,7 +197,7 @@ def test_packed_ids_that_end_within_an_id_are_refused():
     request = make_request("a", prompt(2))
     with pytest.raises(RequestError, match="7 bytes"):
         scheduler.submit(
-            type(request)(request_id="a", model="m", token_ids=b"\0" * 7, sampling=request.sampling), 0.0
+            type(request)(request_id="a", model="m", token_ids=b"\0" * 7, sampling=request.sampling)
         )
 
 

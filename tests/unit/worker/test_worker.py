@@ -220,6 +220,21 @@ def test_a_deadline_ends_the_request():
     play(scene)
 
 
+def test_odd_deadlines_are_refused_or_never_come():
+    async def scene(stage: Stage) -> None:
+        sink = stage.sink()
+        stage.worker.submit(make_request("nan", deadline_s=float("nan")), sink)
+        assert sink.error("nan") == "invalid_request_error"
+        for name, deadline_s in (("inf", float("inf")), ("long", 1e300)):
+            stage.worker.submit(make_request(name, deadline_s=deadline_s), sink)
+        stage.worker.submit(make_request("late", deadline_s=-1.0), sink)
+        await asyncio.sleep(1.0)
+        assert sink.error("late") == "deadline_exceeded"
+        assert list(stage.engine.requests) == ["inf", "long"]
+
+    play(scene)
+
+
 def test_loads_say_which_requests_they_include():
     async def scene(stage: Stage) -> None:
         first, second = stage.sink(), stage.sink()

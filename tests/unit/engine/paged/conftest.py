@@ -51,10 +51,10 @@ class HandEngine:
         for request in requests:
             self.tokens[request.request_id] = []
             self.logprobs[request.request_id] = []
-            self.scheduler.submit(request, 0.0)
+            self.scheduler.submit(request)
 
     def step(self) -> bool:
-        plan = self.scheduler.plan(0.0)
+        plan = self.scheduler.plan()
         if plan is None:
             return False
         self.mixed_steps += 0 < plan.num_decode < len(plan.slots)
