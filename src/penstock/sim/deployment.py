@@ -7,9 +7,10 @@ from pathlib import Path
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
 from penstock.core.types import ModelCard, Request
+from penstock.demo import MODEL_DIR
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler import SchedulerConfig
-from penstock.graph import Graph, RoleSpec
+from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Dtype, Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
@@ -124,7 +125,7 @@ def plan_deployment(
         )
     if role.replicas < 1:
         raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
-    shape = find_shape(graph.model, beside=beside)
+    shape = find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
     hardware = find_hardware(role.hardware)
     roofline = make_roofline(shape, role)
     latency: LatencyModel = roofline

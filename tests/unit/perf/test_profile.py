@@ -70,7 +70,7 @@ def test_leave_one_out(table: dict) -> None:
 
 
 def test_plain_engine_is_recovered_exactly() -> None:
-    truth = LinearPrior(prefill=(0.005, 1e-4, 1e-8), decode=(0.004, 2e-4, 1e-7))
+    truth = LinearPrior(prefill=(0.005, 1e-4, 1e-8, 0.0), decode=(0.004, 2e-4, 1e-7))
     profile = Profile(
         engine="plain",
         prefill=tuple(PrefillPoint(new_tokens=n, seconds=truth.prefill_s(n)) for n in (16, 128, 1024, 4096)),
