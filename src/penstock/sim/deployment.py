@@ -92,7 +92,7 @@ class Deployment:
         def make_engine(pace: Pace) -> CheckedEngine:
             if self.exact:
                 return ExactEngine(self.latency, info, scheduler, pace, stream_of)
-            return JumpEngine(self.latency, info, scheduler, stream_of, prices)
+            return JumpEngine(self.latency, info, scheduler, stream_of, pace=pace, prices=prices)
 
         return ClusterSpec(
             card=ModelCard(name=graph.model, context_length=self.context_length, block_size=size, salt=SALT),
