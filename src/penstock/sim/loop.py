@@ -75,7 +75,7 @@ class SimHandle(list[Any]):
             self[2] = None
             self[3] = ()
             if self[5] is not None:
-                self[5].cancelled_timers += 1
+                self[5].note_cancelled()
 
     def cancelled(self) -> bool:
         """Say whether it was cancelled, or has run."""
@@ -93,7 +93,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._now_s = 0.0
         self.task_numbers = count(1)
         self.cancelled_timers = 0
-        """Timers that were cancelled and are still kept; their handles count them."""
+        """Timers that were cancelled and are still kept."""
         self._timers: list[SimHandle] = []
         self._timer_numbers = count()
         super().__init__()
@@ -159,11 +159,15 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Take turns until the loop is stopped: run what is ready, or else go to the next timer."""
-        ready = self._ready
+        ready, timers = self._ready, self._timers
         while True:
-            timers = self._timers
             if not ready:
-                self._jump()
+                while timers and timers[0][2] is None:
+                    heappop(timers)
+                    self.cancelled_timers -= 1
+                if not timers:
+                    raise self._deadlock()
+                self._now_s = max(self._now_s, timers[0][0])
             while timers and timers[0][0] <= self._now_s:
                 handle = heappop(timers)
                 handle[5] = None
@@ -188,20 +192,18 @@ class SimLoop(asyncio.BaseEventLoop):
             if self._stopping:  # type: ignore[attr-defined]
                 return
 
-    def _jump(self) -> None:
-        """Go to the next timer; called when nothing is ready."""
-        if self.cancelled_timers > _CANCELLED_MAX and 2 * self.cancelled_timers > len(self._timers):
-            self._timers[:] = [timer for timer in self._timers if timer[2] is not None]
-            heapify(self._timers)
-            self.cancelled_timers = 0
+    def note_cancelled(self) -> None:
+        """Count a timer that was cancelled, and forget them all once they are many."""
+        self.cancelled_timers += 1
         timers = self._timers
-        while timers and timers[0][2] is None:
-            heappop(timers)[5] = None
-            self.cancelled_timers -= 1
-        if not timers:
-            where = "\n  ".join(self.waiting()) or "nothing"
-            raise Deadlock(f"every task waits and no timer is set, at {self._now_s:g} s:\n  {where}")
-        self._now_s = max(self._now_s, timers[0][0])
+        if self.cancelled_timers > _CANCELLED_MAX and 2 * self.cancelled_timers > len(timers):
+            timers[:] = [timer for timer in timers if timer[2] is not None]
+            heapify(timers)
+            self.cancelled_timers = 0
+
+    def _deadlock(self) -> Deadlock:
+        where = "\n  ".join(self.waiting()) or "nothing"
+        return Deadlock(f"every task waits and no timer is set, at {self._now_s:g} s:\n  {where}")
 
 
 def _make_task(
