@@ -43,7 +43,7 @@ class BlockPool:
             num_blocks: how many there are; ids are 0 to `num_blocks` - 1.
             block_size: tokens in a block.
             eviction: None is `Lru`, which is native; a policy of your own has the whole pool run in Python,
-                about ten times slower.
+                about seven times slower.
             tier: where the blocks are, for events.
 
         Raises:
