@@ -61,6 +61,7 @@ def _parser() -> "_Parser":
     _add_serve(commands)
     _add_graph(commands)
     _add_simulate(commands)
+    _add_profile(commands)
     add_parsers(commands)
     return parser
 
@@ -227,6 +228,55 @@ def _simulate(options: argparse.Namespace) -> int:
     from penstock.sim.command import run_command  # noqa: PLC0415
 
     log.configure("error", process="simulate")
+    return run_command(options)
+
+
+def _add_profile(commands: Any) -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="measure an engine, and fit the latency model to it",
+        description="Measure an engine in this process, or an OpenAI-compatible endpoint by URL, and fit the latency"
+        " model that the router, the planner and the simulator price by.",
+    )
+    add = parser.add_argument
+    add("target", metavar="ENGINE_OR_URL", help="paged or mock, or a URL such as http://127.0.0.1:8000")
+    add("--out", type=Path, required=True, metavar="FILE", help="write the profile to this file (JSON)")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="write the page of charts here (default beside --out, .html)",
+    )
+    add(
+        "--model",
+        metavar="M",
+        help="of an engine: a checkpoint's directory or hub name (default: the demo model); of a URL: the name"
+        " as listed there (default: the only one)",
+    )
+    add("--hardware", metavar="NAME", help="what it runs on, such as h100 (default cpu for an engine)")
+    add("--set", action="append", default=[], metavar="K=V", help="set a field of the engine, as for serve")
+    add("--api-key", metavar="KEY", help="sent to a URL as a bearer token")
+    add("--prompt-tokens", metavar="N,N", help="lengths of prompts to measure")
+    add("--contexts", metavar="N,N", help="tokens of context to decode at, and of cached prefixes")
+    add("--batches", metavar="N,N", help="sequences to decode at once")
+    add("--repeats", type=int, metavar="N", help="measurements of each cell (default 7; 3 with --quick)")
+    add(
+        "--held-out",
+        type=int,
+        metavar="N",
+        help="points kept back, of each kind (default 12; 6 with --quick)",
+    )
+    add("--max-seconds", type=float, metavar="S", help="measure no longer (default 900; 40 with --quick)")
+    add("--quick", action="store_true", help="few cells, in less than a minute")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts, order and points kept back (default 0)")
+    parser.set_defaults(run=_profile)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from penstock.bench.profiling.command import run_command  # noqa: PLC0415
+    from penstock.core import log  # noqa: PLC0415
+
+    log.configure("critical", process="profile")
     return run_command(options)
 
 

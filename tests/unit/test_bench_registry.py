@@ -40,6 +40,19 @@ def test_a_wrong_size_is_refused():
         _main("hashing", "--tokens", "8")
 
 
+def test_a_quick_run_of_pool_times_both_of_each_size(tmp_path):
+    out = tmp_path / "pool.json"
+    assert _main("pool", "--quick", "--blocks", "4", "8", "--json", str(out)) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert figures.keys() == {
+        f"{name}_{blocks}_blocks"
+        for name in ("pool_request_us", "pool_twin_request_us", "pool_speedup_over_twin")
+        for blocks in (4, 8)
+    }
+    with pytest.raises(ConfigError, match="--blocks: must be >= 2, got 1"):
+        _main("pool", "--blocks", "1")
+
+
 def test_a_report_that_cannot_be_kept_is_refused_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match="expected a file in a directory that exists"):
         _main("hashing", "--json", str(tmp_path / "nowhere" / "out.json"))

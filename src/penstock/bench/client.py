@@ -29,19 +29,19 @@ class Address:
     path: str
 
     @classmethod
-    def parse(cls, url: str, endpoint: str) -> "Address":
+    def parse(cls, url: str, endpoint: str, *, flag: str = "--url") -> "Address":
         """Read a base URL such as http://127.0.0.1:8000, with or without /v1.
 
         Raises:
-            ConfigError: it is not one.
+            ConfigError: it is not one; the text names `flag`.
         """
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"--url: {url!r}: {error}") from error
+            raise ConfigError(f"{flag}: {url!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url: {url!r}: expected a URL such as http://127.0.0.1:8000")
+            raise ConfigError(f"{flag}: {url!r}: expected a URL such as http://127.0.0.1:8000")
         secure = parts.scheme == "https"
         base = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if secure else 80), secure, f"{base}/v1/{endpoint}")

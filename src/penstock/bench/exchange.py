@@ -27,9 +27,14 @@ class _Choice(msgspec.Struct):
     text: str | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Error(msgspec.Struct):
@@ -141,6 +146,12 @@ class Exchange:
         if self.usage is not None:
             return self.usage.completion_tokens
         return 0 if self.first_token_s is None else 1 + len(self.gaps_s)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the server found in its prefix cache; None where it does not say."""
+        details = None if self.usage is None else self.usage.prompt_tokens_details
+        return None if details is None else details.cached_tokens
 
     @property
     def ttft_s(self) -> float:

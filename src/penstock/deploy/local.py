@@ -52,7 +52,7 @@ class LocalDeployment:
         Raises:
             ConfigError: the graph asks for what this version cannot run.
         """
-        self._role = _runnable_role(graph)
+        self._role = runnable_role(graph)
         self.graph = graph
         self.url = ""
         """Where it answers, once entered."""
@@ -194,7 +194,7 @@ def _nobody_serves(group: list[Member]) -> bool:
     return not any(member.ready.is_set() for member in group)
 
 
-def _runnable_role(graph: Graph) -> RoleSpec:
+def runnable_role(graph: Graph) -> RoleSpec:
     """Give the one role that this version runs.
 
     Raises:

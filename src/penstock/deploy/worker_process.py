@@ -6,17 +6,16 @@ import random
 import socket
 from pathlib import Path
 
+from penstock.deploy.engine_spec import engine_spec
 from penstock.deploy.messages import Assignment, Ready, Tell, WorkerJob
 from penstock.engine.paged.checkpoint import Checkpoint
-from penstock.engine.registry import EngineSpec, create_engine
+from penstock.engine.registry import create_engine
 from penstock.graph import Graph, RoleSpec
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.worker.files import ModelFiles
 from penstock.worker.worker import Worker, WorkerIdentity
-
-_VOCABULARY = 32_000  # of a checkpoint that does not say, for engines that ask
 
 
 async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.Event, tell: Tell) -> None:
@@ -33,7 +32,16 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
     identity = Identity(process=name, worker_id=job.worker_id, hash_key=common.hash_key, secret=common.secret)
     async with LocalDiscovery(common.hub_address, identity, rng=random.Random()) as discovery:
         worker = Worker(
-            create_engine(role.engine, _engine_spec(graph, role, job, common.hash_key)),
+            create_engine(
+                role.engine,
+                engine_spec(
+                    graph,
+                    role,
+                    Checkpoint.open(job.model_dir),
+                    device_index=job.device_index,
+                    hash_key=common.hash_key,
+                ),
+            ),
             discovery,
             TcpPlane(identity, listen=f"unix://{common.runtime_dir}/{name}.sock"),
             identity=WorkerIdentity(
@@ -51,23 +59,6 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
             finally:
                 telling.cancel()
                 obeying.cancel()
-
-
-def _engine_spec(graph: Graph, role: RoleSpec, job: WorkerJob, hash_key: bytes) -> EngineSpec:
-    return EngineSpec(
-        model=job.model_dir,
-        block_size=graph.block_size,
-        context_length=job.card.context_length,
-        vocab_size=Checkpoint.open(job.model_dir).text_config.get("vocab_size", _VOCABULARY),
-        eos_token_ids=job.card.eos_token_ids,
-        kv_blocks=role.kv_blocks,
-        max_batch_tokens=role.max_batch_tokens,
-        max_running_requests=role.max_running_requests,
-        dtype=role.weight_dtype,
-        device="cpu" if role.hardware == "cpu" else f"cuda:{job.device_index}",
-        hash_key=hash_key,
-        mock=role.mock,
-    )
 
 
 async def _tell_ready(worker: Worker, role: RoleSpec, tell: Tell) -> None:

@@ -8,6 +8,7 @@ ratio holds, so that the prior's shape decides and not a polynomial's tail.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -15,29 +16,65 @@ import msgspec
 import numpy as np
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import write_whole
 from penstock.core.types import Tier
 from penstock.core.wire import Wire
+from penstock.perf.evaluation import Evaluation
 from penstock.perf.latency import LatencyModel, Link
 
 PROFILE_SCHEMA = 1
+_ROWS_MAX = 1024
+_EQUAL_LENGTH = 1.15
+"""Prompts asked of an endpoint in words have about the wanted number of tokens: within this factor they are one length."""
+
+
+def prefill_name(new_tokens: int, cached_tokens: int = 0, prompts: int = 1) -> str:
+    """Name a prefill step for people, as `prefill 4 x 64 after 512`."""
+    times = f"{prompts} x " if prompts > 1 else ""
+    return f"prefill {times}{new_tokens}" + (f" after {cached_tokens}" if cached_tokens else "")
+
+
+def decode_name(batch: int, context: int) -> str:
+    """Name a decode step for people, as `decode 16 x 512`."""
+    return f"decode {batch} x {context}"
 
 
 class PrefillPoint(Wire, frozen=True):
+    """One step of `prompts` prompts, each of `new_tokens` after `cached_tokens`; `samples_s` is behind `seconds`."""
+
     new_tokens: int
     seconds: float
     cached_tokens: int = 0
+    prompts: int = 1
+    samples_s: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return prefill_name(self.new_tokens, self.cached_tokens, self.prompts)
 
 
 class DecodePoint(Wire, frozen=True):
-    """One step of `batch` sequences of `context` tokens each."""
+    """One step of `batch` sequences of `context` tokens each; `samples_s` is behind `seconds`."""
 
     batch: int
     context: int
     seconds: float
+    samples_s: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return decode_name(self.batch, self.context)
+
+
+Point = PrefillPoint | DecodePoint
 
 
 class Profile(Wire, frozen=True):
-    """What was measured of one engine, as `penstock profile` writes it."""
+    """What was measured of one engine, as `penstock profile` writes it.
+
+    `hardware` is as the catalogue names it, `machine` what it was in truth, `measured_at` in UTC; `step_tokens`
+    is the most prompt tokens that one step computes, None where nobody said.
+    """
 
     engine: str
     prefill: tuple[PrefillPoint, ...]
@@ -46,9 +83,28 @@ class Profile(Wire, frozen=True):
     kv_capacity_tokens: int = 0
     machine: str = ""
     schema: int = PROFILE_SCHEMA
+    model: str = ""
+    hardware: str = ""
+    engine_version: str = ""
+    measured_at: str = ""
+    seed: int = 0
+    step_tokens: int | None = None
+    evaluation: Evaluation | None = None
+
+    @property
+    def points(self) -> "tuple[Point, ...]":
+        return (*self.prefill, *self.decode)
 
     def save(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        """Write it, whole or not at all.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        try:
+            write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
@@ -61,6 +117,8 @@ class Profile(Wire, frozen=True):
             profile = msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError as error:
             raise ConfigError(f"{path}: no such file; `penstock profile` writes one") from error
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{path}: not a profile: {error}; `penstock profile` writes one") from error
         if profile.schema != PROFILE_SCHEMA:
@@ -72,10 +130,15 @@ class Profile(Wire, frozen=True):
 
 @dataclass(slots=True)
 class LinearPrior:
-    """The plainest engine: costs per step, token, attended pair, sequence and context token, none negative."""
+    """The plainest engine: a sum of costs, none negative.
 
-    prefill: tuple[float, float, float]
-    decode: tuple[float, float, float]
+    prefill: seconds of a step, of each new token, of each pair of a new token and one before it, of each cached
+             token, whose KV has to be fetched
+    decode:  seconds of a step, of each sequence, of each token of context
+    """
+
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
     kv_bytes_per_token: float = 0.0
     kv_capacity_tokens: int = 0
 
@@ -83,8 +146,11 @@ class LinearPrior:
     def fit(cls, profile: Profile) -> "LinearPrior":
         """Fit by non-negative least squares of the relative error."""
         prefill = _fit(
-            [(1.0, p.new_tokens, _pairs(p.new_tokens, p.cached_tokens)) for p in profile.prefill],
-            [p.seconds for p in profile.prefill],
+            [
+                (1.0, p.new_tokens, _pairs(p.new_tokens, p.cached_tokens), p.cached_tokens)
+                for p in _alone(profile)
+            ],
+            [p.seconds for p in _alone(profile)],
         )
         decode = _fit(
             [(1.0, p.batch, p.batch * p.context) for p in profile.decode], [p.seconds for p in profile.decode]
@@ -92,20 +158,34 @@ class LinearPrior:
         return cls(prefill, decode, profile.kv_bytes_per_token, profile.kv_capacity_tokens)
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
-        base, per_token, per_pair = self.prefill
-        return base + per_token * new_tokens + per_pair * _pairs(new_tokens, cached_tokens)
+        return self.prefill_batch_s([(new_tokens, cached_tokens)])
+
+    def prefill_batch_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        base, per_token, per_pair, per_cached = self.prefill
+        tokens, cached = sum(new for new, _ in chunks), sum(cached for _, cached in chunks)
+        pairs = sum(_pairs(new, before) for new, before in chunks)
+        return base + per_token * tokens + per_pair * pairs + per_cached * cached
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         base, per_sequence, per_token = self.decode
         return base + per_sequence * batch + per_token * context_tokens
 
+    def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
+        """Add both, less the cost of a step that one step saves."""
+        saved_s = min(self.prefill[0], self.decode[0])
+        return self.prefill_batch_s(chunks) + self.decode_step_s(batch, context_tokens) - saved_s
+
 
 class StepPrices(Protocol):
-    """The two prices an expectation must give."""
+    """What an expectation prices, as in `LatencyModel`."""
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float: ...
 
+    def prefill_batch_s(self, chunks: Sequence[tuple[int, int]]) -> float: ...
+
     def decode_step_s(self, batch: int, context_tokens: int) -> float: ...
+
+    def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float: ...
 
 
 class ProfiledModel:
@@ -126,11 +206,13 @@ class ProfiledModel:
         self._expected: StepPrices = LinearPrior.fit(profile) if prior is None else prior
         self.kv_bytes_per_token = profile.kv_bytes_per_token or (prior.kv_bytes_per_token if prior else 0.0)
         self.kv_capacity_tokens = profile.kv_capacity_tokens or (prior.kv_capacity_tokens if prior else 0)
-        self._prefill_ratio = self._ratios(profile.prefill)
+        self._prefill_ratio = self._ratios(_alone(profile))
         self._contexts = sorted({p.context for p in profile.decode})
         self._batches = sorted({p.batch for p in profile.decode})
         self._grid = self._decode_grid(profile.decode)
-        self._rows: dict[int, np.ndarray] = {}  # at most one for each batch there can be
+        self._row = lru_cache(maxsize=_ROWS_MAX)(self._make_row)
+        self._extra_prompt_s = 0.0
+        self._extra_prompt_s = self._measured_extra_prompt_s(profile.prefill)
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
         if new_tokens <= 0:
@@ -138,46 +220,34 @@ class ProfiledModel:
         return self._prefill_ratio_at(new_tokens) * self._expected.prefill_s(new_tokens, cached_tokens)
 
     def prefill_batch_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Price prompts as the prior does, scaled as one of their joint length was measured.
-
-        Without a prior: as one of their joint length, plus the attention each would not have shared.
-        """
-        total = sum(new for new, _ in chunks)
-        if total <= 0:
+        """Price prompts as expected, scaled as one of their joint length was measured, plus a cost for each further one."""
+        computed = [new for new, _ in chunks if new > 0]
+        if not computed:
             return 0.0
-        if self._prior is not None:
-            return self._prefill_ratio_at(total) * self._prior.prefill_batch_s(chunks)
-        joint = self.prefill_s(total)
-        expected = self._expected.prefill_s(total, 0)
-        per_pair = (self._expected.prefill_s(total, total) - expected) / max(1, total * total)
-        pairs = sum(_pairs(new, cached) for new, cached in chunks) - _pairs(total, 0)
-        floor = self.prefill_s(max(new for new, _ in chunks))
-        return max(floor, joint * (1 + per_pair * pairs / expected))
+        scaled = self._prefill_ratio_at(sum(computed)) * self._expected.prefill_batch_s(chunks)
+        return scaled + self._extra_prompt_s * (len(computed) - 1)
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """Interpolate linearly in context, and between the batches measured."""
         if batch <= 0:
             return 0.0
-        contexts, row, context = self._contexts, self._row(batch), context_tokens / batch
-        if contexts[0] <= context <= contexts[-1]:
-            return float(np.interp(context, contexts, row))
-        column = 0 if context < contexts[0] else -1
-        expected = self._expected.decode_step_s
-        return (
-            float(row[column]) * expected(batch, context_tokens) / expected(batch, batch * contexts[column])
-        )
+        batches = self._batches
+        context = context_tokens / batch
+        upper = bisect_left(batches, batch)
+        if upper == 0 or upper == len(batches):
+            return self._at(batch, context)
+        low, high = batches[upper - 1], batches[upper]
+        weight = (batch - low) / (high - low)
+        return (1 - weight) * self._at(low, context) + weight * self._at(high, context)
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """Add both, less what the prior saves by doing them in one step; without one, less the fixed cost."""
+        """Add both, less what is expected to be saved by doing them in one step."""
         prefill, decode = self.prefill_batch_s(chunks), self.decode_step_s(batch, context_tokens)
         if not prefill or not decode:
             return prefill + decode
-        if self._prior is not None:
-            apart_s = self._prior.prefill_batch_s(chunks) + self._prior.decode_step_s(batch, context_tokens)
-            together_s = self._prior.mixed_step_s(chunks, batch, context_tokens)
-            return (prefill + decode) * together_s / apart_s
-        saved = min(self.decode_step_s(1, 0), prefill, decode)
-        return prefill + decode - saved
+        expected = self._expected
+        apart_s = expected.prefill_batch_s(chunks) + expected.decode_step_s(batch, context_tokens)
+        return (prefill + decode) * expected.mixed_step_s(chunks, batch, context_tokens) / apart_s
 
     def transfer_s(self, num_bytes: float, link: Link) -> float:
         return self._need_prior("transfer_s").transfer_s(num_bytes, link)
@@ -187,16 +257,15 @@ class ProfiledModel:
 
     def residuals(self, profile: Profile) -> dict[str, float]:
         """Give predicted / measured - 1 for each point of `profile`."""
-        found = {
-            f"prefill {p.new_tokens}+{p.cached_tokens}": self.prefill_s(p.new_tokens, p.cached_tokens)
-            / p.seconds
-            - 1
-            for p in profile.prefill
-        }
-        return found | {
-            f"decode {p.context}x{p.batch}": self.decode_step_s(p.batch, p.batch * p.context) / p.seconds - 1
-            for p in profile.decode
-        }
+        return {p.name: self.point_s(p) / p.seconds - 1 for p in profile.points}
+
+    def point_s(self, point: Point) -> float:
+        """Price the step that a point describes."""
+        if isinstance(point, DecodePoint):
+            return self.decode_step_s(point.batch, point.batch * point.context)
+        if point.prompts == 1:
+            return self.prefill_s(point.new_tokens, point.cached_tokens)
+        return self.prefill_batch_s([(point.new_tokens, point.cached_tokens)] * point.prompts)
 
     def _prefill_ratio_at(self, new_tokens: int) -> float:
         tokens, ratios = self._prefill_ratio
@@ -210,13 +279,24 @@ class ProfiledModel:
         return self._prior
 
     def _ratios(self, points: Sequence[PrefillPoint]) -> tuple[np.ndarray, np.ndarray]:
-        """Log of measured / expected by log of new tokens; points of equal length are averaged."""
-        by_tokens: dict[int, list[float]] = {}
-        for point in points:
-            ratio = point.seconds / self._expected.prefill_s(point.new_tokens, point.cached_tokens)
-            by_tokens.setdefault(point.new_tokens, []).append(float(np.log(ratio)))
-        tokens = sorted(by_tokens)
-        return np.log(tokens), np.array([np.mean(by_tokens[n]) for n in tokens])
+        """Log of measured / expected by log of new tokens; points of nearly equal length are averaged."""
+        groups: list[list[PrefillPoint]] = []
+        for point in sorted(points, key=lambda point: point.new_tokens):
+            if groups and point.new_tokens <= groups[-1][0].new_tokens * _EQUAL_LENGTH:
+                groups[-1].append(point)
+            else:
+                groups.append([point])
+        tokens = [np.mean([np.log(point.new_tokens) for point in group]) for group in groups]
+        return np.array(tokens), np.array([np.mean([self._log_ratio(p) for p in group]) for group in groups])
+
+    def _log_ratio(self, point: PrefillPoint) -> float:
+        expected_s = self._expected.prefill_s(point.new_tokens, point.cached_tokens)
+        return float(np.log(point.seconds / expected_s))
+
+    def _measured_extra_prompt_s(self, points: Sequence[PrefillPoint]) -> float:
+        """Give what a further prompt in a step costs beside its tokens, from the points with several."""
+        extra = [(p.seconds - self.point_s(p)) / (p.prompts - 1) for p in points if p.prompts > 1]
+        return max(0.0, float(np.median(extra))) if extra else 0.0
 
     def _decode_grid(self, points: Sequence[DecodePoint]) -> np.ndarray:
         """(batches, contexts) seconds: measured, or expected times the nearest ratios of the same batch."""
@@ -233,35 +313,45 @@ class ProfiledModel:
             ]
         return grid
 
-    def _row(self, batch: int) -> np.ndarray:
-        """(contexts,) seconds of a batch: measured, between two that were, or scaled as is expected."""
-        row = self._rows.get(batch)
-        if row is None:
-            row = self._rows[batch] = self._make_row(batch)
-        return row
+    def _at(self, batch: int, context: float) -> float:
+        """Price a batch that has a row at any context, linearly between and beyond the columns."""
+        contexts, values = self._contexts, self._row(batch)
+        if context > contexts[-1] or context < contexts[0]:
+            column = -1 if context > contexts[-1] else 0
+            edge_s = self._expected.decode_step_s(batch, batch * contexts[column])
+            return float(values[column]) * self._expected_decode_s(batch, batch * context) / edge_s
+        return float(np.interp(context, contexts, values))
 
     def _make_row(self, batch: int) -> np.ndarray:
-        batches, grid = self._batches, self._grid
-        upper = bisect_left(batches, batch)
-        if 0 < upper < len(batches):
-            low, high = batches[upper - 1], batches[upper]
-            weight = (batch - low) / (high - low)
-            between: np.ndarray = (1 - weight) * grid[upper - 1] + weight * grid[upper]
-            return between
-        edge = min(upper, len(batches) - 1)
-        near, expected = batches[edge], self._expected.decode_step_s
-        scale = [expected(batch, batch * c) / expected(near, near * c) for c in self._contexts]
-        beyond: np.ndarray = grid[edge] * np.array(scale)
-        return beyond
+        """(contexts,) seconds: measured, or those of the nearest batch measured, scaled as is expected."""
+        row = min(bisect_left(self._batches, batch), len(self._batches) - 1)
+        nearest = self._batches[row]
+        values: np.ndarray = self._grid[row]
+        if nearest == batch:
+            return values
+        expected = self._expected.decode_step_s
+        scale = [expected(batch, batch * c) / expected(nearest, nearest * c) for c in self._contexts]
+        scaled: np.ndarray = values * np.array(scale)
+        return scaled
+
+    def _expected_decode_s(self, batch: int, context_tokens: float) -> float:
+        """Expect between two whole numbers of tokens what lies on the line through both."""
+        low = int(context_tokens)
+        low_s = self._expected.decode_step_s(batch, low)
+        share = context_tokens - low
+        return low_s + share * (self._expected.decode_step_s(batch, low + 1) - low_s) if share else low_s
+
+
+def _alone(profile: Profile) -> list[PrefillPoint]:
+    return [point for point in profile.prefill if point.prompts == 1]
 
 
 def _check(profile: Profile) -> None:
-    if not profile.prefill or not profile.decode:
+    if not _alone(profile) or not profile.decode:
         raise ConfigError(
-            f"profile of {profile.engine}: {len(profile.prefill)} prefill and {len(profile.decode)} decode points; needs at least one of each"
+            f"profile of {profile.engine}: {len(_alone(profile))} prefill and {len(profile.decode)} decode points; needs at least one of each"
         )
-    points: tuple[PrefillPoint | DecodePoint, ...] = (*profile.prefill, *profile.decode)
-    for point in points:
+    for point in profile.points:
         if point.seconds <= 0:
             raise ConfigError(f"profile of {profile.engine}: {point}: seconds must be > 0")
 
@@ -270,18 +360,17 @@ def _pairs(new: int, cached: int) -> float:
     return new * cached + new * (new + 1) / 2
 
 
-def _fit(rows: Sequence[tuple[float, float, float]], seconds: Sequence[float]) -> tuple[float, float, float]:
+def _fit(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> tuple[float, ...]:
     """Solve non-negative least squares of the relative error by dropping the most negative term until none is."""
     design = np.array(rows) / np.array(seconds)[:, None]
     scale = np.abs(design).max(axis=0)
     scale[scale == 0] = 1
-    kept = list(range(3))
+    terms = np.zeros(design.shape[1])
+    kept = list(range(design.shape[1]))
     while kept:
         solution = np.linalg.lstsq(design[:, kept] / scale[kept], np.ones(len(rows)), rcond=None)[0]
         if solution.min() >= 0:
+            terms[kept] = solution / scale[kept]
             break
         kept.pop(int(solution.argmin()))
-    out = [0.0, 0.0, 0.0]
-    for index, value in zip(kept, solution if kept else (), strict=True):
-        out[index] = float(value / scale[index])
-    return out[0], out[1], out[2]
+    return tuple(terms.tolist())

@@ -4,19 +4,25 @@ A tick is a decode step. Who decodes is known by where it stood when it joined: 
 """
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+
 from penstock.core.ids import BlockId
 from penstock.core.types import Request
+from penstock.core.wire import HashArray
+from penstock.sim.prompt import Stream
 
 
 @dataclass(slots=True, eq=False)
 class SimSequence:
     """One request.
 
+    stream:    names its blocks beyond those that came with it
+    hashes:    (n, 2) uint64, names of its leading blocks, as far as they were needed
     known:     its tokens; while it decodes, those at tick `joined`, and one more each tick since
     computed:  those whose KV is there, while its prompt is computed
     published: its leading blocks that are in the prefix cache
@@ -24,6 +30,8 @@ class SimSequence:
     """
 
     request: Request
+    stream: Stream
+    hashes: HashArray
     arrival: int
     known: int
     num_prompt: int
@@ -43,6 +51,14 @@ class SimSequence:
         assert self.joined is not None, "decodes"
         return self.joined + self.end_tokens - self.known
 
+    def name_blocks(self, count: int, block_size: int) -> HashArray:
+        """Give the names of its first `count` blocks, (count, 2)."""
+        have = len(self.hashes)
+        if count > have:
+            more = self.stream.block_hashes(block_size, have, count)
+            self.hashes = np.concatenate((self.hashes, more)) if have else more
+        return self.hashes[:count]
+
 
 class Batch:
     """Sequences whose prompt is computed, and those that decode. One engine owns it."""
@@ -53,34 +69,42 @@ class Batch:
         self.prefilling: list[SimSequence] = []
         """Those of them whose prompt is not computed yet, oldest arrival first."""
         self.tick = 0
-        self.num_decoding = 0
         self._size = block_size
         self._context = 0  # over the decoding: known - joined
-        # who begins a new block, by tick modulo the block size
-        self._beginning: list[dict[SimSequence, None]] = [{} for _ in range(block_size)]
+        # of the decoding, sorted: at which ticks modulo the block size it begins a block, its arrival, itself
+        self._phases: list[tuple[int, int, SimSequence]] = []
         # heap of (tick, arrival, number); those gone stay for a while
         self._ends: list[tuple[int, int, int, SimSequence]] = []
         self._numbers = count()
 
+    @property
+    def num_decoding(self) -> int:
+        return len(self._phases)
+
     def context_tokens(self, tick: int) -> int:
         """Sum the tokens of all that decode, at a tick."""
-        return self._context + self.num_decoding * tick
-
-    def beginning(self, tick: int) -> dict[SimSequence, None]:
-        """Give those that need one more block for the step at `tick`."""
-        return self._beginning[tick % self._size]
+        return self._context + len(self._phases) * tick
 
     def blocks_due(self, first_tick: int, steps: int) -> int:
         """Count the blocks that the decoding need for so many steps from `first_tick` on."""
         rounds, rest = divmod(steps, self._size)
-        return rounds * self.num_decoding + sum(
-            len(self.beginning(first_tick + ahead)) for ahead in range(rest)
+        return rounds * len(self._phases) + sum(
+            end - start for start, end in self._spans(first_tick % self._size, rest)
         )
+
+    def beginning(self, first_tick: int, steps: int = 1) -> list[tuple[SimSequence, int]]:
+        """Give those that need more blocks for the steps from `first_tick` on, and how many."""
+        rounds, rest = divmod(steps, self._size)
+        spans = self._spans(first_tick % self._size, rest)
+        if not rounds:
+            return [(entry[2], 1) for start, end in spans for entry in self._phases[start:end]]
+        more = {index for start, end in spans for index in range(start, end)}
+        return [(entry[2], rounds + (index in more)) for index, entry in enumerate(self._phases)]
 
     def admit(self, sequence: SimSequence) -> None:
         """Take a sequence in, to have its prompt computed."""
-        insort(self.running, sequence, key=lambda s: s.arrival)
-        insort(self.prefilling, sequence, key=lambda s: s.arrival)
+        insort(self.running, sequence, key=_arrival)
+        insort(self.prefilling, sequence, key=_arrival)
 
     def join(self, sequence: SimSequence) -> None:
         """Have a sequence decode from now on: its prompt has given the first token."""
@@ -88,8 +112,7 @@ class Batch:
         sequence.known += 1
         sequence.joined = self.tick
         self._context += sequence.known - self.tick
-        self.num_decoding += 1
-        self._beginning[self._begins_at(sequence)][sequence] = None
+        insort(self._phases, (self._begins_at(sequence), sequence.arrival, sequence))
         heapq.heappush(self._ends, (sequence.end_tick, sequence.arrival, next(self._numbers), sequence))
 
     def leave(self, sequence: SimSequence) -> None:
@@ -98,9 +121,8 @@ class Batch:
         if sequence.joined is None:
             self.prefilling.remove(sequence)
             return
-        del self._beginning[self._begins_at(sequence)][sequence]
+        del self._phases[bisect_left(self._phases, (self._begins_at(sequence), sequence.arrival))]
         self._context -= sequence.known - sequence.joined
-        self.num_decoding -= 1
         sequence.known += self.tick - sequence.joined
         sequence.computed = sequence.known - 1
         sequence.joined = None
@@ -121,17 +143,34 @@ class Batch:
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
         decoding = [s for s in self.running if s.joined is not None]
-        assert len(decoding) == self.num_decoding == sum(map(len, self._beginning)), "decoding: counted"
+        phases = sorted((self._begins_at(s), s.arrival) for s in decoding)
+        assert phases == [(phase, arrival) for phase, arrival, _ in self._phases], (
+            "phases: of all that decode"
+        )
         assert self._context == sum(s.known - (s.joined or 0) for s in decoding), "context: summed up"
         assert [s for s in self.running if s.joined is None] == self.prefilling, "prefilling: the others"
         arrivals = [s.arrival for s in self.running]
         assert arrivals == sorted(arrivals), "running: oldest first"
         assert {s for *_, s in self._ends} >= {s for s in decoding if not s.is_aborted}, "ends: of all"
 
+    def _spans(self, phase: int, length: int) -> list[tuple[int, int]]:
+        """Find who begins a block within `length` ticks of a phase, as index spans into the phases."""
+        if not length:
+            return []
+        phases, end = self._phases, phase + length
+        start = bisect_left(phases, (phase,))
+        if end <= self._size:
+            return [(start, bisect_left(phases, (end,), start))]
+        return [(start, len(phases)), (0, bisect_left(phases, (end - self._size,)))]
+
     def _begins_at(self, sequence: SimSequence) -> int:
         """Say at which ticks, modulo the block size, it begins a new block."""
         assert sequence.joined is not None, "decodes"
         return (1 - sequence.known + sequence.joined) % self._size
+
+
+def _arrival(sequence: SimSequence) -> int:
+    return sequence.arrival
 
 
 def _is_end(tick: int, _arrival: int, _number: int, sequence: SimSequence) -> bool:

@@ -1,4 +1,4 @@
-"""Line charts as SVG, drawn here so that a report needs neither scripts nor a network."""
+"""Charts as SVG and the page around them, drawn here so that a report needs neither scripts nor a network."""
 
 import html
 import math
@@ -11,13 +11,39 @@ _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#
 _TICKS = 5
 
 
+_DOT_RADIUS = 2.6
+
+_STYLE = """
+:root{color-scheme:light dark;--fg:#1f2937;--bg:#fff;--line:#e5e7eb;--soft:#6b7280}
+@media(prefers-color-scheme:dark){:root{--fg:#e5e7eb;--bg:#111827;--line:#374151;--soft:#9ca3af}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);max-width:1180px;margin:2rem auto;padding:0 1rem}
+main{display:grid;grid-template-columns:repeat(auto-fit,minmax(460px,1fr));gap:1rem 2rem}
+figure{margin:0}figcaption{font-weight:600}svg{width:100%}svg text{font-size:11px;fill:var(--soft)}
+.grid{stroke:var(--line)}.mark{stroke:var(--soft);stroke-dasharray:4 3}polyline{stroke-width:1.5}
+.legend{margin:0;font-size:12px;color:var(--soft)}.legend span{margin-right:1em}
+.legend i{display:inline-block;width:10px;height:10px;margin-right:4px;border-radius:2px}
+table{border-collapse:collapse;margin:1rem 0 2rem}td{padding:2px 16px 2px 0;border-bottom:1px solid var(--line)}
+td+td{text-align:right;font-variant-numeric:tabular-nums}
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points from left to right."""
+    """Points from left to right, of a line's colour where they share its name; `dots` leaves them unconnected."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
+    dots: bool = False
+
+    def to_svg(self, scale: "_Scale", colour: str) -> str:
+        title = f"<title>{html.escape(self.name)}</title>"
+        places = [(scale.x(x), scale.y(y)) for x, y in zip(self.xs, self.ys, strict=True)]
+        if self.dots:
+            circles = "".join(f'<circle cx="{x}" cy="{y}" r="{_DOT_RADIUS}"/>' for x, y in places)
+            return f'<g fill="{colour}">{title}{circles}</g>'
+        points = " ".join(f"{x},{y}" for x, y in places)
+        return f'<polyline fill="none" stroke="{colour}" points="{points}">{title}</polyline>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +80,13 @@ class Chart:
         if self.mark_x is not None:
             x = scale.x(self.mark_x)
             parts.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
-        for number, line in enumerate(self.lines):
-            points = " ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in zip(line.xs, line.ys, strict=True))
-            colour = _COLOURS[number % len(_COLOURS)]
-            parts.append(
-                f'<polyline fill="none" stroke="{colour}" points="{points}"><title>{html.escape(line.name)}</title></polyline>'
-            )
+        names = list(dict.fromkeys(line.name for line in self.lines))
+        colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
+        parts += [line.to_svg(scale, colours[line.name]) for line in self.lines]
         parts.append("</svg>")
         legend = "".join(
-            f'<span><i style="background:{_COLOURS[number % len(_COLOURS)]}"></i>{html.escape(line.name)}</span>'
-            for number, line in enumerate(self.lines)
+            f'<span><i style="background:{colour}"></i>{html.escape(name)}</span>'
+            for name, colour in colours.items()
         )
         return f'<figure><figcaption>{html.escape(self.title)}</figcaption>{"".join(parts)}<p class="legend">{legend}</p></figure>'
 
@@ -92,3 +115,21 @@ def _ticks(highest: float) -> list[float]:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def make_html(
+    heading: str, charts: Sequence[Chart], tables: Sequence[tuple[str, Sequence[Sequence[str]]]]
+) -> str:
+    """Write a page that stands alone: the charts side by side, then tables of (heading, rows of cells)."""
+    title = html.escape(heading)
+    below = "".join(f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in tables)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
+        f"<h1>{title}</h1><main>{''.join(chart.to_svg() for chart in charts)}</main>{below}</body></html>\n"
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

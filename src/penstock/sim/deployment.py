@@ -7,9 +7,10 @@ from pathlib import Path
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
 from penstock.core.types import ModelCard, Request
+from penstock.demo import MODEL_DIR
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler import SchedulerConfig
-from penstock.graph import Graph, RoleSpec
+from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Dtype, Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
@@ -38,8 +39,6 @@ class Deployment:
     role: RoleSpec
     hardware: Hardware
     latency: LatencyModel
-    prices: DecodePrices
-    """Of the same latency; every worker and every run share what they find out."""
     num_blocks: int
     context_length: int
     arithmetic: str
@@ -85,6 +84,7 @@ class Deployment:
             max_waiting_requests=_QUEUE_MAX,
             **{name: value for name, value in said.items() if value is not None},
         )
+        prices = DecodePrices(self.latency, self.context_length)
 
         def stream_of(request: Request) -> Stream:
             return streams[request.request_id]
@@ -92,7 +92,7 @@ class Deployment:
         def make_engine(pace: Pace) -> CheckedEngine:
             if self.exact:
                 return ExactEngine(self.latency, info, scheduler, pace, stream_of)
-            return JumpEngine(self.latency, info, scheduler, stream_of, self.prices)
+            return JumpEngine(self.latency, info, scheduler, stream_of, pace=pace, prices=prices)
 
         return ClusterSpec(
             card=ModelCard(name=graph.model, context_length=self.context_length, block_size=size, salt=SALT),
@@ -125,7 +125,7 @@ def plan_deployment(
         )
     if role.replicas < 1:
         raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
-    shape = find_shape(graph.model, beside=beside)
+    shape = find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
     hardware = find_hardware(role.hardware)
     roofline = make_roofline(shape, role)
     latency: LatencyModel = roofline
@@ -151,10 +151,7 @@ def plan_deployment(
         arithmetic = f"{num_blocks} blocks of {graph.block_size} tokens (kv_blocks)"
     if num_blocks < 2:
         raise ConfigError(f"KV: room for {num_blocks} blocks of {graph.block_size} tokens: {arithmetic}")
-    prices = DecodePrices(latency, shape.context_length)
-    return Deployment(
-        graph, role, hardware, latency, prices, num_blocks, shape.context_length, arithmetic, exact
-    )
+    return Deployment(graph, role, hardware, latency, num_blocks, shape.context_length, arithmetic, exact)
 
 
 def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:

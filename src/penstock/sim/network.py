@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -113,13 +114,26 @@ class SimNetwork:
             link.on_path(is_open=self.is_open(*link.ends))
 
 
+@dataclass(slots=True)
+class _Burst:
+    """What one end sent at one moment: it travels as one write does, and arrives once all its bytes have."""
+
+    arrival_s: float
+    latency_s: float
+    calls: list[tuple[Callable[..., None], tuple[Any, ...]]]
+
+
 class Pipe:
     """One direction of a connection: what is sent arrives in order, or waits while the path is cut."""
 
     def __init__(self, network: SimNetwork) -> None:
+        self.is_deaf = False
+        """Set once nobody listens at the far end: what arrives is lost."""
         self._network = network
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
+        self._bursts: deque[_Burst] = deque()
+        self._newest: _Burst | None = None  # while more may join it
+        self._sent_s = 0.0  # when it was begun
         self._timer: asyncio.TimerHandle | None = None
         self._wire_free_s = 0.0
         self._last_s = 0.0
@@ -127,41 +141,55 @@ class Pipe:
 
     def send(self, num_bytes: int, call: Callable[..., None], *args: Any) -> None:
         """Make `call` at the far end once `num_bytes` have arrived there."""
-        network = self._network
-        sent_s = max(self._wire_free_s, self._loop.time()) + num_bytes / network.config.bandwidth_bytes_per_s
-        self._wire_free_s = sent_s
-        self._last_s = max(self._last_s, sent_s + network.latency_s())
-        self._queue.append((self._last_s, call, args))
+        network, now_s = self._network, self._loop.time()
+        wire_s = max(now_s, self._wire_free_s)
+        self._wire_free_s = wire_s = wire_s + num_bytes / network.config.bandwidth_bytes_per_s
+        burst = self._newest
+        if burst is None or self._sent_s != now_s:
+            self._sent_s = now_s
+            self._newest = burst = _Burst(0.0, network.latency_s(), [])
+            self._bursts.append(burst)
+        burst.calls.append((call, args))
+        burst.arrival_s = self._last_s = max(self._last_s, wire_s + burst.latency_s)
         if self._timer is None and self._is_open:
             self._arm()
 
     def set_open(self, *, is_open: bool) -> None:
         """Hold what is on its way, or let it go on."""
         self._is_open = is_open
-        if not is_open and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        elif is_open and self._timer is None and self._queue:
+        if not is_open:
+            self._disarm()
+        elif self._timer is None and self._bursts:
             self._arm()
 
     def clear(self) -> None:
         """Lose what is on its way."""
-        self._queue.clear()
+        for burst in self._bursts:
+            burst.calls.clear()
+        self._bursts.clear()
+        self._newest = None
+        self._disarm()
+
+    def _arm(self) -> None:
+        self._timer = self._loop.call_at(self._bursts[0].arrival_s, self._deliver)
+
+    def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _arm(self) -> None:
-        self._timer = self._loop.call_at(self._queue[0][0], self._deliver)
-
     def _deliver(self) -> None:
         self._timer = None
         now_s = self._loop.time()
-        queue = self._queue
-        while queue and queue[0][0] <= now_s and self._is_open:
-            _, call, args = queue.popleft()
-            call(*args)
-        if queue and self._is_open and self._timer is None:
+        bursts = self._bursts
+        while bursts and bursts[0].arrival_s <= now_s and self._is_open:
+            burst = bursts.popleft()
+            if burst is self._newest:
+                self._newest = None
+            for call, args in burst.calls:
+                if not self.is_deaf:
+                    call(*args)
+        if bursts and self._is_open and self._timer is None:
             self._arm()
 
 

@@ -1,6 +1,5 @@
 """A simulation's report as one HTML file that needs nothing else: no script, no network."""
 
-import html
 from typing import Any
 
 import numpy as np
@@ -8,26 +7,13 @@ from numpy.typing import NDArray
 
 from penstock.core.types import WorkerLoad
 from penstock.graph import Slo
-from penstock.sim.charts import Chart, Line
+from penstock.sim.charts import Chart, Line, make_html
 from penstock.sim.report import is_good, latencies_s, rows
 from penstock.sim.simulate import Recording, Samples
 
 _LINES_MAX = 8
 _POINTS = 200
 _WINDOWS = 60
-
-_STYLE = """
-:root{color-scheme:light dark;--fg:#1f2937;--bg:#fff;--line:#e5e7eb;--soft:#6b7280}
-@media(prefers-color-scheme:dark){:root{--fg:#e5e7eb;--bg:#111827;--line:#374151;--soft:#9ca3af}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);max-width:1180px;margin:2rem auto;padding:0 1rem}
-main{display:grid;grid-template-columns:repeat(auto-fit,minmax(460px,1fr));gap:1rem 2rem}
-figure{margin:0}figcaption{font-weight:600}svg{width:100%}svg text{font-size:11px;fill:var(--soft)}
-.grid{stroke:var(--line)}.mark{stroke:var(--soft);stroke-dasharray:4 3}polyline{stroke-width:1.5}
-.legend{margin:0;font-size:12px;color:var(--soft)}.legend span{margin-right:1em}
-.legend i{display:inline-block;width:10px;height:10px;margin-right:4px;border-radius:2px}
-table{border-collapse:collapse;margin:1rem 0 2rem}td{padding:2px 16px 2px 0;border-bottom:1px solid var(--line)}
-td+td{text-align:right;font-variant-numeric:tabular-nums}
-"""
 
 
 def make_page(title: str, report: dict[str, Any], recording: Recording, slo: Slo | None) -> str:
@@ -41,16 +27,7 @@ def make_page(title: str, report: dict[str, Any], recording: Recording, slo: Slo
     """
     assert recording.samples is not None, "recorded with a sample interval"
     charts = [*_over_time(recording.samples), *_distributions(recording, slo), *_goodput(recording, slo)]
-    table = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in rows(report)
-    )
-    heading = html.escape(title)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
-        f"<h1>{heading}</h1><main>{''.join(chart.to_svg() for chart in charts)}</main>"
-        f"<h2>In numbers</h2><table>{table}</table></body></html>\n"
-    )
+    return make_html(title, charts, [("In numbers", rows(report))])
 
 
 def _over_time(samples: Samples) -> list[Chart]:

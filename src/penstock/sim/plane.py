@@ -4,14 +4,15 @@ Messages are passed as they are, without encoding: that is tested elsewhere, and
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
+
+import msgspec
 
 from penstock.core.errors import WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import AllBlocksCleared, Delta, EventMessage, Instance, Request, WorkerLoad
-from penstock.core.wire import encode
+from penstock.core.wire import NO_TOKENS, PackedHashes, encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
 from penstock.runtime.requests.frames import encoding
@@ -19,7 +20,8 @@ from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService, WorkerSink
 from penstock.sim.network import Pipe, SimNetwork
 
-_FRAME_BYTES = 64  # what a message takes beside tokens and hashes
+_FRAME_BYTES = 64  # what a message takes beside hashes; tokens of a step count for nothing beside it
+_NO_HASHES = PackedHashes(b"")
 
 
 class SimPlane:
@@ -75,7 +77,7 @@ class HostPlane:
         link = _Link(server, instance.worker_id, self._host, sink)
         server.links.append(link)
         network.add(link)
-        link.up.send(_FRAME_BYTES, link.at_worker, link.greet)
+        link.up.send(_FRAME_BYTES, link.greet)
         return SimConnection(link)
 
 
@@ -113,6 +115,8 @@ class _Link:
         self.down = Pipe(server.network)
         self._sink = sink
         self._is_greeted = False
+        self._untold: dict[RequestId, int] = {}  # tokens taken of the open requests, and not granted yet
+        self._grant_tokens = max(1, server.config.window_tokens // 4)
         self._load: WorkerLoad | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._outbox = Outbox(
@@ -129,18 +133,12 @@ class _Link:
 
     def _send_down(self, deltas: Sequence[Delta]) -> None:
         if deltas:
-            self.down.send(
-                _FRAME_BYTES * len(deltas), self.at_frontend, self._sink.push, self.worker_id, deltas
-            )
+            self.down.send(_FRAME_BYTES * len(deltas), self._deliver, deltas)
 
     def push_load(self, load: WorkerLoad) -> None:
         if self._load is None:
             self.down.send(_FRAME_BYTES, self._deliver_load)
         self._load = load
-
-    def _deliver_load(self) -> None:
-        load, self._load = self._load, None
-        self.at_frontend(self._sink.push_load, self.worker_id, load)
 
     def push_event(self, message: EventMessage) -> None:
         loss = self.network.event_loss
@@ -149,40 +147,64 @@ class _Link:
         num_bytes = _FRAME_BYTES + sum(
             0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes) for event in message.events
         )
-        self.down.send(num_bytes, self.at_frontend, self._sink.push_event, self.worker_id, message)
+        self.down.send(num_bytes, self._sink.push_event, self.worker_id, message)
 
-    # -- what the frontend sends
+    # -- the frontend's side
+
+    def send_request(self, num_bytes: int, request: Request) -> None:
+        self._untold[request.request_id] = 0
+        self.up.send(num_bytes, self._submit, request)
+
+    def send_abort(self, request_id: RequestId) -> None:
+        self._untold.pop(request_id, None)
+        self.up.send(_FRAME_BYTES, self._abort, request_id)
+
+    def send_grant(self, request_id: RequestId, tokens: int) -> None:
+        """Tell the worker of tokens that were taken, once they are a part of the window; not of ended requests."""
+        untold = self._untold.get(request_id)
+        if untold is None:
+            return
+        untold += tokens
+        if untold >= self._grant_tokens:
+            self.up.send(_FRAME_BYTES, self._grant, request_id, untold)
+            untold = 0
+        self._untold[request_id] = untold
+
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._untold.pop(delta.request_id, None)
+        self._sink.push(self.worker_id, deltas)
+
+    def _deliver_load(self) -> None:
+        load, self._load = self._load, None
+        assert load is not None, "set before it was sent"
+        self._sink.push_load(self.worker_id, load)
+
+    # -- what arrives at the worker
 
     def greet(self) -> None:
         self._is_greeted = True
         self.server.service.connected(self)
-
-    def submit(self, request: Request) -> None:
-        self._outbox.open(request.request_id)
-        self.server.service.submit(request, self)
-
-    def abort(self, request_id: RequestId) -> None:
-        self._outbox.close(request_id)
-        self.server.service.abort(request_id)
-
-    def grant(self, request_id: RequestId, tokens: int) -> None:
-        self._outbox.grant(request_id, tokens)
-        self._send_down(self._outbox.take())
 
     def subscribe(self, after_sequence: int | None) -> None:
         for message in self.server.service.events_after(after_sequence):
             self.push_event(message)
         self.server.service.subscribe(self)
 
-    # -- delivery and ends
+    def _submit(self, request: Request) -> None:
+        self._outbox.open(request.request_id)
+        self.server.service.submit(request, self)
 
-    def at_worker(self, call: Callable[..., None], *args: Any) -> None:
-        if self.worker_up:
-            call(*args)
+    def _abort(self, request_id: RequestId) -> None:
+        self._outbox.close(request_id)
+        self.server.service.abort(request_id)
 
-    def at_frontend(self, call: Callable[..., None], *args: Any) -> None:
-        if self.frontend_up:
-            call(*args)
+    def _grant(self, request_id: RequestId, tokens: int) -> None:
+        self._outbox.grant(request_id, tokens)
+        self._send_down(self._outbox.take())
+
+    # -- ends
 
     def on_path(self, *, is_open: bool) -> None:
         self.up.set_open(is_open=is_open)
@@ -209,6 +231,7 @@ class _Link:
         """End it from the frontend's side."""
         if self.frontend_up:
             self.frontend_up = False
+            self.down.is_deaf = True
             self.up.send(_FRAME_BYTES, self._leave_worker)
             self._forget_if_over()
 
@@ -223,6 +246,7 @@ class _Link:
         if not self.worker_up:
             return
         self.worker_up = False
+        self.up.is_deaf = True
         self.server.links.remove(self)
         if tell and self._is_greeted:
             self.server.service.unsubscribe(self)
@@ -233,6 +257,7 @@ class _Link:
         if not self.frontend_up:
             return
         self.frontend_up = False
+        self.down.is_deaf = True
         error = WorkerLost(f"worker {self.worker_id}: the connection ended: {why}; try another worker")
         self._sink.lost(self.worker_id, error)
         self._forget_if_over()
@@ -262,18 +287,20 @@ class SimConnection:
             raise WorkerLost(
                 f"worker {self.worker_id}: the connection has ended; connect again or try another"
             )
-        with encoding(request):
-            num_bytes = _FRAME_BYTES + len(encode(request))
-        link.up.send(num_bytes, link.at_worker, link.submit, request)
+        link.send_request(_num_bytes(request), request)
 
     def abort(self, request_id: RequestId) -> None:
-        self._send(self._link.abort, request_id)
+        if self._link.frontend_up:
+            self._link.send_abort(request_id)
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
-        self._send(self._link.grant, request_id, tokens)
+        if self._link.frontend_up:
+            self._link.send_grant(request_id, tokens)
 
     def subscribe(self, after_sequence: int | None) -> None:
-        self._send(self._link.subscribe, after_sequence)
+        link = self._link
+        if link.frontend_up:
+            link.up.send(_FRAME_BYTES, link.subscribe, after_sequence)
 
     async def fetch(self, sha256: str) -> bytes:
         link = self._link
@@ -292,6 +319,13 @@ class SimConnection:
     async def close(self) -> None:
         self._link.hang_up()
 
-    def _send(self, call: Callable[..., None], *args: Any) -> None:
-        if self._link.frontend_up:
-            self._link.up.send(_FRAME_BYTES, self._link.at_worker, call, *args)
+
+def _num_bytes(request: Request) -> int:
+    """Count what a request takes on the wire; what is long in it is bytes already, and only the rest is encoded.
+
+    Raises:
+        RequestError: a number or a text in it does not fit the wire.
+    """
+    rest = msgspec.structs.replace(request, token_ids=NO_TOKENS, block_hashes=_NO_HASHES)
+    with encoding(request):
+        return _FRAME_BYTES + len(encode(rest)) + len(request.token_ids) + len(request.block_hashes)

@@ -4,6 +4,7 @@ At a fixed batch a step's price is piecewise linear in context, and each step ad
 it: the sum over a piece is that of an arithmetic series.
 """
 
+import math
 from dataclasses import dataclass
 
 from penstock.perf.latency import LatencyModel
@@ -47,14 +48,21 @@ class DecodePrices:
 
     def steps_until(self, batch: int, context_tokens: int, seconds: float, most: int) -> int:
         """Count the steps that have to be begun for `seconds` to pass: at least 1, at most `most`."""
-        low, high = 1, most
-        while low < high:
-            middle = (low + high) // 2
-            if self.total_s(batch, context_tokens, middle) >= seconds:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        total_s, done = 0.0, 0
+        for piece in self._pieces_of(batch):
+            if context_tokens > piece.end:
+                continue
+            count = min(most - done, (piece.end - context_tokens) // batch + 1)
+            first_s, more_s = piece.base_s + piece.slope_s * context_tokens, piece.slope_s * batch
+            piece_s = count * first_s + more_s * (count * (count - 1) / 2)
+            if total_s + piece_s >= seconds:
+                return max(done + _steps_within(first_s, more_s, seconds - total_s, count), 1)
+            total_s += piece_s
+            done += count
+            if done == most:
+                break
+            context_tokens += count * batch
+        return most
 
     def _pieces_of(self, batch: int) -> list[_Piece]:
         pieces = self._pieces.get(batch)
@@ -84,3 +92,16 @@ class DecodePrices:
 
     def _price_s(self, batch: int, context_tokens: int) -> float:
         return self._latency.decode_step_s(batch, context_tokens)
+
+
+def _steps_within(first_s: float, more_s: float, seconds: float, most: int) -> int:
+    """Count the steps that reach `seconds`, the first of `first_s` and each other one `more_s` longer; `most` do."""
+    half_s = more_s / 2
+    linear_s = first_s - half_s
+    root_s = math.sqrt(max(linear_s * linear_s + 4 * half_s * seconds, 0.0))
+    steps = max(min(math.ceil(2 * seconds / (linear_s + root_s)), most), 1)
+    while steps > 1 and (steps - 1) * first_s + more_s * ((steps - 1) * (steps - 2) / 2) >= seconds:
+        steps -= 1
+    while steps < most and steps * first_s + more_s * (steps * (steps - 1) / 2) < seconds:
+        steps += 1
+    return steps

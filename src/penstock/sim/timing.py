@@ -6,7 +6,7 @@ before, so that a token lost or repeated anywhere shows in every one after it.
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,21 +23,46 @@ class Pace:
     """How fast a host runs, for faults to change."""
 
     def __init__(self) -> None:
-        self.factor = 1.0
-        """Steps take so many times as long."""
+        self._factor = 1.0
         self._going = asyncio.Event()
         self._going.set()
+        self._watchers: list[Callable[[], None]] = []
+
+    @property
+    def factor(self) -> float:
+        """Steps that begin now take so many times as long."""
+        return self._factor
+
+    @factor.setter
+    def factor(self, factor: float) -> None:
+        self._factor = factor
+        self._tell()
+
+    @property
+    def is_going(self) -> bool:
+        """Whether the host does anything at all."""
+        return self._going.is_set()
 
     def stop(self) -> None:
         self._going.clear()
+        self._tell()
 
     def go_on(self) -> None:
         self._going.set()
+        self._tell()
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Have `watcher` called after each change."""
+        self._watchers.append(watcher)
 
     async def spend(self, seconds: float) -> None:
         """Let a step of `seconds` go by."""
-        await asyncio.sleep(seconds * self.factor)
+        await asyncio.sleep(seconds * self._factor)
         await self._going.wait()
+
+    def _tell(self) -> None:
+        for watcher in self._watchers:
+            watcher()
 
 
 def next_token(token_ids: TokenArray) -> int:

@@ -48,12 +48,13 @@ class LoadReports:
         Args:
             load: as the step left it; None to read it.
         """
-        if load is None:
-            load = self._read()
+        fresh = None if load is not None else self._read()
+        load = load or fresh
+        assert load is not None, "given or read"
         changed = self._what_runs(load) != self._told
         due_s = self._sent_s + self._config.load_interval_s
         if _is_busy(load) is not self._was_busy or (changed and asyncio.get_running_loop().time() >= due_s):
-            self._report()
+            self._report(fresh)
         elif changed:
             self._arm(due_s)
 
@@ -63,8 +64,9 @@ class LoadReports:
             self._timer.cancel()
             self._timer = None
 
-    def _report(self) -> None:
-        load = self._read()
+    def _report(self, load: WorkerLoad | None = None) -> None:
+        """Send the load; it is read anew unless that was done this moment."""
+        load = load or self._read()
         self._sent_s = asyncio.get_running_loop().time()
         self._told = self._what_runs(load)
         self._was_busy = _is_busy(load)

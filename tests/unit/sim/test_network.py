@@ -61,3 +61,24 @@ def test_what_is_sent_over_a_cut_path_waits():
 def test_a_fault_that_is_never_taken_back_is_named():
     with pytest.raises(AssertionError, match="paths still cut"):
         arrivals(NetworkConfig(), [], [(1.0, "cut")])
+
+
+def test_what_is_sent_in_one_moment_arrives_together_once_all_of_it_has():
+    config = NetworkConfig(latency_s=1.0, bandwidth_bytes_per_s=10.0)
+    assert arrivals(config, [(0.0, 5), (0.0, 5), (0.5, 10)]) == [(0, 2.0), (1, 2.0), (2, 3.0)]
+
+
+def test_nothing_is_delivered_to_an_end_that_has_gone():
+    async def main(rng: random.Random):
+        pipe = Pipe(SimNetwork(rng, NetworkConfig(latency_s=1.0)))
+        got = []
+
+        def leave() -> None:
+            pipe.is_deaf = True
+
+        for call, *args in ((got.append, 1), (leave,), (got.append, 2)):
+            pipe.send(0, call, *args)
+        await asyncio.sleep(5)
+        return got
+
+    assert run(main, 0) == [1]

@@ -106,3 +106,47 @@ def test_a_group_cancels_its_tasks_in_the_same_order_in_every_process():
         for seed in ("0", "1", "2")
     }
     assert outputs == {f"{list(range(5, 55))}\n"}
+
+
+def test_timers_of_one_moment_run_in_the_order_they_were_set_and_cancelled_ones_never():
+    async def main() -> list[object]:
+        loop = asyncio.get_running_loop()
+        got: list[object] = []
+        handles = [loop.call_at(2.0 if n % 3 else 1.0, got.append, n) for n in range(12)]
+        handles[4].cancel()
+        loop.call_soon(handles[6].cancel)
+        handles.append(loop.call_soon(got.append, "soon"))
+        handles[-1].cancel()
+        await asyncio.sleep(5)
+        handles[0].cancel()  # it has run: no error
+        return got
+
+    assert run_virtual(main()) == [0, 3, 9, 1, 2, 5, 7, 8, 10, 11]
+
+
+def test_cancelled_timers_are_forgotten_before_their_moment():
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        most = 0
+        for _ in range(50):
+            for _ in range(100):
+                loop.call_later(1e6, print).cancel()
+            await asyncio.sleep(0.01)
+            most = max(most, len(loop._timers))
+        assert loop.cancelled_timers <= len(loop._timers)
+        return most
+
+    assert run_virtual(main()) < 300
+
+
+def test_an_error_in_a_callback_is_told_and_the_loop_goes_on():
+    async def main() -> list[dict]:
+        loop = asyncio.get_running_loop()
+        told: list[dict] = []
+        loop.set_exception_handler(lambda _, context: told.append(context))
+        loop.call_soon(int, "x")
+        await asyncio.sleep(1)
+        return told
+
+    (context,) = run_virtual(main())
+    assert isinstance(context["exception"], ValueError)

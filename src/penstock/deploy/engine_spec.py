@@ -1,0 +1,44 @@
+"""What a graph says of one worker's engine."""
+
+from penstock.core.hashing import DEFAULT_KEY
+from penstock.engine.paged.checkpoint import Checkpoint
+from penstock.engine.registry import EngineSpec
+from penstock.graph import Graph, RoleSpec
+
+_VOCABULARY = 32_000  # of a checkpoint that does not say, for engines that ask
+
+
+def engine_spec(
+    graph: Graph,
+    role: RoleSpec,
+    checkpoint: Checkpoint,
+    *,
+    device_index: int = 0,
+    hash_key: bytes = DEFAULT_KEY,
+) -> EngineSpec:
+    """Describe the engine of a role's workers.
+
+    Args:
+        graph: the deployment.
+        role: one of its roles.
+        checkpoint: the graph's model.
+        device_index: of the devices of the role's hardware.
+        hash_key: of the deployment's block hashes.
+
+    Raises:
+        ConfigError: the checkpoint does not say what the engine needs.
+    """
+    return EngineSpec(
+        model=str(checkpoint.path),
+        block_size=graph.block_size,
+        context_length=checkpoint.context_length,
+        vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
+        eos_token_ids=checkpoint.eos_token_ids,
+        kv_blocks=role.kv_blocks,
+        max_batch_tokens=role.max_batch_tokens,
+        max_running_requests=role.max_running_requests,
+        dtype=role.weight_dtype,
+        device="cpu" if role.hardware == "cpu" else f"cuda:{device_index}",
+        hash_key=hash_key,
+        mock=role.mock,
+    )

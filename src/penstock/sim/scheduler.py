@@ -1,0 +1,372 @@
+"""Plans and commits as `penstock.engine.scheduler` does, with many decode steps as one.
+
+The twin of `Scheduler` for an engine that jumps: same rules of admission, growth, preemption and publishing,
+so that both take the same requests in at the same steps.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+
+import numpy as np
+
+from penstock.core.errors import Overloaded, RequestError
+from penstock.core.ids import RequestId
+from penstock.core.types import Delta, FinishReason, Request, Step, WorkerLoad
+from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
+from penstock.engine.scheduler import SchedulerConfig
+from penstock.kv.pool import BlockPool
+from penstock.sim.batch import Batch, SimSequence
+from penstock.sim.prompt import StreamOf
+
+
+@dataclass(slots=True)
+class JumpPlan:
+    """What comes next: `steps` decode steps, or one step that computes parts of prompts beside decoding.
+
+    batch:   how many decode
+    context: their tokens at the first step
+    prompts: (sequence, tokens to compute)
+    singles: those of the prompts that compute only their last token, which costs what decoding does
+    """
+
+    steps: int
+    batch: int
+    context: int
+    prompts: list[tuple[SimSequence, int]]
+    singles: list[SimSequence]
+
+
+class JumpScheduler:
+    """Owns an engine's requests and its pool. A plan is committed before the next is made; one task owns it."""
+
+    def __init__(
+        self, pool: BlockPool, context_length: int, config: SchedulerConfig, stream_of: StreamOf
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            pool: the engine's.
+            context_length: tokens that a request may have.
+            config: its batch holds every running request in one step.
+            stream_of: names a request's blocks.
+        """
+        if config.max_running_requests > config.max_batch_tokens:
+            raise ValueError(
+                f"max_running_requests: must be <= max_batch_tokens, got {config.max_running_requests} and {config.max_batch_tokens}"
+            )
+        self._pool = pool
+        self._size = pool.block_size
+        self._context_length = context_length
+        self._config = config
+        self._stream_of = stream_of
+        self._positions = _positions(context_length)
+        self._arrivals = count()
+        self._by_id: dict[RequestId, SimSequence] = {}
+        self._waiting: OrderedDict[RequestId, SimSequence] = OrderedDict()
+        self._waiting_tokens = 0
+        self._batch = Batch(pool.block_size)
+        self._head_blocked = False
+        self._aborted: list[SimSequence] = []
+        self._deltas: list[Delta] = []
+        self._steps = self._preemptions = 0
+        self._prefilled_tokens = self._prefix_hit_tokens = self._generated_tokens = 0
+
+    # ---- requests in and out ----------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never run here.
+            Overloaded: the queue is full.
+        """
+        known = num_tokens(request.token_ids)
+        if known >= self._context_length:
+            raise RequestError(
+                f"prompt of {known} tokens: must be < {self._context_length}, the context and all KV blocks",
+                param="prompt",
+            )
+        if len(self._waiting) >= self._config.max_waiting_requests:
+            raise Overloaded(
+                f"{len(self._waiting)} requests wait already, max_waiting_requests; try again later",
+                retry_after_s=1.0,
+            )
+        num_prompt = known - request.num_emitted
+        sequence = SimSequence(
+            request=request,
+            stream=self._stream_of(request),
+            hashes=unpack_hashes(request.block_hashes).reshape(-1, 2),
+            arrival=next(self._arrivals),
+            known=known,
+            num_prompt=num_prompt,
+            end_tokens=min(num_prompt + request.sampling.max_tokens, self._context_length),
+            told=request.num_emitted,
+        )
+        self._by_id[request.request_id] = self._waiting[request.request_id] = sequence
+        self._waiting_tokens += known
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forget a request, without another delta; a running one's blocks are free with the next commit or plan."""
+        sequence = self._by_id.pop(request_id, None)
+        if sequence is None:
+            return
+        self._head_blocked = False
+        if self._waiting.pop(request_id, None) is not None:
+            self._waiting_tokens -= sequence.known
+        else:
+            sequence.is_aborted = True
+            self._aborted.append(sequence)
+
+    @property
+    def wants_plan(self) -> bool:
+        """Whether the next plan may differ from going on: somebody may be taken in, or has gone."""
+        return bool(self._aborted) or self._may_admit()
+
+    # ---- one plan ---------------------------------------------------------------------------------------
+
+    def plan(self) -> JumpPlan | None:
+        """Choose what comes next; None while there is nothing to do."""
+        self._drop_aborted()
+        batch = self._batch
+        budget = self._config.max_batch_tokens - batch.num_decoding
+        prompts: list[tuple[SimSequence, int]] = []
+        if batch.prefilling:
+            budget = self._share_budget(budget, prompts)
+        num_running = len(batch.running)
+        self._grow(prompts)
+        if len(batch.running) < num_running:  # out of blocks
+            prompts = [(s, new) for s, new in prompts if s.blocks]
+        singles = [s for s, _ in prompts if s.known - s.computed == 1]
+        if len(batch.running) == num_running and budget > 0 and self._may_admit():
+            prompts += self._admit(budget)
+        if not batch.running:
+            return None
+        context = batch.context_tokens(batch.tick)
+        steps = 1 if prompts else self._longest_jump()
+        return JumpPlan(steps, batch.num_decoding, context, prompts, singles)
+
+    def commit(self, plan: JumpPlan, steps: int) -> Step | None:
+        """Take over the first `steps` steps of a plan; None where nobody has to hear of it."""
+        self._advance(steps)
+        for sequence, new in plan.prompts:
+            self._take_prompt(sequence, new)
+        for sequence in self._batch.ended():
+            self._finish(sequence)
+        has_news = bool(self._deltas or self._aborted or plan.prompts)
+        self._drop_aborted()
+        deltas, self._deltas = self._deltas, []
+        events = self._pool.take_events()
+        return Step(deltas=tuple(deltas), events=events) if has_news or events else None
+
+    def load(self, steps: int = 0) -> WorkerLoad:
+        """Say how busy it is once `steps` steps of the plan under way are done."""
+        pool, batch = self._pool, self._batch
+        prefilling = batch.prefilling
+        return WorkerLoad(
+            running_requests=len(batch.running),
+            waiting_requests=len(self._waiting),
+            active_blocks=pool.num_active + (batch.blocks_due(batch.tick + 1, steps) if steps else 0),
+            cached_blocks=pool.num_cached,
+            total_blocks=pool.num_blocks,
+            queued_prefill_tokens=self._waiting_tokens
+            + (sum(s.known - s.computed for s in prefilling) if prefilling else 0),
+            context_tokens=batch.context_tokens(batch.tick + steps)
+            + (sum(s.computed for s in prefilling) if prefilling else 0),
+            steps=self._steps + steps,
+            preemptions=self._preemptions,
+            prefilled_tokens=self._prefilled_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            generated_tokens=self._generated_tokens + steps * batch.num_decoding,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        self._pool.check()
+        held: dict[int, int] = {}
+        for sequence in self._batch.running:
+            for block_id in sequence.blocks:
+                held[block_id] = held.get(block_id, 0) + 1
+        assert held == self._pool.references(), "sequences hold other blocks than the pool thinks"
+        self._batch.check()
+        assert self._waiting_tokens == sum(s.known for s in self._waiting.values()), (
+            "waiting tokens: summed up"
+        )
+        assert len(self._batch.running) <= self._config.max_running_requests, "running: bounded"
+
+    # ---- planning ---------------------------------------------------------------------------------------
+
+    def _may_admit(self) -> bool:
+        return bool(
+            self._waiting
+            and not self._head_blocked
+            and len(self._batch.running) < self._config.max_running_requests
+        )
+
+    def _share_budget(self, budget: int, prompts: list[tuple[SimSequence, int]]) -> int:
+        """Give each prompt its tokens of this step, oldest first; those that lack only one always get it."""
+        budget -= sum(s.known - s.computed == 1 for s in self._batch.prefilling)
+        for sequence in self._batch.prefilling:
+            lacking = sequence.known - sequence.computed
+            if lacking == 1:
+                prompts.append((sequence, 1))
+            elif budget > 0:
+                new = min(budget, lacking)
+                budget -= new
+                prompts.append((sequence, new))
+        return budget
+
+    def _longest_jump(self) -> int:
+        """Count the steps until a request ends, or blocks run out; those of the first step are there already."""
+        batch = self._batch
+        steps = batch.next_end() - batch.tick
+        available = self._pool.num_available
+        if batch.blocks_due(batch.tick + 1, steps - 1) <= available:
+            return steps
+        low, high = 1, steps  # so many are possible, and so many are not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if batch.blocks_due(batch.tick + 1, middle - 1) <= available:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _grow(self, prompts: list[tuple[SimSequence, int]]) -> None:
+        """Give every running sequence the blocks of its next step; the newest are preempted where none are left."""
+        batch, size = self._batch, self._size
+        lacking = [(s, -(-(s.computed + new) // size) - len(s.blocks)) for s, new in prompts]
+        lacking += batch.beginning(batch.tick)
+        if sum(blocks for _, blocks in lacking) <= self._pool.num_available:
+            self._extend(lacking)
+            return
+        needs = dict(lacking)
+        for sequence in tuple(batch.running):
+            needed = needs.get(sequence, 0)
+            while needed > 0 and sequence.blocks:
+                if needed <= self._pool.num_available:
+                    self._extend([(sequence, needed)])
+                    break
+                self._preempt(batch.running[-1])
+
+    def _extend(self, lacking: list[tuple[SimSequence, int]]) -> None:
+        """Give sequences so many more blocks each; they are there."""
+        total = sum(blocks for _, blocks in lacking)
+        if not total:
+            return
+        taken = self._pool.allocate(total)
+        assert taken is not None, "counted before"
+        start = 0
+        for sequence, blocks in lacking:
+            sequence.blocks += taken[start : start + blocks]
+            start += blocks
+
+    def _admit(self, budget: int) -> list[tuple[SimSequence, int]]:
+        """Take waiting sequences in, oldest first, while there is room; the twin of `Scheduler._admit`."""
+        admitted: list[tuple[SimSequence, int]] = []
+        pool, size, batch = self._pool, self._size, self._batch
+        reserved = len(batch.running) + batch.blocks_due(batch.tick + 1, 1)
+        reserved += sum(max(s.known // size + 1 - len(s.blocks), 0) for s in batch.prefilling)
+        while self._waiting and budget > 0 and len(batch.running) < self._config.max_running_requests:
+            sequence = next(iter(self._waiting.values()))
+            known = sequence.known
+            hits = pool.match(sequence.name_blocks((known - 1) // size, size))
+            room = pool.num_available - pool.count_idle(hits)
+            if batch.running and known // size + 1 - len(hits) + reserved > room:
+                self._head_blocked = True
+                break
+            cached = len(hits) * size
+            new = min(budget, known - cached)
+            self._waiting.popitem(last=False)
+            self._waiting_tokens -= known
+            pool.acquire(hits)
+            sequence.blocks = hits
+            sequence.published = len(hits)
+            sequence.computed = cached
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = min(cached, sequence.num_prompt)
+            self._prefix_hit_tokens += cached
+            self._extend([(sequence, -(-(cached + new) // size) - len(hits))])
+            batch.admit(sequence)
+            reserved += 1 + known // size + 1 - len(sequence.blocks)
+            budget -= new
+            admitted.append((sequence, new))
+        return admitted
+
+    def _preempt(self, sequence: SimSequence) -> None:
+        """Put a running sequence back to the front of the queue."""
+        self._leave(sequence)
+        self._waiting[sequence.request.request_id] = sequence
+        self._waiting.move_to_end(sequence.request.request_id, last=False)
+        self._waiting_tokens += sequence.known
+        self._preemptions += 1
+
+    # ---- outcomes ---------------------------------------------------------------------------------------
+
+    def _advance(self, steps: int) -> None:
+        """Do the decoding's part of the steps: the blocks of all but the first are taken here."""
+        batch = self._batch
+        self._steps += steps
+        self._generated_tokens += steps * batch.num_decoding
+        if steps > 1:
+            self._extend(batch.beginning(batch.tick + 1, steps - 1))
+        batch.tick += steps
+
+    def _take_prompt(self, sequence: SimSequence, new: int) -> None:
+        sequence.computed += new
+        self._prefilled_tokens += new
+        self._publish(sequence, sequence.computed)
+        if sequence.computed < sequence.known or sequence.is_aborted:
+            return
+        self._batch.join(sequence)
+        self._generated_tokens += 1
+        if sequence.known < sequence.end_tokens:
+            self._tell(sequence, sequence.known, None)
+
+    def _publish(self, sequence: SimSequence, computed: int) -> None:
+        start, end = sequence.published, computed // self._size
+        if end > start:
+            hashes = sequence.name_blocks(end, self._size)
+            parent = int(hashes[start - 1, 0]) if start else None
+            self._pool.commit(sequence.blocks[start:end], hashes[start:], parent)
+            sequence.published = end
+
+    def _finish(self, sequence: SimSequence) -> None:
+        del self._by_id[sequence.request.request_id]
+        self._leave(sequence)
+        self._tell(sequence, sequence.known, FinishReason.LENGTH)
+
+    def _leave(self, sequence: SimSequence) -> None:
+        """Take a sequence out of the batch, and give its blocks back."""
+        self._batch.leave(sequence)
+        self._publish(sequence, sequence.computed)
+        self._pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.published = sequence.computed = 0
+        self._head_blocked = False
+
+    def _drop_aborted(self) -> None:
+        if self._aborted:
+            for sequence in self._aborted:
+                self._leave(sequence)
+            self._aborted.clear()
+
+    def _tell(self, sequence: SimSequence, known: int, reason: FinishReason | None) -> None:
+        """Send the output tokens up to `known` that were not sent; each token is its position."""
+        told, sequence.told = sequence.told, known - sequence.num_prompt
+        self._deltas.append(
+            Delta(
+                request_id=sequence.request.request_id,
+                token_ids=PackedTokens(self._positions[4 * told : 4 * sequence.told]),
+                finish_reason=reason,
+                cached_tokens=sequence.cached_tokens if sequence.is_fresh else None,
+            )
+        )
+        sequence.is_fresh = False
+
+
+@lru_cache(maxsize=1)
+def _positions(end: int) -> bytes:
+    """Pack the numbers below `end`; cut from here, an answer costs no array of its own."""
+    return np.arange(end, dtype="<i4").tobytes()

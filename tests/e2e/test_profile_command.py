@@ -1,0 +1,298 @@
+"""`penstock profile` as people run it: an engine in its process, endpoints over real sockets, and what goes wrong."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from penstock.bench.served import served
+from penstock.cli import main
+from penstock.perf.profile import Profile, ProfiledModel
+
+pytestmark = pytest.mark.slow
+
+GRAPH = """
+model: demo
+roles:
+  aggregated:
+    replicas: 2
+"""
+WORKLOAD = """
+requests: 40
+rate_per_s: 5
+input_tokens: 200
+output_tokens: 30
+"""
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 2) -> str:
+    assert main(["profile", *map(str, arguments)]) == code
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+@pytest.mark.engine
+def test_the_paged_engine_is_profiled_and_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "profile.json"
+    flags = (
+        "--quick",
+        "--repeats",
+        "2",
+        "--batches",
+        "1,4",
+        "--contexts",
+        "64,512",
+        "--seed",
+        "3",
+        "--held-out",
+        "2",
+    )
+    assert main(["profile", "paged", "--out", str(out), *flags]) == 0
+    captured = capsys.readouterr()
+    assert "points kept back: median error of TTFT" in captured.out
+    assert "0 of " in captured.err, "a line now and then, as nobody watches a terminal"
+    profile = Profile.load(out)
+    assert (profile.engine, profile.model, profile.hardware, profile.seed) == (
+        "paged",
+        "penstock-demo",
+        "cpu",
+        3,
+    )
+    assert profile.engine_version.startswith("penstock ")
+    assert "torch" in profile.engine_version
+    assert profile.measured_at.endswith("+00:00")
+    assert profile.machine
+    assert profile.evaluation is not None
+    assert len(profile.evaluation.cells) == len(profile.points)
+    assert {(p.batch, round(p.context, -1)) for p in profile.decode} == {(1, 60), (1, 510), (4, 60), (4, 510)}
+    model = ProfiledModel(profile)
+    assert model.prefill_s(512) > model.prefill_s(16) > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.json", "profile.html"}
+    page = (tmp_path / "profile.html").read_text()
+    assert page.count("<svg") == 5
+
+    (tmp_path / "graph.yaml").write_text(GRAPH)
+    (tmp_path / "chat.yaml").write_text(WORKLOAD)
+    report = tmp_path / "report.json"
+    arguments = [str(tmp_path / "chat.yaml"), "--graph", str(tmp_path / "graph.yaml"), "--json", str(report)]
+    assert main(["simulate", *arguments, "--engine-profile", str(out)]) == 0
+    simulated = json.loads(report.read_text())
+    assert simulated["completed"] == 40
+    assert simulated["itl_s"]["p50"] == pytest.approx(model.decode_step_s(1, 200), rel=0.5)
+
+
+def test_a_served_mock_engine_is_found_at_its_modelled_speed(tmp_path: Path) -> None:
+    """The mock engine at a fifth of its speed: 17.5 ms a step and 70 us a prompt token; HTTP adds a few ms."""
+    out = tmp_path / "profile.json"
+    flags = (
+        "--prompt-tokens",
+        "32,128,256,450",
+        "--contexts",
+        "64,400",
+        "--batches",
+        "1,4",
+        "--repeats",
+        "3",
+    )
+    with served("--engine", "mock", "--mock-speedup", "0.2") as deployment:
+        assert main(["profile", f"{deployment.url}/v1", "--out", str(out), *flags, "--hardware", "h200"]) == 0
+        profile = Profile.load(out)
+        assert profile.model == deployment.model
+    assert profile.engine == deployment.url
+    assert profile.hardware == "h200"
+    assert "aiohttp" in profile.engine_version
+    model = ProfiledModel(profile)
+    for batch, context in ((1, 64), (4, 400), (2, 200)):
+        modelled_s = 5 * (3.5e-3 + batch * (6e-6 + 15e-9 * context))
+        assert model.decode_step_s(batch, batch * context) == pytest.approx(modelled_s, rel=0.1)
+    for new, cached in ((64, 0), (400, 0), (256, 384)):
+        modelled_s = 5 * (3.5e-3 + 14e-6 * new + 0.65e-9 * new * (cached + new / 2))
+        assert model.prefill_s(new, cached) == pytest.approx(modelled_s, rel=0.25)
+    assert any(point.cached_tokens > 300 for point in profile.prefill), "the server tells of its prefix cache"
+    assert profile.evaluation is not None
+    assert profile.evaluation.itl_median_error is not None
+    assert profile.evaluation.itl_median_error < 0.1
+
+
+# ---- endpoints that cannot be profiled -------------------------------------------------------------------
+
+
+@contextmanager
+def endpoint(answer: Callable[[web.Request, dict], object]) -> Iterator[str]:
+    """Serve /v1/models with the models `a` and `b`, and whatever `answer` makes of a completion."""
+    started, loop = threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+    urls: list[str] = []
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "a"}, {"id": "b"}]})
+
+    async def complete(request: web.Request) -> object:
+        made = answer(request, json.loads(await request.read()))
+        return await made if asyncio.iscoroutine(made) else made
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", models)
+        app.router.add_post("/v1/completions", complete)
+        runner = web.AppRunner(app, shutdown_timeout=1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        urls.append(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
+        started.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        assert started.wait(10)
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
+
+
+async def stream(request: web.Request, *events: dict | str) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in events:
+        data = event if isinstance(event, str) else json.dumps(event)
+        await response.write(f"data: {data}\n\n".encode())
+    return response
+
+
+def words(count: int, **usage: int) -> list[dict | str]:
+    texts = [{"choices": [{"text": "word "}]} for _ in range(count)]
+    return [
+        *texts,
+        {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": count} | usage},
+        "[DONE]",
+    ]
+
+
+def test_an_endpoint_that_does_not_stream_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.json"
+
+    def whole(_: web.Request, body: dict) -> web.Response:
+        return web.json_response({"choices": [{"text": "all at once"}], "usage": {"completion_tokens": 3}})
+
+    async def one_piece(request: web.Request, body: dict) -> web.StreamResponse:
+        text = {"choices": [{"text": "word " * body["max_tokens"]}]}
+        usage = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": body["max_tokens"]}}
+        return await stream(request, text, usage, "[DONE]")
+
+    with endpoint(whole) as url:
+        assert f"{url}: its answer is no stream of server-sent events" in refusal(
+            capsys, url, "--model", "a", "--out", out
+        )
+    with endpoint(one_piece) as url:
+        assert "16 tokens came in one piece; it has to stream token by token" in refusal(
+            capsys, url, "--model", "a", "--out", out
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_and_extensions_of_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "p.json"
+    bodies: list[dict] = []
+
+    async def strict(request: web.Request, body: dict) -> web.StreamResponse:
+        bodies.append(body)
+        if "ignore_eos" in body:
+            return web.json_response({"error": {"message": "ignore_eos: unknown"}}, status=400)
+        if len(bodies) > 6:
+            return web.json_response({"error": {"message": "the GPU has fallen off the bus"}}, status=500)
+        return await stream(request, *words(body["max_tokens"]))
+
+    with endpoint(strict) as url:
+        assert f"{url} lists 2 models (a, b); name one with --model" in refusal(capsys, url, "--out", out)
+        error = refusal(capsys, url, "--model", "aa", "--out", out)
+        assert f"--model: {url} has no 'aa'; did you mean 'a'?" in error
+        error = refusal(capsys, url, "--model", "a", "--out", out, "--quick", code=1)
+        assert re.search(rf"penstock: prefill \d+: {url}: http_500: the GPU has fallen off the bus", error)
+    assert "ignore_eos" in bodies[0]
+    assert all("ignore_eos" not in body for body in bodies[1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_at_the_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, "http://127.0.0.1:9", "--out", tmp_path / "p.json", code=1)
+    assert error.startswith("penstock: ENGINE_OR_URL: http://127.0.0.1:9: nobody answers (")
+    assert error.endswith("is the server started?\n")
+
+
+# ---- what is typed wrong ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("pagd",), "ENGINE_OR_URL: 'pagd' is neither a URL such as http://127.0.0.1:8000 nor an engine; did you"),
+        (("localhost:8000",), "ENGINE_OR_URL: 'localhost:8000' is neither a URL"),
+        (("http://:x/",), "ENGINE_OR_URL: 'http://:x/': "),
+        (("mock", "--batches", "1,x"), "--batches: '1,x': expected whole numbers >= 1 with commas"),
+        (("mock", "--contexts", "0"), "--contexts: '0': expected whole numbers >= 1"),
+        (("mock", "--repeats", "0"), "--repeats: must be >= 1, got 0"),
+        (("mock", "--held-out", "-1"), "--held-out: must be >= 0, got -1"),
+        (("mock", "--max-seconds", "-1"), "--max-seconds: must be > 0, got -1"),
+        (("mock", "--max-seconds", "nan"), "--max-seconds: must be > 0, got nan"),
+        (("mock", "--batches", "500"), "the engine runs at most 64 requests at once"),
+        (("mock", "--model", "/nope"), "model: no such directory: /nope"),
+        (("mock", "--hardware", "h900"), "--hardware: roles.aggregated.hardware: unknown 'h900'; did you mean 'h200'?"),
+        (("mock", "--plot", "p.png"), "--plot: p.png: it is a page of charts; name it .html"),
+        (("mock", "--api-key", "k"), "--api-key: only with a URL"),
+        (("http://127.0.0.1:9", "--set", "a=1"), "--set: only with an engine"),
+        (("mock", "--set", "roles.aggregated.tensor_parallel=2"), "roles.aggregated.tensor_parallel: must be 1"),
+        (("mock", "--max-seconds", "0.01"), "decode cells were measured in that time, the fit needs 3 of each"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    arguments: tuple[str, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refusal(capsys, *arguments, "--out", tmp_path / "p.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_tried_before_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    absent = tmp_path / "absent" / "p.json"
+    assert f"--out: {absent}: cannot be written: no such file or directory" in refusal(
+        capsys, "mock", "--out", absent
+    )
+    assert f"--out: {tmp_path} is a directory" in refusal(capsys, "mock", "--out", tmp_path)
+    assert "--out: p.html: the profile is JSON" in refusal(capsys, "mock", "--out", "p.html")
+
+
+def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    out.write_text("the one before")
+    command = [sys.executable, "-m", "penstock", "profile", "mock", "--out", str(out)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        assert process.stderr is not None
+        assert "0 of " in process.stderr.readline()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert error.splitlines()[-1] == "penstock profile: interrupted; nothing was written"
+    assert "Traceback" not in error
+    assert out.read_text() == "the one before"
+    assert list(tmp_path.iterdir()) == [out]
