@@ -15,6 +15,7 @@ from penstock.perf.shape import ModelShape
 
 PREFILL_BUSY = 0.8
 """Share of the time that prefill workers compute; the rest is what arrivals leave idle."""
+_ABOUT_AS_GOOD = 1.03
 _WIDE_DEVICES = (4, 8, 16, 32, 64, 72, 144)
 _PROMPTS_MAX = 64
 
@@ -94,7 +95,7 @@ def parallelisms(shape: ModelShape, hardware: Hardware, *, devices_max: int) -> 
 
 
 def place_decode(price: Price, choices: Iterable[Parallel], demand: Demand) -> Placement | None:
-    """Find the decode workers with the fewest devices for the demand, prompts computed elsewhere."""
+    """Find the decode workers that need the fewest devices for the demand, prompts computed elsewhere."""
 
     def step_s(model: Roofline, batch: int) -> float:
         return model.decode_step_s(batch, round(batch * demand.context_tokens))
@@ -103,27 +104,29 @@ def place_decode(price: Price, choices: Iterable[Parallel], demand: Demand) -> P
 
 
 def place_aggregated(price: Price, choices: Iterable[Parallel], demand: Demand) -> Placement | None:
-    """Find the workers with the fewest devices that run whole requests, prompts beside decoding.
+    """Find the workers that need the fewest devices to run whole requests, prompts beside decoding.
 
     A prompt is computed in one step, on one copy of the attention; the time to the first token is two such steps.
     """
 
+    def mixed_s(model: Roofline, batch: int, prompts: int) -> float:
+        chunks = [(demand.input_tokens, 0)] * prompts
+        return model.mixed_step_s(chunks, batch, round(batch * demand.context_tokens))
+
     def step_s(model: Roofline, batch: int) -> float:
-        context_tokens = round(batch * demand.context_tokens)
-        prompts = batch * model.tokens_per_step / demand.output_tokens  # that a step has to compute
-        chunks = [(demand.input_tokens, 0)] * max(1, round(prompts))
-        mixed_s = model.mixed_step_s(chunks, batch, context_tokens)
-        if 2 * mixed_s > demand.ttft_s:
+        prompts = (
+            batch * model.tokens_per_step / demand.output_tokens
+        )  # that a step has to compute, on average
+        few, more = (mixed_s(model, batch, n) for n in (math.floor(prompts), math.floor(prompts) + 1))
+        if 2 * more > demand.ttft_s:
             return math.inf
-        if prompts >= 1:
-            return mixed_s
-        return prompts * mixed_s + (1 - prompts) * model.decode_step_s(batch, context_tokens)
+        return few + (more - few) * (prompts % 1)
 
     return _best(_largest(model, demand, step_s) for model in _priced(price, choices))
 
 
 def place_prefill(price: Price, choices: Iterable[Parallel], demand: Demand) -> Placement | None:
-    """Find the prefill workers with the fewest devices: a prompt waits for one batch and is computed in the next."""
+    """Find the prefill workers that need the fewest devices: a prompt waits for one batch and is computed in the next."""
     found = []
     for model in _priced(price, choices):
         for batch in range(model.parallel.dp, model.parallel.dp * _PROMPTS_MAX + 1, model.parallel.dp):
@@ -181,8 +184,10 @@ def _largest(model: Roofline, demand: Demand, step_s: Callable[[Roofline, int], 
 
 
 def _best(placements: Iterable[Placement | None]) -> Placement | None:
-    return min(
-        (found for found in placements if found is not None),
-        key=lambda found: (found.device_s_per_request, found.parallel.devices),
-        default=None,
-    )
+    """Take the fewest devices a request; of those about as good, the smallest worker."""
+    found = [placement for placement in placements if placement is not None]
+    if not found:
+        return None
+    enough = _ABOUT_AS_GOOD * min(placement.device_s_per_request for placement in found)
+    close = [placement for placement in found if placement.device_s_per_request <= enough]
+    return min(close, key=lambda placement: (placement.parallel.devices, placement.device_s_per_request))

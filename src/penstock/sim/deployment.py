@@ -39,6 +39,8 @@ class Deployment:
     role: RoleSpec
     hardware: Hardware
     latency: LatencyModel
+    prices: DecodePrices
+    """Of the same latency; every worker and every run share what they find out."""
     num_blocks: int
     context_length: int
     arithmetic: str
@@ -84,7 +86,6 @@ class Deployment:
             max_waiting_requests=_QUEUE_MAX,
             **{name: value for name, value in said.items() if value is not None},
         )
-        prices = DecodePrices(self.latency, self.context_length)
 
         def stream_of(request: Request) -> Stream:
             return streams[request.request_id]
@@ -92,7 +93,7 @@ class Deployment:
         def make_engine(pace: Pace) -> CheckedEngine:
             if self.exact:
                 return ExactEngine(self.latency, info, scheduler, pace, stream_of)
-            return JumpEngine(self.latency, info, scheduler, stream_of, pace=pace, prices=prices)
+            return JumpEngine(self.latency, info, scheduler, stream_of, pace=pace, prices=self.prices)
 
         return ClusterSpec(
             card=ModelCard(name=graph.model, context_length=self.context_length, block_size=size, salt=SALT),
@@ -151,7 +152,10 @@ def plan_deployment(
         arithmetic = f"{num_blocks} blocks of {graph.block_size} tokens (kv_blocks)"
     if num_blocks < 2:
         raise ConfigError(f"KV: room for {num_blocks} blocks of {graph.block_size} tokens: {arithmetic}")
-    return Deployment(graph, role, hardware, latency, num_blocks, shape.context_length, arithmetic, exact)
+    prices = DecodePrices(latency, shape.context_length)
+    return Deployment(
+        graph, role, hardware, latency, prices, num_blocks, shape.context_length, arithmetic, exact
+    )
 
 
 def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:

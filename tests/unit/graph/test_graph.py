@@ -6,7 +6,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.types import Role
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 
-EXAMPLES = sorted((Path(__file__).parents[3] / "examples").rglob("*.*"))
+ROOT = Path(__file__).parents[3] / "examples"
+EXAMPLES = [ROOT / "graph.py", *sorted(ROOT.rglob("*.yaml"))]
 
 
 def write(tmp_path: Path, text: str, name: str = "graph.yaml") -> Path:

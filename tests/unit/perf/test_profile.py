@@ -108,10 +108,15 @@ def test_steps_of_many_kinds_are_shared_as_the_prior_shares_them() -> None:
     assert model.mixed_step_s(chunks, 16, 16 * 1024) == pytest.approx(mixed)
 
 
-def test_decode_is_piecewise_linear_in_context() -> None:
+@pytest.mark.parametrize("batch", [24, 100, 256, 300, 1000])
+@pytest.mark.parametrize("context", [200, 5000, 60_000])
+def test_decode_is_piecewise_linear_in_context(batch: int, context: int) -> None:
+    """Within, below and beyond what was measured, to the last token of the batch."""
     model = ProfiledModel(profile_of(TABLES[0]), prior_of(TABLES[0]))
-    low, middle, high = (model.decode_step_s(24, 24 * context) for context in (5000, 6000, 7000))
-    assert middle - low == pytest.approx(high - middle, rel=1e-9)
+    tokens = [batch * context + step * 37 for step in range(3)]
+    low, middle, high = (model.decode_step_s(batch, n) for n in tokens)
+    assert middle - low == pytest.approx(high - middle, rel=1e-6)
+    assert low < high
 
 
 def test_save_and_load(tmp_path: Path) -> None:

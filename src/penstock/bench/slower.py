@@ -1,0 +1,58 @@
+"""An engine that is not what the router and the placements take it for, where no reference table is at hand."""
+
+from penstock.core.errors import ConfigError
+from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
+from penstock.perf.roofline import Factors, Roofline
+
+SLOWER = Factors(
+    gemm=0.62,
+    gemm_narrow=0.45,
+    gemm_half_rows=80.0,
+    attention=0.55,
+    bandwidth=0.78,
+    kv_bandwidth=0.62,
+    collective_bandwidth=0.50,
+    collective_s=18e-6,
+    attention_s=8e-6,
+    layer_s=21e-6,
+    step_s=1.2e-3,
+)
+"""Each factor a seventh to a half worse than the fitted one, unevenly, so that no single correction makes up for it:
+steps take 1.2 to 1.45 times as long."""
+_PROMPTS = tuple(1 << power for power in range(5, 16))
+_CONTEXTS = (64, 512, 2048, 8192, 32768)
+
+
+def slower_profile(expected: Roofline, *, batch_max: int) -> Profile:
+    """Profile an engine like `expected`, but with the factors `SLOWER`.
+
+    Args:
+        expected: what the router takes it for.
+        batch_max: sequences in its largest batch.
+    """
+    engine = Roofline(
+        expected.shape,
+        expected.hardware,
+        expected.parallel,
+        expected.weight_dtype,
+        expected.kv_dtype,
+        SLOWER,
+        expected.tokens_per_step,
+        expected.expert_dtype,
+    )
+    if batch_max < 1:
+        raise ConfigError(f"batch_max: must be >= 1, got {batch_max}")
+    batches = [1 << power for power in range((batch_max - 1).bit_length() + 1)]
+    parallel = expected.parallel
+    return Profile(
+        engine=f"{expected.shape.name}, weights {expected.weight_dtype}, experts {expected.expert_dtype}, KV {expected.kv_dtype},"
+        f" tp {parallel.tp} pp {parallel.pp} dp {parallel.dp} ep {parallel.ep}",
+        prefill=tuple(PrefillPoint(new_tokens=n, seconds=engine.prefill_s(n)) for n in _PROMPTS),
+        decode=tuple(
+            DecodePoint(batch=batch, context=context, seconds=engine.decode_step_s(batch, batch * context))
+            for batch in batches
+            for context in _CONTEXTS
+        ),
+        machine=f"{expected.hardware.name}: not measured; the roofline with every factor a seventh to a half worse"
+        " (penstock.bench.slower)",
+    )
