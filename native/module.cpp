@@ -19,6 +19,7 @@ using namespace nb::literals;
 namespace penstock {
 
 void bind_pool(nb::module_& module);
+void bind_radix(nb::module_& module);
 
 }  // namespace penstock
 
@@ -177,4 +178,5 @@ NB_MODULE(_native, module) {
                "blocks"_a);
     module.def("siphash128", &siphash128, "data"_a, "key"_a);
     penstock::bind_pool(module);
+    penstock::bind_radix(module);
 }

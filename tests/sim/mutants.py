@@ -10,6 +10,7 @@ from unittest import mock
 
 import msgspec
 
+from penstock.core.radix import RadixTree
 from penstock.core.types import BlockRemoved, BlockStored
 from penstock.engine.scheduler import Scheduler
 from penstock.kv.pool import BlockPool
@@ -17,7 +18,6 @@ from penstock.router.connector import Connector, MemberSink
 from penstock.router.loads import LoadTracker
 from penstock.router.open_request import OpenRequest
 from penstock.router.progress import Progress
-from penstock.router.radix import RadixTree
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.worker.worker import Worker

@@ -16,6 +16,7 @@ import msgspec
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
+from penstock.core.radix import RadixTree
 from penstock.core.types import (
     CardFile,
     Instance,
@@ -31,7 +32,6 @@ from penstock.router.indexer import Indexer
 from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.metrics import RouterMetrics
-from penstock.router.radix import RadixTree
 from penstock.router.worker_pool import WorkerPool
 from penstock.seams import Connection, Discovery, RequestPlane
 

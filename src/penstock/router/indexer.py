@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import assert_never
 
+from penstock.core.radix import RadixTree
 from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from penstock.core.wire import unpack_hashes
 from penstock.router.metrics import IndexGauges, RouterMetrics
-from penstock.router.radix import RadixTree
 
 
 class Indexer:
@@ -24,7 +23,7 @@ class Indexer:
                 case BlockStored():
                     self._store(slot, event)
                 case BlockRemoved():
-                    self.tree.remove(slot, unpack_hashes(event.block_hashes), tier=event.tier)
+                    self.tree.remove(slot, event.block_hashes, event.tier)
                 case AllBlocksCleared():
                     self.tree.clear(slot)
                 case _:
@@ -46,5 +45,4 @@ class Indexer:
         self._gauges.note()
 
     def _store(self, slot: int, event: BlockStored) -> None:
-        hashes = unpack_hashes(event.block_hashes)
-        self.tree.store(slot, hashes, parent=event.parent_block_hash, tier=event.tier)
+        self.tree.store(slot, event.block_hashes, event.parent_block_hash, event.tier)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from penstock.router.radix import RadixStats
+from penstock.core.radix import RadixStats
 
 _INDEX_INTERVAL_S = 1.0  # its figures move with every step of every worker, and are read every few seconds
 

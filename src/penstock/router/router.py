@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
-from penstock.core.types import ModelCard, Request, Tier
+from penstock.core.radix import PrefixMatch
+from penstock.core.types import ModelCard, Request
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
@@ -93,8 +94,7 @@ class Router:
         if not num_eligible:
             return None
         hashes = unpack_hashes(request.block_hashes)[::2]
-        overlaps = self.fleet.tree.match(hashes)
-        context = self._context(request, pool.card, eligible, overlaps)
+        context = self._context(request, pool.card, eligible, self.fleet.tree.match(hashes))
         prices = prices_of(self.policy.costs(context), eligible)
         first = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
         slot = cheapest(prices, eligible, first)
@@ -133,19 +133,17 @@ class Router:
         return eligible
 
     def _context(
-        self, request: Request, card: ModelCard, eligible: NDArray[np.bool_], overlaps: NDArray[np.int32]
+        self, request: Request, card: ModelCard, eligible: NDArray[np.bool_], match: PrefixMatch
     ) -> RoutingContext:
         loads = self.fleet.loads
         request_tokens = num_tokens(request.token_ids)
-        tiers = np.zeros((len(Tier), len(overlaps)), dtype=np.int32)
-        tiers[0] = overlaps
         return RoutingContext(
             request_tokens=request_tokens,
             request_blocks=-(-request_tokens // card.block_size),
             block_size=card.block_size,
             eligible=eligible,
-            overlap_blocks=overlaps,
-            tier_blocks=tiers,
+            overlap_blocks=match.depths,
+            tier_blocks=match.tiers,
             active_blocks=loads.active_blocks,
             cached_blocks=loads.cached_blocks,
             total_blocks=loads.total_blocks,

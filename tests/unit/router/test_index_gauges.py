@@ -4,8 +4,8 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
+from penstock.core.radix import RadixStats
 from penstock.router.metrics import IndexGauges, RouterMetrics
-from penstock.router.radix import RadixStats
 from penstock.sim.loop import run_virtual
 
 
@@ -17,7 +17,12 @@ def test_figures_are_written_once_a_second_while_they_move():
         def read() -> RadixStats:
             reads.append(asyncio.get_running_loop().time())
             return RadixStats(
-                nodes=1, pairs=10 * len(reads), evicted_pairs=3 * len(reads), unknown_removals=0
+                nodes=1,
+                pairs=10 * len(reads),
+                evicted_pairs=3 * len(reads),
+                unknown_removals=0,
+                contradictions=0,
+                num_bytes=0,
             )
 
         gauges = IndexGauges(RouterMetrics(registry), read)

@@ -4,11 +4,12 @@ Workers are the truth. Whoever follows one asks for the batches after the last i
 too short it gets a snapshot of the mirror, stamped with the sequence it stands for.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from penstock.core.log import get_logger
+from penstock.core.radix import RadixTree
 from penstock.core.types import (
     AllBlocksCleared,
     BlockRemoved,
@@ -19,136 +20,66 @@ from penstock.core.types import (
     KvEvent,
     Tier,
 )
-from penstock.core.wire import pack_hashes, unpack_hashes
+from penstock.core.wire import PackedHashes, unpack_hashes
 from penstock.runtime.config import EventConfig
 from penstock.seams import EventSink
 
-_Signature = tuple[tuple[Tier, int], ...]
-"""How a block is held: copies by tier."""
+_SLOT = 0
+_HASH_BYTES = 8
 
 _log = get_logger()
 
 
 class ContentMirror:
-    """What a worker holds, summed up from its events.
+    """What a worker holds, summed up from its events: a prefix index of one worker.
 
     Engines may store equal blocks more than once and remove each copy on its own, so that a block counts.
     A hash names its whole prefix, so that its parent never changes.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
-        self._parents: dict[int, int | None] = {}
+        self._tree = RadixTree(pairs_max=None)
         self._block_size = 0
-        self.unknown_removals = 0
-        """Blocks removed that were not held: the engine's bookkeeping is off by as many."""
 
     def __len__(self) -> int:
-        return len(self._parents)
+        return self._tree.held_blocks(_SLOT)
+
+    @property
+    def unknown_removals(self) -> int:
+        """Blocks removed that were not held: the engine's bookkeeping is off by as many."""
+        return self._tree.stats().unknown_removals
 
     def counts(self) -> dict[tuple[int, Tier], int]:
         """Give copies held by (hash, tier)."""
-        return {(h, tier): n for tier, held in self._counts.items() for h, n in held.items()}
+        copies: Counter[tuple[int, Tier]] = Counter()
+        for held in self._tree.snapshot(_SLOT):
+            copies.update((block_hash, held.tier) for block_hash in unpack_hashes(held.hashes).tolist())
+        return dict(copies)
 
     def apply(self, event: KvEvent) -> None:
         match event:
             case BlockStored():
-                self._store(event)
+                self._block_size = event.block_size
+                self._tree.store(_SLOT, event.block_hashes, event.parent_block_hash, event.tier)
             case BlockRemoved():
-                self._remove(event)
+                self._tree.remove(_SLOT, event.block_hashes, event.tier)
             case AllBlocksCleared():
-                self._parents.clear()
-                for held in self._counts.values():
-                    held.clear()
-
-    def _store(self, event: BlockStored) -> None:
-        held = self._counts[event.tier]
-        parent = event.parent_block_hash
-        self._block_size = event.block_size
-        for block_hash in unpack_hashes(event.block_hashes).tolist():
-            held[block_hash] = held.get(block_hash, 0) + 1
-            self._parents.setdefault(block_hash, parent)
-            parent = block_hash
-
-    def _remove(self, event: BlockRemoved) -> None:
-        held = self._counts[event.tier]
-        for block_hash in unpack_hashes(event.block_hashes).tolist():
-            count = held.get(block_hash, 0)
-            if count > 1:
-                held[block_hash] = count - 1
-            elif count == 1:
-                del held[block_hash]
-                if not any(block_hash in other for other in self._counts.values()):
-                    del self._parents[block_hash]
-            else:
-                self.unknown_removals += 1
+                self._tree.clear(_SLOT)
 
     def stored(self, hashes_max: int) -> Iterator[BlockStored]:
         """Say the whole content as events, parents before children, each of at most `hashes_max` hashes."""
-        for run, signature in self._runs():
-            for start in range(0, len(run), hashes_max):
-                parent = self._parents[run[start]]
-                packed = pack_hashes(run[start : start + hashes_max])
-                for tier, count in signature:
-                    event = BlockStored(
-                        block_hashes=packed, parent_block_hash=parent, block_size=self._block_size, tier=tier
-                    )
-                    for _ in range(count):
-                        yield event
-
-    def _runs(self) -> Iterator[tuple[list[int], _Signature]]:
-        """Cut the content into chains of blocks that are held alike."""
-        common = self._common_signature()
-        run: list[int] = []
-        run_signature: _Signature = ()
-        for block_hash in self._parents_first():
-            signature = common or self._signature(block_hash)
-            if run and (self._parents[block_hash] != run[-1] or signature != run_signature):
-                yield run, run_signature
-                run = []
-            run.append(block_hash)
-            run_signature = signature
-        if run:
-            yield run, run_signature
-
-    def _parents_first(self) -> Iterable[int]:
-        """Order the blocks: as they came, unless one came again after its children."""
-        seen: set[int] = set()
-        for block_hash, parent in self._parents.items():
-            if parent not in seen and parent in self._parents:
-                return self._preorder()
-            seen.add(block_hash)
-        return self._parents
-
-    def _preorder(self) -> Iterator[int]:
-        children: dict[int, list[int]] = {}
-        stack: list[int] = []
-        for block_hash, parent in self._parents.items():
-            if parent in self._parents:
-                children.setdefault(parent, []).append(block_hash)
-            else:
-                stack.append(block_hash)
-        while stack:
-            block_hash = stack.pop()
-            yield block_hash
-            stack.extend(children.get(block_hash, ()))
-
-    def _signature(self, block_hash: int) -> _Signature:
-        return tuple((tier, held[block_hash]) for tier, held in self._counts.items() if block_hash in held)
-
-    def _common_signature(self) -> _Signature | None:
-        """Give what all blocks share in the plain case: one tier, one copy of each."""
-        tiers = [tier for tier, held in self._counts.items() if held]
-        if len(tiers) == 1 and max(self._counts[tiers[0]].values()) == 1:
-            return ((tiers[0], 1),)
-        return None
+        step = hashes_max * _HASH_BYTES
+        for held in self._tree.snapshot(_SLOT):
+            parent = held.parent
+            for start in range(0, len(held.hashes), step):
+                packed = PackedHashes(held.hashes[start : start + step])
+                yield BlockStored(
+                    block_hashes=packed, parent_block_hash=parent, block_size=self._block_size, tier=held.tier
+                )
+                parent = int.from_bytes(packed[-_HASH_BYTES:], "little")
 
     def check(self) -> None:
-        held = {block_hash for counts in self._counts.values() for block_hash in counts}
-        assert held == self._parents.keys(), "mirror: a parent is kept exactly for each block held"
-        assert all(n > 0 for counts in self._counts.values() for n in counts.values()), (
-            "mirror: counts are > 0"
-        )
+        self._tree.check()
 
 
 class EventPublisher:

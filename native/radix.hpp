@@ -1,0 +1,265 @@
+// Which workers hold which prefixes, in which tier, and how many copies of each block.
+//
+// The oracle is the Python twin in src/penstock/core/radix_twin.py: equal calls give equal answers.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "flat_map.hpp"
+
+namespace penstock {
+
+constexpr std::size_t kTiers = 4;
+constexpr std::uint32_t kCopiesMax = 4095; // of one block on one worker in one tier; further ones are not counted
+constexpr std::uint32_t kSlotsMax = 65'535;
+
+// Hashes in somebody else's memory: packed, or every other word of a (low, high) array; of any alignment.
+class HashView {
+  public:
+    HashView(const void* data, std::ptrdiff_t stride_bytes, std::size_t size)
+        : data_(static_cast<const std::byte*>(data)), stride_bytes_(stride_bytes), size_(size) {}
+
+    std::size_t size() const { return size_; }
+
+    std::uint64_t operator[](std::size_t index) const {
+        std::uint64_t hash;
+        std::memcpy(&hash, data_ + static_cast<std::ptrdiff_t>(index) * stride_bytes_, sizeof hash);
+        return hash;
+    }
+
+  private:
+    const std::byte* data_;
+    std::ptrdiff_t stride_bytes_;
+    std::size_t size_;
+};
+
+// One worker's copies of one block: the worker in the upper 16 bits, 12 bits for each tier below. Entries of a
+// block are kept in ascending order, which is that of the workers.
+class Holding {
+  public:
+    explicit Holding(std::uint64_t bits) : bits_(bits) {}
+    explicit Holding(std::uint32_t worker) : bits_(std::uint64_t{worker} << kWorkerShift) {}
+
+    std::uint64_t bits() const { return bits_; }
+    std::uint32_t worker() const { return static_cast<std::uint32_t>(bits_ >> kWorkerShift); }
+    bool has_copies() const { return bits_ << 16 != 0; }
+
+    std::uint32_t copies(std::size_t tier) const {
+        return static_cast<std::uint32_t>(bits_ >> tier * kCopyBits) & kCopiesMax;
+    }
+
+    // The nearest tier with a copy; there must be one.
+    std::size_t best_tier() const { return static_cast<std::size_t>(std::countr_zero(bits_)) / kCopyBits; }
+
+    Holding more(std::size_t tier) const {
+        return Holding(copies(tier) == kCopiesMax ? bits_ : bits_ + one_copy(tier));
+    }
+    Holding less(std::size_t tier) const { return Holding(bits_ - one_copy(tier)); }
+
+  private:
+    static constexpr std::size_t kWorkerShift = 48;
+    static constexpr std::size_t kCopyBits = 12;
+
+    static std::uint64_t one_copy(std::size_t tier) { return std::uint64_t{1} << tier * kCopyBits; }
+
+    std::uint64_t bits_;
+};
+
+using HoldersId = std::uint32_t;
+
+// Sets of holdings, each kept once however many blocks are held alike: along a chain they nearly always are.
+class HoldersTable {
+  public:
+    static constexpr HoldersId kNobody = 0;
+
+    HoldersTable() : sets_(1) {}
+
+    std::span<const std::uint64_t> entries(HoldersId id) const {
+        const Set& set = sets_[id];
+        return {set.size > 1 ? set.many.get() : &set.one, set.size};
+    }
+
+    std::size_t num_ids() const { return sets_.size(); }
+    std::size_t bytes() const;
+
+    // A worker's holding, without copies where it has none.
+    Holding find(HoldersId id, std::uint32_t worker) const;
+
+    bool contains(HoldersId id, std::uint32_t worker) const { return find(id, worker).has_copies(); }
+
+    // Give the set with this holding in place of the worker's present one; without copies, with none. The caller
+    // must `retain` it before it releases any other.
+    HoldersId with(HoldersId id, Holding holding);
+
+    void retain(HoldersId id) { ++sets_[id].references; }
+    void release(HoldersId id);
+
+    // Raise std::logic_error where the table contradicts itself or these counts of references.
+    void check(std::span<const std::uint32_t> references) const;
+
+  private:
+    struct Set {
+        std::uint64_t digest = 0; // the sum over the entries, so that one change gives the next digest
+        std::uint64_t one = 0;
+        std::unique_ptr<std::uint64_t[]> many;
+        std::uint32_t size = 0;
+        std::uint32_t references = 0;
+    };
+    struct Indexed {
+        HoldersId id = kNobody;
+        bool vacant() const { return id == kNobody; }
+    };
+
+    static std::uint64_t digest(Holding holding);
+
+    std::vector<Set> sets_; // the first is nobody's
+    std::vector<HoldersId> free_;
+    FlatMap<Indexed> by_digest_;
+    std::size_t entries_bytes_ = 0;
+    std::vector<std::uint64_t> scratch_;
+};
+
+struct RadixStats {
+    std::size_t nodes;
+    std::size_t pairs;
+    std::size_t evicted_pairs;
+    std::size_t unknown_removals;
+    std::size_t contradictions;
+    std::size_t bytes;
+};
+
+// Blocks of one worker, chained and held alike.
+struct Run {
+    std::optional<std::uint64_t> parent;
+    std::size_t end; // in the list of all runs' hashes
+    std::array<std::uint32_t, kTiers> copies;
+};
+
+// The tree itself. `match` may run in several threads at once; all else needs the tree alone.
+class RadixTree {
+  public:
+    // `clock_max` is for tests: stamps are renumbered when the clock arrives there.
+    RadixTree(std::size_t pairs_max, std::uint32_t num_slots, std::uint32_t clock_max = UINT32_MAX / 2);
+
+    std::uint32_t num_slots() const { return static_cast<std::uint32_t>(workers_.size()); }
+    std::size_t pairs_max() const { return pairs_max_; }
+    std::size_t held_blocks(std::uint32_t worker) const { return worker < workers_.size() ? workers_[worker].held : 0; }
+    RadixStats stats() const;
+
+    // Raises std::length_error past `kSlotsMax`.
+    void grow(std::uint32_t num_slots);
+
+    void store(std::uint32_t worker, HashView hashes, std::optional<std::uint64_t> parent, std::size_t tier);
+    void remove(std::uint32_t worker, HashView hashes, std::size_t tier);
+    void clear(std::uint32_t worker);
+
+    // Whether any block lies at best below the device: then `match` has tiers to tell of.
+    bool has_lower_tiers() const { return lower_pairs_ != 0; }
+
+    // Write each worker's depth into `depths`, which is zeroed, and the blocks by best tier into `tiers`, if any:
+    // (kTiers, depths.size()), zeroed. Workers beyond depths.size() are left out.
+    void match(HashView hashes, std::span<std::int32_t> depths, std::int32_t* tiers) const;
+
+    // What a worker holds, parents before children.
+    std::pair<std::vector<std::uint64_t>, std::vector<Run>> runs(std::uint32_t worker) const;
+
+    // Raise std::logic_error where the tree contradicts itself.
+    void check() const;
+
+  private:
+    using NodeId = std::uint32_t;
+    static constexpr NodeId kNone = UINT32_MAX;
+
+    // 28 bytes a node. One that nobody holds is kept while it is the parent of another: it has no parent itself.
+    struct Node {
+        std::uint32_t key_low;
+        std::uint32_t key_high;
+        NodeId parent;
+        NodeId first_child;
+        NodeId next; // among the parent's children
+        NodeId previous;
+        std::uint32_t stamp; // when it was stored or ended a match; 0 where nobody holds it
+
+        std::uint64_t key() const { return std::uint64_t{key_high} << 32 | key_low; }
+    };
+    struct Place {
+        NodeId node = kNone;
+        HoldersId holders = HoldersTable::kNobody;
+        bool vacant() const { return node == kNone; }
+    };
+    struct Worker {
+        std::uint32_t held = 0;
+        std::uint32_t holes = 0; // its blocks whose parent it does not hold
+        std::uint32_t lower = 0; // its blocks that are not on the device
+        bool contradicted = false; // what it holds was told with two parents: holes may be miscounted
+
+        bool irregular() const { return holes != 0 || contradicted; }
+    };
+    struct Leaf {
+        std::uint32_t stamp;
+        std::uint64_t key;
+        auto operator<=>(const Leaf&) const = default;
+    };
+    class Transition;
+    class Matching;
+
+    Node& node(NodeId id) { return chunks_[id / kChunkNodes][id % kChunkNodes]; }
+    const Node& node(NodeId id) const { return chunks_[id / kChunkNodes][id % kChunkNodes]; }
+    HoldersId holders_of(std::uint64_t key) const;
+    bool holds(std::uint32_t worker, NodeId id) const;
+    std::uint32_t held_children(std::uint32_t worker, NodeId id) const;
+
+    std::uint32_t tick();
+    void renumber_stamps();
+    NodeId new_node(std::uint64_t key);
+    NodeId find_or_add_node(std::uint64_t key);
+    void free_node(NodeId id);
+    void link(NodeId child, NodeId parent);
+    void unlink(NodeId child);
+    void forget(NodeId id);
+    void note_contradiction(std::uint32_t worker, HoldersId holders);
+    void add_pair(std::uint32_t worker, NodeId id, bool parent_held);
+    void drop_pair(std::uint32_t worker, NodeId id);
+    void count_lower(std::uint32_t worker, Holding before, Holding after);
+    void set_irregular(Worker& worker, std::uint32_t holes, bool contradicted);
+    void drop_empty_storage();
+
+    void evict();
+    std::uint64_t oldest_leaf();
+    void gather_leaves();
+    void push_leaf(NodeId id);
+
+    static constexpr std::size_t kChunkNodes = 4096;
+
+    std::size_t pairs_max_;
+    std::uint32_t clock_max_;
+    std::vector<Worker> workers_;
+    FlatMap<Place> places_;
+    HoldersTable holders_;
+    std::vector<std::unique_ptr<Node[]>> chunks_;
+    NodeId nodes_used_ = 0;
+    NodeId free_nodes_ = kNone; // chained by `next`
+    std::size_t nodes_held_ = 0;
+    std::size_t pairs_ = 0;
+    std::size_t lower_pairs_ = 0;
+    std::size_t irregular_workers_ = 0;
+    std::size_t evicted_pairs_ = 0;
+    std::size_t unknown_removals_ = 0;
+    std::size_t contradictions_ = 0;
+    mutable std::atomic<std::uint32_t> clock_ = 0;
+    std::vector<Leaf> leaves_; // a heap, youngest at the end: all leaves stamped up to `leaves_until_`, and stale ones
+    std::uint32_t leaves_until_ = 0;
+};
+
+}  // namespace penstock

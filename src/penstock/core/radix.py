@@ -1,0 +1,21 @@
+"""The prefix index: which workers hold which prefixes, in which tier.
+
+A router keeps one of all its workers; a worker keeps one with a single slot of what it holds itself.
+"""
+
+from typing import TYPE_CHECKING
+
+from penstock.core.native import native
+from penstock.core.radix_calls import Held, PrefixMatch, RadixCalls, RadixStats
+from penstock.core.radix_twin import RadixTreePython
+
+__all__ = ["Held", "PrefixMatch", "RadixStats", "RadixTree", "RadixTreePython"]
+
+if TYPE_CHECKING or native is None:
+    RadixTree = RadixTreePython
+else:
+
+    class RadixTree(RadixCalls, native.RadixTree):
+        """Does what its twin says."""
+
+        __doc__ = RadixTreePython.__doc__
