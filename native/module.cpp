@@ -165,6 +165,7 @@ void decode_attention(const Array<const Element, nb::ndim<3>>& query, const Arra
 }  // namespace
 
 NB_MODULE(_native, module) {
+    nb::set_leak_warnings(false); // a tree that Python still holds at its end is none
     module.def("block_hashes", &block_hashes, nb::arg("tokens").noconvert(), "block_size"_a, "first"_a, "extra"_a,
                "key"_a);
     module.attr("implementation") = penstock::implementations().front().name;
