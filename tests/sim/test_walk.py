@@ -191,7 +191,7 @@ class World:
             for view in views:
                 member = dispatcher._shared.fleet._members[view.worker_id]
                 resident = self.engines[view.name].pool.resident_hashes()
-                assert set(tree._held[member.slot]) == set(resident[:, 0].tolist())
+                assert set(tree.hashes_of(member.slot).tolist()) == set(resident[:, 0].tolist())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from penstock.core.hashing import DEFAULT_KEY, as_tokens, root_hash
 from penstock.core.types import Tier
-from penstock.core.wire import HashArray, PackedHashes, TokenArray
+from penstock.core.wire import HashArray, PackedHashes, TokenArray, unpack_hashes
 
 Hashes = HashArray | bytes
 """(n,) uint64, of any stride, or those packed."""
@@ -106,6 +106,10 @@ class RadixCalls:
                 for tier, count in zip(_TIERS, copies, strict=True):
                     for _ in range(count):
                         yield Held(slot, hashes, parent, tier)
+
+    def hashes_of(self: _Tree, worker: int) -> HashArray:
+        """Give the distinct blocks a worker is known to hold, parents before children."""
+        return unpack_hashes(b"".join(hashes for hashes, _, _ in self.runs(worker)))
 
     def stats(self: _Tree) -> RadixStats:
         return RadixStats._make(self.counts())

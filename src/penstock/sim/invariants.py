@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, PenstockError, Unavailable
 from penstock.core.ids import WorkerId
 from penstock.core.types import Delta, FinishReason, Request, Tier
-from penstock.core.wire import token_list, unpack_hashes
+from penstock.core.wire import token_list
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.member import Condition
@@ -65,7 +65,7 @@ def _check_dispatcher_at_rest(dispatcher: Dispatcher, truth: dict[str, dict[tupl
         assert reserved == (0, 0, 0), f"{view.name}: {reserved} is reserved for nobody"
         slot = shared.fleet.slot_of(WorkerId(view.worker_id))
         assert slot is not None, f"{view.name} has no slot"
-        held = {h for chain in shared.fleet.tree.snapshot(slot) for h in unpack_hashes(chain.hashes).tolist()}
+        held = set(shared.fleet.tree.hashes_of(slot).tolist())
         expected = {block_hash for block_hash, _ in truth[view.name]}
         assert held == expected, (
             f"{view.name}: {len(held - expected)} blocks are indexed that it does not hold, and "
