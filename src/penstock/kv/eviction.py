@@ -1,4 +1,4 @@
-"""Which cached block goes when a pool is out of free ones. A policy is one method."""
+"""Which cached block goes when a pool is out of free ones. A policy is one method; `testing.eviction` is its suite."""
 
 from collections.abc import Collection
 from itertools import islice

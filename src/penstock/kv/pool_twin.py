@@ -159,7 +159,12 @@ class PoolTwin:
         assert named == len(self._by_hash), f"{len(self._by_hash)} hashes name {named} blocks"
 
     def _evict(self, count: int) -> None:
-        for block_id in self._eviction.victims(self._idle, count):
+        victims = self._eviction.victims(self._idle.keys(), count)
+        if len(victims) != count or not self._idle.keys() >= set(victims) or len(set(victims)) != count:
+            raise AssertionError(
+                f"{type(self._eviction).__name__}.victims: must give {count} different candidates, got {victims}"
+            )
+        for block_id in victims:
             del self._idle[block_id]
             key = self._hash_of[block_id]
             assert key is not None

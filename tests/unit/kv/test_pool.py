@@ -194,3 +194,18 @@ def test_a_policy_of_your_own_chooses_the_victims():
     assert len(pool.match(old)) == 2
     assert pool.match(new) == []
     pool.check()
+
+
+@pytest.mark.parametrize("victims", [[], [3], [3, 3], [3, 0]])
+def test_a_policy_that_gives_other_blocks_is_told_so(victims):
+    class Wrong:
+        def victims(self, candidates, count):
+            return victims
+
+    pool = BlockPool(4, 4, eviction=Wrong())
+    held = pool.allocate(1)
+    fill(pool, chain(3))
+    with pytest.raises(AssertionError, match=r"Wrong.victims: must give 2 different candidates, got \["):
+        pool.allocate(2)
+    pool.check()
+    assert (pool.num_active, pool.num_cached) == (len(held), 3)
