@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.bench.curves import WORKLOADS, curves
 from penstock.bench.goodput import Search
 from penstock.bench.slower import slower_profile
-from penstock.bench.systems import SIMULATED
+from penstock.bench.systems import CALCULATED, SIMULATED
 from penstock.cli import main
 from penstock.graph import Slo, load
 from penstock.perf.placement import Demand, place_aggregated
@@ -100,9 +101,21 @@ def test_a_quick_run_reports_every_kind_of_figure(tmp_path: Path, capsys: pytest
     usd = figures["8b-h100_fast_aggregated_usd_per_million_tokens"]
     assert usd == pytest.approx(3.0 / 3600 / tokens_per_s * 1e6)
     assert figures["8b-h100_goodput_rps_per_gpu_x8"] > 0
-    curves = [name for name in report["samples"] if name.startswith("curve_8k_1k")]
-    assert len(curves) == 6
+    assert report["config"]["placements"]["8b-h100_fast_aggregated"] == "tp1 batch 75"
     assert "8b-h100 on 8" in capsys.readouterr().err
+
+
+def test_curves_fall_with_what_each_user_gets() -> None:
+    targets = (20, 100)
+    samples, placements = curves(targets)
+    assert samples.pop("curve_tokens_per_s_per_user") == [20.0, 100.0]
+    assert len(samples) == len(placements) == len(WORKLOADS) * len(CALCULATED)
+    for slow, fast in samples.values():
+        assert slow > fast > 0
+    per_gpu = {name: samples[f"curve_1k_1k_{name}_tokens_per_s_per_gpu"] for name in ("h200-host", "gb200")}
+    ratios = [wide / host for wide, host in zip(per_gpu["gb200"], per_gpu["h200-host"], strict=True)]
+    assert ratios[0] < 10
+    assert ratios[1] > 30, "what is claimed of racks holds where each user gets much"
 
 
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

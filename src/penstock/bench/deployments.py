@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from penstock.bench.curves import TTFT_S, USER_TOKENS_PER_S, curves, describe
 from penstock.bench.goodput import Goodput, Search
 from penstock.bench.report import Report
-from penstock.bench.systems import CALCULATED, SIMULATED, System
+from penstock.bench.systems import SIMULATED, System
 from penstock.core import log
 from penstock.core.errors import ConfigError
 from penstock.graph import Slo
@@ -19,7 +20,6 @@ from penstock.perf.placement import (
     Placement,
     place_aggregated,
     place_decode,
-    place_disaggregated,
     place_prefill,
 )
 from penstock.sim.workload import WorkloadConfig
@@ -31,9 +31,6 @@ _DEVICES_MIN = 4
 _SCALED = ("8b-h100", "70b-h100", "671b-h100")
 _SCALES = (8, 16, 32, 64)
 _SHARED_TOKENS, _PREFIX_GROUPS = 1024, 64
-_CURVES = {"1k_1k": (1024, 1024), "8k_1k": (8192, 1024)}
-_CURVE_TTFT_S = 5.0
-_USER_TOKENS_PER_S = (10, 20, 30, 40, 50, 60, 75, 90, 100, 110, 125, 150, 175)
 _QUICK = Search(precision=0.5, requests_min=60, requests_max=60)
 _QUICK_SYSTEMS = ("8b-h100", "671b-gb200")
 _HOUR_S = 3600.0
@@ -51,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         default="",
         metavar="PREFIX",
-        help="simulate only the systems whose name begins so, as 671b or 8b-h100",
+        help="simulate only the systems whose name begins so, as 671b (whose curves come with it) or 8b-h100",
     )
 
 
@@ -75,7 +72,10 @@ def run(options: argparse.Namespace) -> Report:
                 bench.simulate(system)
                 if system.name in _SCALED:
                     bench.scale(system, _SCALES[:1] if options.quick else _SCALES)
-    samples = _curves(_USER_TOKENS_PER_S[:: 4 if options.quick else 1])
+    samples: dict[str, list[float]] = {}
+    if any(system.shape.moe for system in SIMULATED if system.name in names):
+        samples, curve_placements = curves(USER_TOKENS_PER_S[:: 6 if options.quick else 1])
+        bench.placements.update(curve_placements)
     return Report(
         name="deployments",
         config={
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> Report:
             "slos": {name: slo.model_dump() for name, slo in _SLOS.items()},
             "shared_tokens_scaled": _SHARED_TOKENS,
             "prefix_groups_scaled": _PREFIX_GROUPS,
-            "curve_ttft_s": _CURVE_TTFT_S,
+            "curve_ttft_s": TTFT_S,
             "placements": bench.placements,
             "hardware": {
                 entry.name: {"watts": entry.watts, "usd_per_hour": entry.usd_per_hour, "source": entry.source}
@@ -103,7 +103,7 @@ class _Bench:
     scratch: Path
     search: Search
     figures: dict[str, float] = field(default_factory=dict)
-    placements: dict[str, str] = field(default_factory=dict)
+    placements: dict[str, str | list[str]] = field(default_factory=dict)
 
     def simulate(self, system: System) -> None:
         for name, slo in _SLOS.items():
@@ -152,10 +152,12 @@ class _Bench:
     ) -> Goodput:
         graph = system.graph(placement.parallel, batch=placement.batch, replicas=replicas, slo=slo)
         deployment = system.deploy(graph, placement.parallel, profiles=self.profiles, scratch=self.scratch)
-        return self.search.largest(deployment, workload, slo, 0.75 * replicas * placement.requests_per_s)
+        return self.search.largest(
+            deployment, workload, slo, system.likely * replicas * placement.requests_per_s
+        )
 
     def _note(self, key: str, system: System, placements: list[Placement], device_s: float) -> None:
-        self.placements[key] = "; ".join(map(_describe, placements))
+        self.placements[key] = "; ".join(map(describe, placements))
         tokens_per_s = _OUTPUT_TOKENS / device_s
         hardware = system.hardware
         self.figures[f"{key}_tokens_per_s_per_gpu"] = tokens_per_s
@@ -163,28 +165,6 @@ class _Bench:
         usd = 1e6 * hardware.usd_per_hour / _HOUR_S
         self.figures[f"{key}_usd_per_million_tokens"] = usd / tokens_per_s if tokens_per_s else math.inf
         _tell(f"{key}: {tokens_per_s:,.1f} tokens/s a GPU ({self.placements[key]})")
-
-
-def _curves(targets: tuple[int, ...]) -> dict[str, list[float]]:
-    """Calculate tokens per second and device over tokens per second and user; 0 where it cannot be reached."""
-    samples = {"curve_tokens_per_s_per_user": [float(target) for target in targets]}
-    for workload, (input_tokens, output_tokens) in _CURVES.items():
-        for system in CALCULATED:
-            choices = system.choices()
-            points = []
-            for target in targets:
-                demand = Demand(
-                    input_tokens=input_tokens,
-                    output_tokens=output_tokens,
-                    ttft_s=_CURVE_TTFT_S,
-                    itl_s=1 / target,
-                )
-                whole = place_aggregated(system.price, choices, demand)
-                apart = place_disaggregated(system.price, choices, demand)
-                costs = [found.device_s_per_request for found in (whole, apart) if found is not None]
-                points.append(output_tokens / min(costs) if costs else 0.0)
-            samples[f"curve_{workload}_{system.name}_tokens_per_s_per_gpu"] = points
-    return samples
 
 
 def _whole_requests(requests: int, rate_per_s: float) -> WorkloadConfig:
@@ -231,12 +211,6 @@ def _demand(slo: Slo) -> Demand:
 def _device_s(placement: Placement, found: Goodput, replicas: int) -> float:
     """Give the device seconds of a good request."""
     return placement.parallel.devices * replicas / found.good_per_s if found.good_per_s else math.inf
-
-
-def _describe(placement: Placement) -> str:
-    parallel = placement.parallel
-    parts = (("tp", parallel.tp), ("pp", parallel.pp), ("dp", parallel.dp), ("ep", parallel.ep))
-    return " ".join(f"{name}{degree}" for name, degree in parts if degree > 1) + f" batch {placement.batch}"
 
 
 def _tell(text: str) -> None:

@@ -17,7 +17,7 @@ _SEED = 0
 _LIFETIMES = (
     2.5  # the first third fills the deployment, the second is measured, the last keeps it full meanwhile
 )
-_STEP = 1.25
+_STEP = 1.15
 _FACTOR_MIN, _FACTOR_MAX = 0.02, 4.0
 """Between these times the estimate a rate is looked for."""
 

@@ -39,6 +39,11 @@ class System:
     """Above 1 with speculation; such a system is only calculated, not simulated."""
 
     @property
+    def likely(self) -> float:
+        """Share of what the placements promise that its engines are likely to keep."""
+        return 0.62 if self.table is None else 1.0
+
+    @property
     def shape(self) -> ModelShape:
         return find_shape(self.model)
 

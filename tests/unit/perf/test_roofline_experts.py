@@ -207,3 +207,52 @@ def test_a_checkpoint_in_mxfp4_has_it_in_its_experts() -> None:
 def test_what_cannot_be_spread(parallel: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine("gb200", **parallel)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "formats", "devices", "batch", "context", "published"),
+    [
+        # SGLang, 2025-05-05: 12 hosts of 8 H100, decode on 9 of them, 22,300 tokens/s a host, prompts of 2,000 tokens.
+        ("h100", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 72, 256, 2050, 22_300 / 8),
+        # DeepSeek, 2025-03: H800, EP 144, 14,800 tokens/s a host, 20 to 22 a user (so 88 users a GPU), context 4,989.
+        ("h100", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 144, 88, 4989, 14_800 / 8),
+        # SGLang, 2025-09-25: GB200 NVL72, decode on 48, attention in fp8 and experts in NVFP4, and as trained.
+        ("gb200", (Dtype.FP8, Dtype.NVFP4, Dtype.FP8), 48, 768, 2050, 13_386),
+        ("gb200", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 48, 768, 2050, 9_087),
+    ],
+)
+def test_published_decode_rates_are_of_the_order_found(
+    hardware: str,
+    formats: tuple[Dtype, Dtype, Dtype],
+    devices: int,
+    batch: int,
+    context: int,
+    published: float,
+) -> None:
+    """No factor was fitted to these. Batches are not published and assumed; DeepSeek's had speculation besides."""
+    weights, experts, kv = formats
+    model = Roofline(
+        R1, find_hardware(hardware), Parallel(dp=devices, ep=devices), weights, kv, expert_dtype=experts
+    )
+    rate = batch / model.decode_step_s(batch * devices, batch * devices * context)
+    assert 0.9 < rate / published < 1.7
+
+
+@pytest.mark.parametrize(
+    ("hardware", "formats", "devices", "published"),
+    [
+        ("h100", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 32, 52_300 / 8),
+        ("gb200", (Dtype.FP8, Dtype.NVFP4, Dtype.FP8), 8, 26_156),
+        ("gb200", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 8, 18_471),
+    ],
+)
+def test_published_prefill_rates_are_of_the_order_found(
+    hardware: str, formats: tuple[Dtype, Dtype, Dtype], devices: int, published: float
+) -> None:
+    """The same reports, prompts of 2,000 tokens, 16,000 tokens a GPU and step."""
+    weights, experts, kv = formats
+    model = Roofline(
+        R1, find_hardware(hardware), Parallel(dp=devices, ep=devices), weights, kv, expert_dtype=experts
+    )
+    rate = 8 * 2000 / model.prefill_batch_s([(2000, 0)] * 8 * devices)
+    assert 0.9 < rate / published < 1.7
