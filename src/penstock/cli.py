@@ -175,6 +175,7 @@ def _add_simulate(commands: Any) -> None:
         "simulate",
         help="play a workload on a simulated deployment",
         description="Play a workload on a simulated deployment: the real router and workers, on virtual time.",
+        epilog="Exit code: 0 simulated, 1 no request completed, 2 wrong input, 130 interrupted. See docs/simulation.md.",
     )
     parser.add_argument(
         "workload",
@@ -189,8 +190,12 @@ def _add_simulate(commands: Any) -> None:
         "--set", action="append", default=[], metavar="K=V", help="set a field of the graph, as for serve"
     )
     parser.add_argument("--policy", metavar="NAME", help="how a worker is chosen, such as kv or round-robin")
-    parser.add_argument("--slo-ttft", type=float, metavar="S", help="target for the first token")
-    parser.add_argument("--slo-itl", type=float, metavar="S", help="target for the time between tokens")
+    parser.add_argument(
+        "--slo-ttft", type=float, metavar="S", help="target for the time to the first token, in seconds"
+    )
+    parser.add_argument(
+        "--slo-itl", type=float, metavar="S", help="target for the mean time between tokens, in seconds"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default 0)")
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N of a trace")
     parser.add_argument("--speed", type=float, metavar="X", help="play a trace X times as fast")
@@ -202,7 +207,7 @@ def _add_simulate(commands: Any) -> None:
         type=float,
         default=0.0,
         metavar="R",
-        help="share of prompt tokens that requests have in common, for a trace without prefixes (default 0)",
+        help="share of prompt tokens that a large cache would find, for a trace without prefixes (default 0)",
     )
     parser.add_argument("--skip-bad", action="store_true", help="count lines that cannot be read, and go on")
     parser.add_argument(
@@ -216,7 +221,7 @@ def _add_simulate(commands: Any) -> None:
         action="store_true",
         help="take every step of every engine: far slower, to check results by",
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file, as JSON")
     parser.add_argument(
         "--html", type=Path, metavar="OUT", help="write the report with charts; it opens offline"
     )

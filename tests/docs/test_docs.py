@@ -12,6 +12,7 @@ import yaml
 from penstock import cli
 from penstock.bench.registry import BENCHES
 from penstock.graph import Graph
+from penstock.sim.workload import WorkloadConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -101,6 +102,21 @@ def test_every_flag_of_serve_is_in_the_configuration_page() -> None:
     assert [flag for flag in flags if f"`{flag}" not in page] == []
     for flag, (place, _, _) in cli._SERVE_FLAGS.items():
         assert re.search(rf"`{flag} .*\| .*`{place}`", page), flag
+
+
+def test_every_flag_of_simulate_is_in_the_simulation_page() -> None:
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    parser = cli._parser()._subparsers._group_actions[0].choices["simulate"]
+    flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
+    assert {flag for flag in flags if flag not in page} == set()
+
+
+def test_every_field_of_a_made_up_workload_is_in_the_simulation_page() -> None:
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    assert [name for name in WorkloadConfig.model_fields if f"\n{name}: " not in page] == []
+    for path in (ROOT / "examples" / "workloads").glob("*.yaml"):
+        assert path.read_text().split("\n", 2)[2] in page
+        WorkloadConfig.parse(yaml.safe_load(path.read_text()), source=path.name)
 
 
 def test_every_bench_is_in_the_benchmarks_page() -> None:

@@ -93,7 +93,7 @@ def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> 
         "--set frontend.port: expected ',' or ']', but got '<stream end>'"
     )
     assert complaint(capsys, "serve", "--demo", "--policy", "least_loaded") == (
-        "--policy: router.policy: unknown policy; did you mean 'least-loaded'?"
+        "--policy: router.policy: 'least_loaded' is unknown; did you mean 'least-loaded'?"
     )
     assert complaint(capsys, "serve", "--demo", "--set", "roles.aggregated.weight_dtype=fp8") == (
         "--set: roles.aggregated.weight_dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16' with engine 'paged',"

@@ -1,135 +1,322 @@
-"""Charts as SVG and the page around them, drawn here so that a report needs neither scripts nor a network."""
+"""Line charts as SVG, drawn here so that a report opens without a network; a script only adds what the pointer reads."""
 
 import html
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
-WIDTH, HEIGHT = 560, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 12, 34
-_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#65a30d")
+import numpy as np
+from numpy.typing import NDArray
+
+WIDTH, HEIGHT = 560, 250
+COLOURS = 8
+"""Lines that can be told apart."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 20, 30
 _TICKS = 5
-
-
-_DOT_RADIUS = 2.6
-
-_STYLE = """
-:root{color-scheme:light dark;--fg:#1f2937;--bg:#fff;--line:#e5e7eb;--soft:#6b7280}
-@media(prefers-color-scheme:dark){:root{--fg:#e5e7eb;--bg:#111827;--line:#374151;--soft:#9ca3af}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);max-width:1180px;margin:2rem auto;padding:0 1rem}
-main{display:grid;grid-template-columns:repeat(auto-fit,minmax(460px,1fr));gap:1rem 2rem}
-figure{margin:0}figcaption{font-weight:600}svg{width:100%}svg text{font-size:11px;fill:var(--soft)}
-.grid{stroke:var(--line)}.mark{stroke:var(--soft);stroke-dasharray:4 3}polyline{stroke-width:1.5}
-.legend{margin:0;font-size:12px;color:var(--soft)}.legend span{margin-right:1em}
-.legend i{display:inline-block;width:10px;height:10px;margin-right:4px;border-radius:2px}
-table{border-collapse:collapse;margin:1rem 0 2rem}td{padding:2px 16px 2px 0;border-bottom:1px solid var(--line)}
-td+td{text-align:right;font-variant-numeric:tabular-nums}
-"""
+_LOG_TICKS_MAX = 7
+_DOT_RADIUS = 3
+_MINUTES_FROM_S, _HOURS_FROM_S, _DAYS_FROM_S = 300, 3 * 3600, 3 * 86_400
+Points = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points from left to right, of a line's colour where they share its name; `dots` leaves them unconnected."""
+    """One value for each of the chart's `xs`; NaN where there is none."""
 
     name: str
-    xs: Sequence[float]
-    ys: Sequence[float]
-    dots: bool = False
+    ys: Points
+    colour: int = 0
 
-    def to_svg(self, scale: "_Scale", colour: str) -> str:
-        title = f"<title>{html.escape(self.name)}</title>"
-        places = [(scale.x(x), scale.y(y)) for x, y in zip(self.xs, self.ys, strict=True)]
-        if self.dots:
-            circles = "".join(f'<circle cx="{x}" cy="{y}" r="{_DOT_RADIUS}"/>' for x, y in places)
-            return f'<g fill="{colour}">{title}{circles}</g>'
-        points = " ".join(f"{x},{y}" for x, y in places)
-        return f'<polyline fill="none" stroke="{colour}" points="{points}">{title}</polyline>'
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """What lies between two lines."""
+
+    name: str
+    low: Points
+    high: Points
+
+
+@dataclass(frozen=True, slots=True)
+class Dots:
+    """Points that nothing connects, in the colour of the line that they belong to."""
+
+    xs: Points
+    ys: Points
+    colour: int = 0
+
+
+class XAxis(StrEnum):
+    """What a chart's xs are: seconds from 0, seconds on a logarithmic axis, or other numbers from 0."""
+
+    TIME = "time"
+    LOG_TIME = "log_time"
+    PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What one figure shows. `mark_x` draws a vertical line, as for a target."""
+    """What one figure shows.
+
+    title:  what it is of
+    note:   of whom, and in which unit
+    xs:     of the lines and bands, rising; `x_axis` says what they are
+    unit:   of the lines, put behind each value; "%" shows shares of one, "requests" whole numbers
+    mark_s: where on the x axis a target is
+    x_max, y_max: the axes reach at least so far
+    """
 
     title: str
-    x_label: str
+    note: str
+    xs: Points
     lines: Sequence[Line]
-    y_max: float | None = None
-    mark_x: float | None = None
+    bands: Sequence[Band] = ()
+    unit: str = ""
+    dots: Sequence[Dots] = ()
+    x_axis: XAxis = XAxis.TIME
+    mark_s: float | None = None
+    x_max: float = 0.0
+    y_max: float = 0.0
+
+    @property
+    def highest(self) -> float:
+        """The most that any line or band reaches, and `y_max` at least."""
+        drawn = [line.ys for line in self.lines]
+        drawn += [band.high for band in self.bands]
+        drawn += [dots.ys for dots in self.dots]
+        ys = np.concatenate([*drawn, [self.y_max]])
+        return float(np.nanmax(ys))
 
     def to_svg(self) -> str:
         """Draw it."""
-        xs = [x for line in self.lines for x in line.xs]
-        ys = [y for line in self.lines for y in line.ys]
-        x_ticks = _ticks(max([*xs, self.mark_x or 0.0], default=0.0))
-        y_ticks = _ticks(self.y_max if self.y_max is not None else max(ys, default=0.0))
-        scale = _Scale(x_ticks[-1], y_ticks[-1])
-        parts = [
-            f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(self.title)}">'
+        x_axis = self._x_axis()
+        y_axis = self._y_axis()
+        label = html.escape(f"{self.title}, {self.note}")
+        drawn = [
+            f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">',
+            *_grid(x_axis, y_axis),
+            *(self._mark(x_axis)),
+            *(_area(x_axis, y_axis, self.xs, band, number) for number, band in enumerate(self.bands)),
+            *(_curve(x_axis, y_axis, self.xs, line) for line in self.lines),
+            *(_circles(x_axis, y_axis, dots) for dots in self.dots),
+            '<line class="cursor"/></svg>',
         ]
-        for tick in y_ticks:
-            y = scale.y(tick)
-            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{_short(tick)}</text>')
-        parts += [
-            f'<text x="{scale.x(tick)}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{_short(tick)}</text>'
-            for tick in x_ticks
-        ]
-        parts.append(
-            f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(self.x_label)}</text>'
-        )
-        if self.mark_x is not None:
-            x = scale.x(self.mark_x)
-            parts.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
-        names = list(dict.fromkeys(line.name for line in self.lines))
-        colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
-        parts += [line.to_svg(scale, colours[line.name]) for line in self.lines]
-        parts.append("</svg>")
         legend = "".join(
-            f'<span><i style="background:{colour}"></i>{html.escape(name)}</span>'
-            for name, colour in colours.items()
+            f'<span class="{kind}{index}"><i></i>{html.escape(name)}</span>'
+            for kind, index, name in self._names()
         )
-        return f'<figure><figcaption>{html.escape(self.title)}</figcaption>{"".join(parts)}<p class="legend">{legend}</p></figure>'
+        return (
+            f'<figure data-chart="{html.escape(self._read_out(x_axis))}">'
+            f"<figcaption>{html.escape(self.title)} <small>{html.escape(self.note)}</small></figcaption>"
+            f'{"".join(drawn)}<p class="legend">{legend}</p></figure>'
+        )
+
+    def _names(self) -> list[tuple[str, int, str]]:
+        lines = [("c", line.colour, line.name) for line in self.lines]
+        if len(lines) == 1 and not self.bands:
+            return []  # the page says whose it is
+        return lines + [("b", number, band.name) for number, band in enumerate(self.bands)]
+
+    def _x_axis(self) -> "_Axis":
+        ends = [end for xs in (self.xs, *(dots.xs for dots in self.dots)) for end in (xs[:1], xs[-1:])]
+        reached: list[float] = np.concatenate(ends).tolist()
+        if self.mark_s is not None:
+            reached.append(self.mark_s)
+        highest = max([*reached, self.x_max])
+        if self.x_axis is XAxis.LOG_TIME:
+            return _log_axis([x for x in reached if x > 0])
+        if self.x_axis is XAxis.PLAIN:
+            ticks = _ticks(highest)
+            return _Axis(0.0, ticks[-1], _ALONG, ticks, [_short(tick, ticks[-1]) for tick in ticks])
+        return _time_axis(highest)
+
+    def _y_axis(self) -> "_Axis":
+        scale = 100.0 if self.unit == "%" else 1.0
+        ticks = _ticks(self.highest * scale, is_whole=self.unit == "requests")
+        low_px, high_px = HEIGHT - _BOTTOM, _TOP
+        labels = [_short(tick, ticks[-1]) + ("%" if self.unit == "%" else "") for tick in ticks]
+        return _Axis(0.0, ticks[-1] / scale, (low_px, high_px), [tick / scale for tick in ticks], labels)
+
+    def _mark(self, axis: "_Axis") -> list[str]:
+        if self.mark_s is None:
+            return []
+        x = axis.px(self.mark_s)
+        anchor = "end" if x > WIDTH - 90 else "start"
+        at = x - 4 if anchor == "end" else x + 4
+        return [
+            f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>',
+            f'<text class="mark" x="{at}" y="{_TOP - 6}" text-anchor="{anchor}">target {say_s(self.mark_s)}</text>',
+        ]
+
+    def _read_out(self, x_axis: "_Axis") -> str:
+        """Give what the page's script shows beside the pointer, as JSON."""
+        scale = 100.0 if self.unit == "%" else 1.0
+        rows: list[tuple[str, str, Points]] = [(f"c{line.colour}", line.name, line.ys) for line in self.lines]
+        for number, band in enumerate(self.bands):
+            rows += [
+                (f"b{number}", f"{band.name}, to", band.high),
+                (f"b{number}", f"{band.name}, from", band.low),
+            ]
+        return json.dumps(
+            {
+                "x": [x_axis.px(x) for x in self.xs],
+                "at": [f"{x:,.4g}" if self.x_axis is XAxis.PLAIN else say_s(x) for x in self.xs],
+                "unit": self.unit,
+                "top": _TOP,
+                "bottom": HEIGHT - _BOTTOM,
+                "rows": [[colour, name, [_rounded(y * scale) for y in ys]] for colour, name, ys in rows],
+            },
+            separators=(",", ":"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Scale:
-    x_max: float
-    y_max: float
+class _Axis:
+    low: float
+    high: float
+    ends_px: tuple[float, float]
+    ticks: list[float]
+    labels: list[str]
+    is_log: bool = False
 
-    def x(self, value: float) -> float:
-        return round(_LEFT + (WIDTH - _LEFT - _RIGHT) * min(value / self.x_max, 1.0), 1)
+    def px(self, value: float) -> float:
+        if self.is_log:
+            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        start, end = self.ends_px
+        return round(start + (end - start) * min(max(share, 0.0), 1.0), 1)
 
-    def y(self, value: float) -> float:
-        return round(HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * min(value / self.y_max, 1.0), 1)
+
+_ALONG = (_LEFT, WIDTH - _RIGHT)
 
 
-def _ticks(highest: float) -> list[float]:
+def _time_axis(longest_s: float) -> _Axis:
+    unit_s, unit = next(
+        (pair for least_s, pair in _UNITS if longest_s >= least_s),
+        (1.0, "s"),
+    )
+    ticks = _ticks(longest_s / unit_s)
+    labels = [f"{_short(tick)} {unit}" if tick == ticks[-1] else _short(tick) for tick in ticks]
+    high = max(longest_s, ticks[1] * unit_s) if longest_s > 0 else unit_s
+    shown = [
+        (tick * unit_s, label) for tick, label in zip(ticks, labels, strict=True) if tick * unit_s <= high
+    ]
+    shown[-1] = (shown[-1][0], f"{_short(shown[-1][0] / unit_s)} {unit}")
+    return _Axis(0.0, high, _ALONG, [at for at, _ in shown], [label for _, label in shown])
+
+
+_UNITS = (
+    (_DAYS_FROM_S, (86_400.0, "d")),
+    (_HOURS_FROM_S, (3600.0, "h")),
+    (_MINUTES_FROM_S, (60.0, "min")),
+)
+
+
+def _log_axis(reached: list[float]) -> _Axis:
+    low, high = min(reached, default=0.01), max(reached, default=1.0)
+    if high < low * 2:
+        low, high = low / 1.5, high * 1.5
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors, stride in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 4)):
+        ticks = [
+            f * 10.0**d
+            for d in decades[::stride]
+            for f in factors
+            if low <= f * 10.0**d * 1.0001 <= high * 1.0002
+        ]
+        if len(ticks) <= _LOG_TICKS_MAX:
+            break
+    return _Axis(low, high, _ALONG, ticks, [say_s(tick) for tick in ticks], is_log=True)
+
+
+def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    drawn = []
+    for tick, label in zip(y_axis.ticks, y_axis.labels, strict=True):
+        y = y_axis.px(tick)
+        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        drawn.append(f'<text x="{_LEFT - 7}" y="{y + 4}" text-anchor="end">{label}</text>')
+    bottom = HEIGHT - _BOTTOM
+    for tick, label in zip(x_axis.ticks, x_axis.labels, strict=True):
+        x = x_axis.px(tick)
+        anchor = "end" if x > WIDTH - _RIGHT - 16 else "middle"
+        drawn.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
+        drawn.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="{anchor}">{label}</text>')
+    return drawn
+
+
+def _curve(x_axis: _Axis, y_axis: _Axis, xs: Points, line: Line) -> str:
+    path = "".join(
+        ("M" if begins else "L") + f"{x_axis.px(x)},{y_axis.px(y)}" for begins, x, y in _pieces(xs, line.ys)
+    )
+    return f'<path class="line c{line.colour}" d="{path}"/>'
+
+
+def _circles(x_axis: _Axis, y_axis: _Axis, dots: Dots) -> str:
+    places = [(x_axis.px(x), y_axis.px(y)) for x, y in zip(dots.xs, dots.ys, strict=True)]
+    circles = "".join(f'<circle cx="{x}" cy="{y}" r="{_DOT_RADIUS}"/>' for x, y in places)
+    return f'<g class="dots c{dots.colour}">{circles}</g>'
+
+
+def _area(x_axis: _Axis, y_axis: _Axis, xs: Points, band: Band, number: int) -> str:
+    known = np.isfinite(band.low) & np.isfinite(band.high)
+    there = [f"{x_axis.px(x)},{y_axis.px(y)}" for x, y in zip(xs[known], band.high[known], strict=True)]
+    back = [
+        f"{x_axis.px(x)},{y_axis.px(y)}" for x, y in zip(xs[known][::-1], band.low[known][::-1], strict=True)
+    ]
+    path = f"M{'L'.join(there + back)}Z" if there else ""
+    return f'<path class="band b{number}" d="{path}"/>'
+
+
+def _pieces(xs: Points, ys: Points) -> list[tuple[bool, float, float]]:
+    """Give the points that are there, and of each whether it is the first after a gap."""
+    found = []
+    is_gap = True
+    for x, y in zip(xs.tolist(), ys.tolist(), strict=True):
+        if math.isfinite(y):
+            found.append((is_gap, x, y))
+        is_gap = not math.isfinite(y)
+    return found
+
+
+def same_scale(charts: Sequence[Chart]) -> list[Chart]:
+    """Give charts of the same thing axes of equal length, so that they can be compared by eye."""
+    x_max = max(float(chart.xs[-1]) if len(chart.xs) else 0.0 for chart in charts)
+    y_max = max(chart.highest for chart in charts)
+    return [replace(chart, x_max=x_max, y_max=y_max) for chart in charts]
+
+
+def say_s(value: float) -> str:
+    """Word a time as people do."""
+    if 0 < value < 1e-3:
+        return f"{value * 1e6:.3g} µs"
+    if 0 < value < 1:
+        return f"{value * 1e3:.3g} ms"
+    for least_s, (unit_s, unit) in _UNITS:
+        if value >= least_s:
+            return f"{value / unit_s:.3g} {unit}"
+    return f"{value:.3g} s"
+
+
+def _ticks(highest: float, *, is_whole: bool = False) -> list[float]:
     """Give round numbers from 0 to at least `highest`."""
     if highest <= 0:
         return [0.0, 1.0]
-    step = highest / _TICKS
-    power = 10 ** math.floor(math.log10(step))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= step * 0.999)
+    step = max(highest / _TICKS, 1.0 if is_whole else 0.0)
+    power = 10.0 ** math.floor(math.log10(step))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step * 0.999)
     return [step * number for number in range(math.ceil(highest / step * 0.999) + 1)]
 
 
-def _short(value: float) -> str:
+def _short(value: float, largest: float = 0.0) -> str:
+    """Word a tick; those of one axis alike, by its largest."""
+    for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if max(value, largest) >= least and value:
+            return f"{value / size:.4g}{letter}"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def make_html(
-    heading: str, charts: Sequence[Chart], tables: Sequence[tuple[str, Sequence[Sequence[str]]]]
-) -> str:
-    """Write a page that stands alone: the charts side by side, then tables of (heading, rows of cells)."""
-    title = html.escape(heading)
-    below = "".join(f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in tables)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
-        f"<h1>{title}</h1><main>{''.join(chart.to_svg() for chart in charts)}</main>{below}</body></html>\n"
-    )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None

@@ -8,70 +8,129 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
+from penstock.sim.charts import say_s
 from penstock.sim.deployment import Deployment, plan_deployment
+from penstock.sim.figures import Run
 from penstock.sim.page import make_page
-from penstock.sim.report import make_report, rows
+from penstock.sim.report import make_report
 from penstock.sim.simulate import OnProgress, simulate
+from penstock.sim.summary import summarize
 from penstock.sim.trace import read_trace
 from penstock.sim.workload import Session, WorkloadConfig, make_sessions, rescaled, trace_sessions
 
 _SAMPLES = 300
-_SPEC_SUFFIXES = {".yaml", ".yml", ".json"}
+_SPEC_SUFFIXES = {".yaml", ".yml"}
+_ONLY_WITH_TRACE = {"speed": None, "rate": None, "requests": None, "hit_ratio": 0.0, "skip_bad": False}
+"""Flag: what it is where it was not given."""
+
+EXIT_NOTHING_COMPLETED = 1
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Simulate, print the table, write the JSON.
+    """Simulate, print the table, write the JSON and the page; returns the exit code.
 
     Raises:
-        ConfigError: a file or flag is wrong, or the workload cannot fit.
+        ConfigError: a file or flag is wrong, or the workload cannot fit; found before anything is simulated.
+        PenstockError: a report could not be written after all.
     """
-    for flag, path in (("--json", options.json), ("--html", options.html)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(f"{flag}: {path}: expected a file in a directory that exists")
     if bool(options.graph) == bool(options.compare):
         raise ConfigError("--graph or --compare: give one of them, the deployments to simulate")
-    if options.compare and options.html:
-        raise ConfigError("--html: only with --graph; a page shows one deployment")
-    graphs = [_load_graph(path, options) for path in options.compare or [options.graph]]
-    deployments = [
-        plan_deployment(
+    if options.seed < 0:
+        raise ConfigError(f"--seed: must be >= 0, got {options.seed}")
+    paths = options.compare or [options.graph]
+    graphs = {name: _load_graph(path, options) for name, path in _named(paths).items()}
+    deployments = {
+        name: plan_deployment(
             graph, beside=Path(path).parent, engine_profile=options.engine_profile, exact=options.exact
         )
-        for graph, path in zip(graphs, options.compare or [options.graph], strict=True)
-    ]
-    sessions, skipped = _load_sessions(options)
+        for (name, graph), path in zip(graphs.items(), paths, strict=True)
+    }
+    for deployment in deployments.values():
+        _check_replicas(deployment)
+    sessions = _load_sessions(options, block_size=max(graph.block_size for graph in graphs.values()))
     longest_tokens = max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns)
-    for deployment in deployments:
+    for deployment in deployments.values():
         deployment.check_fits(longest_tokens)
-    if skipped:
-        _tell(f"{skipped} lines were passed over (--skip-bad)")
-    names = [Path(path).stem for path in options.compare] or [graphs[0].name]
-    if len(set(names)) < len(names):
-        names = options.compare
-    reports = {}
-    for name, deployment in zip(names, deployments, strict=True):
-        reports[name] = _play(name, deployment, sessions, options)
-    _print_table(f"{Path(options.workload).name} on {', '.join(names)}", reports)
+    _check_outputs(options, [options.workload, *paths])
+    runs = [_play(name, deployment, sessions, options) for name, deployment in deployments.items()]
+    workload = Path(options.workload).name
+    _print_table(f"{workload} on {', '.join(deployments)}", runs)
     if options.json is not None:
-        content = reports if options.compare else reports[names[0]]
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return 0
+        content = {run.name: run.report for run in runs} if options.compare else runs[0].report
+        _write("--json", options.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    if options.html is not None:
+        _write("--html", options.html, make_page(workload, runs))
+    return 0 if all(run.report["completed"] for run in runs) else EXIT_NOTHING_COMPLETED
 
 
-def _play(
-    name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace
-) -> dict[str, Any]:
+def _named(paths: list[str]) -> dict[str, str]:
+    """Name deployments by their files, as shortly as tells them apart."""
+    for name in (lambda path: Path(path).stem, str):
+        named = {name(path): path for path in paths}
+        if len(named) == len(paths):
+            return named
+    twice = next(path for path in paths if paths.count(path) > 1)
+    raise ConfigError(f"--compare: {twice} is given twice; give each deployment once")
+
+
+def _check_replicas(deployment: Deployment) -> None:
+    most = deployment.graph.router.workers_max
+    if deployment.role.replicas > most:
+        raise ConfigError(
+            f"roles.aggregated.replicas: {deployment.role.replicas:,} workers, but a router knows at most"
+            f" {most:,} (router.workers_max); lower one or raise the other"
+        )
+
+
+def _check_outputs(options: argparse.Namespace, inputs: list[str]) -> None:
+    """See now that the reports can be written, and not at the end of a long run."""
+    taken = {Path(path).resolve(): f"is read as {path}" for path in inputs}
+    for flag, path in (("--json", options.json), ("--html", options.html)):
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(f"{flag}: {path}: expected a file in a directory that exists")
+        if path.resolve() in taken:
+            raise ConfigError(
+                f"{flag}: {path}: would be overwritten: it {taken[path.resolve()]}; give another"
+            )
+        taken[path.resolve()] = f"is written by {flag}"
+        existed = path.exists()
+        try:
+            path.open("a").close()
+            if not existed:
+                path.unlink()
+        except OSError as error:
+            raise ConfigError(f"{flag}: {path}: cannot be written: {error.strerror or error}") from error
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PenstockError(f"{flag}: {path}: cannot be written: {error.strerror or error}") from error
+
+
+def _play(name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace) -> Run:
     started_s = perf_counter()
-    with _progress(sum(len(session.turns) for session in sessions)) as on_progress:
+    with _progress(name, sum(len(session.turns) for session in sessions)) as on_progress:
         recording = simulate(
             deployment,
             sessions,
@@ -79,26 +138,37 @@ def _play(
             on_progress=on_progress,
             sample_interval_s=_sample_interval_s(sessions) if options.html is not None else None,
         )
-    slo = deployment.graph.slo
-    report = make_report(recording, deployment, slo, wall_s=perf_counter() - started_s)
+    report = make_report(recording, deployment, deployment.graph.slo, wall_s=perf_counter() - started_s)
     for code, text in recording.example.items():
-        _tell(f"{name}: {recording.failures[code]} requests failed with {code}, the first with: {text}")
-    if options.html is not None:
-        title = f"{Path(options.workload).name} on {name}"
-        options.html.write_text(make_page(title, report, recording, slo), encoding="utf-8")
-    return report
+        _tell(f"{name}: {recording.failures[code]:,} requests failed with {code}, the first with: {text}")
+    return Run(name, deployment, recording, report)
 
 
-def _print_table(title: str, reports: dict[str, dict[str, Any]]) -> None:
-    table = Table(title=title, show_header=len(reports) > 1)
+def _print_table(title: str, runs: list[Run]) -> None:
+    is_compared = len(runs) > 1
+    table = Table(
+        title=title, show_header=is_compared, caption="* best; % against the first" if is_compared else None
+    )
     table.add_column("")
-    columns = []
-    for name, report in reports.items():
-        table.add_column(name, justify="right")
-        columns.append(rows(report))
-    for row in zip(*columns, strict=True):
-        table.add_row(row[0][0], *(value for _, value in row))
-    Console().print(table)
+    table.add_column("", style="dim")
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    rows = summarize([run.report for run in runs])
+    widths = [max(len(row.cells[column].difference) for row in rows) for column in range(len(runs))]
+    for row in rows:
+        cells = (
+            f"{cell.value} {cell.difference:>{width}}{' *' if cell.is_best else '  '}"
+            if is_compared
+            else cell.value
+            for cell, width in zip(row.cells, widths, strict=True)
+        )
+        table.add_row(
+            row.name, row.unit, *(Text(cell, style="bold" if "*" in cell else "") for cell in cells)
+        )
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, Measurement.get(console, console.options, table).maximum)
+    console.print(table)
 
 
 def _sample_interval_s(sessions: list[Session]) -> float:
@@ -122,28 +192,31 @@ def _load_graph(path: str, options: argparse.Namespace) -> Graph:
     return load(path, overrides)
 
 
-def _load_sessions(options: argparse.Namespace) -> tuple[list[Session], int]:
-    """Read or make the workload up; also says how many lines were passed over."""
+def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[Session]:
+    """Read or make the workload up; says how many lines were passed over."""
     path = Path(options.workload)
     if path.suffix in _SPEC_SUFFIXES:
-        return _made_up(path, options), 0
+        return _made_up(path, options)
+    if options.requests is not None and options.requests < 1:
+        raise ConfigError(f"--requests: must be >= 1, got {options.requests}")
     bad: list[ConfigError] = []
-    trace = rescaled(
-        read_trace(path, on_bad=bad.append if options.skip_bad else None),
-        speed=1.0 if options.speed is None else options.speed,
-        rate_per_s=options.rate,
-    )
-    if options.requests is not None:
-        if options.requests < 1:
-            raise ConfigError(f"--requests: must be >= 1, got {options.requests}")
-        trace = trace[: options.requests]
-    return list(trace_sessions(trace, seed=options.seed, hit_ratio=options.hit_ratio)), len(bad)
+    trace = read_trace(path, on_bad=bad.append if options.skip_bad else None)
+    if bad:
+        _tell(f"{len(bad):,} lines were passed over (--skip-bad), the first: {bad[0].message}")
+    trace = rescaled(trace[: options.requests], speed=options.speed, rate_per_s=options.rate)
+    if options.hit_ratio and all(row.prefix_ids for row in trace):
+        raise ConfigError(
+            f"--hit-ratio: only with a trace without prefixes; {path} names those of its requests"
+        )
+    return list(trace_sessions(trace, seed=options.seed, hit_ratio=options.hit_ratio, block_size=block_size))
 
 
 def _made_up(path: Path, options: argparse.Namespace) -> list[Session]:
-    for flag in ("speed", "rate", "requests"):
-        if getattr(options, flag) is not None:
-            raise ConfigError(f"--{flag}: only with a trace; set it in {path}")
+    for name, otherwise in _ONLY_WITH_TRACE.items():
+        if getattr(options, name) != otherwise:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: only with a trace; {path} describes a workload itself"
+            )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -153,17 +226,20 @@ def _made_up(path: Path, options: argparse.Namespace) -> list[Session]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[OnProgress | None]:
+def _progress(name: str, total: int) -> Iterator[OnProgress | None]:
     """Show a bar on a terminal, and nothing elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("simulating", total=total)
+        task = bar.add_task(name, total=total)
 
         def on_progress(ended: int, virtual_s: float) -> None:
-            bar.update(task, completed=ended, description=f"simulated {virtual_s:,.0f} s")
+            bar.update(task, completed=ended, description=f"{name}: simulated {say_s(virtual_s)}")
 
         yield on_progress

@@ -1,95 +1,78 @@
-"""A simulation's report as one HTML file that needs nothing else: no script, no network."""
+"""A simulation's report as one HTML file, of one deployment or of several side by side."""
 
-from typing import Any
+import html
+from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
+from penstock.sim.charts import same_scale, say_s
+from penstock.sim.document import chart_grid, make_document
+from penstock.sim.figures import Run, overall_charts, total_charts, worker_charts
+from penstock.sim.summary import Row, summarize
 
-from penstock.core.types import WorkerLoad
-from penstock.graph import Slo
-from penstock.sim.charts import Chart, Line, make_html
-from penstock.sim.report import is_good, latencies_s, rows
-from penstock.sim.simulate import Recording, Samples
-
-_LINES_MAX = 8
-_POINTS = 200
-_WINDOWS = 60
+_TILES = ("TTFT, p50", "TTFT, p99", "ITL, p50", "goodput", "output", "KV hit ratio", "energy", "cost")
+_PAIR_WIDTH_PX = 380
 
 
-def make_page(title: str, report: dict[str, Any], recording: Recording, slo: Slo | None) -> str:
+def make_page(workload: str, runs: Sequence[Run]) -> str:
     """Write the page.
 
     Args:
-        title: what was played on what.
-        report: as `make_report` gives it.
-        recording: with samples.
-        slo: its targets are marked, None for no goodput.
+        workload: what was played.
+        runs: on what; several are put side by side.
     """
-    assert recording.samples is not None, "recorded with a sample interval"
-    charts = [*_over_time(recording.samples), *_distributions(recording, slo), *_goodput(recording, slo)]
-    return make_html(title, charts, [("In numbers", rows(report))])
+    rows = summarize([run.report for run in runs])
+    body = _one(runs[0], rows) if len(runs) == 1 else _several(runs, rows)
+    return make_document(f"{workload} on {', '.join(run.name for run in runs)}", body)
 
 
-def _over_time(samples: Samples) -> list[Chart]:
-    """Show each worker where they are few, and the least, mean and most of them where they are many."""
-
-    def chart(title: str, column: Any, y_max: float | None = None) -> Chart:
-        values = {name: [column(load) for load in loads] for name, loads in samples.loads.items()}
-        if len(values) > _LINES_MAX:
-            table = np.array(list(values.values()))
-            values = {"least": list(table.min(0)), "mean": list(table.mean(0)), "most": list(table.max(0))}
-        lines = [Line(name, samples.at_s, ys) for name, ys in values.items()]
-        return Chart(title, "seconds", lines, y_max=y_max)
-
-    return [
-        chart("Requests waiting", lambda load: load.waiting_requests),
-        chart("Requests running", lambda load: load.running_requests),
-        chart("KV blocks in use", lambda load: load.active_blocks / load.total_blocks, y_max=1.0),
-        _hit_ratio(samples),
-    ]
-
-
-def _hit_ratio(samples: Samples) -> Chart:
-    def total(column: Any) -> NDArray[np.int64]:
-        loads: list[list[WorkerLoad]] = list(samples.loads.values())
-        return np.array([sum(column(worker[i]) for worker in loads) for i in range(len(samples.at_s))])
-
-    hits = np.diff(total(lambda load: load.prefix_hit_tokens), prepend=0)
-    computed = np.diff(total(lambda load: load.prefilled_tokens), prepend=0)
-    ratio = hits / np.maximum(hits + computed, 1)
-    return Chart(
-        "Prompt tokens found in the cache", "seconds", [Line("share", samples.at_s, list(ratio))], y_max=1.0
+def _one(run: Run, rows: list[Row]) -> str:
+    tiles = "".join(
+        f'<div class="tile"><small>{row.name}</small><b>{row.cells[0].value}</b> {row.unit}</div>'
+        for row in rows
+        if row.name in _TILES
+    )
+    return (
+        f'<p class="about">{_about(run)}</p><div class="tiles">{tiles}</div>'
+        f"<h2>Workers over time</h2>{chart_grid(worker_charts(run))}"
+        f"<h2>What users see</h2>{chart_grid(overall_charts([run]))}"
+        f"<h2>In numbers</h2>{_table(rows, [])}"
     )
 
 
-def _distributions(recording: Recording, slo: Slo | None) -> list[Chart]:
-    ttft_s, itl_s, _ = latencies_s(recording)
-    shares = np.linspace(0, 1, _POINTS)
-    charts = []
-    for title, values, target in (
-        ("Time to first token", ttft_s, None if slo is None else slo.ttft_s),
-        ("Time between tokens", itl_s, None if slo is None else slo.itl_s),
-    ):
-        xs = np.quantile(values, shares) if len(values) else shares
-        charts.append(
-            Chart(
-                f"{title}: share of requests at most so long",
-                "seconds",
-                [Line("requests", list(xs), list(shares))],
-                y_max=1.0,
-                mark_x=target,
-            )
-        )
-    return charts
+def _several(runs: Sequence[Run], rows: list[Row]) -> str:
+    about = "".join(f'<p class="about"><b>{html.escape(run.name)}</b>: {_about(run)}</p>' for run in runs)
+    together = [*overall_charts(runs), *total_charts(runs)]
+    columns = "".join(f"<h3>{html.escape(run.name)}</h3>" for run in runs)
+    for kind in zip(*(worker_charts(run) for run in runs), strict=True):
+        columns += "".join(chart.to_svg() for chart in same_scale(kind))
+    style = f"grid-template-columns:repeat({len(runs)},minmax({_PAIR_WIDTH_PX}px,1fr))"
+    return (
+        f"{about}<h2>In numbers</h2>{_table(rows, [run.name for run in runs])}"
+        f"<h2>Together</h2>{chart_grid(together)}"
+        f'<h2>Workers over time, side by side</h2><div class="pairs" style="{style}">{columns}</div>'
+    )
 
 
-def _goodput(recording: Recording, slo: Slo | None) -> list[Chart]:
-    edges = np.linspace(0, max(recording.end_s, 1e-9), _WINDOWS + 1)
-    window_s = edges[1] - edges[0]
-    ended = np.asarray(recording.last_token_s)
-    middles = list((edges[:-1] + edges[1:]) / 2)
-    lines = [Line("completed", middles, list(np.histogram(ended, edges)[0] / window_s))]
-    if slo is not None:
-        good = np.histogram(ended[is_good(recording, slo)], edges)[0] / window_s
-        lines.append(Line("within both targets", middles, list(good)))
-    return [Chart("Requests a second", "seconds", lines)]
+def _about(run: Run) -> str:
+    graph, deployment = run.deployment.graph, run.deployment
+    slo = "" if run.slo is None else f", targets: TTFT {say_s(run.slo.ttft_s)}, ITL {say_s(run.slo.itl_s)}"
+    return html.escape(
+        f"{graph.model} on {deployment.devices:,} {deployment.hardware.name}, policy {graph.router.policy},"
+        f" blocks of {graph.block_size} tokens{slo}"
+    )
+
+
+def _table(rows: list[Row], names: list[str]) -> str:
+    head = (
+        f"<tr><th></th><th></th>{''.join(f'<th>{html.escape(name)}</th>' for name in names)}</tr>"
+        if names
+        else ""
+    )
+    body = ""
+    for row in rows:
+        body += f"<tr><td>{row.name}</td><td>{row.unit}</td>"
+        for cell in row.cells:
+            difference = f"<small>{cell.difference}</small>" if names else ""
+            best = ' class="best"' if cell.is_best else ""
+            body += f"<td{best}>{'★ ' if cell.is_best else ''}{cell.value}{difference}</td>"
+        body += "</tr>"
+    return f'<div class="table"><table>{head}{body}</table></div>'

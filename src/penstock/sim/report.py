@@ -1,4 +1,4 @@
-"""What a simulation came to: one JSON of stable keys, and a table for people."""
+"""What a simulation came to: one JSON of stable keys."""
 
 import resource
 from typing import Any
@@ -80,17 +80,6 @@ def is_good(recording: Recording, slo: Slo) -> NDArray[np.bool_]:
     return met
 
 
-def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Give a report's values as lines for people."""
-    found: list[tuple[str, str]] = []
-    for name, value in report.items():
-        if isinstance(value, dict):
-            found += [(f"{name}.{part}", _readable(inner)) for part, inner in value.items()]
-        else:
-            found.append((name, _readable(value)))
-    return found
-
-
 def _spread(values: NDArray[np.float64]) -> dict[str, float | None]:
     spread: dict[str, float | None] = {"mean": float(values.mean()) if len(values) else None}
     for percent in _PERCENTILES:
@@ -100,11 +89,3 @@ def _spread(values: NDArray[np.float64]) -> dict[str, float | None]:
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
-
-
-def _readable(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, int) or abs(value) >= 10_000:
-        return f"{value:,.0f}"
-    return f"{value:,.4g}"

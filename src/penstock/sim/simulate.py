@@ -6,9 +6,12 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams, WorkerLoad
+from penstock.core.types import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens, num_tokens
 from penstock.router.dispatcher import Dispatcher
 from penstock.sim.cluster import SimCluster
@@ -18,20 +21,43 @@ from penstock.sim.prompt import Prompt
 from penstock.sim.workload import Session, Turn
 
 OnProgress = Callable[[int, float], None]
+_SAMPLES_MAX = 600
+_SAMPLED = (
+    "waiting_requests", "running_requests", "active_blocks", "total_blocks",
+    "prefix_hit_tokens", "prefilled_tokens", "generated_tokens",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
 class Samples:
-    """What each worker said of itself, every `interval_s`: lists by worker, in step with `at_s`."""
+    """What each worker said of itself, every `interval_s`; of a long run every other sample goes, again and again."""
 
     interval_s: float
     at_s: list[float] = field(default_factory=list)
-    loads: dict[str, list[WorkerLoad]] = field(default_factory=dict)
+    workers: dict[str, int] = field(default_factory=dict)
+    """Each worker's column, also of those that have ended."""
+    _taken: list[NDArray[np.float64]] = field(default_factory=list)
 
     def take(self, at_s: float, cluster: SimCluster) -> None:
+        if len(self.at_s) >= _SAMPLES_MAX:
+            del self.at_s[::2], self._taken[::2]
+            self.interval_s *= 2
+        loads = {
+            self.workers.setdefault(name, len(self.workers)): worker.engine.load()
+            for name, worker in cluster.workers.items()
+        }
+        taken = np.full((len(self.workers), len(_SAMPLED)), np.nan)
+        for column, load in loads.items():
+            taken[column] = [getattr(load, name) for name in _SAMPLED]
         self.at_s.append(at_s)
-        for name, worker in cluster.workers.items():
-            self.loads.setdefault(name, []).append(worker.engine.load())
+        self._taken.append(taken)
+
+    def of(self, name: str) -> NDArray[np.float64]:
+        """Give one of the sampled fields of `WorkerLoad`: (times, workers), NaN where there was no such worker."""
+        values = np.full((len(self.at_s), len(self.workers)), np.nan)
+        for row, taken in zip(values, self._taken, strict=True):
+            row[: len(taken)] = taken[:, _SAMPLED.index(name)]
+        return values
 
 
 @dataclass(slots=True)

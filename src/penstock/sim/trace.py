@@ -4,12 +4,12 @@ Sources: Azure/AzurePublicDataset (AzureLLMInferenceTrace_*.csv); kvcache-ai/Moo
 """
 
 import gzip
-import io
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO, Annotated
 
 import msgspec
 
@@ -17,7 +17,15 @@ from penstock.core.errors import ConfigError
 
 PREFIX_BLOCK_TOKENS = 512
 """Prompt tokens that one of Mooncake's hash ids stands for."""
+SPAN_MAX_S = 366 * 86_400.0
+"""How far apart the requests of one workload may be: what is further is a wrong unit, not a workload."""
+TOKENS_MAX = 10_000_000
+"""In a prompt or an answer; far above every model's context."""
+
 _GZIP_MAGIC = b"\x1f\x8b"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_LINE_BYTES_MAX = 1 << 20
+_QUOTED_MAX = 60
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -39,10 +47,11 @@ class _MooncakeRow(msgspec.Struct):
     timestamp: float  # milliseconds
     input_length: int
     output_length: int
-    hash_ids: tuple[int, ...] = ()
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
 
 
 OnBad = Callable[[ConfigError], None]
+_Parse = Callable[[str], TraceRow]
 
 
 def read_trace(path: Path, *, on_bad: OnBad | None = None) -> list[TraceRow]:
@@ -50,63 +59,116 @@ def read_trace(path: Path, *, on_bad: OnBad | None = None) -> list[TraceRow]:
 
     Args:
         path: the file.
-        on_bad: told of each row that is wrong, which is then left out; None makes the first one an error.
+        on_bad: told of each line that is wrong, which is then left out; None makes the first one an error.
 
     Raises:
-        ConfigError: the file cannot be read, is of no known format, or has a wrong row; file and line are named.
+        ConfigError: the file cannot be read, is of no known format, or has a wrong line; file and line are named.
     """
+    reader = _Reader(path, on_bad)
     try:
         with path.open("rb") as file:
-            compressed = file.peek(2)[:2] == _GZIP_MAGIC
-            with io.TextIOWrapper(gzip.open(file) if compressed else file, encoding="utf-8") as text:
-                rows = list(_rows(path, text, on_bad))
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a trace: it is not UTF-8 text") from error
+            if file.peek(2)[:2] == _GZIP_MAGIC:
+                with gzip.open(file) as unpacked:
+                    rows = list(reader.rows(unpacked))
+            else:
+                rows = list(reader.rows(file))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not rows:
-        raise ConfigError(f"{path}: holds no request; expected at least one row")
+        raise reader.first_problem or ConfigError(f"{path}: holds no request; expected at least one row")
     first_s = min(row.at_s for row in rows)
     return sorted((replace(row, at_s=row.at_s - first_s) for row in rows), key=lambda row: row.at_s)
 
 
-def _rows(path: Path, lines: Iterator[str], on_bad: OnBad | None) -> Iterator[TraceRow]:
-    parse: Callable[[str], TraceRow] | None = None
-    for number, line in enumerate(lines, 1):
-        stripped = line.strip()
-        if not stripped:
-            continue
+class _Reader:
+    """Turns lines into rows; the first line that fits a format decides which it is."""
+
+    def __init__(self, path: Path, on_bad: OnBad | None) -> None:
+        self.first_problem: ConfigError | None = None
+        self._path = path
+        self._on_bad = on_bad
+        self._parse: _Parse | None = None
+        self._first_s: float | None = None
+
+    def rows(self, file: IO[bytes] | gzip.GzipFile) -> Iterator[TraceRow]:
+        number = 0
+        while True:
+            number += 1
+            try:
+                line = file.readline(_LINE_BYTES_MAX)
+            except (OSError, EOFError, zlib.error) as error:
+                self._complain(number, f"the file is damaged or cut off here: {error}", error)
+                return
+            if not line:
+                return
+            try:
+                row = self._row(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line)
+            except (ValueError, msgspec.DecodeError) as error:
+                self._complain(number, str(error), error)
+            else:
+                if row is not None:
+                    yield row
+
+    def _complain(self, number: int, text: str, error: Exception) -> None:
+        problem = ConfigError(f"{self._path}: line {number}: {text}")
+        self.first_problem = self.first_problem or problem
+        if self._on_bad is None:
+            raise problem from error
+        self._on_bad(problem)
+
+    def _row(self, line: bytes) -> TraceRow | None:
+        """Read a line; None for one that is blank or the header."""
+        if len(line) == _LINE_BYTES_MAX:
+            raise ValueError(f"expected less than {_LINE_BYTES_MAX:,} bytes in a line")
         try:
-            if parse is None and not stripped.startswith("{"):
-                parse = _azure_parser(stripped)
-                continue
-            parse = parse or _parse_mooncake
-            row = parse(stripped)
-            if row.input_tokens < 0 or row.output_tokens < 0:
-                raise ValueError(  # noqa: TRY301 - joins the other mistakes of a line
-                    f"token counts must be >= 0, got {row.input_tokens} and {row.output_tokens}"
-                )
-        except (ValueError, msgspec.DecodeError) as error:
-            problem = ConfigError(f"{path}: line {number}: {error}")
-            if on_bad is None or parse is None:
-                raise problem from error
-            on_bad(problem)
-        else:
-            yield row
+            text = line.decode().strip()
+        except UnicodeDecodeError as error:
+            raise ValueError("expected UTF-8 text, got other bytes") from error
+        if not text:
+            return None
+        if self._parse is None and not text.startswith("{"):
+            self._parse = _azure_parser(text)
+            return None
+        row = (self._parse or _parse_mooncake)(text)
+        self._parse = self._parse or _parse_mooncake
+        self._check(row)
+        return row
+
+    def _check(self, row: TraceRow) -> None:
+        if not (0 <= row.input_tokens <= TOKENS_MAX and 0 <= row.output_tokens <= TOKENS_MAX):
+            raise ValueError(
+                f"token counts must be from 0 to {TOKENS_MAX:,}, got {_short(row.input_tokens)}"
+                f" and {_short(row.output_tokens)}"
+            )
+        first_s = row.at_s if self._first_s is None else self._first_s
+        if not abs(row.at_s - first_s) <= SPAN_MAX_S:
+            raise ValueError(
+                f"expected a time within {SPAN_MAX_S / 86_400:.0f} days of the first row's,"
+                f" got one {abs(row.at_s - first_s) / 86_400:.3g} days from it; is its unit right?"
+            )
+        self._first_s = first_s
 
 
 def _parse_mooncake(line: str) -> TraceRow:
-    row = msgspec.json.decode(line, type=_MooncakeRow)
+    try:
+        row = msgspec.json.decode(line, type=_MooncakeRow)
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            "expected a JSON object with the numbers timestamp (ms), input_length and output_length, and the list"
+            f" hash_ids of numbers from 0 to 2^64-1: {error}"
+        ) from error
+    if max(row.hash_ids, default=0) >= 1 << 64:
+        raise ValueError(f"hash_ids: expected numbers from 0 to 2^64-1, got {_short(max(row.hash_ids))}")
     return TraceRow(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
 
 
-def _azure_parser(header: str) -> Callable[[str], TraceRow]:
-    names = header.split(",")
+def _azure_parser(header: str) -> _Parse:
+    names = [name.strip() for name in header.split(",")]
     missing = [name for name in _AZURE_COLUMNS if name not in names]
     if missing:
         raise ValueError(
             f"expected an Azure trace, whose header has {', '.join(_AZURE_COLUMNS)}, or a Mooncake trace, "
-            f"one JSON object a line; got {header[:80]!r}"
+            f"one JSON object a line; got {_short(header)}"
         )
     at, context, generated = (names.index(name) for name in _AZURE_COLUMNS)
 
@@ -115,7 +177,7 @@ def _azure_parser(header: str) -> Callable[[str], TraceRow]:
         if len(values) != len(names):
             raise ValueError(f"expected {len(names)} columns, got {len(values)}")
         return TraceRow(
-            _timestamp_s(values[at]),
+            _timestamp_s(values[at].strip()),
             _count(names[context], values[context]),
             _count(names[generated], values[generated]),
         )
@@ -126,15 +188,21 @@ def _azure_parser(header: str) -> Callable[[str], TraceRow]:
 def _timestamp_s(value: str) -> float:
     try:
         when = datetime.fromisoformat(value)
-    except ValueError as error:
+        return when.replace(tzinfo=when.tzinfo or UTC).timestamp()
+    except (ValueError, OverflowError) as error:
         raise ValueError(
-            f"TIMESTAMP: expected a date and time as 2023-11-16 18:15:46.68, got {value!r}"
+            f"TIMESTAMP: expected a date and time as 2023-11-16 18:15:46.68, got {_short(value)}"
         ) from error
-    return when.replace(tzinfo=when.tzinfo or UTC).timestamp()
 
 
 def _count(name: str, value: str) -> int:
     try:
         return int(value)
     except ValueError as error:
-        raise ValueError(f"{name}: expected a whole number, got {value!r}") from error
+        raise ValueError(f"{name}: expected a whole number, got {_short(value)}") from error
+
+
+def _short(value: object) -> str:
+    """Quote a value that may be a whole page."""
+    text = repr(value)
+    return text if len(text) <= _QUOTED_MAX else f"{text[:_QUOTED_MAX]}..."

@@ -57,7 +57,7 @@ def test_rows_come_in_order_of_time_and_columns_by_name(tmp_path):
         ),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,1,-2\n",
-            "line 2: token counts must be >= 0, got 1 and -2",
+            "line 2: token counts must be from 0 to 10,000,000, got 1 and -2",
         ),
         ('{"timestamp": 1, "input_length": 2}\n', r"line 1: .*`output_length`"),
         ('{"timestamp": 1, "input_length": "x", "output_length": 1}\n', r"line 1: .*input_length"),
@@ -81,9 +81,66 @@ def test_a_damaged_or_missing_file_is_one_line(tmp_path):
         "binary": b"\xff\xfe{",
     }.items():
         (tmp_path / name).write_bytes(content)
-    for name in ("cut", "bad", "binary", "missing"):
-        with pytest.raises(ConfigError, match=r"cannot be read|not a trace"):
+    for name, message in {
+        "cut": "line 1: the file is damaged or cut off here",
+        "bad": "line 1: the file is damaged or cut off here",
+        "binary": "line 1: expected UTF-8 text",
+        "missing": "cannot be read: No such file",
+    }.items():
+        with pytest.raises(ConfigError, match=f"{name}: {message}"):
             read_trace(tmp_path / name)
+
+
+LINE = '{"timestamp": %d, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}'
+
+
+def test_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
+    for name in ("azure_trace.csv", "mooncake_trace.jsonl"):
+        path = tmp_path / name
+        text = "\n\n".join((DATA / name).read_text().splitlines())
+        path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+        assert read_trace(path) == read_trace(DATA / name)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (LINE.replace("1, 2", "-1") % 0, "hash_ids of numbers from 0"),
+        (LINE.replace("1, 2", "1" + "0" * 30) % 0, "hash_ids"),
+        (LINE % 10**15, "within 366 days of the first row's, got one 1.16e"),
+        (LINE.replace("700", "1000000000000") % 0, "from 0 to 10,000,000, got 1000000000000"),
+        (LINE.replace("700", "NaN") % 0, "JSON is malformed"),
+        ("[1]", "expected a JSON object"),
+        ("x" * (2 << 20), "less than 1,048,576 bytes"),
+    ],
+)
+def test_absurd_rows_are_refused_or_passed_over(line, message, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{LINE % 0}\n{line}\n{LINE % 1000}\n")
+    with pytest.raises(ConfigError, match="line 2: ") as error:
+        read_trace(path)
+    assert message in error.value.message
+    assert len(error.value.message) < 400
+    bad = []
+    assert [row.at_s for row in read_trace(path, on_bad=bad.append)] == [0.0, 1.0]
+    assert bad[0].message == error.value.message
+
+
+def test_a_file_that_breaks_off_is_kept_so_far(tmp_path):
+    path = tmp_path / "trace.gz"
+    lines = [LINE.replace("[1, 2]", f"[{i * 7919 % 10007}]") % i for i in range(2000)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode())[:-2000])
+    bad = []
+    rows = read_trace(path, on_bad=bad.append)
+    assert 100 < len(rows) < 2000
+    assert f"line {len(rows) + 1}: the file is damaged or cut off here" in bad[0].message
+
+
+def test_a_file_of_only_bad_lines_tells_the_first(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("oops\nagain\n")
+    with pytest.raises(ConfigError, match="line 1: expected an Azure trace"):
+        read_trace(path, on_bad=lambda _: None)
 
 
 def test_bad_lines_can_be_passed_over_and_are_told(tmp_path):

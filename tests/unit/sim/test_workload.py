@@ -1,3 +1,4 @@
+import math
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_blocks_are_equal_exactly_as_far_as_streams_are():
     assert (wide == a[1::2]).all()
 
 
+def test_no_block_is_common_beyond_what_the_ids_say():
+    """Also where a block crosses from one id to the next, and the last one is not full."""
+    one, other = (Prompt(own, np.array(ids, dtype=np.uint64), 512) for own, ids in ((1, [7, 8]), (2, [7, 9])))
+    for block_size in (16, 48, 100, 512, 1000, 1024):
+        end = 2000 // block_size
+        a, b = one.block_hashes(block_size, 0, end), other.block_hashes(block_size, 0, end)
+        same = (a == b).all(axis=1)
+        assert same.sum() == 512 // block_size
+        assert same[: 512 // block_size].all()
+
+
 def test_poisson_and_bursty_gaps_have_the_rate_and_the_variance_asked_for():
     for burstiness in (0.25, 1.0, 9.0):
         sessions = make(requests=20_000, burstiness=burstiness)
@@ -84,12 +96,15 @@ def test_a_mooncake_trace_keeps_its_prefixes_at_any_block_size():
         assert found == shared * (len(rows) - 1)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.8])
-def test_an_azure_trace_gets_the_hit_ratio_asked_for(ratio):
+@pytest.mark.parametrize(
+    ("ratio", "block_size"), [(0.0, 16), (0.3, 16), (0.3, 64), (0.3, 512), (0.8, 16), (0.8, 64)]
+)
+def test_an_azure_trace_gets_the_hit_ratio_asked_for(ratio, block_size):
     rng = random.Random(3)
-    rows = [TraceRow(i * 0.1, rng.randrange(200, 4000), 10) for i in range(3000)]
-    found, total = hits(trace_sessions(rows, seed=1, hit_ratio=ratio), 16)
-    assert found / total == pytest.approx(ratio, abs=0.02)
+    rows = [TraceRow(i * 0.1, rng.randrange(200, 4000), 10) for i in range(600)]
+    sessions = list(trace_sessions(rows, seed=1, hit_ratio=ratio, block_size=block_size))
+    found, _ = hits(sessions, block_size)
+    assert found * block_size / sum(row.input_tokens for row in rows) == pytest.approx(ratio, abs=0.01)
 
 
 def test_time_and_rate_scale():
@@ -99,8 +114,46 @@ def test_time_and_rate_scale():
     assert len(faster) / faster[-1].at_s == pytest.approx(22.0)
 
 
+def test_a_scale_that_makes_no_sense_is_refused():
+    rows = [TraceRow(0.0, 1, 1), TraceRow(1.0, 1, 1)]
+    for scales, message in (
+        ({"speed": 2.0, "rate_per_s": 1.0}, "--speed 2 and --rate 1: give one of them"),
+        ({"speed": 1e-12}, "--speed 1e-12: the trace would take 1.16e.07 days"),
+        ({"rate_per_s": 1e-300}, "--rate 1e-300: the trace would take"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            rescaled(rows, **scales)
+    with pytest.raises(ConfigError, match="all 2 requests come at once"):
+        rescaled([rows[0], rows[0]], rate_per_s=1.0)
+    assert rescaled(rows[:1], rate_per_s=1.0) == rows[:1]
+
+
+def test_a_workload_of_a_lifetime_or_of_endless_prefixes_is_refused():
+    for fields, message in (
+        ({"rate_per_s": 1e-9}, "rate_per_s: 1,000 requests .* would take 1.16e.07 days, must be <= 366"),
+        (
+            {"rate_per_s": 1.0, "turns": 1000, "think_s": 86_400},
+            "rate_per_s: .* or lower requests or think_s",
+        ),
+        (
+            {"rate_per_s": 1.0, "shared_prefix_tokens": 10**6, "prefix_groups": 10**6},
+            "prefix_groups: 1,000,000 prefixes of 1,000,000 tokens are",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"spec.yaml: {message}"):
+            WorkloadConfig.parse(fields, source="spec.yaml")
+
+
 @pytest.mark.parametrize(
-    ("kind", "value"), [("speed", 0.0), ("speed", -1.0), ("rate_per_s", -3.0), ("rate_per_s", 1e9)]
+    ("kind", "value"),
+    [
+        ("speed", 0.0),
+        ("speed", -1.0),
+        ("speed", math.nan),
+        ("rate_per_s", math.inf),
+        ("rate_per_s", -3.0),
+        ("rate_per_s", 1e9),
+    ],
 )
 def test_absurd_scales_are_refused(kind, value):
     with pytest.raises(ConfigError, match=r"must be > 0 and <= 1e\+06, got"):
@@ -113,5 +166,5 @@ def test_absurd_scales_are_refused(kind, value):
 def test_absurd_workloads_are_refused(fields):
     with pytest.raises(ConfigError, match=f"spec.yaml: {next(iter(fields))}: must be"):
         WorkloadConfig.parse({"rate_per_s": 1.0} | fields, source="spec.yaml")
-    with pytest.raises(ConfigError, match="hit ratio"):
+    with pytest.raises(ConfigError, match=r"--hit-ratio: must be >= 0 and < 1, got 1\.5"):
         list(trace_sessions([TraceRow(0.0, 1, 1)], seed=0, hit_ratio=1.5))

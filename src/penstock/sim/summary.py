@@ -1,0 +1,100 @@
+"""A report's values for people: each with its name and unit, and beside others what is best and by how much."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One value of one report.
+
+    difference: to the first report's, in percent; empty where there is nothing to compare
+    is_best:    of all reports, where some differ
+    """
+
+    value: str
+    difference: str = ""
+    is_best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One value of all reports, in one unit."""
+
+    name: str
+    unit: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """One line: where its value is, its unit, and whether more (1) or less (-1) of it is better, or neither (0)."""
+
+    name: str
+    path: tuple[str, ...]
+    unit: str
+    better: int = 0
+
+
+_LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("end to end", "e2e_s"))
+_FIGURES = (
+    _Figure("requests", ("requests",), ""),
+    _Figure("completed", ("completed",), "", 1),
+    _Figure("failed", ("failed",), "", -1),
+    _Figure("duration", ("duration_s",), "s"),
+    *(
+        _Figure(f"{name}, {part}", (key, part), "s", -1)
+        for name, key in _LATENCIES
+        for part in ("mean", "p50", "p90", "p99")
+    ),
+    _Figure("output", ("output_tokens_per_s",), "tokens/s", 1),
+    _Figure("goodput", ("goodput_rps",), "requests/s", 1),
+    _Figure("KV hit ratio", ("kv_hit_ratio",), "%", 1),
+    _Figure("GPU time", ("gpu_hours",), "GPU-hours", -1),
+    _Figure("energy", ("tokens_per_joule",), "tokens/J", 1),
+    _Figure("cost", ("usd_per_million_tokens",), "USD per million tokens", -1),
+    _Figure("simulated in", ("wall", "seconds"), "s"),
+    _Figure("simulated at", ("wall", "requests_per_s"), "requests/s"),
+    _Figure("peak memory", ("wall", "peak_rss_bytes"), "MB"),
+)
+_SCALES = {"%": 100.0, "MB": 1e-6}
+
+
+def summarize(reports: Sequence[Report]) -> list[Row]:
+    """Put reports side by side, each row in one unit."""
+    return [_row(figure, [_value(report, figure.path) for report in reports]) for figure in _FIGURES]
+
+
+def _value(report: Report, path: tuple[str, ...]) -> float | None:
+    value: Any = report
+    for part in path:
+        value = value[part]
+    return None if value is None else float(value)
+
+
+def _row(figure: _Figure, values: list[float | None]) -> Row:
+    known = [value for value in values if value is not None]
+    scale, unit = _SCALES.get(figure.unit, 1.0), figure.unit
+    if unit == "s" and max(known, default=1.0) < 1.0:
+        scale, unit = 1000.0, "ms"
+    best = (
+        max(known, key=lambda value: figure.better * value) if figure.better and len(set(known)) > 1 else None
+    )
+    first = values[0]
+    cells = []
+    for number, value in enumerate(values):
+        difference = ""
+        if number and figure.better and first and value is not None and value != first:
+            difference = f"{100 * (value / first - 1):+,.1f} %"
+        text = "-" if value is None else _readable(value * scale)
+        cells.append(Cell(text, difference, value is not None and value == best))
+    return Row(figure.name, unit, tuple(cells))
+
+
+def _readable(value: float) -> str:
+    if value.is_integer() or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

@@ -1,0 +1,175 @@
+"""What `penstock simulate` refuses, and how it ends: in a line with the value and the fix, never in a traceback."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+ROOT = Path(__file__).parents[2]
+GRAPHS = ROOT / "examples" / "graphs"
+DATA = ROOT / "tests" / "data"
+SMALL = GRAPHS / "8b-h100-x8.yaml"
+
+
+@pytest.fixture
+def spec(tmp_path):
+    path = tmp_path / "chat.yaml"
+    path.write_text("rate_per_s: 5")
+    return path
+
+
+def refusal(capsys, *arguments):
+    code = main(["simulate", *map(str, arguments)])
+    error = capsys.readouterr().err
+    assert code == 2, error
+    assert error.startswith("penstock: ")
+    assert "Traceback" not in error
+    return error
+
+
+def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text((DATA / "mooncake_trace.jsonl").read_text() + '{"timestamp": "soon"}\n')
+    assert f"{path}: line 7: " in refusal(capsys, path, "--graph", SMALL)
+    out = tmp_path / "out.json"
+    assert main(["simulate", str(path), "--graph", str(SMALL), "--skip-bad", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["requests"] == 6
+    assert f"1 lines were passed over (--skip-bad), the first: {path}: line 7: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--set", "roles.aggregated.kv_blocks=20"],
+            "KV: the longest request has 8,030 tokens, and a worker's KV holds 1,280",
+        ),
+        (
+            ["--set", "model=llama-3.1-70b"],
+            "141.1 GB a device of bf16 weights|GB of bf16 weights a device do not fit",
+        ),
+        (["--set", "model=llama-3.1-71b"], "did you mean 'llama-3.1-70b'?"),
+        (["--set", "roles.aggregated.kv_blocks=20000"], "20000 blocks of 64 tokens do not fit"),
+        (["--set", "roles.aggregated.replicas=0"], "replicas: must be >= 1"),
+        (["--speed", "-1"], "speed: must be > 0"),
+        (["--rate", "0"], "rate: must be > 0"),
+        (["--rate", "1e9"], "rate: must be > 0 and <= 1e+06"),
+        (["--requests", "0"], "--requests: must be >= 1"),
+        (["--slo-ttft", "-1"], "--slo-ttft: slo.ttft_s: must be > 0"),
+        (["--policy", "best"], "--policy: router.policy: 'best' is unknown"),
+        (["--speed", "2", "--rate", "3"], "give one of them"),
+        (["--hit-ratio", "0.5"], "--hit-ratio: only with a trace without prefixes"),
+        (["--seed", "-1"], "--seed: must be >= 0, got -1"),
+        (["--set", "roles.aggregated.replicas=100000000"], "a router knows at most 1,024"),
+        (["--engine-profile", "/"], "/: cannot be read"),
+        (["--json", "/nowhere/out.json"], "--json: /nowhere/out.json"),
+        (["--engine-profile", "/nowhere/profile.json"], "no such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(capsys, arguments, message):
+    error = refusal(capsys, DATA / "mooncake_trace.jsonl", "--graph", SMALL, *arguments)
+    assert any(part in error for part in message.split("|")), error
+
+
+def test_absurd_workloads_are_refused(capsys, spec):
+    spec.write_text("rate_per_s: -3\nturn: 2\n")
+    error = refusal(capsys, spec, "--graph", SMALL)
+    assert f"{spec}: rate_per_s: must be > 0.0, got -3" in error
+    assert f"{spec}: turn: unknown key; did you mean 'turns'?" in error
+
+
+def test_one_deployment_or_several_must_be_given(capsys, spec):
+    assert "give one of them" in refusal(capsys, spec)
+    assert "give one of them" in refusal(capsys, spec, "--graph", SMALL, "--compare", SMALL)
+    assert "is given twice" in refusal(capsys, spec, "--compare", SMALL, SMALL)
+
+
+@pytest.mark.parametrize("flag", ["--speed", "--rate", "--slo-ttft", "--slo-itl", "--hit-ratio"])
+@pytest.mark.parametrize("value", ["nan", "inf", "=-inf", "-1", "1e400", "fast", ""])
+def test_no_number_is_too_absurd_to_be_refused(capsys, flag, value):
+    arguments = [f"{flag}{value}"] if value.startswith("=") else [flag, value]
+    assert flag in refusal(capsys, DATA / "azure_trace.csv", "--graph", SMALL, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "must be a mapping"),
+        ("[]", "must be a mapping"),
+        ("rate_per_s: [", ":1:14: "),
+        ("requests: 5", "rate_per_s: missing"),
+        ("rate_per_s: .nan", "rate_per_s: must be a finite number, got nan"),
+        ("rate_per_s: 1e-12", "raise rate_per_s"),
+        ("rate_per_s: 5\nthink_s: 1e12", "think_s: must be <= 86400.0"),
+        ("rate_per_s: 5\nspread: -1", "spread: must be >= 0"),
+        ("rate_per_s: 5\nturns: 1000\ninput_tokens: 100000", "KV: the longest request has"),
+        ("rate_per_s: 5\nprefix_groups: 1000000\nshared_prefix_tokens: 1000000", "lower one of them"),
+    ],
+)
+def test_a_wrong_workload_names_file_and_field(tmp_path, capsys, spec, message):
+    path = tmp_path / "chat.yaml"
+    path.write_text(spec)
+    assert message in refusal(capsys, path, "--graph", SMALL)
+
+
+@pytest.mark.parametrize("flag", ["--speed=2", "--rate=2", "--requests=2", "--hit-ratio=0.5", "--skip-bad"])
+def test_what_is_for_traces_is_not_ignored_with_a_made_up_workload(tmp_path, capsys, flag):
+    path = tmp_path / "chat.yaml"
+    path.write_text("rate_per_s: 5")
+    assert f"{flag.partition('=')[0]}: only with a trace; {path}" in refusal(
+        capsys, path, "--graph", SMALL, flag
+    )
+
+
+def test_a_report_that_cannot_be_written_is_found_before_the_run(tmp_path, capsys, monkeypatch):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text((DATA / "mooncake_trace.jsonl").read_text())
+    monkeypatch.setattr("penstock.sim.command.simulate", None)  # it must not come to that
+    for arguments, message in (
+        (["--json", tmp_path], "expected a file in a directory that exists"),
+        (["--json", tmp_path / "no" / "out.json"], "expected a file in a directory that exists"),
+        (["--html", "/proc/out.html"], "--html: /proc/out.html: cannot be written"),
+        (["--json", trace], "would be overwritten: it is read as"),
+        (["--json", SMALL], "would be overwritten: it is read as"),
+        (["--json", tmp_path / "a", "--html", tmp_path / "a"], "it is written by --json"),
+    ):
+        assert message in refusal(capsys, trace, "--graph", SMALL, *arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]
+
+
+def test_a_full_disk_is_a_line_after_the_table(capsys):
+    code = main(["simulate", str(DATA / "azure_trace.csv"), "--graph", str(SMALL), "--json", "/dev/full"])
+    said = capsys.readouterr()
+    assert code == 1
+    assert "requests" in said.out
+    assert said.err == "penstock: --json: /dev/full: cannot be written: No space left on device\n"
+
+
+def test_a_run_that_completes_nothing_fails(tmp_path, capsys):
+    path, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    path.write_text('{"timestamp": 0, "input_length": 140000, "output_length": 5}\n')
+    assert main(["simulate", str(path), "--graph", str(SMALL), "--json", str(out)]) == 1
+    report = json.loads(out.read_text())
+    assert (report["requests"], report["completed"], report["failed"]) == (1, 0, 1)
+    assert report["ttft_s"]["mean"] is None
+    page = tmp_path / "page.html"
+    assert main(["simulate", str(path), "--graph", str(SMALL), "--html", str(page)]) == 1
+    assert page.read_text().count("<svg") == 10
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_at_once_and_without_a_traceback(tmp_path):
+    path = tmp_path / "long.yaml"
+    path.write_text("rate_per_s: 50\nrequests: 200000\n")
+    command = [sys.executable, "-m", "penstock", "simulate", str(path), "--graph", str(SMALL)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
