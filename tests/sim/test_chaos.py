@@ -25,6 +25,12 @@ def test_streams_survive_and_nothing_is_left(seed):
     assert result.outcomes.total() == Trial().clients
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_survive_where_engines_jump(seed):
+    result = run_trial(seed, Trial(exact=False))
+    assert result.outcomes.total() == Trial().clients
+
+
 def test_faults_of_every_kind_happen_and_few_requests_fail():
     outcomes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()

@@ -19,6 +19,7 @@ from penstock.sim.engine import JumpEngine
 from penstock.sim.exact import ExactEngine
 from penstock.sim.loop import run_virtual
 from penstock.sim.prices import DecodePrices
+from penstock.sim.timing import Pace
 from penstock.sim.workload import WorkloadConfig, make_sessions
 
 SHAPE = {
@@ -52,7 +53,7 @@ def requests(seed, count, **fields):
         yield session.at_s, tokens, min(turn.output_tokens, 3000), session.prompt
 
 
-async def drive(engine, work, block_size, abort_every=0):
+async def drive(engine, work, block_size, *, abort_every=0, disturb=()):
     """Give {request: (first token's moment, last's, tokens)} and what the engine says at the end."""
     loop = asyncio.get_running_loop()
     await engine.start()
@@ -98,6 +99,8 @@ async def drive(engine, work, block_size, abort_every=0):
         reader = group.create_task(read())
         for number, (at_s, *rest) in enumerate(work):
             loop.call_at(at_s, submit, number, *rest)
+        for at_s, what, *args in disturb:
+            loop.call_at(at_s, what, *args)
         await done.wait()
         await asyncio.sleep(1.0)
         engine.check()
@@ -108,19 +111,23 @@ async def drive(engine, work, block_size, abort_every=0):
 
 
 def both(
-    latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0, **fields
-):
+    latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0,
+    disturb=lambda _: (), **fields,
+):  # fmt: skip
     info = RunnerInfo(num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16)
     scheduler = scheduler or SchedulerConfig(max_batch_tokens=512, max_running_requests=64)
     work = list(requests(seed, count, **fields))
     streams = {f"r{number}": item[3] for number, item in enumerate(work)}
 
     async def exact():
-        return await drive(ExactEngine(latency, info, scheduler), work, block_size, abort_every)
+        pace = Pace()
+        engine = ExactEngine(latency, info, scheduler, pace)
+        return await drive(engine, work, block_size, abort_every=abort_every, disturb=disturb(pace))
 
     async def jump():
-        engine = JumpEngine(latency, info, scheduler, lambda request: streams[request.request_id])
-        return await drive(engine, work, block_size, abort_every)
+        pace = Pace()
+        engine = JumpEngine(latency, info, scheduler, lambda request: streams[request.request_id], pace=pace)
+        return await drive(engine, work, block_size, abort_every=abort_every, disturb=disturb(pace))
 
     return run_virtual(exact()), run_virtual(jump())
 
@@ -168,6 +175,81 @@ def test_they_agree_when_requests_are_aborted():
 def test_they_agree_when_the_batch_is_full():
     scheduler = SchedulerConfig(max_batch_tokens=128, max_running_requests=8)
     assert_equal(*both(H100, scheduler=scheduler, input_tokens=300, output_tokens=40))
+
+
+def set_factor(pace, factor):
+    pace.factor = factor
+
+
+def disturbed(pace):
+    """Stop and slow a host again and again, for less than a step and for much longer."""
+    rng = random.Random(5)
+    at_s = 0.5
+    for number in range(12):
+        lasts_s = rng.choice([0.001, 0.004, 0.05, 0.7])
+        if number % 2:
+            yield at_s, pace.stop
+            yield at_s + lasts_s, pace.go_on
+        else:
+            yield at_s, set_factor, pace, rng.choice([0.5, 3.0])
+            yield at_s + lasts_s, set_factor, pace, 1.0
+        at_s += lasts_s + rng.uniform(0.1, 0.6)
+
+
+def test_they_agree_on_a_host_that_stops_and_slows_down():
+    fields = {"input_tokens": 400, "output_tokens": 200}
+    exact, jump = both(H100, disturb=disturbed, **fields)
+    assert_equal(exact, jump)
+    undisturbed, _ = both(H100, **fields)
+    assert exact[0]["r149"][1] > undisturbed[0]["r149"][1] + 0.5
+
+
+def test_a_fault_finds_as_much_told_as_of_an_engine_that_takes_every_step():
+    work = list(requests(2, 20, input_tokens=300, output_tokens=400))
+    info = RunnerInfo(num_blocks=2048, block_size=16, context_length=8192, vocab_size=1 << 16)
+    scheduler = SchedulerConfig(max_batch_tokens=512, max_running_requests=64)
+
+    async def told(make):
+        engine = make()
+        await engine.start()
+        counts = {}
+
+        def count(step):
+            for delta in step.deltas:
+                counts[delta.request_id] = counts.get(delta.request_id, 0) + num_tokens(delta.token_ids)
+
+        async def read():
+            async for step in engine.steps():
+                count(step)
+
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(read())
+            for number, (_, tokens, output_tokens, prompt) in enumerate(work):
+                hashes = pack_hashes(prompt.block_hashes(16, 0, len(tokens) // 16))
+                engine.submit(
+                    Request(
+                        request_id=RequestId(f"r{number}"), model="m", token_ids=PackedTokens(tokens.tobytes()),
+                        sampling=SamplingParams(max_tokens=output_tokens, ignore_eos=True), block_hashes=hashes,
+                    )
+                )  # fmt: skip
+            at = []
+            for _ in range(6):
+                await asyncio.sleep(0.377)
+                step = engine.so_far()
+                if step is not None:
+                    count(step)
+                engine.check()
+                at.append(dict(counts))
+            reader.cancel()
+        load = engine.load()
+        return at, load.active_blocks, load.generated_tokens
+
+    exact = run_virtual(told(lambda: ExactEngine(H100, info, scheduler)))
+    jump = run_virtual(
+        told(lambda: JumpEngine(H100, info, scheduler, lambda r: work[int(r.request_id[1:])][3]))
+    )
+    assert jump == exact
+    assert all(count > 0 for counts in exact[0] for count in counts.values())
 
 
 @pytest.mark.parametrize("latency", [H100, WINDOWED, PROFILED], ids=["roofline", "windowed", "profiled"])

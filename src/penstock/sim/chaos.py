@@ -84,6 +84,7 @@ class Chaos:
         hosts = self.cluster.frontend_hosts
         frontend = hosts[fault.frontend % len(hosts)]
         self.done.append(fault)
+        self.cluster.settle(worker.name)
         match fault.kind:
             case FaultKind.KILL:
                 self.cluster.kill(worker.name)

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
-from penstock.core.types import ModelCard
+from penstock.core.types import ModelCard, Step
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.runtime.config import PlaneConfig
@@ -22,15 +22,19 @@ from penstock.worker.config import WorkerConfig
 from penstock.worker.worker import Worker, WorkerIdentity
 
 
-class CheckedEngine(Engine, Protocol):
-    """An engine that can check itself."""
+class SimEngine(Engine, Protocol):
+    """An engine that can check itself, and that may tell of steps later than they are done."""
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
         ...
 
+    def so_far(self) -> Step | None:
+        """Give what came of steps that are done and was to be told later."""
+        ...
 
-MakeEngine = Callable[[Pace], CheckedEngine]
+
+MakeEngine = Callable[[Pace], SimEngine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class SimWorker:
     name: str
     host: str
     worker: Worker
-    engine: CheckedEngine
+    engine: SimEngine
     pace: Pace
     task: asyncio.Task[None]
     is_draining: bool = False
@@ -132,6 +136,14 @@ class SimCluster:
         await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return running
+
+    def settle(self, name: str) -> None:
+        """Have a worker's frontends hear what they would have heard by now from an engine that tells every step."""
+        worker = self._workers[name]
+        step = worker.engine.so_far()
+        if step is not None:
+            worker.worker._on_step(step)
+            self.plane.hurry(worker.host)
 
     def kill(self, name: str) -> None:
         """Make a worker vanish like a killed process: connections break, its lease runs out, nothing is said."""

@@ -18,7 +18,7 @@ from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.roofline import Parallel, Roofline
 from penstock.perf.shape import ModelShape
 from penstock.runtime.config import PlaneConfig
-from penstock.sim.cluster import CheckedEngine, ClusterSpec
+from penstock.sim.cluster import ClusterSpec, SimEngine
 from penstock.sim.engine import JumpEngine
 from penstock.sim.exact import ExactEngine
 from penstock.sim.prices import DecodePrices
@@ -90,7 +90,7 @@ class Deployment:
         def stream_of(request: Request) -> Stream:
             return streams[request.request_id]
 
-        def make_engine(pace: Pace) -> CheckedEngine:
+        def make_engine(pace: Pace) -> SimEngine:
             if self.exact:
                 return ExactEngine(self.latency, info, scheduler, pace, stream_of)
             return JumpEngine(self.latency, info, scheduler, stream_of, pace=pace, prices=self.prices)

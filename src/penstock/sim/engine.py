@@ -2,7 +2,7 @@
 
 It goes step by step while prompts are computed, and from event to event while the batch only decodes: until a
 request ends, one arrives that may join, one is aborted, or blocks run out. Tokens are delivered in bulk: the first
-one at its moment, the others with the last. `ExactEngine` is the oracle: both give every request the same first
+one at its moment, the others with the last, or before a fault (`so_far`). `ExactEngine` is the oracle: both give every request the same first
 and last moment.
 """
 
@@ -110,6 +110,19 @@ class JumpEngine:
         if under is None or under.steps == 1:
             return self._scheduler.load()
         return self._scheduler.load(self._steps_begun(under) - 1)
+
+    def so_far(self) -> Step | None:
+        """Give what came of the steps that are done and was to be told later; None where that is nothing.
+
+        For faults: what an engine that takes every step had told before them.
+        """
+        under = self._under
+        done = 0 if under is None else self._steps_begun(under) - 1
+        if under is None or not done:
+            return None
+        under.start_s += under.factor * self._price_s(under.plan, done)
+        under.steps -= done
+        return self._scheduler.so_far(under.plan, done)
 
     async def close(self) -> None:
         self._closed = True

@@ -105,8 +105,8 @@ class StreamWitness:
         assert self.finish_reason is None, f"{name}: a delta after the last one"
         tokens = token_list(delta.token_ids)
         end = self.received + len(tokens)
-        assert tokens == self.expected[self.received : end], (
-            f"{name}: output tokens {self.received} to {end} are {tokens}, expected {self.expected[self.received : end]}"
+        assert tokens == list(self.expected[self.received : end]), (
+            f"{name}: output tokens {self.received} to {end} are {tokens}, expected {list(self.expected[self.received : end])}"
         )
         self.received = end
         self.finish_reason = delta.finish_reason

@@ -162,6 +162,14 @@ class Pipe:
         elif self._timer is None and self._bursts:
             self._arm()
 
+    def hurry(self) -> None:
+        """Deliver what is on its way now, unless the path is cut."""
+        if self._is_open:
+            for burst in self._bursts:
+                burst.arrival_s = self._loop.time()
+            self._disarm()
+            self._deliver()
+
     def clear(self) -> None:
         """Lose what is on its way."""
         for burst in self._bursts:

@@ -36,6 +36,13 @@ class SimPlane:
     def at(self, host: str) -> "HostPlane":
         return HostPlane(self, host)
 
+    def hurry(self, host: str) -> None:
+        """Deliver at once what a host has sent to its frontends, where the path is open."""
+        for server in self.servers.values():
+            if server.host == host:
+                for link in tuple(server.links):
+                    link.down.hurry()
+
     def kill(self, host: str) -> None:
         """End the processes of a host: their peers hear it as soon as the network allows, they hear nothing."""
         for server in [s for s in self.servers.values() if s.host == host]:

@@ -160,6 +160,21 @@ class JumpScheduler:
         events = self._pool.take_events()
         return Step(deltas=tuple(deltas), events=events) if has_news or events else None
 
+    def so_far(self, plan: JumpPlan, steps: int) -> Step:
+        """Take over the first `steps` decode steps of a plan while the next one is under way, and tell their tokens."""
+        batch = self._batch
+        self._steps += steps
+        self._generated_tokens += steps * batch.num_decoding
+        self._extend(batch.beginning(batch.tick + 1, steps))
+        batch.tick += steps
+        plan.steps -= steps
+        plan.context += steps * plan.batch
+        for sequence in batch.running:
+            if sequence.joined is not None and not sequence.is_aborted:
+                self._tell(sequence, sequence.known + batch.tick - sequence.joined, None)
+        deltas, self._deltas = self._deltas, []
+        return Step(deltas=tuple(deltas), events=self._pool.take_events())
+
     def load(self, steps: int = 0) -> WorkerLoad:
         """Say how busy it is once `steps` steps of the plan under way are done."""
         pool, batch = self._pool, self._batch

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from penstock.core.errors import PenstockError
+from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
 from penstock.core.types import ModelCard, Request, SamplingParams
-from penstock.core.wire import pack_tokens
+from penstock.core.wire import HashArray, pack_tokens, unpack_tokens
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler import SchedulerConfig
 from penstock.perf.hardware import find_hardware
@@ -19,7 +22,8 @@ from penstock.perf.shape import shape_of
 from penstock.router.config import RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.chaos import Chaos, Fault, random_faults
-from penstock.sim.cluster import ClusterSpec, SimCluster
+from penstock.sim.cluster import ClusterSpec, SimCluster, SimEngine
+from penstock.sim.engine import JumpEngine
 from penstock.sim.exact import ExactEngine
 from penstock.sim.invariants import (
     StreamWitness,
@@ -52,12 +56,13 @@ _CONVERGED_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How much happens in how long."""
+    """How much happens in how long, and whether engines take every step or jump."""
 
     clients: int = 30
     workers: int = 3
     faults: int = 12
     duration_s: float = 5.0
+    exact: bool = True
 
 
 @dataclass(slots=True)
@@ -91,15 +96,17 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def small_spec() -> ClusterSpec:
+def small_spec(*, exact: bool = True) -> ClusterSpec:
     """Describe a deployment of two frontends whose pools and queues are small enough to run out."""
     model = Roofline(shape_of(_SHAPE, name="trial"), find_hardware("h100"))
     info = RunnerInfo(num_blocks=48, block_size=_BLOCK_SIZE, context_length=160, vocab_size=VOCAB_SIZE)
     scheduler = SchedulerConfig(max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12)
 
-    def make_engine(pace: Pace) -> ExactEngine:
+    def make_engine(pace: Pace) -> SimEngine:
         pace.factor = _SLOWNESS
-        return ExactEngine(model, info, scheduler, pace)
+        if exact:
+            return ExactEngine(model, info, scheduler, pace)
+        return JumpEngine(model, info, scheduler, _Answered, pace=pace)
 
     return ClusterSpec(
         card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),
@@ -112,9 +119,23 @@ def small_spec() -> ClusterSpec:
     )
 
 
+class _Answered:
+    """The blocks of a prompt and of what a jumping engine answers: each token is its position."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def block_hashes(self, block_size: int, start: int, end: int) -> HashArray:
+        request = self._request
+        prompt = unpack_tokens(request.token_ids)
+        more = np.arange(end * block_size - len(prompt), dtype="<i4") + request.num_emitted
+        tokens = np.concatenate((prompt, more))
+        return block_hashes(tokens[: end * block_size], block_size, request.salt)[start:end]
+
+
 async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
     result = TrialResult()
-    async with SimCluster(small_spec(), rng) as cluster:
+    async with SimCluster(small_spec(exact=trial.exact), rng) as cluster:
         for number in range(trial.workers):
             await cluster.start(f"worker-{number}")
         for dispatcher in cluster.dispatchers:
@@ -124,7 +145,7 @@ async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
             checks = group.create_task(keep_checking(cluster, _CHECK_EVERY_S), name="checks")
             async with _limited(trial.duration_s + _LONGEST_S), asyncio.TaskGroup() as clients:
                 for number in range(trial.clients):
-                    client = _Client(cluster, number, random.Random(rng.getrandbits(64)), trial.duration_s)
+                    client = _Client(cluster, number, random.Random(rng.getrandbits(64)), trial)
                     clients.create_task(client.run(result), name=f"client {number}")
                 clients.create_task(
                     chaos.run(random_faults(rng, count=trial.faults, duration_s=trial.duration_s)),
@@ -171,10 +192,11 @@ def check_no_task_left() -> None:
 class _Client:
     """Sends one request at a random moment and reads its stream, fast or slowly, to the end or not."""
 
-    def __init__(self, cluster: SimCluster, number: int, rng: random.Random, duration_s: float) -> None:
+    def __init__(self, cluster: SimCluster, number: int, rng: random.Random, trial: Trial) -> None:
         self._cluster = cluster
         self._rng = rng
-        self._start_s = rng.uniform(0.0, duration_s)
+        self._exact = trial.exact
+        self._start_s = rng.uniform(0.0, trial.duration_s)
         shared = list(range(rng.choice([0, 8, 16, 24])))
         self._prompt = shared + [rng.randrange(500) for _ in range(rng.randrange(1, 20))]
         deadline_s = rng.choice([None, None, None, 0.2, 1.0, 5.0])
@@ -185,7 +207,8 @@ class _Client:
     async def run(self, result: TrialResult) -> None:
         await asyncio.sleep(self._start_s)
         loop = asyncio.get_running_loop()
-        expected = reference(self._prompt, self._request.sampling.max_tokens)
+        max_tokens = self._request.sampling.max_tokens
+        expected = reference(self._prompt, max_tokens) if self._exact else range(max_tokens)
         witness = StreamWitness(self._request, expected, loop.time())
         stream = self._rng.choice(self._cluster.dispatchers[: self._cluster.spec.frontends]).open(
             self._request

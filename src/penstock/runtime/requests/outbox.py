@@ -139,7 +139,7 @@ class Outbox:
     def offer(self, deltas: Iterable[Delta], *, writable: bool) -> list[Delta]:
         """Take a step's deltas, give back those to send now; the others are held."""
         now: list[Delta] = []
-        overflows = self.overflows
+        overflows, is_cut = self.overflows, False
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is None or stream.failed:
@@ -151,11 +151,14 @@ class Outbox:
                 if _is_last(delta):
                     del self._streams[delta.request_id]
             else:
+                is_cut = is_cut or (stream.held is None and stream.credit_tokens > 0)
                 self._hold(stream, delta)
         if self.held_bytes > self._bytes_max:
             self._shed()
-        if writable and self.overflows != overflows:
-            now += self.take()  # the errors need no credit
+        if writable and (is_cut or self.overflows != overflows):
+            now += (
+                self.take()
+            )  # what there is credit for, as its reader may grant no more before; errors need none
         return now
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
