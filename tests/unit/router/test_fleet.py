@@ -29,6 +29,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.member import Condition, WorkerView
 from penstock.router.router import RouteReason
+from penstock.seams import RoutingContext
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, small_card
 from penstock.testing.hand_engine import HandEngine
@@ -332,3 +333,36 @@ def test_slots_are_used_again_and_columns_grow_by_doubling():
         assert fleet.pools["tiny"].ready.tolist() == [True] * 6 + [False] * 2
 
     play(scene, num_workers=5)
+
+
+def test_columns_are_for_reading():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        fleet = dispatcher._shared.fleet
+        for column in (fleet.pools["tiny"].ready, fleet.loads.running_requests, fleet.loads.own_blocks):
+            with pytest.raises(ValueError, match="read-only"):
+                column[0] = 1
+
+    play(scene)
+
+
+def test_a_policy_without_a_price_for_anybody_still_gets_a_worker():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        for cost in (np.inf, np.nan):
+            dispatcher._shared.router.policy = Flat(cost)
+            assert await route(dispatcher, make_request()) in engines
+            decision = dispatcher.decisions()[-1]
+            assert (decision.num_eligible, decision.next_worker, decision.next_cost) == (3, None, None)
+
+    play(scene)
+
+
+class Flat:
+    """A policy that has lost its senses."""
+
+    name = "flat"
+
+    def __init__(self, cost: float) -> None:
+        self._cost = cost
+
+    def costs(self, context: RoutingContext) -> np.ndarray:
+        return np.full(len(context.eligible), self._cost)
