@@ -1,7 +1,8 @@
 """What a graph says, as a simulated deployment: prices, capacities, and the cluster that has them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
@@ -21,6 +22,7 @@ from penstock.runtime.config import PlaneConfig
 from penstock.sim.cluster import ClusterSpec, SimEngine
 from penstock.sim.engine import JumpEngine
 from penstock.sim.exact import ExactEngine
+from penstock.sim.network import NetworkConfig
 from penstock.sim.prices import DecodePrices
 from penstock.sim.prompt import Stream
 from penstock.sim.timing import VOCAB_SIZE, Pace
@@ -47,6 +49,9 @@ class Deployment:
     """How the KV capacity comes about; for people."""
     exact: bool = False
     """Whether engines take every step, instead of jumping from event to event."""
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    slowness: tuple[float, ...] = ()
+    """The first workers to be started take so many times as long for everything, which nobody tells the router."""
 
     @property
     def devices(self) -> int:
@@ -86,11 +91,13 @@ class Deployment:
             max_waiting_requests=_QUEUE_MAX,
             **{name: value for name, value in said.items() if value is not None},
         )
+        factors = chain(self.slowness, repeat(1.0))
 
         def stream_of(request: Request) -> Stream:
             return streams[request.request_id]
 
         def make_engine(pace: Pace) -> SimEngine:
+            pace.factor = next(factors)
             if self.exact:
                 return ExactEngine(self.latency, info, scheduler, pace, stream_of)
             return JumpEngine(self.latency, info, scheduler, stream_of, pace=pace, prices=self.prices)
@@ -100,6 +107,7 @@ class Deployment:
             make_engine=make_engine,
             router=graph.router,
             worker=graph.worker,
+            network=self.network,
             plane=PlaneConfig(window_tokens=_WHOLE_ANSWER),
             frontends=graph.frontend.processes,
         )

@@ -31,6 +31,8 @@ class NetworkConfig(Config):
     """Of each direction of each connection."""
     event_loss: float = Field(default=0.0, ge=0, lt=1)
     """Share of KV event messages that never arrive."""
+    load_delay_s: float = Field(default=0.0, ge=0)
+    """Load reports arrive so much later than anything else."""
     lease_ttl_s: float = Field(default=5.0, gt=0)
     """A registration that is not renewed for this long is dropped."""
 

@@ -143,6 +143,13 @@ class _Link:
             self.down.send(_FRAME_BYTES * len(deltas), self._deliver, deltas)
 
     def push_load(self, load: WorkerLoad) -> None:
+        delay_s = self.network.config.load_delay_s
+        if delay_s:
+            asyncio.get_running_loop().call_later(delay_s, self._send_load, load)
+        else:
+            self._send_load(load)
+
+    def _send_load(self, load: WorkerLoad) -> None:
         if self._load is None:
             self.down.send(_FRAME_BYTES, self._deliver_load)
         self._load = load

@@ -1,6 +1,7 @@
 """A profile goes through its points and predicts the ones it was not shown."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -117,6 +118,16 @@ def test_decode_is_piecewise_linear_in_context(batch: int, context: int) -> None
     low, middle, high = (model.decode_step_s(batch, n) for n in tokens)
     assert middle - low == pytest.approx(high - middle, rel=1e-6)
     assert low < high
+
+
+@pytest.mark.parametrize("batch", [3, 7, 100, 300])
+def test_decode_has_no_stairs_between_and_beyond_the_points(batch: int) -> None:
+    """A mean context is seldom a whole number; sums over many steps need straight lines."""
+    model = ProfiledModel(profile_of(TABLES[0]), prior_of(TABLES[0]))
+    for context in (200, 5000, 40_000):
+        prices = [model.decode_step_s(batch, batch * context + more) for more in range(8)]
+        steps = [after - before for before, after in pairwise(prices)]
+        assert steps == pytest.approx([steps[0]] * 7, rel=1e-6)
 
 
 def test_save_and_load(tmp_path: Path) -> None:
