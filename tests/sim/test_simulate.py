@@ -77,7 +77,7 @@ def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
     assert report["tokens_per_joule"] == pytest.approx(tokens / (2 * 1275 * report["duration_s"]))
     assert report["usd_per_million_tokens"] == pytest.approx(1e6 * 3.0 * report["gpu_hours"] / tokens)
     assert 0.3 < report["kv_hit_ratio"] < 0.9
-    assert "USD per million tokens" in capsys.readouterr().out
+    assert "USD/1M tokens" in capsys.readouterr().out
 
 
 def test_the_same_seed_gives_the_same_report_in_every_process(tmp_path, spec):

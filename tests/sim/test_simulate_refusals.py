@@ -151,6 +151,26 @@ def test_a_full_disk_is_a_line_after_the_table(capsys):
     assert said.err == "penstock: --json: /dev/full: cannot be written: No space left on device\n"
 
 
+def test_a_table_that_nobody_takes_is_a_line_and_the_files_are_written(tmp_path):
+    out = tmp_path / "out.json"
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "simulate",
+        DATA / "azure_trace.csv",
+        "--graph",
+        SMALL,
+        "--json",
+        out,
+    ]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "penstock: stdout: cannot be written: No space left on device\n"
+    assert json.loads(out.read_text())["completed"] == 6
+
+
 def test_a_run_that_completes_nothing_fails(tmp_path, capsys):
     path, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     path.write_text('{"timestamp": 0, "input_length": 140000, "output_length": 5}\n')

@@ -2,15 +2,16 @@
 
 import argparse
 import json
+import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -36,6 +37,7 @@ from penstock.sim.trace import read_trace
 from penstock.sim.workload import Session, WorkloadConfig, make_sessions, rescaled, trace_sessions
 
 _SAMPLES = 300
+_FILE_COLUMNS = 1000
 _SPEC_SUFFIXES = {".yaml", ".yml"}
 _ONLY_WITH_TRACE = {"speed": None, "rate": None, "requests": None, "hit_ratio": 0.0, "skip_bad": False}
 """Flag: what it is where it was not given."""
@@ -71,12 +73,15 @@ def run_command(options: argparse.Namespace) -> int:
     _check_outputs(options, [options.workload, *paths])
     runs = [_play(name, deployment, sessions, options) for name, deployment in deployments.items()]
     workload = Path(options.workload).name
-    _print_table(f"{workload} on {', '.join(deployments)}", runs)
+    outputs: dict[str, Callable[[], None]] = {}
     if options.json is not None:
         content = {run.name: run.report for run in runs} if options.compare else runs[0].report
-        _write("--json", options.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        outputs[f"--json: {options.json}"] = partial(_write, options.json, text)
     if options.html is not None:
-        _write("--html", options.html, make_page(workload, runs))
+        outputs[f"--html: {options.html}"] = partial(_write, options.html, make_page(workload, runs))
+    outputs["stdout"] = partial(_print_table, f"{workload} on {', '.join(deployments)}", runs)
+    _put_out(outputs)
     return 0 if all(run.report["completed"] for run in runs) else EXIT_NOTHING_COMPLETED
 
 
@@ -121,11 +126,22 @@ def _check_outputs(options: argparse.Namespace, inputs: list[str]) -> None:
             raise ConfigError(f"{flag}: {path}: cannot be written: {error.strerror or error}") from error
 
 
-def _write(flag: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PenstockError(f"{flag}: {path}: cannot be written: {error.strerror or error}") from error
+def _put_out(outputs: dict[str, Callable[[], None]]) -> None:
+    """Write all that can be written, and only then tell what could not."""
+    problems = []
+    for name, write in outputs.items():
+        try:
+            write()
+        except OSError as error:
+            problems.append(f"{name}: cannot be written: {error.strerror or error}")
+            if name == "stdout":  # else the interpreter tries again when it ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if problems:
+        raise PenstockError("\n".join(problems))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _play(name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace) -> Run:
@@ -167,7 +183,7 @@ def _print_table(title: str, runs: list[Run]) -> None:
         )
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, Measurement.get(console, console.options, table).maximum)
+        console.width = _FILE_COLUMNS  # a file needs no line to be broken
     console.print(table)
 
 

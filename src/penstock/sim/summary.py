@@ -55,11 +55,12 @@ _FIGURES = (
     _Figure("KV hit ratio", ("kv_hit_ratio",), "%", 1),
     _Figure("GPU time", ("gpu_hours",), "GPU-hours", -1),
     _Figure("energy", ("tokens_per_joule",), "tokens/J", 1),
-    _Figure("cost", ("usd_per_million_tokens",), "USD per million tokens", -1),
+    _Figure("cost", ("usd_per_million_tokens",), "USD/1M tokens", -1),
     _Figure("simulated in", ("wall", "seconds"), "s"),
     _Figure("simulated at", ("wall", "requests_per_s"), "requests/s"),
     _Figure("peak memory", ("wall", "peak_rss_bytes"), "MB"),
 )
+_WHOLE_PERCENT = 10
 _SCALES = {"%": 100.0, "MB": 1e-6}
 
 
@@ -88,7 +89,8 @@ def _row(figure: _Figure, values: list[float | None]) -> Row:
     for number, value in enumerate(values):
         difference = ""
         if number and figure.better and first and value is not None and value != first:
-            difference = f"{100 * (value / first - 1):+,.1f} %"
+            percent = 100 * (value / first - 1)
+            difference = f"{percent:+,.0f} %" if abs(percent) >= _WHOLE_PERCENT else f"{percent:+.1f} %"
         text = "-" if value is None else _readable(value * scale)
         cells.append(Cell(text, difference, value is not None and value == best))
     return Row(figure.name, unit, tuple(cells))

@@ -29,7 +29,7 @@ def rows(*reports):
         ("output", "tokens/s", "1,500"),
         ("goodput", "requests/s", "-"),
         ("KV hit ratio", "%", "36.6"),
-        ("cost", "USD per million tokens", "3"),
+        ("cost", "USD/1M tokens", "3"),
         ("peak memory", "MB", "250"),
     ],
 )
@@ -50,11 +50,11 @@ def test_beside_others_the_best_is_marked_and_differences_are_told():
     found = rows(report(), slow)
     assert [(c.value, c.difference, c.is_best) for c in found["TTFT, mean"].cells] == [
         ("0.5", "", True),
-        ("1.5", "+200.0 %", False),
+        ("1.5", "+200 %", False),
     ]
     assert found["TTFT, mean"].unit == "s"
-    assert [(c.difference, c.is_best) for c in found["output"].cells] == [("", False), ("+20.0 %", True)]
-    assert [(c.difference, c.is_best) for c in found["cost"].cells] == [("", False), ("-50.0 %", True)]
+    assert [(c.difference, c.is_best) for c in found["output"].cells] == [("", False), ("+20 %", True)]
+    assert [(c.difference, c.is_best) for c in found["cost"].cells] == [("", False), ("-50 %", True)]
     assert [(c.value, c.difference) for c in found["KV hit ratio"].cells] == [("36.6", ""), ("-", "")]
 
 
@@ -62,5 +62,5 @@ def test_what_is_equal_or_of_no_merit_is_not_marked():
     found = rows(report(), report(duration_s=50.0), report(gpu_hours=0.0))
     for name in ("completed", "duration", "TTFT, p50", "goodput", "requests"):
         assert not any(cell.is_best or cell.difference for cell in found[name].cells), name
-    assert [cell.difference for cell in found["GPU time"].cells] == ["", "", "-100.0 %"]
+    assert [cell.difference for cell in found["GPU time"].cells] == ["", "", "-100 %"]
     assert not any(cell.difference for cell in rows(report(failed=0), report())["failed"].cells)
