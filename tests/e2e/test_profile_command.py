@@ -134,9 +134,9 @@ def test_a_served_mock_engine_is_found_at_its_modelled_speed(tmp_path: Path) -> 
 @contextmanager
 def endpoint(answer: Callable[[web.Request, dict], object]) -> Iterator[str]:
     """Serve /v1/models with the models `a` and `b`, and whatever `answer` makes of a completion."""
-    started, loop = threading.Event(), asyncio.new_event_loop()
-    stop = asyncio.Event()
+    started, stop = threading.Event(), asyncio.Event()
     urls: list[str] = []
+    loops: list[asyncio.AbstractEventLoop] = []
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "a"}, {"id": "b"}]})
@@ -153,20 +153,20 @@ def endpoint(answer: Callable[[web.Request, dict], object]) -> Iterator[str]:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
+        loops.append(asyncio.get_running_loop())
         urls.append(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
         started.set()
         await stop.wait()
         await runner.cleanup()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
         assert started.wait(10)
         yield urls[0]
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        loops[0].call_soon_threadsafe(stop.set)
         thread.join(10)
-        loop.close()
 
 
 async def stream(request: web.Request, *events: dict | str) -> web.StreamResponse:
@@ -231,6 +231,31 @@ def test_models_and_extensions_of_an_endpoint(tmp_path: Path, capsys: pytest.Cap
         assert re.search(rf"penstock: prefill \d+: {url}: http_500: the GPU has fallen off the bus", error)
     assert "ignore_eos" in bodies[0]
     assert all("ignore_eos" not in body for body in bodies[1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_endpoint_that_fails_or_stops_early_within_a_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--model", "a", "--out", tmp_path / "p.json", "--quick", "--held-out", "0")
+
+    async def weak(request: web.Request, body: dict) -> web.StreamResponse:
+        if body["max_tokens"] > 21:  # a batch of more than one
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
+        return await stream(request, *words(body["max_tokens"]))
+
+    async def taciturn(request: web.Request, body: dict) -> web.StreamResponse:
+        return await stream(request, *words(min(body["max_tokens"], 3)))
+
+    with endpoint(weak) as url:
+        error = refusal(capsys, url, *flags, code=1)
+        assert f"penstock: decode 4 x 64: {url}: http_500: out of memory" in error
+    with endpoint(taciturn) as url:
+        error = refusal(capsys, url, *flags, code=1)
+        assert "penstock: decode 1 x 64: " in error
+        assert (
+            "parts of an answer of 3 tokens came while all 1 were streaming; take smaller --batches" in error
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,11 +6,11 @@ ratio holds, so that the prior's shape decides and not a polynomial's tail.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ from penstock.core.types import Tier
 from penstock.core.wire import Wire
 from penstock.perf.evaluation import Evaluation
 from penstock.perf.latency import LatencyModel, Link
+
+T = TypeVar("T")
 
 PROFILE_SCHEMA = 1
 _ROWS_MAX = 1024
@@ -207,7 +209,7 @@ class ProfiledModel:
         self.kv_bytes_per_token = profile.kv_bytes_per_token or (prior.kv_bytes_per_token if prior else 0.0)
         self.kv_capacity_tokens = profile.kv_capacity_tokens or (prior.kv_capacity_tokens if prior else 0)
         self._prefill_ratio = self._ratios(_alone(profile))
-        self._contexts = sorted({p.context for p in profile.decode})
+        self._contexts = _columns(point.context for point in profile.decode)
         self._batches = sorted({p.batch for p in profile.decode})
         self._grid = self._decode_grid(profile.decode)
         self._row = lru_cache(maxsize=_ROWS_MAX)(self._make_row)
@@ -280,12 +282,7 @@ class ProfiledModel:
 
     def _ratios(self, points: Sequence[PrefillPoint]) -> tuple[np.ndarray, np.ndarray]:
         """Log of measured / expected by log of new tokens; points of nearly equal length are averaged."""
-        groups: list[list[PrefillPoint]] = []
-        for point in sorted(points, key=lambda point: point.new_tokens):
-            if groups and point.new_tokens <= groups[-1][0].new_tokens * _EQUAL_LENGTH:
-                groups[-1].append(point)
-            else:
-                groups.append([point])
+        groups = nearly_equal(points, lambda point: point.new_tokens)
         tokens = [np.mean([np.log(point.new_tokens) for point in group]) for group in groups]
         return np.array(tokens), np.array([np.mean([self._log_ratio(p) for p in group]) for group in groups])
 
@@ -340,6 +337,21 @@ class ProfiledModel:
         low_s = self._expected.decode_step_s(batch, low)
         share = context_tokens - low
         return low_s + share * (self._expected.decode_step_s(batch, low + 1) - low_s) if share else low_s
+
+
+def _columns(contexts: Iterable[int]) -> list[int]:
+    return [round(np.mean(group)) for group in nearly_equal(set(contexts), lambda context: context)]
+
+
+def nearly_equal(items: Iterable[T], length: Callable[[T], int]) -> list[list[T]]:
+    """Group what is of nearly equal length, shortest first."""
+    groups: list[list[T]] = []
+    for item in sorted(items, key=length):
+        if groups and length(item) <= length(groups[-1][0]) * _EQUAL_LENGTH:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
 
 
 def _alone(profile: Profile) -> list[PrefillPoint]:

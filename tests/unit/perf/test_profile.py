@@ -155,3 +155,60 @@ def test_bad_points() -> None:
                 decode=(DecodePoint(batch=1, context=1, seconds=1.0),),
             )
         )
+
+
+TRUTH = LinearPrior(prefill=(0.005, 1e-4, 1e-8, 2e-6), decode=(0.004, 2e-4, 1e-7))
+
+
+def plain_profile(*, extra_prompt_s: float = 0.0, shift: int = 0) -> Profile:
+    """Measure `TRUTH`; `shift` moves lengths a little from cell to cell, as prompts in words do."""
+    prefill = [
+        PrefillPoint(new_tokens=n, cached_tokens=cached, seconds=TRUTH.prefill_s(n, cached))
+        for size in (64, 512, 4096)
+        for number, cached in enumerate((0, 512, 2048))
+        if (n := size + number * shift)
+    ]
+    batched = [
+        PrefillPoint(
+            new_tokens=n,
+            prompts=prompts,
+            seconds=TRUTH.prefill_batch_s([(n, 0)] * prompts) + (prompts - 1) * extra_prompt_s,
+        )
+        for n, prompts in ((64, 4), (128, 4), (64, 16))
+    ]
+    decode = [
+        DecodePoint(batch=b, context=c, seconds=TRUTH.decode_step_s(b, b * c))
+        for number, b in enumerate((1, 4, 16))
+        for size in (64, 512, 2048)
+        if (c := size + number * shift)
+    ]
+    return Profile(engine="plain", prefill=(*prefill, *batched), decode=tuple(decode))
+
+
+def test_cached_prefixes_and_further_prompts_have_their_price() -> None:
+    model = ProfiledModel(plain_profile(extra_prompt_s=0.003))
+    assert model.prefill_s(64, 4000) == pytest.approx(TRUTH.prefill_s(64, 4000), rel=1e-3)
+    two = [(100, 0), (300, 600)]
+    assert model.prefill_batch_s(two) == pytest.approx(TRUTH.prefill_batch_s(two) + 0.003, rel=1e-3)
+    assert model.prefill_batch_s([*two, (0, 0)]) == model.prefill_batch_s(two)
+    assert model.mixed_step_s([(64, 0)], 4, 256) == pytest.approx(
+        TRUTH.prefill_s(64) + TRUTH.decode_step_s(4, 256) - 0.004, rel=1e-3
+    )
+
+
+def test_lengths_that_are_nearly_equal_are_one() -> None:
+    model = ProfiledModel(plain_profile(shift=3))
+    assert model._contexts == [67, 515, 2051]
+    assert len(model._prefill_ratio[0]) == 3
+    assert max(map(abs, model.residuals(plain_profile(shift=3)).values())) < 0.01
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16, 40])
+def test_every_batch_is_piecewise_linear_in_context_also_beyond_the_points(batch: int) -> None:
+    """The simulator sums decode steps piece by piece: kinks lie at the measured contexts and nowhere else."""
+    model = ProfiledModel(profile_of(TABLES[0]), prior_of(TABLES[0]))
+    columns = [0, *model._contexts, 200_000]
+    for start, end in pairwise(columns):
+        step = (end - start) // 4
+        prices = [model.decode_step_s(batch, batch * (start + number * step)) for number in range(1, 4)]
+        assert prices[1] - prices[0] == pytest.approx(prices[2] - prices[1], rel=1e-6, abs=1e-12)

@@ -16,6 +16,7 @@ from penstock.core.errors import ConfigError, PenstockError, Unavailable
 
 TARGET = "ENGINE_OR_URL"
 _LIST_TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 60.0
 _REQUEST_TIMEOUT_S = 600.0
 _PROBE_TOKENS = 16
 _EXTENSIONS = {"ignore_eos": True, "min_tokens": 0}
@@ -114,11 +115,15 @@ async def connect(url: str, model: str | None, api_key: str | None) -> Endpoint:
             Address.parse(url, dialect.path, flag=TARGET), timeout_s=_REQUEST_TIMEOUT_S, api_key=api_key
         )
         try:
-            exchange = await client.send(dialect.body(chosen.id, PROBES[1], _PROBE_TOKENS))
-            if exchange.failure is None:
-                _check_streams(exchange, url)
-                scale = await _scale(client, dialect, chosen.id, exchange)
-                return Endpoint(base, chosen.id, server, chosen.max_model_len, dialect, scale, client)
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                exchange = await client.send(dialect.body(chosen.id, PROBES[1], _PROBE_TOKENS))
+                if exchange.failure is None:
+                    _check_streams(exchange, url)
+                    scale = await _scale(client, dialect, chosen.id, exchange)
+                    return Endpoint(base, chosen.id, server, chosen.max_model_len, dialect, scale, client)
+        except TimeoutError as error:
+            client.close()
+            raise Unavailable(f"{TARGET}: {url}: no whole answer in {_PROBE_TIMEOUT_S:g} s") from error
         except BaseException:
             client.close()
             raise

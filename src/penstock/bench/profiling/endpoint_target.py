@@ -2,6 +2,7 @@
 
 import asyncio
 import statistics
+from collections.abc import Sequence
 from itertools import accumulate, count
 from typing import Self
 
@@ -83,14 +84,8 @@ class EndpointTarget:
 
     async def decode(self, cell: DecodeCell) -> DecodePoint:
         await self._show(cell.batch, cell.prompt_tokens)
-        async with asyncio.TaskGroup() as group:
-            asked = [
-                group.create_task(
-                    self._endpoint.ask(self._library(row, cell.prompt_tokens), cell.generated_tokens)
-                )
-                for row in range(cell.batch)
-            ]
-        exchanges = [task.result() for task in asked]
+        prompts = [self._library(row, cell.prompt_tokens) for row in range(cell.batch)]
+        exchanges = await self._ask_all(prompts, cell.generated_tokens)
         times = [list(accumulate(e.gaps_s, initial=e.first_token_s or 0.0)) for e in exchanges]
         begin_s = max(of[min(SETTLING_STEPS, len(of) - 1)] for of in times)
         end_s = min(of[-1] for of in times)
@@ -120,11 +115,22 @@ class EndpointTarget:
     async def _show(self, rows: int, tokens: int) -> None:
         """Let the server see rows that it has not seen yet, so that they are in its prefix cache."""
         unseen = [row for row in range(rows) if self._library_tokens.get(row, 0) < tokens]
-        async with asyncio.TaskGroup() as group:
-            for row in unseen:
-                group.create_task(self._endpoint.ask(self._library(row, tokens), 1))
+        await self._ask_all([self._library(row, tokens) for row in unseen], 1)
         for row in unseen:
             self._library_tokens[row] = tokens
+
+    async def _ask_all(self, prompts: Sequence[str], output_tokens: int) -> list[Exchange]:
+        """Ask at once, and wait for all.
+
+        Raises:
+            Unavailable: one failed; the others are given up.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._endpoint.ask(prompt, output_tokens)) for prompt in prompts]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
 
 
 def _prompt_tokens(exchange: Exchange, expected: int) -> int:

@@ -2,15 +2,15 @@
 
 import html
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from penstock.bench.profiling.tables import about, fit_rows, held_out_rows
+from penstock.bench.profiling.tables import FIT_COLUMNS, HELD_OUT_COLUMNS, about, fit_rows, held_out_rows
 from penstock.perf.evaluation import Evaluation, Latency
-from penstock.perf.profile import PrefillPoint, Profile, ProfiledModel
+from penstock.perf.profile import Profile, ProfiledModel, nearly_equal
 from penstock.sim.charts import COLOURS, Chart, Dots, Line, XAxis
 from penstock.sim.document import chart_grid, make_document, text_table
 
@@ -32,8 +32,8 @@ def make_page(profile: Profile) -> str:
     ]
     tables: list[tuple[str, Sequence[Sequence[str]]]] = [
         ("Origin", about(profile)),
-        ("Points kept back: measured and predicted", held_out_rows(evaluation)),
-        ("Fitted cells", fit_rows(evaluation)),
+        ("Points kept back: measured and predicted", [HELD_OUT_COLUMNS, *held_out_rows(evaluation)]),
+        ("Fitted cells", [FIT_COLUMNS, *fit_rows(evaluation)]),
     ]
     if evaluation.left_out_cells:
         tables.append(("Left out", [(text,) for text in evaluation.left_out_cells]))
@@ -42,16 +42,19 @@ def make_page(profile: Profile) -> str:
 
 
 def _prefill(profile: Profile, model: ProfiledModel) -> Chart:
-    groups = _by_prefix(point for point in profile.prefill if point.prompts == 1)
-    curves = [
-        _Curve(
-            f"after {cached:,} cached" if cached else "nothing cached",
-            [point.new_tokens for point in group],
-            [point.seconds for point in group],
-            partial(_prefill_s, model, cached),
+    points = [point for point in profile.prefill if point.prompts == 1]
+    curves = []
+    for alike in nearly_equal(points, lambda point: point.cached_tokens):
+        group = sorted(alike, key=lambda point: point.new_tokens)
+        cached = round(np.mean([point.cached_tokens for point in group]))
+        curves.append(
+            _Curve(
+                f"after {cached:,} cached" if cached else "nothing cached",
+                [point.new_tokens for point in group],
+                [point.seconds for point in group],
+                partial(_prefill_s, model, cached),
+            )
         )
-        for cached, group in groups.items()
-    ]
     return _fitted("Prefill", "new tokens", curves)
 
 
@@ -61,14 +64,6 @@ def _prefill_s(model: ProfiledModel, cached: int, new_tokens: float) -> float:
 
 def _decode_step_s(model: ProfiledModel, batch: int, context: float) -> float:
     return model.decode_step_s(batch, round(context * batch))
-
-
-def _by_prefix(points: Iterable[PrefillPoint]) -> dict[int, list[PrefillPoint]]:
-    """Group by cached tokens, in order of new ones."""
-    groups: dict[int, list[PrefillPoint]] = {}
-    for point in sorted(points, key=lambda p: (p.cached_tokens, p.new_tokens)):
-        groups.setdefault(point.cached_tokens, []).append(point)
-    return groups
 
 
 def _decode(profile: Profile, model: ProfiledModel) -> Chart:

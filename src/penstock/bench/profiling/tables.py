@@ -60,6 +60,10 @@ def verdict(evaluation: Evaluation) -> list[str]:
         lines.append(
             f"each cell left out in turn: median error {statistics.median(left_out):.1%}, largest {max(left_out):.1%}"
         )
+    if min(cell.samples for cell in evaluation.cells) == 1:
+        lines.append(
+            "some cells have one sample, their first, which warms up; allow more --repeats or --max-seconds"
+        )
     counted = {"TTFT": evaluation.ttft_median_error, "ITL": evaluation.itl_median_error}
     said = ", ".join(f"{name} {error:.1%}" for name, error in counted.items() if error is not None)
     if said:
