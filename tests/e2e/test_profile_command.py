@@ -157,6 +157,9 @@ def endpoint(answer: Callable[[web.Request, dict], object]) -> Iterator[str]:
         urls.append(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
         started.set()
         await stop.wait()
+        await asyncio.sleep(
+            0.1
+        )  # connections that were given up are still being accepted, and would outlive the server
         await runner.cleanup()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))

@@ -162,10 +162,10 @@ class _Connection(asyncio.Protocol):
         self._transport.write(message)
         try:
             await self._ended
-        finally:
-            if self._exchange is not None:  # cancelled: the rest of the answer is on its way
-                self._exchange = None
-                self.close()
+        except BaseException:  # the rest of the answer is on its way, and nobody takes the connection back
+            self._exchange = None
+            self.close()
+            raise
         return self._status is not None
 
     def close(self) -> None:
