@@ -2,13 +2,14 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
-from penstock.bench.policies import cells, game, summary, workload
+from penstock.bench.policies import cells, command, game, summary, workload
 from penstock.bench.policies.arena import Arena, Files, Results
 from penstock.bench.policies.cells import Cell, Effort
 from penstock.bench.policies.ledger import Ledger
@@ -320,6 +321,19 @@ class TestArena:
         rate = found.saturation_rps["S", "8b-bf16"]
         assert found.runs[LOW, "bad", 1]["ttft_mean_s"] == pytest.approx(0.3 * rate)
         assert len(found.runs) == 3 * (2 + 3)  # the headline cell has its own number of seeds
+
+    def test_a_saturation_that_is_given_is_not_searched(self, play, monkeypatch):
+        monkeypatch.setattr(self, "EFFORT", replace(self.EFFORT, saturation_rps={"S/8b-bf16": 4.0}))
+        found, games = play([LOW])
+        assert found.saturation_rps == {("S", "8b-bf16"): 4.0}
+        assert found.runs[LOW, "bad", 1]["ttft_mean_s"] == pytest.approx(1.2)
+        assert len(games) == 1 + 3 * 2
+
+    @pytest.mark.parametrize("text", ["S/8b-bf16", "S/8b-bf16=", "S/8b-bf16=-1", "S/9b=3", "S/8b-bf16=nan"])
+    def test_a_saturation_that_is_none_is_refused(self, text):
+        assert command._rates("S/8b-bf16=31.9,M/70b-fp8=4") == {"S/8b-bf16": 31.9, "M/70b-fp8": 4.0}
+        with pytest.raises(ConfigError, match="expected NAME=RATE"):
+            command._rates(text)
 
     def test_a_second_run_plays_nothing_and_comes_to_the_same(self, play):
         first, played = play([LOW])

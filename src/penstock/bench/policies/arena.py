@@ -108,9 +108,11 @@ class Arena:
         sample = self._workload(workload, effort.requests, 1)
         about = await self._once(f"about {_name(sample, place)}", describe, place, sample)
         results.workloads[workload, deployment] = about
-        saturation_rps = about["guess_rps"]
-        if effort.tolerance is not None:
-            saturation_rps = await self._search(place, sample, saturation_rps, effort.tolerance)
+        saturation_rps = effort.saturation_rps.get(f"{workload}/{deployment}")
+        if saturation_rps is None:
+            saturation_rps = about["guess_rps"]
+            if effort.tolerance is not None:
+                saturation_rps = await self._search(place, sample, saturation_rps, effort.tolerance)
         results.saturation_rps[workload, deployment] = saturation_rps
         self._progress.start()
         async with asyncio.TaskGroup() as tasks:

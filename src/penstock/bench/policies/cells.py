@@ -1,7 +1,7 @@
 """What is compared: cells of workload, deployment, load and trouble, and how often each is played."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from penstock.bench.policies.workload import RECORDED, SYNTHETIC
@@ -56,13 +56,17 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Requests and seeds of a cell, and how closely saturation is looked for; None takes a guess for it."""
+    """Requests and seeds of a cell, and how closely saturation is looked for; None takes a guess for it.
+
+    `saturation_rps` is taken as it is, by workload/deployment.
+    """
 
     requests: int
     headline_requests: int
     seeds: int
     headline_seeds: int
     tolerance: float | None
+    saturation_rps: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, cell: Cell) -> tuple[int, range]:
         """Give a cell's requests and its seeds."""
