@@ -246,7 +246,7 @@ class OpenRequest:
             request = msgspec.structs.replace(request, deadline_s=remaining_s)
         connection = fleet.submit(route.slot, request, self)
         reservation = fleet.loads.reserve(route.slot, route.prefill_tokens, route.blocks)
-        granted_from = progress.taken_tokens + progress.unread_tokens
+        granted_from = progress.output_tokens - self.request.num_emitted
         self._attempt = _Attempt(route, connection, reservation, granted_from)
 
     async def _go_on_after(self, interruption: PenstockError) -> None:

@@ -53,10 +53,6 @@ class Progress:
                 param="block_hashes",
             )
 
-    @property
-    def unread_tokens(self) -> int:
-        return sum(num_tokens(delta.token_ids) for delta in self.unread)
-
     def add(self, delta: Delta) -> None:
         """Take what a worker sent; its error, if any, is the caller's business."""
         self._output += delta.token_ids
