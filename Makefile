@@ -18,16 +18,18 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed-native-$(NATIVE)
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
+SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/native/test_radix_native.py
 CHECKED_TESTS = $(wildcard tests/unit tests/properties tests/conformance tests/wire tests/native)
 
 .DEFAULT_GOAL = help
-.PHONY: help venv demo test check lint types floors test-fast fuzz bench format clean
+.PHONY: help venv demo test check lint types floors test-fast fuzz sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
 	@echo 'make test     run every test'
 	@echo 'make check    format, lint, types, floors and the fast tests (make -j2 check is quicker)'
 	@echo 'make fuzz     compare native code with a second implementation under sanitisers (FUZZ_RUNS=... FUZZ_SEED=...)'
+	@echo 'make sanitize run the state machines of native code on a build with ASan and UBSan'
 	@echo 'make bench    run the benchmarks that need no server; results go to benchmarks/results/'
 	@echo 'make format   format the code'
 	@echo 'make venv     only create .venv and install'
@@ -62,6 +64,18 @@ fuzz: venv
 	build/fuzz/fuzz_hashing -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_pool -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_attention -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
+	build/fuzz/fuzz_radix -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
+
+# The interpreter is not sanitised, so the sanitiser's library comes first by force, and what CPython keeps is no leak.
+sanitize: venv
+	@$(BIN)/pip install -q 'cmake>=3.24' ninja
+	$(BIN)/cmake --fresh -G Ninja -S native -B build/sanitize -DPENSTOCK_SANITIZE=ON \
+	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
+	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
+	$(BIN)/cmake --build build/sanitize
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python tools/test_native_build.py build/sanitize \
+	    -q -p no:cacheprovider $(SANITIZED_TESTS)
 
 bench: venv
 	for name in $(BENCHES); do $(BIN)/penstock bench $$name --json benchmarks/results/$$name.json || exit 1; done

@@ -179,8 +179,8 @@ class RadixTree::Transition {
     Holding after_;
 };
 
-RadixTree::RadixTree(std::size_t pairs_max, std::uint32_t num_slots, std::uint32_t clock_max)
-    : pairs_max_(pairs_max), clock_max_(clock_max) {
+RadixTree::RadixTree(std::size_t pairs_max, std::uint32_t num_slots, RadixLimits limits)
+    : pairs_max_(pairs_max), limits_(limits) {
     grow(num_slots);
 }
 
@@ -260,19 +260,22 @@ void RadixTree::remove(std::uint32_t worker, HashView hashes, std::size_t tier) 
         throw std::length_error("worker slots");
     }
     grow(worker + 1);
+    const std::size_t count = hashes.size();
+    const bool last_first = is_chain(hashes);
+    const auto key_at = [&](std::size_t i) { return hashes[last_first ? count - 1 - i : i]; };
     Transition transition(holders_, worker, tier, false);
-    for (std::size_t begin = 0; begin < hashes.size(); begin += kWindow) {
-        const std::size_t count = std::min(kWindow, hashes.size() - begin);
-        for (std::size_t i = 0; i < count; ++i) {
-            places_.prefetch(hashes[begin + i]);
+    for (std::size_t begin = 0; begin < count; begin += kWindow) {
+        const std::size_t end = std::min(begin + kWindow, count);
+        for (std::size_t i = begin; i < end; ++i) {
+            places_.prefetch(key_at(i));
         }
-        for (std::size_t i = 0; i < count; ++i) {
-            if (const Place* place = places_.find(hashes[begin + i])) {
+        for (std::size_t i = begin; i < end; ++i) {
+            if (const Place* place = places_.find(key_at(i))) {
                 __builtin_prefetch(&node(place->node));
             }
         }
-        for (std::size_t i = 0; i < count; ++i) {
-            Place* place = places_.find(hashes[begin + i]);
+        for (std::size_t i = begin; i < end; ++i) {
+            Place* place = places_.find(key_at(i));
             if (place == nullptr || !transition.starts_at(place->holders)) {
                 ++unknown_removals_;
                 continue;
@@ -289,6 +292,16 @@ void RadixTree::remove(std::uint32_t worker, HashView hashes, std::size_t tier) 
             }
         }
     }
+}
+
+// Whether they come as they are stored. Removing the last one first opens no holes on the way.
+bool RadixTree::is_chain(HashView hashes) const {
+    if (hashes.size() < 2) {
+        return false;
+    }
+    const Place* first = places_.find(hashes[0]);
+    const Place* second = places_.find(hashes[1]);
+    return first != nullptr && second != nullptr && node(second->node).parent == first->node;
 }
 
 void RadixTree::clear(std::uint32_t worker) {
@@ -505,7 +518,7 @@ void RadixTree::forget(NodeId id) {
 // ---- RadixTree: the oldest leaf
 
 std::uint32_t RadixTree::tick() {
-    if (clock_ >= clock_max_) {
+    if (clock_ >= limits_.clock_max) {
         renumber_stamps();
     }
     return ++clock_;
@@ -572,14 +585,13 @@ std::uint64_t RadixTree::oldest_leaf() {
 // Find the oldest leaves, a small part of all: one walk over the tree then serves that many evictions.
 void RadixTree::gather_leaves() {
     constexpr std::size_t kPart = 32;
-    constexpr std::size_t kAtLeast = 1024;
     places_.for_each([&](std::uint64_t key, const Place& place) {
         if (place.holders != HoldersTable::kNobody && node(place.node).first_child == kNone) {
             leaves_.push_back({node(place.node).stamp, key});
         }
     });
     leaves_until_ = UINT32_MAX;
-    const std::size_t wanted = std::max(leaves_.size() / kPart, kAtLeast);
+    const std::size_t wanted = std::max(leaves_.size() / kPart, limits_.leaves_min);
     if (wanted < leaves_.size()) {
         std::ranges::nth_element(leaves_, leaves_.begin() + static_cast<std::ptrdiff_t>(wanted));
         leaves_until_ = leaves_[wanted].stamp;
@@ -595,7 +607,7 @@ void RadixTree::push_leaf(NodeId id) {
     if (node(id).stamp > leaves_until_) {
         return;
     }
-    if (leaves_.size() > nodes_held_ + 1024) { // stale ones: start anew when the next leaf has to go
+    if (leaves_.size() > nodes_held_ + limits_.leaves_min) { // stale ones: start anew when the next leaf has to go
         leaves_ = std::vector<Leaf>();
         leaves_until_ = 0;
         return;

@@ -139,6 +139,12 @@ struct RadixStats {
     std::size_t bytes;
 };
 
+// What only tests change, to arrive sooner at what is rare.
+struct RadixLimits {
+    std::uint32_t clock_max = UINT32_MAX / 2; // stamps are renumbered when the clock arrives there
+    std::size_t leaves_min = 1024;            // leaves looked up at once for eviction, at least
+};
+
 // Blocks of one worker, chained and held alike.
 struct Run {
     std::optional<std::uint64_t> parent;
@@ -149,8 +155,7 @@ struct Run {
 // The tree itself. `match` may run in several threads at once; all else needs the tree alone.
 class RadixTree {
   public:
-    // `clock_max` is for tests: stamps are renumbered when the clock arrives there.
-    RadixTree(std::size_t pairs_max, std::uint32_t num_slots, std::uint32_t clock_max = UINT32_MAX / 2);
+    RadixTree(std::size_t pairs_max, std::uint32_t num_slots, RadixLimits limits = {});
 
     std::uint32_t num_slots() const { return static_cast<std::uint32_t>(workers_.size()); }
     std::size_t pairs_max() const { return pairs_max_; }
@@ -217,6 +222,7 @@ class RadixTree {
     Node& node(NodeId id) { return chunks_[id / kChunkNodes][id % kChunkNodes]; }
     const Node& node(NodeId id) const { return chunks_[id / kChunkNodes][id % kChunkNodes]; }
     HoldersId holders_of(std::uint64_t key) const;
+    bool is_chain(HashView hashes) const;
     bool holds(std::uint32_t worker, NodeId id) const;
     std::uint32_t held_children(std::uint32_t worker, NodeId id) const;
 
@@ -243,7 +249,7 @@ class RadixTree {
     static constexpr std::size_t kChunkNodes = 4096;
 
     std::size_t pairs_max_;
-    std::uint32_t clock_max_;
+    RadixLimits limits_;
     std::vector<Worker> workers_;
     FlatMap<Place> places_;
     HoldersTable holders_;

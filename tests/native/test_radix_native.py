@@ -1,0 +1,171 @@
+"""The native prefix index where the state machine does not reach: sizes, odd input, threads."""
+
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from penstock.core.hashing import block_hashes
+from penstock.core.native import native
+from penstock.core.radix import RadixTree, RadixTreePython
+from penstock.core.types import Tier
+
+pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
+
+
+def random_hashes(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64)
+
+
+def test_long_chains_and_many_workers_equal_the_twin():
+    ours, twin = RadixTree(None, 300), RadixTreePython(None, 300)
+    chain = random_hashes(500)
+    lengths = np.random.default_rng(1).integers(0, 501, 300)
+    for tree in (ours, twin):
+        for worker, length in enumerate(lengths.tolist()):
+            tree.store(worker, chain[:length])
+            if worker % 7 == 0:
+                tree.remove(worker, chain[length // 3 : length // 2])  # a hole
+            if worker % 5 == 0:
+                tree.store(worker, chain[:length:1], tier=Tier.HOST)
+    for query in (chain, chain[:1], chain[:250], chain[40:90]):
+        np.testing.assert_array_equal(ours.match(query).depths, twin.match(query).depths)
+        np.testing.assert_array_equal(ours.match(query).tiers, twin.match(query).tiers)
+    ours.check()
+
+
+def test_eviction_of_many_leaves_equals_the_twin():
+    ours, twin = RadixTree(20_000, 4), RadixTreePython(20_000, 4)
+    prompts = random_hashes(6_000 * 8).reshape(-1, 8)
+    for index, prompt in enumerate(prompts):
+        for tree in (ours, twin):
+            tree.store(index % 4, prompt)
+            if index % 3 == 0:
+                tree.match(prompts[index // 2])
+    assert ours.stats()[:-1] == twin.stats()[:-1]
+    assert ours.stats().evicted_pairs > 20_000
+    np.testing.assert_array_equal(
+        ours.match_many(list(prompts)).depths, twin.match_many(list(prompts)).depths
+    )
+    ours.check()
+
+
+def test_memory_is_given_back_once_all_is_cleared():
+    tree = RadixTree(None, 2)
+    empty = tree.stats().num_bytes
+    tree.store(0, random_hashes(100_000))
+    tree.store(1, random_hashes(100_000)[:50])
+    assert tree.stats().num_bytes > 4_000_000
+    tree.clear(0)
+    tree.clear(1)
+    assert tree.stats().num_bytes < empty + 1_000
+    tree.check()
+
+
+def test_hashes_come_as_arrays_of_any_stride_or_as_bytes():
+    tokens = np.arange(64, dtype=np.int32)
+    hashes = block_hashes(tokens, 8)
+    tree = RadixTree(None)
+    tree.store(0, hashes[:, 0])
+    column = np.ascontiguousarray(hashes[:, 0])
+    packed = column.tobytes()
+    shifted = memoryview(b"x" + packed)[1:]
+    backwards = column[::-1][::-1]
+    for query in (hashes[:, 0], column, packed, bytearray(packed), shifted, backwards):
+        assert tree.match(query).depths.tolist() == [8]
+    assert tree.match_tokens(tokens, 8).depths.tolist() == [8]
+    assert tree.match_tokens(tokens.tobytes(), 8).depths.tolist() == [8]
+    assert tree.match_tokens(tokens, 8, b"salt").depths.tolist() == [0]
+    assert tree.match_many([]).depths.shape == (0, 1)
+    assert tree.match_many([]).tiers.shape == (0, 4, 1)
+
+
+@pytest.mark.parametrize("tree", [RadixTree(None), RadixTreePython(None)], ids=["native", "twin"])
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda tree: tree.store(0, [1, 2]), (TypeError, AttributeError)),
+        (lambda tree: tree.store(0, np.zeros(2, dtype=np.int64)), TypeError),
+        (lambda tree: tree.store(0, np.zeros((2, 2), dtype=np.uint64)), TypeError),
+        (lambda tree: tree.match(np.zeros(2, dtype=np.float64)), TypeError),
+        (lambda tree: tree.match(b"1234567"), ValueError),
+        (lambda tree: tree.store(0, b"", tier="tape"), (ValueError, KeyError)),
+        (lambda tree: tree.store(65_535, b""), ValueError),
+        (lambda tree: tree.remove(1 << 20, b""), ValueError),
+        (lambda tree: tree.grow(65_536), ValueError),
+        (lambda tree: tree.match_tokens([1, 2], 0), ValueError),
+        (lambda tree: tree.match_tokens([1, 2], 1, key=b"short"), ValueError),
+    ],
+)
+def test_wrong_arguments_raise(tree, call, error):
+    with pytest.raises(error):
+        call(tree)
+    tree.check()
+
+
+def test_more_copies_than_are_counted():
+    for tree in (RadixTree(None), RadixTreePython(None)):
+        hashes = random_hashes(1)
+        for _ in range(5000):
+            tree.store(0, hashes)
+        for _ in range(4094):
+            tree.remove(0, hashes)
+        assert tree.match(hashes).depths.tolist() == [1]
+        tree.remove(0, hashes)
+        assert tree.match(hashes).depths.tolist() == [0]
+        tree.check()
+
+
+def test_long_calls_let_other_threads_run():
+    """With the GIL held, the main thread would see nothing of the call but its end."""
+    tree = RadixTree(None)
+    hashes = random_hashes(1_000_000)
+    started, ended = threading.Event(), threading.Event()
+
+    def store():
+        started.set()
+        tree.store(0, hashes)
+        ended.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)  # no thread is made to give way: it has to do so itself
+    try:
+        thread = threading.Thread(target=store)
+        thread.start()
+        started.wait()
+        time.sleep(0.002)
+        seen_running = not ended.is_set()
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen_running
+
+
+def test_readers_beside_a_writer_see_whole_events():
+    """A worker holds all of a prompt or nothing, whenever one looks."""
+    tree = RadixTree(None, 8)
+    prompts = [random_hashes(3000, seed) for seed in range(4)]
+    ended = threading.Event()
+    wrong = []
+
+    def read():
+        while not ended.is_set():
+            depths = tree.match_many(prompts).depths
+            wrong.extend(depths[(depths != 0) & (depths != 3000)].tolist())
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for turn in range(150):
+        prompt = prompts[turn % 4]
+        tree.store(turn % 8, prompt)
+        tree.remove((turn + 3) % 8, prompts[(turn + 1) % 4])
+        if turn % 10 == 0:
+            tree.clear(turn % 8)
+    ended.set()
+    for reader in readers:
+        reader.join()
+    assert wrong == []
+    tree.check()
