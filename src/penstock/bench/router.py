@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> Report:
         ("match_128k", 1e3, _match_long_s(repeats, options.seed)),
     ):
         samples[f"{name}_s"] = measured
-        figures[f"{name}_{'us' if scale == 1e6 else 'ms'}"] = statistics.median(measured) * scale  # noqa: PLR2004
+        figures[f"{name}_{'us' if scale == 1e6 else 'ms'}"] = statistics.median(measured) * scale
     samples["match_many_two_threads"] = _two_threads(repeats, pairs, options.seed)
     figures["match_many_two_threads"] = statistics.median(samples["match_many_two_threads"])
     return Report(
