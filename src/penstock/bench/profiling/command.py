@@ -66,7 +66,12 @@ def run_command(options: argparse.Namespace) -> int:
         _tell("interrupted; nothing was written")
         raise
     profile.save(out)
-    write_whole(page, make_page(profile).encode())
+    try:
+        write_whole(page, make_page(profile).encode())
+    except OSError as error:
+        raise ConfigError(
+            f"--plot: {page}: cannot be written: {error.strerror}; {out} is complete"
+        ) from error
     _print(profile)
     print(f"wrote {out} and {page}")  # noqa: T201 - what a command is for
     return 0
