@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,6 +22,7 @@ from penstock.perf.placement import (
     place_decode,
     place_prefill,
 )
+from penstock.sim.deployment import Deployment
 from penstock.sim.workload import WorkloadConfig
 
 _INPUT_TOKENS, _OUTPUT_TOKENS = 2048, 512
@@ -133,11 +134,16 @@ class _Bench:
         slo = _SLOS["interactive"]
         whole = place_aggregated(system.price, system.choices(), _demand(slo))
         assert whole is not None, "of the systems that are scaled"
+        search, start_per_s = self.search, system.likely * whole.requests_per_s / whole.parallel.devices
         for devices in scales:
             replicas = devices // whole.parallel.devices
             if not replicas:
                 continue
-            found = self._largest(system, whole, slo, _half_shared, replicas=replicas)
+            deployment = self._deploy(system, whole, slo, replicas)
+            found = search.largest(deployment, _half_shared, slo, start_per_s * devices)
+            if found.rate_per_s:  # much the same is to be expected of the next one
+                search = replace(self.search, step=1.06, precision=0.06)
+                start_per_s = found.rate_per_s / devices
             self.figures[f"{system.name}_goodput_rps_per_gpu_x{devices}"] = found.good_per_s / devices
             _tell(f"{system.name} on {devices}: {found.good_per_s / devices:.3f} requests/s a GPU")
 
@@ -150,11 +156,13 @@ class _Bench:
         *,
         replicas: int = 1,
     ) -> Goodput:
+        start_per_s = system.likely * replicas * placement.requests_per_s
+        deployment = self._deploy(system, placement, slo, replicas)
+        return self.search.largest(deployment, workload, slo, start_per_s)
+
+    def _deploy(self, system: System, placement: Placement, slo: Slo, replicas: int) -> Deployment:
         graph = system.graph(placement.parallel, batch=placement.batch, replicas=replicas, slo=slo)
-        deployment = system.deploy(graph, placement.parallel, profiles=self.profiles, scratch=self.scratch)
-        return self.search.largest(
-            deployment, workload, slo, system.likely * replicas * placement.requests_per_s
-        )
+        return system.deploy(graph, placement.parallel, profiles=self.profiles, scratch=self.scratch)
 
     def _note(self, key: str, system: System, placements: list[Placement], device_s: float) -> None:
         self.placements[key] = "; ".join(map(describe, placements))
@@ -162,8 +170,9 @@ class _Bench:
         hardware = system.hardware
         self.figures[f"{key}_tokens_per_s_per_gpu"] = tokens_per_s
         self.figures[f"{key}_tokens_per_joule"] = tokens_per_s / hardware.watts
-        usd = 1e6 * hardware.usd_per_hour / _HOUR_S
-        self.figures[f"{key}_usd_per_million_tokens"] = usd / tokens_per_s if tokens_per_s else math.inf
+        if tokens_per_s:
+            usd = 1e6 * hardware.usd_per_hour / _HOUR_S
+            self.figures[f"{key}_usd_per_million_tokens"] = usd / tokens_per_s
         _tell(f"{key}: {tokens_per_s:,.1f} tokens/s a GPU ({self.placements[key]})")
 
 

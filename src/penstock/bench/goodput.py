@@ -17,7 +17,6 @@ _SEED = 0
 _LIFETIMES = (
     2.5  # the first third fills the deployment, the second is measured, the last keeps it full meanwhile
 )
-_STEP = 1.15
 _FACTOR_MIN, _FACTOR_MAX = 0.02, 4.0
 """Between these times the estimate a rate is looked for."""
 
@@ -38,6 +37,8 @@ class Search:
 
     precision: float = 0.05
     """Relative, of the rate."""
+    step: float = 1.15
+    """Factor between rates until one is too much and one is not."""
     requests_min: int = 1000
     requests_max: int = 200_000
 
@@ -75,9 +76,9 @@ class Search:
             else:
                 high = rate_per_s
             if not low:
-                rate_per_s = high / _STEP
+                rate_per_s = high / self.step
             elif math.isinf(high):
-                rate_per_s = low * _STEP
+                rate_per_s = low * self.step
             else:
                 rate_per_s = math.sqrt(low * high)
         return Goodput(low, low * low_share)
