@@ -118,6 +118,15 @@ def test_curves_fall_with_what_each_user_gets() -> None:
     assert ratios[1] > 30, "what is claimed of racks holds where each user gets much"
 
 
+def test_curves_alone(tmp_path: Path) -> None:
+    out = tmp_path / "curves.json"
+    assert main(["bench", "deployments", "--quick", "--only", "curves", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["figures"] == {}
+    assert "curve_8k_1k_gb300-mtp_tokens_per_s_per_gpu" in report["samples"]
+    assert "ep" in report["config"]["placements"]["curve_8k_1k_gb300-mtp"][1]
+
+
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "deployments", "--only", "9b"]) == 2
     assert "no system begins with '9b'; known: 8b-h100" in capsys.readouterr().err

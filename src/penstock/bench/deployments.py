@@ -32,6 +32,7 @@ _DEVICES_MIN = 4
 _SCALED = ("8b-h100", "70b-h100", "671b-h100")
 _SCALES = (8, 16, 32, 64)
 _SHARED_TOKENS, _PREFIX_GROUPS = 1024, 64
+_CURVES = "curves"
 _QUICK = Search(precision=0.5, requests_min=60, requests_max=60)
 _QUICK_SYSTEMS = ("8b-h100", "671b-gb200")
 _HOUR_S = 3600.0
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         default="",
         metavar="PREFIX",
-        help="simulate only the systems whose name begins so, as 671b (whose curves come with it) or 8b-h100",
+        help="only the systems whose name begins so, as 671b or 8b-h100, or only the calculated curves",
     )
 
 
@@ -60,9 +61,10 @@ def run(options: argparse.Namespace) -> Report:
         ConfigError: a table is missing, or no system begins with `--only`.
     """
     names = [system.name for system in SIMULATED if system.name.startswith(options.only)]
-    if not names:
+    with_curves = _CURVES.startswith(options.only)
+    if not names and not with_curves:
         known = ", ".join(system.name for system in SIMULATED)
-        raise ConfigError(f"--only: no system begins with {options.only!r}; known: {known}")
+        raise ConfigError(f"--only: no system begins with {options.only!r}; known: {known}, {_CURVES}")
     if options.quick:
         names = [name for name in names if name in _QUICK_SYSTEMS] or names[:1]
     log.configure("error", process="bench")
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> Report:
                 if system.name in _SCALED:
                     bench.scale(system, _SCALES[:1] if options.quick else _SCALES)
     samples: dict[str, list[float]] = {}
-    if any(system.shape.moe for system in SIMULATED if system.name in names):
+    if with_curves:
         samples, curve_placements = curves(USER_TOKENS_PER_S[:: 6 if options.quick else 1])
         bench.placements.update(curve_placements)
     return Report(

@@ -142,6 +142,7 @@ SIMULATED = (
 
 CALCULATED = (
     System(name="h200-host", hardware_name="h200", devices_max=8, **_R1),
+    System(name="h200-host-mtp", hardware_name="h200", devices_max=8, tokens_per_step=1.8, **_R1),
     System(name="h100-two-hosts", hardware_name="h100", devices_max=16, **_R1),
     System(name="h100-wide", hardware_name="h100", devices_max=64, **_R1),
     System(name="gb200", hardware_name="gb200", experts="nvfp4", devices_max=72, **_R1),
