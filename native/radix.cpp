@@ -208,8 +208,9 @@ void RadixTree::store(std::uint32_t worker, HashView hashes, std::optional<std::
         return;
     }
     const std::uint32_t stamp = tick();
-    const NodeId told_first = parent ? find_or_add_node(*parent) : kNone;
-    NodeId told = told_first;
+    const Place told_first = parent ? find_or_add_place(*parent) : Place{};
+    NodeId told = told_first.node;
+    bool told_held = holders_.contains(told_first.holders, worker);
     {
         Transition transition(holders_, worker, tier, true);
         for (std::size_t begin = 0; begin < hashes.size(); begin += kWindow) {
@@ -242,15 +243,16 @@ void RadixTree::store(std::uint32_t worker, HashView hashes, std::optional<std::
                 transition.starts_at(place.holders);
                 transition.apply(place.holders);
                 if (!transition.before().has_copies()) {
-                    add_pair(worker, id, begin + i > 0 && node(id).parent == told);
+                    add_pair(worker, id, told_held && node(id).parent == told);
                 }
                 count_lower(worker, transition.before(), transition.after());
                 told = id;
+                told_held = true;
             }
         }
     }
-    if (told_first != kNone && node(told_first).stamp == 0 && node(told_first).first_child == kNone) {
-        free_node(told_first);
+    if (parent && node(told_first.node).stamp == 0 && node(told_first.node).first_child == kNone) {
+        free_node(told_first.node);
     }
     evict();
 }
@@ -261,6 +263,9 @@ void RadixTree::remove(std::uint32_t worker, HashView hashes, std::size_t tier) 
     }
     grow(worker + 1);
     const std::size_t count = hashes.size();
+    for (std::size_t i = 0; i < std::min(kWindow, count); ++i) {
+        places_.prefetch(hashes[i]);
+    }
     const bool last_first = is_chain(hashes);
     const auto key_at = [&](std::size_t i) { return hashes[last_first ? count - 1 - i : i]; };
     Transition transition(holders_, worker, tier, false);
@@ -454,12 +459,12 @@ RadixTree::NodeId RadixTree::new_node(std::uint64_t key) {
     return id;
 }
 
-RadixTree::NodeId RadixTree::find_or_add_node(std::uint64_t key) {
+RadixTree::Place RadixTree::find_or_add_place(std::uint64_t key) {
     Place& place = places_.find_or_insert(key);
     if (place.vacant()) {
         place.node = new_node(key);
     }
-    return place.node;
+    return place;
 }
 
 void RadixTree::free_node(NodeId id) {

@@ -229,7 +229,7 @@ class RadixTree {
     std::uint32_t tick();
     void renumber_stamps();
     NodeId new_node(std::uint64_t key);
-    NodeId find_or_add_node(std::uint64_t key);
+    Place find_or_add_place(std::uint64_t key);
     void free_node(NodeId id);
     void link(NodeId child, NodeId parent);
     void unlink(NodeId child);
