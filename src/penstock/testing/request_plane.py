@@ -245,11 +245,12 @@ class RequestPlaneSuite:
 
         self.run(scenario)
 
-    def test_a_reader_that_grants_gets_more_than_the_window(self) -> None:
+    @pytest.mark.parametrize("tokens_per_step", [7, 3 * _WINDOW_TOKENS, 20 * _WINDOW_TOKENS])
+    def test_a_reader_that_grants_gets_more_than_the_window(self, tokens_per_step: int) -> None:
         async def scenario(scene: Scene) -> None:
             total, taken = 20 * _WINDOW_TOKENS, 0
             scene.connection.submit(
-                scripted_request("count", request_id="a", max_tokens=total, tokens_per_step=7)
+                scripted_request("count", request_id="a", max_tokens=total, tokens_per_step=tokens_per_step)
             )
             while scene.sink.last("a") is None:
                 await scene.sink.until(partial(_has_more, scene.sink, taken))
