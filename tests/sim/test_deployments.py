@@ -11,7 +11,7 @@ from penstock.bench.slower import slower_profile
 from penstock.bench.systems import CALCULATED, SIMULATED
 from penstock.cli import main
 from penstock.graph import Slo, load
-from penstock.perf.placement import Demand, place_aggregated
+from penstock.perf.placement import Demand, Placement, place_aggregated
 from penstock.perf.profile import ProfiledModel
 from penstock.perf.roofline import Parallel
 from penstock.sim.deployment import plan_deployment
@@ -20,6 +20,7 @@ from penstock.sim.workload import WorkloadConfig
 ROOT = Path(__file__).parents[2]
 GRAPHS, PROFILES = ROOT / "examples" / "graphs", ROOT / "examples" / "profiles"
 BY_NAME = {system.name: system for system in SIMULATED}
+HUNDRED = Placement(parallel=Parallel(), batch=100, requests_per_s=1.0, latency_s=0.05)
 SLO = Slo(ttft_s=2.0, itl_s=0.05)
 
 
@@ -30,7 +31,7 @@ def short_answers(requests: int, rate_per_s: float) -> WorkloadConfig:
 @pytest.mark.parametrize("estimate", [5.0, 60.0])
 def test_the_largest_goodput_is_found_from_any_estimate(estimate: float) -> None:
     system = BY_NAME["8b-h100"]
-    graph = system.graph(Parallel(), batch=100, replicas=1, slo=SLO)
+    graph = system.graph(HUNDRED, replicas=1, slo=SLO, step_tokens=8192)
     deployment = plan_deployment(graph, beside=GRAPHS)
     found = Search(precision=0.1, requests_min=300).largest(deployment, short_answers, SLO, estimate)
     prefill_s = system.price(Parallel()).prefill_s(2000)
@@ -41,7 +42,7 @@ def test_the_largest_goodput_is_found_from_any_estimate(estimate: float) -> None
 def test_no_goodput_where_no_request_can_meet_the_targets() -> None:
     impossible = Slo(ttft_s=0.001, itl_s=0.05)
     system = BY_NAME["8b-h100"]
-    graph = system.graph(Parallel(), batch=100, replicas=1, slo=impossible)
+    graph = system.graph(HUNDRED, replicas=1, slo=impossible, step_tokens=8192)
     deployment = plan_deployment(graph, beside=GRAPHS)
     found = Search(precision=0.1, requests_min=20).largest(deployment, short_answers, impossible, 1.0)
     assert (found.rate_per_s, found.good_per_s) == (0, 0)

@@ -29,6 +29,8 @@ _INPUT_TOKENS, _OUTPUT_TOKENS = 2048, 512
 _SLOS = {"interactive": Slo(ttft_s=2.0, itl_s=0.05), "fast": Slo(ttft_s=2.0, itl_s=0.02)}
 _DEVICES_MIN = 4
 """Workers that run whole requests are simulated on at least so many devices, so that there is something to route."""
+_STEP_TOKENS = 8192
+"""Prompt tokens a step may compute beside decoding."""
 _SCALED = ("8b-h100", "70b-h100", "671b-h100")
 _SCALES = (8, 16, 32, 64)
 _SHARED_TOKENS, _PREFIX_GROUPS = 1024, 64
@@ -124,7 +126,8 @@ class _Bench:
             decode = place_decode(system.price, system.choices(), demand)
             if prefill is None or decode is None:
                 continue
-            prompts = self._largest(system, prefill, slo, _only_prompts)
+            prompt_tokens = prefill.batch * _INPUT_TOKENS
+            prompts = self._largest(system, prefill, slo, _only_prompts, step_tokens=prompt_tokens)
             answers = self._largest(system, decode, slo, _only_answers)
             device_s = _device_s(prefill, prompts, 1) + _device_s(decode, answers, 1)
             key = f"{system.name}_{name}_disaggregated"
@@ -157,13 +160,21 @@ class _Bench:
         workload: Callable[[int, float], WorkloadConfig],
         *,
         replicas: int = 1,
+        step_tokens: int = _STEP_TOKENS,
     ) -> Goodput:
         start_per_s = system.likely * replicas * placement.requests_per_s
-        deployment = self._deploy(system, placement, slo, replicas)
+        deployment = self._deploy(system, placement, slo, replicas, step_tokens)
         return self.search.largest(deployment, workload, slo, start_per_s)
 
-    def _deploy(self, system: System, placement: Placement, slo: Slo, replicas: int) -> Deployment:
-        graph = system.graph(placement.parallel, batch=placement.batch, replicas=replicas, slo=slo)
+    def _deploy(
+        self,
+        system: System,
+        placement: Placement,
+        slo: Slo,
+        replicas: int,
+        step_tokens: int = _STEP_TOKENS,
+    ) -> Deployment:
+        graph = system.graph(placement, replicas=replicas, slo=slo, step_tokens=step_tokens)
         return system.deploy(graph, placement.parallel, profiles=self.profiles, scratch=self.scratch)
 
     def _note(self, key: str, system: System, placements: list[Placement], device_s: float) -> None:

@@ -8,15 +8,13 @@ from penstock.bench.slower import slower_profile
 from penstock.graph import Graph, Slo, build
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Dtype, Hardware, find_hardware
-from penstock.perf.placement import parallelisms
+from penstock.perf.placement import Placement, parallelisms
 from penstock.perf.roofline import Parallel, Roofline
 from penstock.perf.shape import ModelShape
 from penstock.sim.deployment import Deployment, plan_deployment
 
 _BLOCK_SIZE = 64
 _INDEX_BLOCKS = 16_000_000
-_STEP_TOKENS = 8192
-"""Prompt tokens a step may compute beside decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +69,16 @@ class System:
             return (Parallel(tp=self.tensor),)
         return tuple(parallelisms(self.shape, self.hardware, devices_max=self.devices_max))
 
-    def graph(self, parallel: Parallel, *, batch: int, replicas: int, slo: Slo) -> Graph:
-        """Describe workers that run up to `batch` requests at once each."""
+    def graph(self, placement: Placement, *, replicas: int, slo: Slo, step_tokens: int) -> Graph:
+        """Describe workers that run up to as many requests at once as the placement says.
+
+        Args:
+            placement: of one worker.
+            replicas: how many.
+            slo: the targets.
+            step_tokens: prompt tokens a step may compute beside decoding.
+        """
+        parallel, batch = placement.parallel, placement.batch
         role: dict[str, Any] = {
             "replicas": replicas,
             "engine": "mock",
@@ -85,7 +91,7 @@ class System:
             "expert_dtype": self.experts,
             "kv_dtype": self.kv,
             "max_running_requests": batch,
-            "max_batch_tokens": batch + _STEP_TOKENS,
+            "max_batch_tokens": batch + step_tokens,
         }
         return build(
             {
