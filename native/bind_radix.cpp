@@ -239,7 +239,7 @@ class LockedTree : GuardedTree {
         const HashBuffer buffer(hashes);
         PrefixMatch result = prepare();
         read(buffer.view().size(),
-             [&] { tree_.match(buffer.view(), result.row_depths(0), result.row_tiers(0)); });
+             [&] { match_row(buffer.view(), result, 0, tree_.claim_stamps(1)); });
         return result;
     }
 
@@ -251,8 +251,10 @@ class LockedTree : GuardedTree {
         }
         PrefixMatch result = prepare(buffers.size());
         read(SIZE_MAX, [&] {
-            for (std::size_t i = 0; i < buffers.size(); ++i) {
-                tree_.match(buffers[i].view(), result.row_depths(i), result.row_tiers(i));
+            const auto count = static_cast<std::uint32_t>(buffers.size());
+            const std::uint32_t stamp = tree_.claim_stamps(count);
+            for (std::uint32_t i = 0; i < count; ++i) {
+                match_row(buffers[i].view(), result, i, stamp + i);
             }
         });
         return result;
@@ -273,7 +275,7 @@ class LockedTree : GuardedTree {
         read(SIZE_MAX, [&] {
             block_hashes({tokens.data(), tokens.size()}, block_size, {first.first, first.second}, {}, key,
                          {hashes.get(), num_blocks});
-            tree_.match(view, result.row_depths(0), result.row_tiers(0));
+            match_row(view, result, 0, tree_.claim_stamps(1));
         });
         return result;
     }
@@ -319,6 +321,10 @@ class LockedTree : GuardedTree {
     }
 
   private:
+    void match_row(HashView hashes, PrefixMatch& result, std::size_t row, std::uint32_t stamp) const {
+        tree_.match(hashes, result.row_depths(row), result.row_tiers(row), stamp);
+    }
+
     template <class... Rows>
     PrefixMatch prepare(Rows... rows) {
         const auto [num_slots, has_tiers] = read(0, [&] {

@@ -186,7 +186,7 @@ void compare_matches(const penstock::RadixTree& tree, Straightforward& model, co
     std::vector<std::int32_t> tiers(num_slots * penstock::kTiers);
     std::vector<std::int32_t> expected_depths = depths;
     std::vector<std::int32_t> expected_tiers = tiers;
-    tree.match(view(hashes), depths, tiers.data());
+    tree.match(view(hashes), depths, tiers.data(), tree.claim_stamps(1));
     model.match(hashes, expected_depths, expected_tiers);
     require(depths == expected_depths, "depths");
     require(tiers == expected_tiers, "blocks by tier");

@@ -12,7 +12,7 @@ namespace penstock {
 namespace {
 
 constexpr std::size_t kWindow = 16; // blocks whose cache lines are fetched side by side
-constexpr std::uint32_t kStampMax = UINT32_MAX - 65'536; // no match counts beyond; room for that many threads at once
+constexpr std::uint32_t kStampMax = UINT32_MAX / 4 * 3; // here the clock waits for a store, which renumbers
 
 std::uint32_t worker_of(std::uint64_t entry) { return Holding(entry).worker(); }
 
@@ -469,6 +469,7 @@ RadixTree::Place RadixTree::find_or_add_place(std::uint64_t key) {
 
 void RadixTree::free_node(NodeId id) {
     places_.erase(node(id).key());
+    node(id).stamp = 0;
     node(id).next = free_nodes_;
     free_nodes_ = id;
 }
@@ -589,13 +590,13 @@ std::uint64_t RadixTree::oldest_leaf() {
 
 // Find the oldest leaves, a small part of all: one walk over the tree then serves that many evictions.
 void RadixTree::gather_leaves() {
-    constexpr std::size_t kPart = 32;
-    places_.for_each([&](std::uint64_t key, const Place& place) {
-        if (place.holders != HoldersTable::kNobody && node(place.node).first_child == kNone) {
-            leaves_.push_back({node(place.node).stamp, key});
+    constexpr std::size_t kPart = 16;
+    for (NodeId id = 0; id < nodes_used_; ++id) {
+        const Node& here = node(id);
+        if (here.stamp != 0 && here.first_child == kNone) {
+            leaves_.push_back({here.stamp, here.key()});
         }
-    });
-    leaves_until_ = UINT32_MAX;
+    }
     const std::size_t wanted = std::max(leaves_.size() / kPart, limits_.leaves_min);
     if (wanted < leaves_.size()) {
         std::ranges::nth_element(leaves_, leaves_.begin() + static_cast<std::ptrdiff_t>(wanted));
@@ -764,7 +765,13 @@ class RadixTree::Matching {
     std::size_t deepest_ = 0;
 };
 
-void RadixTree::match(HashView hashes, std::span<std::int32_t> depths, std::int32_t* tiers) const {
+std::uint32_t RadixTree::claim_stamps(std::uint32_t count) const {
+    const std::uint32_t now = clock_.load(std::memory_order_relaxed);
+    return now < kStampMax ? clock_.fetch_add(count, std::memory_order_relaxed) + 1 : now - count + 1;
+}
+
+void RadixTree::match(HashView hashes, std::span<std::int32_t> depths, std::int32_t* tiers,
+                      std::uint32_t stamp) const {
     if (hashes.size() == 0) {
         return;
     }
@@ -776,12 +783,8 @@ void RadixTree::match(HashView hashes, std::span<std::int32_t> depths, std::int3
     if (tiers != nullptr) {
         matching.count_tiers(tiers);
     }
-    std::uint32_t now = clock_.load(std::memory_order_relaxed);
-    if (now < kStampMax) {
-        now = clock_.fetch_add(1, std::memory_order_relaxed) + 1;
-    }
     const Node& last = node(places_.find(hashes[deepest - 1])->node);
-    std::atomic_ref(const_cast<Node&>(last).stamp).store(now, std::memory_order_relaxed); // the one thing matches write
+    std::atomic_ref(const_cast<Node&>(last).stamp).store(stamp, std::memory_order_relaxed); // the one thing matches write
 }
 
 std::pair<std::vector<std::uint64_t>, std::vector<Run>> RadixTree::runs(std::uint32_t worker) const {

@@ -173,8 +173,11 @@ class RadixTree {
     bool has_lower_tiers() const { return lower_pairs_ != 0; }
 
     // Write each worker's depth into `depths`, which is zeroed, and the blocks by best tier into `tiers`, if any:
-    // (kTiers, depths.size()), zeroed. Workers beyond depths.size() are left out.
-    void match(HashView hashes, std::span<std::int32_t> depths, std::int32_t* tiers) const;
+    // (kTiers, depths.size()), zeroed. Workers beyond depths.size() are left out. `stamp` is when, by `claim_stamps`.
+    void match(HashView hashes, std::span<std::int32_t> depths, std::int32_t* tiers, std::uint32_t stamp) const;
+
+    // Let time pass for so many matches; gives the stamp of the first, the others' follow.
+    std::uint32_t claim_stamps(std::uint32_t count) const;
 
     // What a worker holds, parents before children.
     std::pair<std::vector<std::uint64_t>, std::vector<Run>> runs(std::uint32_t worker) const;
@@ -263,9 +266,9 @@ class RadixTree {
     std::size_t evicted_pairs_ = 0;
     std::size_t unknown_removals_ = 0;
     std::size_t contradictions_ = 0;
-    mutable std::atomic<std::uint32_t> clock_ = 0;
     std::vector<Leaf> leaves_; // a heap, youngest at the end: all leaves stamped up to `leaves_until_`, and stale ones
     std::uint32_t leaves_until_ = 0;
+    alignas(64) mutable std::atomic<std::uint32_t> clock_ = 0; // matches write it, so nothing they read lies beside it
 };
 
 }  // namespace penstock
