@@ -200,9 +200,10 @@ def _report(summary: Summary, results: Results, options: argparse.Namespace, eff
 
 
 def _print_table(summary: Summary) -> None:
-    table = Table(title="mean TTFT in seconds")
-    for column in ("cell", summary.subject, "best baseline", "", "ratio", *_SHOWN):
-        table.add_column(column, justify="left" if column in {"cell", "best baseline"} else "right")
+    table = Table(title="mean TTFT in seconds", box=None)
+    for column in ("cell", summary.subject, "best other", "", "ratio", *_SHOWN):
+        is_name = column in {"cell", "best other"}
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for cell, by_policy in summary.means.items():
         seconds = {policy: own["ttft_mean_s"] for policy, own in by_policy.items()}
         own_s = seconds.pop(summary.subject, None)
