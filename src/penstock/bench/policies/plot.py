@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.bench.policies.cells import Cell
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 420, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 30, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 24, 30, 34
 _LEGEND_HEIGHT, _LEGEND_COLUMNS, _LEGEND_ROW = 24, 5, 18
 _COLOURS = (
     "#111827", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#65a30d", "#2563eb", "#92400e",
