@@ -181,7 +181,10 @@ EventMessage = EventBatch | EventSnapshot
 
 
 class EngineInfo(Wire, frozen=True):
-    """What an engine says of itself once started."""
+    """What an engine says of itself once started.
+
+    Without `kv_events` it never says what its prefix cache holds; routers guess it from what they sent there.
+    """
 
     block_size: int
     total_blocks: int
@@ -189,6 +192,7 @@ class EngineInfo(Wire, frozen=True):
     max_batch_tokens: int
     max_running_requests: int
     kv_bytes_per_block: int = 0
+    kv_events: bool = True
 
 
 class CardFile(Wire, frozen=True):

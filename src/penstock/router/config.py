@@ -55,6 +55,8 @@ class RouterConfig(Config):
     """Workers known at once; further ones are left out."""
     indexed_blocks_max: int = pydantic.Field(default=1_000_000, ge=1)
     """(worker, block) pairs in the prefix index; then the leaf unused for longest is forgotten."""
+    predicted_s: float = pydantic.Field(default=120.0, gt=0)
+    """How long a worker that sends no KV events is taken to hold what was sent to it last."""
     open_requests_max: int = pydantic.Field(default=16_384, ge=1)
     """Requests (choices) under way at once; the next one is refused with 503."""
     no_worker_wait_s: float = pydantic.Field(default=60.0, ge=0)

@@ -122,13 +122,8 @@ class Connector:
         member.connection = connection
         member.problem = None
         member.connections += 1
-        member.subscriber = sink.subscriber = EventSubscriber(
-            connection,
-            apply=lambda _, events: self._indexer.apply(member.slot, events),
-            replace=lambda _, events: self._indexer.replace(member.slot, events),
-            rng=self._rng,
-        )
-        member.subscriber.start()
+        if member.instance.engine.kv_events:
+            self._follow(member, connection, sink)
         _log.info("worker_connected", worker=member.instance.name, address=member.instance.address)
         self._on_change(member)
         if not member.matching:
@@ -139,6 +134,16 @@ class Connector:
                 block_size=member.instance.card.block_size,
                 fix="its block size or salt differs from the model's other workers; it waits until they are gone",
             )
+
+    def _follow(self, member: Member, connection: Connection, sink: "MemberSink") -> None:
+        """Have the index follow the worker's KV events."""
+        member.subscriber = sink.subscriber = EventSubscriber(
+            connection,
+            apply=lambda _, events: self._indexer.apply(member.slot, events),
+            replace=lambda _, events: self._indexer.replace(member.slot, events),
+            rng=self._rng,
+        )
+        member.subscriber.start()
 
     def _on_unreachable(self, member: Member, error: Exception, *, was_lost: bool) -> None:
         problem = (

@@ -16,7 +16,6 @@ import msgspec
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
-from penstock.core.radix import RadixTree
 from penstock.core.types import (
     CardFile,
     Instance,
@@ -52,11 +51,11 @@ class Fleet:
         metrics: RouterMetrics,
         rng: random.Random,
     ) -> None:
-        self.tree = RadixTree(config.indexed_blocks_max)
+        self._indexer = Indexer(config, metrics)
+        self.tree = self._indexer.tree
         self.loads = LoadTracker()
         self.pools: dict[str, WorkerPool] = {}
         """By model; those without any worker are not there."""
-        self._indexer = Indexer(self.tree, metrics)
         self._connector = Connector(
             plane,
             self._indexer,
@@ -128,8 +127,18 @@ class Fleet:
         """
         member = self.at(slot)
         connection = self._connector.submit(member, request)
+        if self.predicts(slot):
+            self._indexer.sent(slot, request.block_hashes)
         member.requests[request.request_id] = handler
         return connection
+
+    def predicts(self, slot: int) -> bool:
+        """Tell whether what a worker holds is guessed from what was sent there, as it sends no KV events."""
+        return not self.at(slot).instance.engine.kv_events
+
+    def answered(self, slot: int, request: Request) -> None:
+        """Guess that a worker also holds the blocks of its answer: those of `request`, which has its tokens."""
+        self._indexer.sent(slot, request.block_hashes)
 
     def finished(self, slot: int, request_id: RequestId) -> None:
         """Deliver no more of this request."""
@@ -170,7 +179,7 @@ class Fleet:
 
     def check(self) -> None:
         """Raise AssertionError where parts disagree."""
-        self.tree.check()
+        self._indexer.check()
         self.loads.check()
         for pool in self.pools.values():
             pool.check()
@@ -335,6 +344,7 @@ class Fleet:
             reserved_prefill_tokens=reserved.prefill_tokens,
             reserved_blocks=reserved.blocks,
             indexed_blocks=self.tree.held_blocks(slot),
+            predicted=self.predicts(slot),
             event_sequence=None if subscriber is None else subscriber.sequence,
             event_resyncs=0 if subscriber is None else subscriber.resyncs,
         )

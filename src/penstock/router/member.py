@@ -85,7 +85,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as `/admin/workers` shows it. `condition` says whether it gets requests, `problem` why not.
 
     `load` is its own last report, None before the first; `reserved_*` is what this frontend sent since.
-    `event_sequence` is the last event batch applied, None before the first.
+    `indexed_blocks` are what it is known to hold, or guessed to, if `predicted`. `event_sequence` is the last event batch applied, None before the first.
     """
 
     worker_id: int
@@ -105,5 +105,6 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     reserved_prefill_tokens: int
     reserved_blocks: int
     indexed_blocks: int
+    predicted: bool
     event_sequence: int | None
     event_resyncs: int

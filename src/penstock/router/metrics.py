@@ -35,6 +35,13 @@ class RouterMetrics:
         self.expected_hit_tokens = counter(
             "expected_hit_tokens", "Prompt tokens that the index knew to be cached where they were sent"
         )
+        self.predicted_hit_tokens = counter(
+            "predicted_hit_tokens",
+            "Prompt tokens guessed to be cached by workers that send no KV events, once these have said how many were",
+        )
+        self.predicted_hits_found_tokens = counter(
+            "predicted_hits_found_tokens", "Those of the guessed that were cached"
+        )
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that workers did find in their caches")
         self.output_tokens = counter("output_tokens", "Tokens received from workers")
         self.requests = counter("requests", "Requests ended, by outcome", "outcome")

@@ -174,6 +174,8 @@ class OpenRequest:
         assert progress is not None, "and there is progress since the first"
         if delta.token_ids and not attempt.has_tokens:
             self._on_first_token(attempt, progress)
+        if progress.cached_tokens is None and delta.cached_tokens is not None:
+            self._compare(attempt, delta.cached_tokens)
         progress.add(delta)
         if delta.error is not None:
             self._on_error(from_info(delta.error), attempt)
@@ -293,6 +295,15 @@ class OpenRequest:
         if progress.output_tokens == self.request.num_emitted:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
 
+    def _compare(self, attempt: _Attempt, cached_tokens: int) -> None:
+        """Count how far a guess of what the worker has cached was true."""
+        shared, why = self._shared, attempt.route.why
+        if shared.fleet.predicts(attempt.route.slot):
+            assert self._progress is not None, "deltas come during an attempt only"
+            guessed = why.overlap_blocks * self._progress.block_size
+            shared.metrics.predicted_hit_tokens.inc(guessed)
+            shared.metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
+
     def _on_error(self, error: PenstockError, attempt: _Attempt) -> None:
         """Handle the worker's own word that it will not go on."""
         self._release()
@@ -319,6 +330,13 @@ class OpenRequest:
 
     def _finish(self, reason: FinishReason) -> None:
         self._finish_reason = reason
+        attempt = self._attempt
+        if (
+            attempt is not None
+            and self._progress is not None
+            and self._shared.fleet.predicts(attempt.route.slot)
+        ):
+            self._shared.fleet.answered(attempt.route.slot, self._progress.request())
         self._release()
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()

@@ -36,7 +36,7 @@ class Progress:
         self.identity = identity(card)
         """Of the workers that can take it."""
         self._request = request
-        self._block_size = card.block_size
+        self.block_size = card.block_size
         self._hash_key = hash_key
         self._output = bytearray()  # received here, beyond what the request brought along
         self.unread: list[Delta] = []
@@ -93,7 +93,7 @@ class Progress:
 
     def _extend_hashes(self) -> None:
         """Hash the full blocks that have no hash yet."""
-        request, block_size = self._request, self._block_size
+        request, block_size = self._request, self.block_size
         packed = request.block_hashes
         done = len(packed) // 16
         if done >= num_tokens(request.token_ids) // block_size:

@@ -15,5 +15,7 @@ class WorkerConfig(Config):
     """How long a draining worker still accepts requests, until every frontend knows."""
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)
     """How long requests under way may go on once the worker drains; then they are handed to other workers."""
+    kv_events: bool = True
+    """Tell routers what the prefix cache holds, where the engine does; without, they guess it from what they sent."""
     events: EventConfig = pydantic.Field(default_factory=EventConfig)
     """What is kept of the KV events for those who follow them."""

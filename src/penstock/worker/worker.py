@@ -126,7 +126,10 @@ class Worker:
             EngineError: the engine died; its requests were handed to other workers, and this one is withdrawn.
         """
         try:
-            info = self._info = await self._engine.start()
+            info = await self._engine.start()
+            if not self.config.kv_events:
+                info = msgspec.structs.replace(info, kv_events=False)
+            self._info = info
             card = self._fitting_card(info)
             server = await self._plane.serve(self)
             try:
@@ -279,7 +282,9 @@ class Worker:
             if delta.finish_reason is not None or delta.error is not None:
                 self._forget(delta.request_id)
         # Deltas go last: whoever sees an answer end, and asks at once again, is routed by what it left behind.
-        self.publisher.publish(step.events)
+        assert self._info is not None, "started"
+        if self._info.kv_events:
+            self.publisher.publish(step.events)
         self._reports.note(step.load)
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)

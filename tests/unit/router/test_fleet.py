@@ -33,6 +33,7 @@ from penstock.seams import RoutingContext
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, small_card
 from penstock.testing.hand_engine import HandEngine
+from penstock.worker.config import WorkerConfig
 
 PROMPT = tuple(range(100, 121))
 HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]
@@ -105,6 +106,46 @@ def test_a_prefix_attracts_requests_to_its_holder():
         assert view(dispatcher, "w3").event_sequence == 2
 
     play(scene)
+
+
+def test_workers_with_and_without_events_in_one_fleet():
+    async def main() -> None:
+        config = RouterConfig(predicted_s=10.0)
+        async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
+            told, silent = HandEngine(), HandEngine()
+            await cluster.start("silent", silent, config=WorkerConfig(kv_events=False))
+            await asyncio.sleep(0.01)
+            async with dispatcher.open(make_request("a")) as stream:
+                await settle()
+                silent.emit("a", 1, 2, 3, finish=FinishReason.STOP, cached_tokens=0)
+                async for _ in stream:
+                    pass
+            await cluster.start("told", told)
+            told.step(events=[stored(HASHES[:2])])
+            await settle()
+            assert view(dispatcher, "told").predicted is False
+            assert view(dispatcher, "silent").predicted is True
+            assert view(dispatcher, "silent").event_sequence is None
+            assert view(dispatcher, "silent").indexed_blocks == 6, "the answer's tokens fill a block too"
+            silent.step(events=[AllBlocksCleared()])
+            await settle()
+            async with dispatcher.open(make_request("b")) as stream:
+                assert dispatcher.decisions()[-1].worker == "silent"
+                assert dispatcher.decisions()[-1].overlap_blocks == 5
+                await settle()
+                silent.emit("b", 1, finish=FinishReason.STOP, cached_tokens=8)
+                async for _ in stream:
+                    pass
+            metrics = dispatcher._shared.metrics
+            assert metrics.predicted_hit_tokens._value.get() == 20
+            assert metrics.predicted_hits_found_tokens._value.get() == 8
+            await asyncio.sleep(11)
+            assert view(dispatcher, "silent").indexed_blocks == 0
+            assert view(dispatcher, "told").indexed_blocks == 2
+            assert await route(dispatcher, make_request("c")) == "told"
+            dispatcher.check()
+
+    run_virtual(main())
 
 
 def test_a_frontend_that_comes_late_knows_the_prefixes_too():
