@@ -7,7 +7,7 @@ from penstock.core.types import Role
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 
 ROOT = Path(__file__).parents[3] / "examples"
-EXAMPLES = [ROOT / "graph.py", *sorted(ROOT.rglob("*.yaml"))]
+EXAMPLES = [ROOT / "graph.py", *sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "graphs").iterdir())]
 
 
 def write(tmp_path: Path, text: str, name: str = "graph.yaml") -> Path:
