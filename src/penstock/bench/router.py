@@ -103,13 +103,18 @@ def _peer_python(peers: Path) -> Path | None:
 
 
 def _run_case(command: list[str], path: Path, rounds: int) -> dict[str, Any]:
-    done = subprocess.run(  # noqa: S603 - this program, and the peer that the user named
-        [*command, str(path), str(rounds)],
-        capture_output=True,
-        text=True,
-        timeout=_CASE_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(  # noqa: S603 - this program, and the peer that the user named
+            [*command, str(path), str(rounds)],
+            capture_output=True,
+            text=True,
+            timeout=_CASE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{' '.join(command)}: took more than {_CASE_TIMEOUT_S} s; lower --pairs"
+        ) from error
     if done.returncode:
         raise ConfigError(f"{' '.join(command)}: ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     result: dict[str, Any] = json.loads(done.stdout)
