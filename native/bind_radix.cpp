@@ -60,7 +60,9 @@ class HashBuffer {
             throw;
         }
     }
-    HashBuffer(HashBuffer&& other) noexcept : buffer_(other.buffer_), view_(other.view_) { other.buffer_.obj = nullptr; }
+    HashBuffer(HashBuffer&& other) noexcept : buffer_(other.buffer_), view_(other.view_) {
+        other.buffer_.obj = nullptr;
+    }
     HashBuffer& operator=(HashBuffer&&) = delete;
 
     ~HashBuffer() {

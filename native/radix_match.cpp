@@ -1,0 +1,178 @@
+// What a request's hashes find in the prefix index. It may run in several threads at once and writes stamps only.
+
+#include "radix.hpp"
+
+#include <algorithm>
+
+namespace penstock {
+namespace {
+
+constexpr std::uint32_t kStampMax = UINT32_MAX / 4 * 3; // here the clock waits for a store, which renumbers
+
+}  // namespace
+
+class RadixTree::Matching {
+  public:
+    Matching(const RadixTree& tree, HashView hashes, std::span<std::int32_t> depths)
+        : tree_(tree), hashes_(hashes), depths_(depths) {}
+
+    // Find the depths; gives the greatest.
+    std::size_t run() {
+        const std::size_t last = hashes_.size() - 1;
+        tree_.places_.prefetch(hashes_[0]);
+        tree_.places_.prefetch(hashes_[last]);
+        tree_.places_.prefetch(hashes_[last / 2]);
+        const HoldersId first_holders = at(0);
+        if (first_holders == HoldersTable::kNobody) {
+            return 0;
+        }
+        if (tree_.irregular_workers_ > 0) {
+            walk_irregular(first_holders);
+        }
+        const HoldersId last_holders = at(last);
+        settle(last, last_holders, hashes_.size(), HoldersTable::kNobody);
+        settle(0, first_holders, last, last_holders);
+        return deepest_;
+    }
+
+    // Count the blocks by tier that the depths found hold.
+    void count_tiers(std::int32_t* tiers) const {
+        const std::size_t num_slots = depths_.size();
+        bool any_lower = false;
+        for (const std::uint64_t entry : tree_.holders_.entries(at(0))) {
+            const std::uint32_t worker = worker_of(entry);
+            if (worker < num_slots) {
+                const bool lower = tree_.workers_[worker].lower > 0;
+                any_lower |= lower;
+                tiers[worker] = lower ? 0 : depths_[worker];
+            }
+        }
+        for (std::size_t begin = 0, end = 0; any_lower && begin < deepest_; begin = end) {
+            const HoldersId holders = at(begin);
+            for (end = begin + 1; end < deepest_ && at(end) == holders;) {
+                ++end;
+            }
+            for (const std::uint64_t entry : tree_.holders_.entries(holders)) {
+                const Holding holding(entry);
+                const std::uint32_t worker = holding.worker();
+                if (worker < num_slots && tree_.workers_[worker].lower > 0) {
+                    const auto depth = static_cast<std::size_t>(depths_[worker]);
+                    const std::size_t counted = std::min(depth, end) - std::min(depth, begin);
+                    tiers[holding.best_tier() * num_slots + worker] += static_cast<std::int32_t>(counted);
+                }
+            }
+        }
+    }
+
+  private:
+    HoldersId at(std::size_t position) const { return tree_.holders_of(hashes_[position]); }
+
+    void set_depth(std::uint32_t worker, std::size_t depth) {
+        depths_[worker] = static_cast<std::int32_t>(depth);
+        deepest_ = std::max(deepest_, depth);
+    }
+
+    bool is_searched(std::uint32_t worker) const {
+        return worker < depths_.size() && (tree_.irregular_workers_ == 0 || !tree_.workers_[worker].irregular());
+    }
+
+    // Call with each searched worker that is among `some` and not among `others`, until a call gives false.
+    template <class Call>
+    void for_each_lost(HoldersId some, HoldersId others, const Call& call) const {
+        const std::span<const std::uint64_t> rest = tree_.holders_.entries(others);
+        auto other = rest.begin();
+        for (const std::uint64_t entry : tree_.holders_.entries(some)) {
+            const std::uint32_t worker = worker_of(entry);
+            while (other != rest.end() && worker_of(*other) < worker) {
+                ++other;
+            }
+            const bool kept = other != rest.end() && worker_of(*other) == worker;
+            if (!kept && is_searched(worker) && !call(worker)) {
+                return;
+            }
+        }
+    }
+
+    // Set the depth of the searched workers that hold the block at `low` and not the one at `high`: without holes,
+    // they hold everything up to some block between.
+    void settle(std::size_t low, HoldersId low_holders, std::size_t high, HoldersId high_holders) {
+        if (low_holders == high_holders || low >= high) {
+            return;
+        }
+        if (high - low == 1) {
+            for_each_lost(low_holders, high_holders, [&](std::uint32_t worker) {
+                set_depth(worker, high);
+                return true;
+            });
+            return;
+        }
+        bool any_lost = false;
+        for_each_lost(low_holders, high_holders, [&](std::uint32_t) { return !(any_lost = true); });
+        if (!any_lost) { // held alike but for the copies, or by workers that are walked
+            return;
+        }
+        const std::size_t middle = (low + high) / 2;
+        tree_.places_.prefetch(hashes_[(low + middle) / 2]);
+        tree_.places_.prefetch(hashes_[(middle + high) / 2]);
+        const HoldersId middle_holders = at(middle);
+        settle(low, low_holders, middle, middle_holders);
+        settle(middle, middle_holders, high, high_holders);
+    }
+
+    void walk_irregular(HoldersId first_holders) {
+        std::vector<std::uint32_t> walking;
+        for (const std::uint64_t entry : tree_.holders_.entries(first_holders)) {
+            const std::uint32_t worker = worker_of(entry);
+            if (worker < depths_.size() && tree_.workers_[worker].irregular()) {
+                walking.push_back(worker);
+            }
+        }
+        HoldersId previous = first_holders;
+        for (std::size_t position = 1; position < hashes_.size() && !walking.empty(); ++position) {
+            const HoldersId holders = at(position);
+            if (holders != previous) {
+                std::erase_if(walking, [&](std::uint32_t worker) {
+                    if (tree_.holders_.contains(holders, worker)) {
+                        return false;
+                    }
+                    set_depth(worker, position);
+                    return true;
+                });
+                previous = holders;
+            }
+        }
+        for (const std::uint32_t worker : walking) {
+            set_depth(worker, hashes_.size());
+        }
+    }
+
+    const RadixTree& tree_;
+    HashView hashes_;
+    std::span<std::int32_t> depths_;
+    std::size_t deepest_ = 0;
+};
+
+std::uint32_t RadixTree::claim_stamps(std::uint32_t count) const {
+    const std::uint32_t now = clock_.load(std::memory_order_relaxed);
+    return now < kStampMax ? clock_.fetch_add(count, std::memory_order_relaxed) + 1 : now - count + 1;
+}
+
+void RadixTree::match(HashView hashes, std::span<std::int32_t> depths, std::int32_t* tiers,
+                      std::uint32_t stamp) const {
+    if (hashes.size() == 0) {
+        return;
+    }
+    Matching matching(*this, hashes, depths);
+    const std::size_t deepest = matching.run();
+    if (deepest == 0) {
+        return;
+    }
+    if (tiers != nullptr) {
+        matching.count_tiers(tiers);
+    }
+    // The one thing that matches write, several at once.
+    auto& last = const_cast<Node&>(node(places_.find(hashes[deepest - 1])->node));
+    std::atomic_ref(last.stamp).store(stamp, std::memory_order_relaxed);
+}
+
+}  // namespace penstock
