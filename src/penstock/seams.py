@@ -280,7 +280,9 @@ class RoutingContext:
     blocks lie, at best, in each `Tier`. The load columns are the worker's own report plus what this router has
     reserved since; `cached_blocks` (with content that can be found, in use or not) only the report. The `own` columns are what
     this router sent there that has not ended: requests, prompt tokens to compute until the first token is here,
-    and blocks of prompts. `eligible` masks slots that are free, lost, draining or excluded. All columns are live
+    and blocks of prompts. `eligible` masks slots that are free, lost, draining, excluded, or busy while others are
+    not. `worker_ids` tells a slot's worker from the one that had it before, and is 0 where it is free; `session` is
+    what the client calls its session, if it does. All columns are live
     and cannot be written to: copy what is to be kept beyond the call.
     """
 
@@ -299,6 +301,8 @@ class RoutingContext:
     own_requests: NDArray[np.int64]
     own_prefill_tokens: NDArray[np.int64]
     own_blocks: NDArray[np.int64]
+    worker_ids: NDArray[np.int64]
+    session: str | None
     turn: int
     now_s: float
 

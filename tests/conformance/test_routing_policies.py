@@ -25,3 +25,8 @@ class TestRoundRobin(RoutingPolicySuite):
 class TestRandom(RoutingPolicySuite):
     def make(self):
         return make_policy("random")
+
+
+class TestSession(RoutingPolicySuite):
+    def make(self):
+        return make_policy("session")

@@ -117,6 +117,20 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 # --- answers
 
 
+def test_a_session_is_taken_from_its_header() -> None:
+    async def test() -> None:
+        async with serving(session_header="X-Talk") as site:
+            path = "/v1/chat/completions"
+            for headers in (["X-Talk: t-1"], ["X-Session-Id: other"], ["X-Talk: "]):
+                assert (await site.ask("POST", path, chat(), *headers)).status == 200
+            assert [request.session for request in site.dispatcher.opened] == ["t-1", None, None]
+            refused = await site.ask("POST", path, chat(), "X-Talk: " + "t" * 257)
+            assert refused.status == 400
+            assert refused.error["message"] == "X-Talk: must have at most 256 characters, got 257"
+
+    run(test)
+
+
 def test_a_chat_streams_and_does_not() -> None:
     async def test() -> None:
         async with serving() as site:

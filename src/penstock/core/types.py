@@ -71,6 +71,7 @@ class Request(Wire, frozen=True):
     moved to another worker continues there): penalties, stops, positions and usage count them.
     `block_hashes` holds (n, 2) uint64 row-major, one row per full block of `token_ids` under `salt`.
     `deadline_s` is what remains, since clocks differ between hosts; None means no deadline.
+    `session` is the client's name for what belongs together, for policies that go by it.
     """
 
     request_id: RequestId
@@ -83,6 +84,7 @@ class Request(Wire, frozen=True):
     num_emitted: int = 0
     deadline_s: float | None = None
     kv: KvHandle | None = None
+    session: str | None = None
 
 
 class TokenLogprob(Wire, frozen=True, array_like=True):

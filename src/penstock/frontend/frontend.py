@@ -90,8 +90,8 @@ class Frontend:
             finally:
                 self.metrics.inflight(-1)
 
-    async def chat(self, body: bytes, slot: Slot) -> Answering:
-        """Understand and prepare a chat request.
+    async def chat(self, body: bytes, slot: Slot, session: str | None = None) -> Answering:
+        """Understand and prepare a chat request, of a session if the client names one.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
@@ -99,12 +99,12 @@ class Frontend:
         request = parse_chat(body)
         check_chat(request, self.config.choices_max)
         model = await self._models.get(request.model)
-        arrival = Arrival(f"chatcmpl-{self.new_id()}", len(body), slot.deadline)
+        arrival = Arrival(f"chatcmpl-{self.new_id()}", len(body), slot.deadline, session)
         work = await self._preprocessor.chat(request, model, arrival)
         return self._answering(work, slot, chat=True, stream=request.stream, options=request.stream_options)
 
-    async def completion(self, body: bytes, slot: Slot) -> Answering:
-        """Understand and prepare a plain completion request.
+    async def completion(self, body: bytes, slot: Slot, session: str | None = None) -> Answering:
+        """Understand and prepare a plain completion request, of a session if the client names one.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
@@ -112,7 +112,7 @@ class Frontend:
         request = parse_completion(body)
         check_completion(request, self.config.choices_max)
         model = await self._models.get(request.model)
-        arrival = Arrival(f"cmpl-{self.new_id()}", len(body), slot.deadline)
+        arrival = Arrival(f"cmpl-{self.new_id()}", len(body), slot.deadline, session)
         work = await self._preprocessor.completion(request, model, arrival)
         return self._answering(work, slot, chat=False, stream=request.stream, options=request.stream_options)
 

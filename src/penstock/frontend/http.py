@@ -34,6 +34,7 @@ from penstock.frontend.sse import DONE, error_event
 
 _REQUEST_ID = "X-Request-Id"
 _REQUEST_ID_CHARACTERS_MAX = 128
+_SESSION_CHARACTERS_MAX = 256
 _CLIENT_GONE = 499  # as nginx counts a client that closed before its answer's end
 _ENCODINGS = ("gzip", "deflate", "identity")
 _REASON_CHARACTERS_MAX = 300
@@ -42,7 +43,7 @@ _FORWARDED = ("Forwarded", "X-Forwarded-For")
 _request_id: ContextVar[str] = ContextVar("request_id")  # each request runs in a context of its own
 _log = get_logger()
 
-Prepare = Callable[[bytes, Slot], Awaitable[Answering]]
+Prepare = Callable[[bytes, Slot, str | None], Awaitable[Answering]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -157,13 +158,24 @@ class HttpSurface:
                     raise _unknown_encoding(f"{encoding[:40]!r} is not understood")
                 if (request.content_length or 0) > self._config.body_bytes_max:
                     raise self._too_large()
-                answering = await prepare(await request.read(), slot)
+                session = self._session_of(request)
+                answering = await prepare(await request.read(), slot, session)
             if answering.stream:
                 return await self._stream(request, answering, slot)
             answer = answering.whole_answer()
             async with slot.limit():
                 await answering.completion.run(answer.take)
             return _json(answer.body(answering.completion.usage()))
+
+    def _session_of(self, request: web.Request) -> str | None:
+        name = self._config.session_header
+        session = request.headers.get(name) or None
+        if session is not None and len(session) > _SESSION_CHARACTERS_MAX:
+            raise RequestError(
+                f"{name}: must have at most {_SESSION_CHARACTERS_MAX} characters, got {len(session)}",
+                param=name,
+            )
+        return session
 
     async def _stream(self, request: web.Request, answering: Answering, slot: Slot) -> web.StreamResponse:
         response = _SseResponse(request, answering, self._config.write_buffer_bytes)

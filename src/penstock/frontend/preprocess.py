@@ -39,11 +39,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What is known of a request beside its content: the answer's id, the body's size, when time is up."""
+    """What is known of a request beside its content: the answer's id, the body's size, when time is up, its session."""
 
     id: str
     size_bytes: int
     deadline: float  # in the event loop's time
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class Preprocessor:
                         salt=salt,
                         choice=len(requests),
                         deadline_s=deadline_s,
+                        session=arrival.session,
                     )
                 )
         return Work(

@@ -1,5 +1,6 @@
 """Settings of the router and the dispatcher: how a worker is chosen, and the bounds of everything kept."""
 
+from dataclasses import replace
 from typing import Self
 
 import pydantic
@@ -7,6 +8,8 @@ import pydantic
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
 from penstock.router.policies import DEFAULT_LOAD_WEIGHT, make_policy
+from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX, SessionAffinity
+from penstock.seams import RoutingPolicy
 
 
 class RetryConfig(Config):
@@ -47,10 +50,18 @@ class RouterConfig(Config):
     """One frontend process's view of the workers, and its requests."""
 
     policy: str = "kv"
-    """`kv` (longest prefix, then load), `least-loaded`, `power-of-two`, `round-robin` or `random`; or your own: an
+    """`kv` (longest prefix, then load), `least-loaded`, `power-of-two`, `round-robin`, `random` or `session` (the session's worker, else as `kv`); or your own: an
     entry point's name of the group `penstock.policies`, or `package.module:Class`."""
     load_weight: float = pydantic.Field(default=DEFAULT_LOAD_WEIGHT, ge=0)
     """For `kv`: what a block that a worker's running requests hold costs, in blocks of prefill."""
+    sessions_max: int = pydantic.Field(default=SESSIONS_MAX, ge=1)
+    """For `session`: sessions remembered; past it the one unused for longest is forgotten."""
+    session_idle_s: float = pydantic.Field(default=SESSION_IDLE_S, gt=0)
+    """For `session`: how long one without requests is remembered."""
+    busy_kv_share: float | None = pydantic.Field(default=None, gt=0, le=1)
+    """A worker with more than this part of its KV blocks in use gets requests only if all are as busy; None is no limit."""
+    busy_queued_tokens: int | None = pydantic.Field(default=None, ge=1)
+    """A worker with more prompt tokens than this queued gets requests only if all are as busy; None is no limit."""
     workers_max: int = pydantic.Field(default=1024, ge=1)
     """Workers known at once; further ones are left out."""
     indexed_blocks_max: int = pydantic.Field(default=1_000_000, ge=1)
@@ -75,4 +86,11 @@ class RouterConfig(Config):
             make_policy(policy)
         except ConfigError as error:
             raise wrong(error.message.removeprefix("policy ")) from error
+        return policy
+
+    def new_policy(self) -> RoutingPolicy:
+        """Make the policy, with its settings."""
+        policy = make_policy(self.policy, self.load_weight)
+        if isinstance(policy, SessionAffinity):
+            return replace(policy, sessions_max=self.sessions_max, idle_s=self.session_idle_s)
         return policy

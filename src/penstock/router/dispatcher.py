@@ -20,7 +20,6 @@ from penstock.router.fleet import Fleet
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.open_request import OpenRequest, Shared
-from penstock.router.policies import make_policy
 from penstock.router.router import Decision, Router
 from penstock.seams import Discovery, RequestPlane
 
@@ -51,11 +50,10 @@ class Dispatcher:
         config = config or RouterConfig()
         metrics = RouterMetrics(registry or CollectorRegistry())
         fleet = Fleet(discovery, plane, config=config, metrics=metrics, rng=rng)
-        policy = make_policy(config.policy, config.load_weight)
         self._shared = Shared(
             config=config,
             fleet=fleet,
-            router=Router(fleet, policy, metrics=metrics, rng=rng),
+            router=Router(fleet, config, metrics=metrics, rng=rng),
             brakes=Brakes(config.retries, metrics=metrics, rng=rng),
             metrics=metrics,
             hash_key=hash_key,

@@ -12,6 +12,8 @@ from heapq import heappop, heappush
 from typing import assert_never
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import RequestId, WorkerId
@@ -71,6 +73,7 @@ class Fleet:
         self._rng = rng
         self._members: dict[WorkerId, Member] = {}
         self._by_slot: list[Member | None] = []
+        self._show_ids(np.zeros(1, dtype=np.int64))
         self._free_slots: list[int] = []  # heap
         self._left_out: dict[WorkerId, Instance] = {}
         self._counts = dict.fromkeys(Condition, 0)
@@ -188,10 +191,12 @@ class Fleet:
             pools = [name for name, pool in self.pools.items() if pool.ready[slot]]
             if member is None:
                 assert slot in self._free_slots, f"slot {slot} is free"
+                assert not self.worker_ids[slot], f"free slot {slot} has a worker's id"
                 assert not pools, f"free slot {slot} is ready for {pools}"
                 assert not self.tree.held_blocks(slot), f"free slot {slot} holds blocks"
                 continue
             assert self._members[member.worker_id] is member, f"slot {slot}: found by id"
+            assert self.worker_ids[slot] == member.worker_id, f"slot {slot}: its worker's id"
             assert member.noted is member.condition, (
                 f"{member.instance.name} is {member.condition}, noted as {member.noted}"
             )
@@ -230,6 +235,7 @@ class Fleet:
             return None
         member = Member(instance, self._take_slot())
         self._by_slot[member.slot] = self._members[instance.worker_id] = member
+        self._ids[member.slot] = instance.worker_id
         assert self._group is not None, "run() is under way"
         self._group.create_task(self._keep(member), name=f"connection to {instance.name}")
         return member
@@ -243,9 +249,16 @@ class Fleet:
             num_slots = min(2 * self.loads.num_slots, self._config.workers_max)
             self.tree.grow(num_slots)
             self.loads.grow(num_slots)
+            self._show_ids(np.pad(self._ids, (0, num_slots - len(self._ids))))
             for pool in self.pools.values():
                 pool.grow(num_slots)
         return slot
+
+    def _show_ids(self, ids: NDArray[np.int64]) -> None:
+        self._ids = ids
+        self.worker_ids = ids.view()
+        """(num_slots,) the worker in each slot, 0 where it is free; for reading."""
+        self.worker_ids.flags.writeable = False
 
     async def _keep(self, member: Member) -> None:
         await self._connector.keep_connected(member)
@@ -268,6 +281,7 @@ class Fleet:
     def _forget(self, member: Member) -> None:
         del self._members[member.worker_id]
         self._by_slot[member.slot] = None
+        self._ids[member.slot] = 0
         heappush(self._free_slots, member.slot)
         self._indexer.forget(member.slot)
         self.loads.reset(member.slot)

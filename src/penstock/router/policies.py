@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.router.session_affinity import SessionAffinity
 from penstock.router.user_policy import find_user_policy
 from penstock.seams import RoutingContext, RoutingPolicy
 
@@ -113,8 +114,9 @@ POLICIES: dict[str, Callable[[float], RoutingPolicy]] = {
     PowerOfTwo.name: lambda _: PowerOfTwo(),
     RoundRobin.name: lambda _: RoundRobin(),
     Random.name: lambda _: Random(),
+    SessionAffinity.name: lambda load_weight: SessionAffinity(LongestPrefix(load_weight)),
 }
-"""By name; each is made with the load weight, which only `kv` has a use for."""
+"""By name; each is made with the load weight, of which `kv` has a use."""
 
 
 def make_policy(name: str, load_weight: float = DEFAULT_LOAD_WEIGHT) -> RoutingPolicy:

@@ -17,10 +17,11 @@ from penstock.core.ids import WorkerId
 from penstock.core.radix import PrefixMatch
 from penstock.core.types import ModelCard, Request
 from penstock.core.wire import num_tokens, unpack_hashes
+from penstock.router.config import RouterConfig
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.policies import Costs, cheapest, prices_of
-from penstock.seams import HistoryPolicy, RoutingContext, RoutingPolicy
+from penstock.seams import HistoryPolicy, RoutingContext
 
 _DECISIONS_KEPT = 64
 
@@ -65,11 +66,13 @@ class Router:
     """Chooses by policy over what the fleet knows. Pure bookkeeping: it sends and waits for nothing."""
 
     def __init__(
-        self, fleet: Fleet, policy: RoutingPolicy, *, metrics: RouterMetrics, rng: random.Random
+        self, fleet: Fleet, config: RouterConfig, *, metrics: RouterMetrics, rng: random.Random
     ) -> None:
         self.fleet = fleet
-        self.policy = policy
+        self.policy = policy = config.new_policy()
+        self._config = config
         self._history = policy if isinstance(policy, HistoryPolicy) else None
+        self._has_thresholds = config.busy_kv_share is not None or config.busy_queued_tokens is not None
         self._metrics = metrics
         self._turn = rng.randrange(1 << 16)  # frontends beside each other do not take turns in step
         self._decisions: deque[Decision] = deque(maxlen=_DECISIONS_KEPT)
@@ -90,6 +93,9 @@ class Router:
         eligible, num_eligible = pool.ready, pool.num_ready
         if exclude:
             eligible = self._without(eligible, exclude)
+            num_eligible = int(np.count_nonzero(eligible))
+        if num_eligible > 1 and self._has_thresholds:
+            eligible = self._without_busy(eligible)
             num_eligible = int(np.count_nonzero(eligible))
         if not num_eligible:
             return None
@@ -132,6 +138,18 @@ class Router:
                 eligible[slot] = False
         return eligible
 
+    def _without_busy(self, eligible: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Leave out the workers past a threshold, unless all are."""
+        loads, config = self.fleet.loads, self._config
+        calm = eligible.copy()
+        if config.busy_kv_share is not None:
+            calm &= (loads.active_blocks <= config.busy_kv_share * loads.total_blocks) | (
+                loads.total_blocks == 0
+            )
+        if config.busy_queued_tokens is not None:
+            calm &= loads.queued_prefill_tokens <= config.busy_queued_tokens
+        return calm if calm.any() else eligible
+
     def _context(
         self, request: Request, card: ModelCard, eligible: NDArray[np.bool_], match: PrefixMatch
     ) -> RoutingContext:
@@ -153,6 +171,8 @@ class Router:
             own_requests=loads.own_requests,
             own_prefill_tokens=loads.own_prefill_tokens,
             own_blocks=loads.own_blocks,
+            worker_ids=self.fleet.worker_ids,
+            session=request.session,
             turn=self._turn,
             now_s=asyncio.get_running_loop().time(),
         )

@@ -27,6 +27,7 @@ def make_context(num_slots: int = 3, **columns: Any) -> RoutingContext:
         "block_size": 16,
         "eligible": [True] * num_slots,
         "total_blocks": [1000] * num_slots,
+        "session": None,
         "turn": 0,
         "now_s": 0.0,
     }
@@ -71,6 +72,8 @@ def some_contexts(seed: int = 0) -> Iterator[RoutingContext]:
                 own_requests=rng.integers(0, 300, num_slots),
                 own_prefill_tokens=rng.integers(0, 100_000, num_slots),
                 own_blocks=rng.integers(0, 9000, num_slots),
+                worker_ids=np.arange(1, num_slots + 1),
+                session=None if turn % 2 else f"session {turn}",
                 turn=turn,
                 now_s=float(turn),
             )

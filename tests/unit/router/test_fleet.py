@@ -23,6 +23,7 @@ from penstock.core.types import (
     Request,
     Role,
     SamplingParams,
+    WorkerLoad,
 )
 from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.router.config import RouterConfig
@@ -146,6 +147,56 @@ def test_workers_with_and_without_events_in_one_fleet():
             dispatcher.check()
 
     run_virtual(main())
+
+
+def test_a_session_follows_its_worker_and_not_its_slot():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        def turn(number: int) -> Request:
+            request = make_request(f"turn {number}", tuple(range(number, number + 21)))
+            return msgspec.structs.replace(request, session="s")
+
+        home = await route(dispatcher, turn(1))
+        async with dispatcher.open(make_request("other", PROMPT[::-1])):
+            assert [await route(dispatcher, turn(number)) for number in (2, 3)] == [home] * 2
+        cluster.kill(home)
+        await asyncio.sleep(6)
+        await cluster.start("w9", HandEngine())
+        await asyncio.sleep(0.01)
+        second = await route(dispatcher, turn(4))
+        assert second != home
+        assert await route(dispatcher, turn(5)) == second
+
+    play(scene, config=RouterConfig(policy="session"))
+
+
+def test_busy_workers_get_requests_only_while_all_are():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        engines["w1"].step(events=[stored(HASHES)])
+        await settle()
+        small = PROMPT[::-1][:4]
+        async with dispatcher.open(make_request("a")):
+            assert dispatcher.decisions()[-1].worker == "w1"
+            dispatcher._shared.fleet.loads.report(
+                0, WorkerLoad(queued_prefill_tokens=31, accepted_requests=1)
+            )
+            assert await route(dispatcher, make_request("b")) != "w1", "past the limit of queued tokens"
+            assert dispatcher.decisions()[-1].num_eligible == 2
+            dispatcher._shared.fleet.loads.report(
+                0, WorkerLoad(active_blocks=6, total_blocks=10, accepted_requests=1)
+            )
+            assert await route(dispatcher, make_request("c")) != "w1", "past the limit of KV"
+            dispatcher._shared.fleet.loads.report(
+                0, WorkerLoad(active_blocks=5, total_blocks=10, accepted_requests=1)
+            )
+            assert await route(dispatcher, make_request("d")) == "w1"
+            for slot in range(3):
+                dispatcher._shared.fleet.loads.report(
+                    slot, WorkerLoad(queued_prefill_tokens=31, accepted_requests=9)
+                )
+            assert await route(dispatcher, make_request("e", small)) in engines
+            assert dispatcher.decisions()[-1].num_eligible == 3
+
+    play(scene, config=RouterConfig(busy_kv_share=0.5, busy_queued_tokens=30))
 
 
 def test_a_frontend_that_comes_late_knows_the_prefixes_too():
