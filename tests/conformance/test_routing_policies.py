@@ -2,7 +2,7 @@ from penstock.router.policies import make_policy
 from penstock.testing.routing_policy import RoutingPolicySuite
 
 
-class TestLongestPrefix(RoutingPolicySuite):
+class TestPredictedSeconds(RoutingPolicySuite):
     def make(self):
         return make_policy("kv")
 

@@ -79,7 +79,8 @@ def leaked_reservation() -> Iterator[None]:
     def release(self, reservation):
         if reservation.open:
             reservation.open = False
-            self._table[-3:, reservation.slot] -= (1, reservation.prefill_tokens, reservation.blocks)
+            own = (1, reservation.prefill_tokens, reservation.prefill_pairs, reservation.blocks)
+            self._table[-4:, reservation.slot] -= own
 
     with replaced(LoadTracker, "release", release):
         yield

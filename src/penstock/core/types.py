@@ -197,6 +197,25 @@ class EngineInfo(Wire, frozen=True):
     kv_events: bool = True
 
 
+class Prices(Wire, frozen=True):
+    """What an engine's work takes, in seconds, for a router that knows neither its hardware nor its model.
+
+    Prefill of n tokens after m cached ones: `prefill_step_s` + n `prefill_token_s` + (n m + n (n + 1) / 2)
+    `prefill_pair_s`. A decode step of b sequences with c tokens of context in all: `decode_step_s` +
+    b `decode_sequence_s` + c `decode_token_s`. `onboard_token_s` brings a token's KV into the device from
+    each `Tier`, the device first. `error`: how far these are from the prices behind them, as a mean part.
+    """
+
+    prefill_step_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    decode_step_s: float
+    decode_sequence_s: float
+    decode_token_s: float
+    onboard_token_s: tuple[float, ...] = ()
+    error: float = 0.0
+
+
 class CardFile(Wire, frozen=True):
     """A file of a model card, fetched from any worker of the model by its content hash."""
 
@@ -228,7 +247,7 @@ class InstanceState(StrEnum):
 
 
 class Instance(Wire, frozen=True):
-    """A worker's registration; it lives as long as its lease."""
+    """A worker's registration; it lives as long as its lease. `prices` where somebody can tell what its steps take."""
 
     worker_id: WorkerId
     name: str
@@ -239,6 +258,7 @@ class Instance(Wire, frozen=True):
     state: InstanceState = InstanceState.READY
     pid: int = 0
     host: str = ""
+    prices: Prices | None = None
 
 
 class InstancePut(Wire, frozen=True, tag="put"):

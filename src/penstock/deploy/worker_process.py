@@ -6,16 +6,22 @@ import random
 import socket
 from pathlib import Path
 
+from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
+from penstock.core.types import Prices
 from penstock.deploy.engine_spec import engine_spec
 from penstock.deploy.messages import Assignment, Ready, Tell, WorkerJob
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine
 from penstock.graph import Graph, RoleSpec
+from penstock.graph.engine_prices import engine_prices
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.worker.files import ModelFiles
 from penstock.worker.worker import Worker, WorkerIdentity
+
+_log = get_logger()
 
 
 async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.Event, tell: Tell) -> None:
@@ -48,6 +54,7 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
                 worker_id=job.worker_id, name=name, role=job.role, pid=os.getpid(), host=socket.gethostname()
             ),
             card=job.card,
+            prices=_prices(role, Path(job.model_dir)),
             read_file=ModelFiles(Path(job.model_dir), job.card.files).read,
             config=graph.worker,
         )
@@ -59,6 +66,14 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
             finally:
                 telling.cancel()
                 obeying.cancel()
+
+
+def _prices(role: RoleSpec, model_dir: Path) -> Prices | None:
+    try:
+        return engine_prices(role, model_dir)
+    except ConfigError as error:
+        _log.warning("worker_has_no_prices", reason=error.message)
+        return None
 
 
 async def _tell_ready(worker: Worker, role: RoleSpec, tell: Tell) -> None:

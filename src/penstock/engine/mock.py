@@ -17,7 +17,7 @@ from pydantic import Field
 from penstock.core.config import Config
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
-from penstock.core.types import Request, TokenLogprob
+from penstock.core.types import Prices, Request, TokenLogprob
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock_kv import MockKv
 from penstock.engine.runner import RunnerInfo, end_tokens_within
@@ -73,6 +73,18 @@ class MockConfig(Config):
     """Answers are made of ids from here on, past a tokenizer's special tokens and single bytes (at most half the ids are left out)."""
     kv_bytes_per_block: int = Field(default=0, ge=0)
     """Memory kept for each KV block, to move and to check: 0, or at least 8 bytes a token."""
+
+    def prices(self) -> Prices:
+        """Say what routers have to know of `timing`."""
+        timing, speedup = self.timing, self.speedup
+        return Prices(
+            prefill_step_s=timing.step_s / speedup,
+            prefill_token_s=timing.prefill_s_per_token / speedup,
+            prefill_pair_s=timing.prefill_s_per_token2 / speedup,
+            decode_step_s=timing.step_s / speedup,
+            decode_sequence_s=timing.decode_s_per_request / speedup,
+            decode_token_s=timing.decode_s_per_context_token / speedup,
+        )
 
 
 class MockText:

@@ -21,6 +21,7 @@ from penstock.core.types import Tier
 from penstock.core.wire import Wire
 from penstock.perf.evaluation import Evaluation
 from penstock.perf.latency import LatencyModel, Link
+from penstock.perf.least_squares import fit_non_negative, num_pairs
 
 T = TypeVar("T")
 
@@ -147,14 +148,14 @@ class LinearPrior:
     @classmethod
     def fit(cls, profile: Profile) -> "LinearPrior":
         """Fit by non-negative least squares of the relative error."""
-        prefill = _fit(
+        prefill = fit_non_negative(
             [
-                (1.0, p.new_tokens, _pairs(p.new_tokens, p.cached_tokens), p.cached_tokens)
+                (1.0, p.new_tokens, num_pairs(p.new_tokens, p.cached_tokens), p.cached_tokens)
                 for p in _alone(profile)
             ],
             [p.seconds for p in _alone(profile)],
         )
-        decode = _fit(
+        decode = fit_non_negative(
             [(1.0, p.batch, p.batch * p.context) for p in profile.decode], [p.seconds for p in profile.decode]
         )
         return cls(prefill, decode, profile.kv_bytes_per_token, profile.kv_capacity_tokens)
@@ -165,7 +166,7 @@ class LinearPrior:
     def prefill_batch_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         base, per_token, per_pair, per_cached = self.prefill
         tokens, cached = sum(new for new, _ in chunks), sum(cached for _, cached in chunks)
-        pairs = sum(_pairs(new, before) for new, before in chunks)
+        pairs = sum(num_pairs(new, before) for new, before in chunks)
         return base + per_token * tokens + per_pair * pairs + per_cached * cached
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
@@ -366,23 +367,3 @@ def _check(profile: Profile) -> None:
     for point in profile.points:
         if point.seconds <= 0:
             raise ConfigError(f"profile of {profile.engine}: {point}: seconds must be > 0")
-
-
-def _pairs(new: int, cached: int) -> float:
-    return new * cached + new * (new + 1) / 2
-
-
-def _fit(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Solve non-negative least squares of the relative error by dropping the most negative term until none is."""
-    design = np.array(rows) / np.array(seconds)[:, None]
-    scale = np.abs(design).max(axis=0)
-    scale[scale == 0] = 1
-    terms = np.zeros(design.shape[1])
-    kept = list(range(design.shape[1]))
-    while kept:
-        solution = np.linalg.lstsq(design[:, kept] / scale[kept], np.ones(len(rows)), rcond=None)[0]
-        if solution.min() >= 0:
-            terms[kept] = solution / scale[kept]
-            break
-        kept.pop(int(solution.argmin()))
-    return tuple(terms.tolist())

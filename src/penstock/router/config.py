@@ -7,7 +7,7 @@ import pydantic
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
-from penstock.router.policies import DEFAULT_LOAD_WEIGHT, make_policy
+from penstock.router.policies import make_policy
 from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX, SessionAffinity
 from penstock.seams import RoutingPolicy
 
@@ -50,10 +50,8 @@ class RouterConfig(Config):
     """One frontend process's view of the workers, and its requests."""
 
     policy: str = "kv"
-    """`kv` (longest prefix, then load), `least-loaded`, `power-of-two`, `round-robin`, `random` or `session` (the session's worker, else as `kv`); or your own: an
+    """`kv` (fewest predicted seconds), `least-loaded`, `power-of-two`, `round-robin`, `random` or `session` (the session's worker, else as `kv`); or your own: an
     entry point's name of the group `penstock.policies`, or `package.module:Class`."""
-    load_weight: float = pydantic.Field(default=DEFAULT_LOAD_WEIGHT, ge=0)
-    """For `kv`: what a block that a worker's running requests hold costs, in blocks of prefill."""
     sessions_max: int = pydantic.Field(default=SESSIONS_MAX, ge=1)
     """For `session`: sessions remembered; past it the one unused for longest is forgotten."""
     session_idle_s: float = pydantic.Field(default=SESSION_IDLE_S, gt=0)
@@ -90,7 +88,7 @@ class RouterConfig(Config):
 
     def new_policy(self) -> RoutingPolicy:
         """Make the policy, with its settings."""
-        policy = make_policy(self.policy, self.load_weight)
+        policy = make_policy(self.policy)
         if isinstance(policy, SessionAffinity):
             return replace(policy, sessions_max=self.sessions_max, idle_s=self.session_idle_s)
         return policy

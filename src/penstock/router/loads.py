@@ -17,7 +17,19 @@ from penstock.core.types import WorkerLoad
 
 Column = NDArray[np.int64]
 # Rows of the table of columns; those from _OWN on leave reports aside.
-_RUNNING, _WAITING, _ACTIVE, _CACHED, _TOTAL, _QUEUED, _OWN, _OWN_PREFILL, _OWN_BLOCKS = range(9)
+(
+    _RUNNING,
+    _WAITING,
+    _ACTIVE,
+    _CACHED,
+    _CONTEXT,
+    _TOTAL,
+    _QUEUED,
+    _OWN,
+    _OWN_PREFILL,
+    _OWN_PAIRS,
+    _OWN_BLOCKS,
+) = range(11)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +43,7 @@ class Reservation:
     number: int
     prefill_tokens: int
     blocks: int
+    prefill_pairs: int = 0
     open: bool = True
     covered: bool = False
 
@@ -75,6 +88,8 @@ class LoadTracker:
         self.active_blocks: Column = columns[_ACTIVE]
         self.cached_blocks: Column = columns[_CACHED]
         """Blocks whose content can be found, in use or not."""
+        self.context_tokens: Column = columns[_CONTEXT]
+        """Of all that is decoded there, as of the last report."""
         self.total_blocks: Column = columns[_TOTAL]
         """0 where a worker has not said how many it has."""
         self.queued_prefill_tokens: Column = columns[_QUEUED]
@@ -82,6 +97,8 @@ class LoadTracker:
         """Requests of this router that have not ended."""
         self.own_prefill_tokens: Column = columns[_OWN_PREFILL]
         """What they had to compute when they were sent; nothing once their first token is here."""
+        self.own_prefill_pairs: Column = columns[_OWN_PAIRS]
+        """Of one of these tokens and one that it attends to."""
         self.own_blocks: Column = columns[_OWN_BLOCKS]
         """Blocks of their prompts, shared ones counted for each."""
 
@@ -97,16 +114,25 @@ class LoadTracker:
         self._table[:_OWN, slot] = 0
         self._table[_TOTAL, slot] = total_blocks
 
-    def reserve(self, slot: int, prefill_tokens: int, blocks: int) -> Reservation:
-        """Count a request that is being sent now, in the order in which requests are sent."""
+    def reserve(self, slot: int, prefill_tokens: int, blocks: int, cached_tokens: int = 0) -> Reservation:
+        """Count a request that is being sent now, in the order in which requests are sent.
+
+        Args:
+            slot: where it goes.
+            prefill_tokens: what it has to compute there.
+            blocks: of its prompt.
+            cached_tokens: those of its prompt before the ones to compute.
+        """
         account = self._accounts[slot]
         account.sent += 1
-        reservation = Reservation(slot, account.sent, prefill_tokens, blocks)
+        pairs = prefill_tokens * cached_tokens + prefill_tokens * (prefill_tokens + 1) // 2
+        reservation = Reservation(slot, account.sent, prefill_tokens, blocks, pairs)
         account.uncovered.append(reservation)
         self._add_reserved(reservation, +1)
         table = self._table
         table[_OWN, slot] += 1
         table[_OWN_PREFILL, slot] += prefill_tokens
+        table[_OWN_PAIRS, slot] += pairs
         table[_OWN_BLOCKS, slot] += blocks
         return reservation
 
@@ -126,6 +152,7 @@ class LoadTracker:
         table[_WAITING, slot] = load.waiting_requests
         table[_ACTIVE, slot] = load.active_blocks + reserved.blocks
         table[_CACHED, slot] = load.cached_blocks
+        table[_CONTEXT, slot] = load.context_tokens
         table[_TOTAL, slot] = load.total_blocks
         table[_QUEUED, slot] = load.queued_prefill_tokens + reserved.prefill_tokens
 
@@ -135,10 +162,11 @@ class LoadTracker:
         if not tokens:
             return
         self._table[_OWN_PREFILL, slot] -= tokens
+        self._table[_OWN_PAIRS, slot] -= reservation.prefill_pairs
         if not reservation.covered:
             self._accounts[slot].reserved.prefill_tokens -= tokens
             self._table[_QUEUED, slot] -= tokens
-        reservation.prefill_tokens = 0
+        reservation.prefill_tokens = reservation.prefill_pairs = 0
 
     def release(self, reservation: Reservation) -> None:
         """Note that the request has ended, in whatever way. Safe twice."""
@@ -153,8 +181,9 @@ class LoadTracker:
         table = self._table
         table[_OWN, slot] -= 1
         table[_OWN_PREFILL, slot] -= reservation.prefill_tokens
+        table[_OWN_PAIRS, slot] -= reservation.prefill_pairs
         table[_OWN_BLOCKS, slot] -= reservation.blocks
-        reservation.prefill_tokens = 0
+        reservation.prefill_tokens = reservation.prefill_pairs = 0
 
     def open_requests(self, slot: int) -> int:
         """Count the requests sent to a worker that have not ended."""
@@ -201,9 +230,12 @@ class LoadTracker:
                 load.waiting_requests,
                 load.active_blocks + blocks,
                 load.cached_blocks,
+                load.context_tokens,
                 load.queued_prefill_tokens + prefill_tokens,
             ], f"slot {slot}: {columns} and {queued} are not what was reported plus {sums}"
-            own = self._table[_OWN:, slot].tolist()
+            *own, pairs, blocks_of_prompts = self._table[_OWN:, slot].tolist()
+            assert (pairs > 0) == (own[1] > 0), f"slot {slot}: {pairs} pairs of {own[1]} tokens to compute"
+            own.append(blocks_of_prompts)
             assert all(part <= whole for part, whole in zip(sums, own, strict=True)), (
                 f"slot {slot}: what is reserved, {sums}, is part of what is open, {own}"
             )

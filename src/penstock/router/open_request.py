@@ -247,7 +247,7 @@ class OpenRequest:
             remaining_s = max(self._deadline_at_s - self._loop.time(), 0.0)
             request = msgspec.structs.replace(request, deadline_s=remaining_s)
         connection = fleet.submit(route.slot, request, self)
-        reservation = fleet.loads.reserve(route.slot, route.prefill_tokens, route.blocks)
+        reservation = fleet.loads.reserve(route.slot, route.prefill_tokens, route.blocks, route.cached_tokens)
         granted_from = progress.output_tokens - self.request.num_emitted
         self._attempt = _Attempt(route, connection, reservation, granted_from)
 
@@ -390,6 +390,9 @@ class OpenRequest:
         shared.brakes.probation.leave(self)
         if shared.requests.pop(self.request.request_id, None) is None:
             return
+        pool = shared.fleet.pools.get(self.request.model)
+        if pool is not None and self._finish_reason is not None:
+            pool.traffic.ended(self.output_tokens - self.request.num_emitted, self._loop.time())
         outcome = "cancelled" if self._finish_reason is None else self._finish_reason.value
         metrics = shared.metrics
         metrics.cached_tokens.inc(self.cached_tokens)

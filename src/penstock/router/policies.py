@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.router.predicted_seconds import PredictedSeconds
 from penstock.router.session_affinity import SessionAffinity
 from penstock.router.user_policy import find_user_policy
 from penstock.seams import RoutingContext, RoutingPolicy
@@ -21,38 +22,6 @@ Costs = NDArray[np.float64]
 _INFINITY = np.array(
     np.inf
 )  # as an array, since numpy takes longer to make one of it than to compare a few costs
-
-DEFAULT_LOAD_WEIGHT = 0.25
-"""What a block costs while it is decoded against, in blocks of prefill. From a roofline: 16 tokens of an 8 B
-bf16 model on one H100 take 0.5 ms to prefill (256 GFLOP at half the peak), and 0.13 ms to be read again in
-200 decode steps (2 MiB at 3.35 TB/s). docs/decisions/0006 has the derivation."""
-
-
-@dataclass(frozen=True, slots=True)
-class LongestPrefix:
-    """Longest prefix, then load, both in tokens of prefill.
-
-    cost = prompt tokens not cached there + prompt tokens queued there
-         + load_weight * tokens in blocks that its running requests hold
-         + tokens for which it has no free block left (something would have to be preempted)
-
-    A shared prefix thus attracts requests until a holder's queue costs more than computing the prefix again.
-    """
-
-    name: ClassVar[str] = "kv"
-    load_weight: float = DEFAULT_LOAD_WEIGHT
-
-    def costs(self, context: RoutingContext) -> Costs:
-        block_size = context.block_size
-        missing = context.total_blocks - context.active_blocks
-        np.subtract(context.request_blocks, missing, out=missing)
-        np.maximum(missing, 0, out=missing)
-        missing[context.total_blocks == 0] = 0  # it has not said how many it has
-        costs: Costs = context.active_blocks * np.float64(self.load_weight * block_size)
-        costs += uncached_tokens(context)
-        costs += context.queued_prefill_tokens
-        costs += block_size * missing
-        return costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,25 +77,24 @@ class PowerOfTwo:
         return costs
 
 
-POLICIES: dict[str, Callable[[float], RoutingPolicy]] = {
-    LongestPrefix.name: LongestPrefix,
-    LeastLoaded.name: lambda _: LeastLoaded(),
-    PowerOfTwo.name: lambda _: PowerOfTwo(),
-    RoundRobin.name: lambda _: RoundRobin(),
-    Random.name: lambda _: Random(),
-    SessionAffinity.name: lambda load_weight: SessionAffinity(LongestPrefix(load_weight)),
+POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
+    PredictedSeconds.name: PredictedSeconds,
+    LeastLoaded.name: LeastLoaded,
+    PowerOfTwo.name: PowerOfTwo,
+    RoundRobin.name: RoundRobin,
+    Random.name: Random,
+    SessionAffinity.name: lambda: SessionAffinity(PredictedSeconds()),
 }
-"""By name; each is made with the load weight, of which `kv` has a use."""
 
 
-def make_policy(name: str, load_weight: float = DEFAULT_LOAD_WEIGHT) -> RoutingPolicy:
+def make_policy(name: str) -> RoutingPolicy:
     """Make a policy by its name: one of `POLICIES`, an entry point's, or `package.module:Class`.
 
     Raises:
         ConfigError: there is none of that name, or it cannot be made.
     """
     if name in POLICIES:
-        return POLICIES[name](load_weight)
+        return POLICIES[name]()
     return find_user_policy(name, list(POLICIES))()
 
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from penstock.core.types import InstanceState, ModelCard
 from penstock.router.member import Member, identity
+from penstock.router.price_table import PriceTable
+from penstock.router.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class WorkerPool:
         self.card = first.instance.card
         self._show(np.zeros(num_slots, dtype=np.bool_))
         self.num_ready = 0
+        self.prices = PriceTable(num_slots)
+        self.traffic = Traffic()
         self._members: dict[Member, _Noted] = {}
         self._ballot = _Ballot()
 
@@ -69,6 +73,7 @@ class WorkerPool:
         if old is not None:
             self._ballot.count(old, -1)
         instance = member.instance
+        self.prices.put(member.slot, instance)
         noted = _Noted(instance.card, member.listed and instance.state is InstanceState.READY)
         self._members[member] = noted
         self._ballot.count(noted, +1)
@@ -83,6 +88,7 @@ class WorkerPool:
         """
         self._ballot.count(self._members.pop(member), -1)
         self.set_ready(member.slot, is_ready=False)
+        self.prices.remove(member.slot)
         return self._choose_card()
 
     def set_ready(self, slot: int, *, is_ready: bool) -> None:
@@ -93,9 +99,12 @@ class WorkerPool:
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
         self._show(np.pad(self._ready, (0, num_slots - len(self._ready))))
+        self.prices.grow(num_slots)
 
     def check(self) -> None:
         """Raise AssertionError where counts and members disagree."""
+        self.prices.check()
+        self.traffic.check()
         assert self.num_ready == np.count_nonzero(self.ready), f"{self.num_ready} of {self.ready} are ready"
         for of, counted in (
             (list(self._members.values()), self._ballot.of_all),

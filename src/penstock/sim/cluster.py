@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
-from penstock.core.types import ModelCard, Step
+from penstock.core.types import ModelCard, Prices, Step
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.runtime.config import PlaneConfig
@@ -43,6 +43,7 @@ class ClusterSpec:
 
     card: ModelCard
     make_engine: MakeEngine
+    prices: Prices | None = None
     router: RouterConfig = field(default_factory=RouterConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -128,6 +129,7 @@ class SimCluster:
             identity=WorkerIdentity(WorkerId(self._numbers), name, host=host),
             card=self.spec.card,
             read_file=lambda _: None,
+            prices=self.spec.prices,
             config=self.spec.worker,
         )
         task = self._group.create_task(self._run(name, host, worker), name=f"worker {host}")

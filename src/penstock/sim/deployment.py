@@ -12,11 +12,12 @@ from penstock.demo import MODEL_DIR
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler import SchedulerConfig
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
+from penstock.graph.engine_prices import make_roofline
 from penstock.perf.catalogue import find_shape
-from penstock.perf.hardware import Dtype, Hardware, find_hardware
+from penstock.perf.hardware import Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
 from penstock.perf.profile import Profile, ProfiledModel
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.published import publish
 from penstock.perf.shape import ModelShape
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.cluster import ClusterSpec, SimEngine
@@ -28,7 +29,6 @@ from penstock.sim.prompt import Stream
 from penstock.sim.timing import VOCAB_SIZE, Pace
 
 SALT = b"simulated"
-_NAMED = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 _QUEUE_MAX = 1 << 20
 _WHOLE_ANSWER = 1 << 30  # bulk deltas are not cut into windows
 
@@ -39,6 +39,7 @@ class Deployment:
 
     graph: Graph
     role: RoleSpec
+    shape: ModelShape
     hardware: Hardware
     latency: LatencyModel
     prices: DecodePrices
@@ -105,6 +106,7 @@ class Deployment:
         return ClusterSpec(
             card=ModelCard(name=graph.model, context_length=self.context_length, block_size=size, salt=SALT),
             make_engine=make_engine,
+            prices=publish(make_roofline(self.shape, self.role), context_length=self.context_length),
             router=graph.router,
             worker=graph.worker,
             network=self.network,
@@ -162,30 +164,5 @@ def plan_deployment(
         raise ConfigError(f"KV: room for {num_blocks} blocks of {graph.block_size} tokens: {arithmetic}")
     prices = DecodePrices(latency, shape.context_length)
     return Deployment(
-        graph, role, hardware, latency, prices, num_blocks, shape.context_length, arithmetic, exact
+        graph, role, shape, hardware, latency, prices, num_blocks, shape.context_length, arithmetic, exact
     )
-
-
-def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:
-    """Price one worker of a role.
-
-    Raises:
-        ConfigError: the model cannot be spread like that.
-    """
-    return Roofline(
-        shape,
-        find_hardware(role.hardware),
-        Parallel(
-            tp=role.tensor_parallel,
-            pp=role.pipeline_parallel,
-            ep=role.expert_parallel,
-            dp=role.data_parallel,
-        ),
-        weight_dtype=_dtype(role.weight_dtype),
-        kv_dtype=_dtype(role.kv_dtype),
-        expert_dtype=_dtype(role.expert_dtype),
-    )
-
-
-def _dtype(name: str) -> Dtype | None:
-    return None if name == "auto" else _NAMED.get(name) or Dtype(name)

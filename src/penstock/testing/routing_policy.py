@@ -11,12 +11,27 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core.types import Tier
 from penstock.router.policies import choose
-from penstock.seams import RoutingContext, RoutingPolicy
+from penstock.seams import ExplainedPolicy, PriceColumns, RoutingContext, RoutingPolicy
 
 _SIZES = (1, 2, 3, 17, 1000)
+
+
+def make_prices(num_slots: int = 3, **columns: Any) -> PriceColumns:
+    """Make prices of workers of 10 us a prompt token and 1 ms a decode step, that are otherwise as `columns` say."""
+    values: dict[str, Any] = {
+        "prefill_token_s": [1e-5] * num_slots,
+        "decode_step_s": [1e-3] * num_slots,
+        "batch_tokens": [1e9] * num_slots,
+        "onboard_token_s": [[0.0] * num_slots] * len(Tier),
+    }
+    for column in fields(PriceColumns):
+        values.setdefault(column.name, [0.0] * num_slots)
+    values |= columns
+    return PriceColumns(**{name: np.array(value, dtype=np.float64) for name, value in values.items()})
 
 
 def make_context(num_slots: int = 3, **columns: Any) -> RoutingContext:
@@ -28,6 +43,9 @@ def make_context(num_slots: int = 3, **columns: Any) -> RoutingContext:
         "eligible": [True] * num_slots,
         "total_blocks": [1000] * num_slots,
         "session": None,
+        "prices": make_prices(num_slots),
+        "request_rate_per_s": 0.0,
+        "mean_output_tokens": 100.0,
         "turn": 0,
         "now_s": 0.0,
     }
@@ -69,14 +87,43 @@ def some_contexts(seed: int = 0) -> Iterator[RoutingContext]:
                 running_requests=rng.integers(0, 300, num_slots),
                 waiting_requests=rng.integers(0, 2, num_slots) * rng.integers(0, 1000, num_slots),
                 queued_prefill_tokens=rng.integers(0, 100_000, num_slots),
+                context_tokens=rng.integers(0, 100_000, num_slots),
                 own_requests=rng.integers(0, 300, num_slots),
                 own_prefill_tokens=rng.integers(0, 100_000, num_slots),
+                own_prefill_pairs=rng.integers(0, 1 << 40, num_slots),
                 own_blocks=rng.integers(0, 9000, num_slots),
                 worker_ids=np.arange(1, num_slots + 1),
                 session=None if turn % 2 else f"session {turn}",
+                prices=_some_prices(num_slots, rng),
+                request_rate_per_s=float(rng.choice([0.0, 0.1, 1000.0])),
+                mean_output_tokens=float(rng.choice([1.0, 30.0, 4000.0])),
                 turn=turn,
                 now_s=float(turn),
             )
+
+
+def _some_prices(num_slots: int, rng: np.random.Generator) -> PriceColumns:
+    """Give prices from those of a phone to those of a rack, some of them none."""
+
+    def some(largest: float) -> NDArray[np.float64]:
+        return rng.integers(0, 4, num_slots) * rng.uniform(0.0, largest, num_slots)
+
+    return PriceColumns(
+        prefill_step_s=some(0.02),
+        prefill_token_s=some(1e-3),
+        prefill_pair_s=some(1e-8),
+        decode_step_s=some(0.05),
+        decode_sequence_s=some(1e-4),
+        decode_token_s=some(1e-6),
+        batch_tokens=rng.integers(1, 1 << 14, num_slots).astype(np.float64),
+        onboard_token_s=np.stack([0.0 * some(1.0), some(1e-5), some(1e-4), some(1e-3)]),
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, PriceColumns):
+        return all(np.array_equal(getattr(one, c.name), getattr(other, c.name)) for c in fields(one))
+    return np.array_equal(one, other)
 
 
 class RoutingPolicySuite:
@@ -108,7 +155,15 @@ class RoutingPolicySuite:
             assert np.array_equal(costs, policy.costs(before))
             assert np.array_equal(costs, self.make().costs(context))
             for column in RoutingContext.__slots__:
-                assert np.array_equal(getattr(context, column), getattr(before, column)), column
+                assert _equal(getattr(context, column), getattr(before, column)), column
+
+    def test_terms_add_up_to_the_costs(self) -> None:
+        policy = self.make()
+        if isinstance(policy, ExplainedPolicy):
+            for context in some_contexts():
+                terms = policy.terms(context)
+                assert terms.shape == (len(policy.term_names), len(context.eligible))
+                assert np.allclose(terms.sum(axis=0), policy.costs(context))
 
     def test_a_lone_eligible_worker_is_chosen(self) -> None:
         for context in some_contexts():

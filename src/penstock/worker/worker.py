@@ -31,6 +31,7 @@ from penstock.core.types import (
     Instance,
     InstanceState,
     ModelCard,
+    Prices,
     Request,
     Role,
     Step,
@@ -83,6 +84,7 @@ class Worker:
         identity: WorkerIdentity,
         card: ModelCard,
         read_file: Callable[[str], bytes | None],
+        prices: Prices | None = None,
         config: WorkerConfig | None = None,
     ) -> None:
         """Start nothing yet; `run` does.
@@ -94,6 +96,7 @@ class Worker:
             identity: the worker's name and number.
             card: the model as a frontend has to know it; a smaller context of the engine's is put in.
             read_file: gives a card's file by its content hash, such as `ModelFiles.read`.
+            prices: what the engine's work takes, for routers; None where nobody can tell.
             config: times and bounds.
         """
         self.config = config or WorkerConfig()
@@ -108,6 +111,7 @@ class Worker:
         self._identity = identity
         self._card = card
         self._read_file = read_file
+        self._prices = prices
         self._info: EngineInfo | None = None
         self._frontends: dict[FrontendSink, _Frontend] = {}
         self._requests: dict[RequestId, _Running] = {}
@@ -235,6 +239,7 @@ class Worker:
             engine=info,
             pid=identity.pid,
             host=identity.host,
+            prices=self._prices,
         )
 
     # -- serving

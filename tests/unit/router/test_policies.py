@@ -20,30 +20,10 @@ def test_kv_takes_the_longest_prefix():
     assert chosen("kv", overlap_blocks=[2, 5, 0]) == 1
 
 
-def test_kv_leaves_a_holder_whose_queue_costs_more_than_the_prefix_saves():
-    assert chosen("kv", overlap_blocks=[0, 5, 0], queued_prefill_tokens=[0, 79, 100]) == 1
-    assert chosen("kv", overlap_blocks=[0, 5, 0], queued_prefill_tokens=[0, 81, 100]) == 0
-
-
-def test_kv_weighs_blocks_in_use_by_load_weight():
-    made = make_context(overlap_blocks=[0, 5, 0], active_blocks=[0, 24, 40])
-    assert choose(make_policy("kv", 0.2).costs(made), made.eligible, 0) == 1
-    assert choose(make_policy("kv", 0.3).costs(made), made.eligible, 0) == 0
-
-
 def test_kv_avoids_a_worker_without_room():
     assert chosen("kv", overlap_blocks=[0, 2, 0], total_blocks=[50, 50, 50], active_blocks=[0, 48, 44]) == 0
     # not having said how many blocks there are is not being full
     assert chosen("kv", overlap_blocks=[0, 2, 0], total_blocks=[0, 0, 0]) == 1
-
-
-def test_kv_costs_are_what_the_text_says():
-    made = make_context(overlap_blocks=[3, 0, 7], queued_prefill_tokens=[10, 0, 0], active_blocks=[8, 996, 0])
-    assert make_policy("kv", 0.25).costs(made).tolist() == [
-        100 - 48 + 10 + 0.25 * 8 * 16,
-        100 + 0.25 * 996 * 16 + 3 * 16,
-        1,  # all is cached, one token is still computed
-    ]
 
 
 def test_least_loaded_counts_requests_and_then_blocks():

@@ -1,0 +1,49 @@
+"""What the workers of a role take for their work, as far as the graph tells."""
+
+from pathlib import Path
+
+from penstock.core.types import Prices
+from penstock.graph.role import RoleSpec
+from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.published import publish
+from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.shape import ModelShape, load_shape
+
+_NAMED = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
+
+
+def engine_prices(role: RoleSpec, model_dir: Path) -> Prices:
+    """Say what a worker of a role tells routers: a mock engine's prices are its settings, others' the roofline's.
+
+    Raises:
+        ConfigError: nobody can tell of such a model, or it cannot be spread like that.
+    """
+    if role.engine == "mock":
+        return role.mock.prices()
+    shape = load_shape(model_dir)
+    return publish(make_roofline(shape, role), context_length=shape.context_length)
+
+
+def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:
+    """Price one worker of a role.
+
+    Raises:
+        ConfigError: the model cannot be spread like that.
+    """
+    return Roofline(
+        shape,
+        find_hardware(role.hardware),
+        Parallel(
+            tp=role.tensor_parallel,
+            pp=role.pipeline_parallel,
+            ep=role.expert_parallel,
+            dp=role.data_parallel,
+        ),
+        weight_dtype=_dtype(role.weight_dtype),
+        kv_dtype=_dtype(role.kv_dtype),
+        expert_dtype=_dtype(role.expert_dtype),
+    )
+
+
+def _dtype(name: str) -> Dtype | None:
+    return None if name == "auto" else _NAMED.get(name) or Dtype(name)

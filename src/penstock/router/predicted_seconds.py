@@ -1,0 +1,98 @@
+"""The `kv` policy: a request goes where it costs everybody the fewest seconds.
+
+docs/routing.md says in words what each term is; docs/decisions/0012 derives them and has the measurements.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.seams import RoutingContext
+
+Column = NDArray[np.float64]
+
+PACE_WEIGHT = 5.0
+"""A second more between two tokens of an answer is as bad as this many more until its first one: 20 ms more between
+tokens, which readers notice, weigh as much as 100 ms of waiting."""
+_BUSY_PERIOD = 2.0
+"""How long a worker stays busy, over the work that is before it now: those who come meanwhile bring work of their own.
+1 / (1 - load) of a queue; at half load, where decisions begin to matter."""
+_FOLLOWERS_MAX = 20.0
+"""Past so many requests that would wait behind this one, others are long being sent elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedSeconds:
+    """Seconds until this request's first token, and what it adds to the waiting of others.
+
+    Everything is priced by what the workers say of themselves (`Prices`), so that they need not be alike. No term
+    falls where a queue is longer, and none rises where more of the prompt is cached.
+    """
+
+    name: ClassVar[str] = "kv"
+    term_names: ClassVar[tuple[str, ...]] = (
+        "queue",
+        "memory",
+        "onboard",
+        "prefill",
+        "pace",
+        "slowdown",
+        "followers",
+    )
+
+    def costs(self, context: RoutingContext) -> Column:
+        """Return (num_slots,) seconds."""
+        costs: Column = self.terms(context).sum(axis=0)
+        return costs
+
+    def terms(self, context: RoutingContext) -> Column:
+        """Return (num_terms, num_slots) seconds, named by `term_names`."""
+        prices, size, output = context.prices, context.block_size, max(context.mean_output_tokens, 1.0)
+        running, total = context.running_requests, context.total_blocks
+        step_s = prices.decode_step_s + running * prices.decode_sequence_s
+        step_s += context.context_tokens * prices.decode_token_s
+        # A step that computes prompts decodes as well: its time is shared by all the tokens that fit into it.
+        token_s = prices.prefill_token_s + step_s / prices.batch_tokens
+
+        queued, pairs = _queued(context)
+        queue = queued * token_s + pairs * prices.prefill_pair_s
+
+        cached = np.minimum(context.overlap_blocks * size, context.request_tokens - 1)
+        uncached = context.request_tokens - cached
+        attended = uncached * (cached + (uncached + 1) / 2)
+        prefill = prices.prefill_step_s + uncached * token_s + attended * prices.prefill_pair_s
+        # What would take longer to fetch than to compute is computed.
+        fetch_s = np.minimum(prices.onboard_token_s, token_s)
+        onboard = size * (context.tier_blocks * fetch_s).sum(axis=0)
+
+        # What is asked of memory and is not there has to be given back first; all of it is, in one answer's time.
+        growing = (running + context.waiting_requests) * (output / 2 / size)
+        asked = context.active_blocks + queued / size + growing
+        asked += context.request_blocks - context.tier_blocks[0]
+        lacking = np.maximum(asked - total, 0.0) / np.maximum(total, 1)
+        memory = np.where(total > 0, lacking, 0.0) * (output * step_s)
+
+        # Each of those decoding loses this prefill once, and in every step the time that one more takes.
+        more_s = prices.decode_sequence_s + (context.request_tokens + output / 2) * prices.decode_token_s
+        slowdown = PACE_WEIGHT * running * (prefill / output + more_s)
+
+        num_eligible = max(int(np.count_nonzero(context.eligible)), 1)
+        busy_s = _BUSY_PERIOD * (queue + memory + prefill)
+        followers = context.request_rate_per_s / num_eligible * busy_s
+        delayed = prefill * np.minimum(followers, _FOLLOWERS_MAX)
+        return np.stack((queue, memory, onboard, prefill, PACE_WEIGHT * step_s, slowdown, delayed))
+
+
+def _queued(context: RoutingContext) -> tuple[Column, Column]:
+    """Say how many prompt tokens are before this one on each worker, and how many pairs they attend to.
+
+    A report counts waiting prompts whole, while this router knows what of its own was cached: its own account holds
+    for its own, as far as a report does not say that less is left, and the report for other routers'.
+    """
+    queued, mine = context.queued_prefill_tokens, context.own_prefill_tokens
+    left = np.minimum(mine, queued)
+    requests = np.maximum(context.running_requests + context.waiting_requests, 1)
+    others = 1.0 - np.minimum(context.own_requests / requests, 1.0)
+    return left + (queued - left) * others, context.own_prefill_pairs * (left / np.maximum(mine, 1))

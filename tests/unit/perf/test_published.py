@@ -1,0 +1,67 @@
+"""How close the few numbers on the wire are to the models behind them."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.core.types import Prices, Tier
+from penstock.perf.catalogue import find_shape
+from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.latency import LatencyModel
+from penstock.perf.profile import Profile, ProfiledModel
+from penstock.perf.published import publish
+from penstock.perf.roofline import Parallel, Roofline
+
+PROFILES = Path(__file__).parents[3] / "examples" / "profiles"
+EIGHT = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"), Parallel())
+SEVENTY = Roofline(
+    find_shape("llama-3.1-70b"),
+    find_hardware("h100"),
+    Parallel(tp=2),
+    weight_dtype=Dtype.FP8,
+    kv_dtype=Dtype.FP8,
+)
+WIDER = Roofline(find_shape("llama-3.1-8b"), find_hardware("h200"), Parallel(tp=2))
+CASES = {
+    "8b": (EIGHT, 0.02),
+    "70b-fp8-tp2": (SEVENTY, 0.02),
+    "8b-h200-tp2": (WIDER, 0.03),
+    "8b-profile": (ProfiledModel(Profile.load(PROFILES / "8b-h100-bf16-tp1.json"), EIGHT), 0.06),
+    "70b-profile": (ProfiledModel(Profile.load(PROFILES / "70b-h100-fp8-tp2.json"), SEVENTY), 0.04),
+}
+
+
+def prefill_s(prices: Prices, new: int, cached: int) -> float:
+    pairs = new * cached + new * (new + 1) / 2
+    return prices.prefill_step_s + new * prices.prefill_token_s + pairs * prices.prefill_pair_s
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_close_to_what_is_behind_it(name):
+    model, error_max = CASES[name]
+    prices = publish(model, context_length=131_072)
+    assert prices.error < error_max
+    for new, cached in ((700, 0), (3000, 0), (3000, 9000), (20_000, 0)):  # none of them points of the fit
+        assert prefill_s(prices, new, cached) == pytest.approx(model.prefill_s(new, cached), rel=0.12)
+    for batch, context in ((10, 700), (20, 3000), (50, 3000)):
+        found = prices.decode_step_s + batch * (prices.decode_sequence_s + context * prices.decode_token_s)
+        assert found == pytest.approx(model.decode_step_s(batch, batch * context), rel=0.06)
+
+
+def test_tiers_are_priced_by_token():
+    prices = publish(EIGHT, context_length=8192)
+    assert prices.onboard_token_s[0] == 0.0
+    host_s = EIGHT.onboard_s(1000 * EIGHT.kv_bytes_per_token, Tier.HOST)
+    assert 1000 * prices.onboard_token_s[1] == pytest.approx(host_s, rel=0.05)
+    assert list(prices.onboard_token_s) == sorted(prices.onboard_token_s)
+
+
+def test_a_profile_alone_knows_no_tiers():
+    alone: LatencyModel = ProfiledModel(Profile.load(PROFILES / "8b-h100-bf16-tp1.json"))
+    assert publish(alone, context_length=8192).onboard_token_s == ()
+
+
+@pytest.mark.parametrize("context_length", [1, 2, 5, 64, 300])
+def test_a_short_context_is_enough(context_length):
+    prices = publish(EIGHT, context_length=context_length)
+    assert prefill_s(prices, context_length, 0) == pytest.approx(EIGHT.prefill_s(context_length), rel=0.1)

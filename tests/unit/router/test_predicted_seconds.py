@@ -1,0 +1,168 @@
+"""Each term of the `kv` policy with numbers worked out by hand, and what must hold for all of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.router.policies import choose
+from penstock.router.predicted_seconds import PACE_WEIGHT, PredictedSeconds
+from penstock.testing.routing_policy import make_context, make_prices, some_contexts
+
+POLICY = PredictedSeconds()
+
+
+def term(name: str, **columns: object) -> list[float]:
+    terms = POLICY.terms(make_context(**columns))
+    return terms[POLICY.term_names.index(name)].tolist()
+
+
+def test_prefill_is_a_step_its_tokens_and_the_pairs_they_attend_to():
+    prices = make_prices(
+        prefill_step_s=[0.002] * 3, prefill_token_s=[1e-4, 1e-4, 2e-4], prefill_pair_s=[1e-6] * 3
+    )
+    # 100 tokens, none cached: 100 * 101 / 2 = 5,050 pairs; 80 cached: 20 * 80 + 20 * 21 / 2 = 1,810 pairs
+    assert term("prefill", prices=prices, overlap_blocks=[0, 5, 0]) == pytest.approx(
+        [0.002 + 0.01 + 0.00505, 0.002 + 0.002 + 0.00181, 0.002 + 0.02 + 0.00505]
+    )
+
+
+def test_one_token_is_computed_though_all_is_cached():
+    assert term("prefill", request_tokens=96, request_blocks=6, overlap_blocks=[6, 6, 6]) == pytest.approx(
+        [1e-5] * 3
+    )
+
+
+def test_a_step_that_decodes_is_shared_by_the_prompt_tokens_beside_it():
+    prices = make_prices(decode_sequence_s=[1e-4] * 3, decode_token_s=[1e-6] * 3, batch_tokens=[100.0] * 3)
+    # a step there takes 1 ms + 10 * 0.1 ms + 3,000 * 1 us = 5 ms, of which each of 100 tokens bears 50 us
+    found = term("prefill", prices=prices, running_requests=[0, 10, 10], context_tokens=[0, 0, 3000])
+    assert found == pytest.approx([100 * (1e-5 + 1e-5), 100 * (1e-5 + 2e-5), 100 * (1e-5 + 5e-5)])
+
+
+def test_queue_is_what_this_router_sent_and_its_part_of_what_is_reported():
+    found = term(
+        "queue",
+        queued_prefill_tokens=[1000, 1000, 1000],  # a report counts what waits whole
+        own_prefill_tokens=[0, 400, 4000],
+        running_requests=[4, 2, 2],
+        waiting_requests=[0, 2, 0],
+        own_requests=[0, 1, 2],
+    )
+    # all of others; 400 of its own and 3/4 of the rest; its own alone, of which 3,000 are computed by now
+    assert found == pytest.approx([1000e-5, (400 + 0.75 * 600) * 1e-5, 1000e-5])
+
+
+def test_queued_pairs_count_as_far_as_their_tokens_are_left():
+    found = term(
+        "queue",
+        prices=make_prices(prefill_token_s=[0.0] * 3, decode_step_s=[0.0] * 3, prefill_pair_s=[1e-6] * 3),
+        queued_prefill_tokens=[400, 100, 0],
+        own_prefill_tokens=[400, 400, 0],
+        own_prefill_pairs=[80_000, 80_000, 0],
+        running_requests=[1, 1, 0],
+        own_requests=[1, 1, 0],
+    )
+    assert found == pytest.approx([0.08, 0.02, 0.0])
+
+
+def test_memory_is_waited_for_as_long_as_so_much_of_it_takes_to_come_back():
+    columns = {
+        "total_blocks": [100, 100, 0],
+        "active_blocks": [93, 93, 93],
+        "overlap_blocks": [0, 4, 0],
+        "mean_output_tokens": 64.0,
+    }
+    # answers of 64 tokens at 1 ms hold their blocks for 64 ms. Asked: 93 + 7 = 100, all there are
+    assert term("memory", **columns) == pytest.approx([0.0, 0.0, 0.0])
+    # two that run will have grown by 2 blocks each on average, and 48 queued tokens are 3 more: 107, or 103 with 4 shared
+    more = columns | {
+        "running_requests": [2, 2, 2],
+        "own_requests": [2, 2, 2],
+        "queued_prefill_tokens": [48, 48, 48],
+    }
+    more |= {"own_prefill_tokens": [48, 48, 48]}
+    assert term("memory", **more) == pytest.approx([0.07 * 0.064, 0.03 * 0.064, 0.0])
+
+
+def test_onboarding_costs_by_tier_and_never_more_than_computing():
+    prices = make_prices(onboard_token_s=[[0.0] * 3, [1e-6] * 3, [4e-6] * 3, [1.0] * 3])
+    tiers = [[1, 0, 0], [2, 0, 0], [3, 0, 0], [0, 5, 0]]
+    found = term("onboard", prices=prices, overlap_blocks=[6, 5, 0], tier_blocks=tiers)
+    assert found == pytest.approx([16 * (2 * 1e-6 + 3 * 4e-6), 80 * 1e-5, 0.0])
+
+
+def test_pace_and_slowdown_weigh_what_is_added_between_tokens():
+    prices = make_prices(decode_sequence_s=[1e-4] * 3, decode_token_s=[1e-6] * 3)
+    columns = {"prices": prices, "running_requests": [0, 10, 10], "context_tokens": [0, 0, 3000]}
+    assert term("pace", **columns) == pytest.approx([PACE_WEIGHT * s for s in (0.001, 0.002, 0.005)])
+    # each of ten: 1 ms of prefill over 100 tokens, and in each step one more sequence of 100 + 50 tokens
+    each_s = 0.001 / 100 + 1e-4 + 150e-6
+    assert term("slowdown", **columns) == pytest.approx([0.0, *[PACE_WEIGHT * 10 * each_s] * 2])
+
+
+def test_followers_wait_for_this_prefill_while_the_worker_is_busy():
+    columns = {
+        "queued_prefill_tokens": [0, 900, 10**9],
+        "running_requests": [1, 1, 1],
+        "request_rate_per_s": 300.0,
+    }
+    # 100 requests a second for each; 1 ms of prefill, and 9 ms before it: busy for twice that, 0.2 and 2 follow
+    assert term("followers", **columns) == pytest.approx([0.2 * 0.001, 2 * 0.001, 20 * 0.001])
+
+
+def test_a_fast_worker_takes_more_than_a_slow_one():
+    prices = make_prices(2, prefill_token_s=[1e-5, 4e-5])
+    context = make_context(
+        2, prices=prices, own_requests=[1, 0], running_requests=[1, 0], own_prefill_tokens=[200, 0]
+    )
+    context.queued_prefill_tokens[:] = [200, 0]
+    assert choose(POLICY.costs(context), context.eligible, 1) == 0
+    context.queued_prefill_tokens[:] = context.own_prefill_tokens[:] = [400, 0]
+    assert choose(POLICY.costs(context), context.eligible, 1) == 1
+
+
+def test_a_hot_prefix_spreads_once_its_holder_is_busier_than_computing_it_again():
+    """80 of 100 tokens are shared: 0.8 ms. The holder is left when its queue is longer, and not before."""
+    for queued, expected in ((70, 0), (90, 1)):
+        context = make_context(
+            2, overlap_blocks=[5, 0], queued_prefill_tokens=[queued, 0], own_prefill_tokens=[queued, 0]
+        )
+        assert choose(POLICY.costs(context), context.eligible, 0) == expected
+
+
+@pytest.mark.parametrize(
+    "column",
+    ["queued_prefill_tokens", "running_requests", "waiting_requests", "active_blocks", "context_tokens"],
+)
+def test_more_load_never_costs_less(column):
+    for seed in range(5):
+        for context in some_contexts(seed):
+            before = POLICY.costs(context)
+            getattr(context, column)[:] += np.arange(len(before)) % 7
+            assert (POLICY.costs(context) >= before * (1 - 1e-12)).all()
+
+
+@given(st.integers(1, 200_000), st.integers(1, 512), st.integers(0, 100), st.data())
+def test_more_overlap_never_costs_more(request_tokens, block_size, context_seed, data):
+    context = next(iter(some_contexts(context_seed)))
+    context.request_tokens, context.block_size = request_tokens, block_size
+    context.request_blocks = -(-request_tokens // block_size)
+    full = (request_tokens - 1) // block_size  # one token is computed in any case
+    overlaps = sorted(data.draw(st.lists(st.integers(0, full), min_size=2, max_size=2)))
+    tier = data.draw(st.integers(0, 3))
+    costs = []
+    for overlap in overlaps:
+        context.overlap_blocks[:] = overlap
+        context.tier_blocks[:] = 0
+        context.tier_blocks[tier] = overlap
+        costs.append(float(POLICY.costs(context)[0]))
+    assert costs[1] <= costs[0] * (1 + 1e-12)
+
+
+def test_costs_are_finite_whatever_the_columns():
+    for seed in range(20):
+        for context in some_contexts(seed):
+            terms = POLICY.terms(context)
+            assert np.isfinite(terms).all()
+            assert (terms >= 0).all()

@@ -1,0 +1,89 @@
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.core.ids import WorkerId
+from penstock.core.types import EngineInfo, Instance, ModelCard, Prices, Role
+from penstock.router.price_table import UNKNOWN, PriceTable
+
+
+def instance(token_s: float | None, *, batch_tokens: int = 512, **more: object) -> Instance:
+    prices = None
+    if token_s is not None:
+        prices = Prices(
+            prefill_step_s=0.001,
+            prefill_token_s=token_s,
+            prefill_pair_s=1e-9,
+            decode_step_s=0.002,
+            decode_sequence_s=1e-5,
+            decode_token_s=1e-8,
+            **more,
+        )
+    return Instance(
+        worker_id=WorkerId(1),
+        name="w",
+        address="a",
+        role=Role.AGGREGATED,
+        card=ModelCard(name="m", context_length=8, block_size=4, salt=b""),
+        engine=EngineInfo(
+            block_size=4,
+            total_blocks=8,
+            context_length=8,
+            max_batch_tokens=batch_tokens,
+            max_running_requests=4,
+        ),
+        prices=prices,
+    )
+
+
+def test_who_says_nothing_is_taken_for_the_median_of_the_others():
+    table = PriceTable(5)
+    for slot, token_s in enumerate((1e-5, 3e-5, 9e-5, None)):
+        table.put(slot, instance(token_s, batch_tokens=100 * (slot + 1)))
+    columns = table.columns()
+    assert columns.prefill_token_s.tolist() == [1e-5, 3e-5, 9e-5, 3e-5, 3e-5]
+    assert columns.batch_tokens.tolist() == [100, 200, 300, 400, 1]  # its own all the same; slot 4 is free
+    table.put(3, instance(4e-5))
+    table.remove(0)
+    assert table.columns().prefill_token_s.tolist() == [4e-5, 3e-5, 9e-5, 4e-5, 4e-5]
+    table.check()
+
+
+def test_nobody_says_anything():
+    table = PriceTable(1)
+    table.put(0, instance(None))
+    table.grow(3)
+    assert table.columns().decode_step_s.tolist() == [UNKNOWN.decode_step_s] * 3
+    assert table.columns().onboard_token_s.shape == (4, 3)
+
+
+def test_tiers_come_as_far_as_they_are_known():
+    table = PriceTable(2)
+    table.put(0, instance(1e-5, onboard_token_s=(0.0, 2e-6)))
+    table.put(1, instance(1e-5, onboard_token_s=(0.0, 2e-6, 3e-6, 4e-6, 5e-6)))  # from a newer worker
+    assert table.columns().onboard_token_s.T.tolist() == [[0, 2e-6, 0, 0], [0, 2e-6, 3e-6, 4e-6]]
+
+
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -1.0])
+def test_what_is_no_price_counts_as_nothing(nonsense):
+    table = PriceTable(1)
+    table.put(0, instance(nonsense))
+    table.check()
+    assert table.columns().prefill_token_s.tolist() == [0.0]
+
+
+def test_columns_cannot_be_written_to_and_hold_until_something_changes():
+    table = PriceTable(2)
+    table.put(0, instance(1e-5))
+    columns = table.columns()
+    assert table.columns() is columns
+    with pytest.raises(ValueError, match="read-only"):
+        columns.prefill_token_s[0] = 0
+    assert np.isfinite(columns.prefill_token_s).all()
+
+
+def test_a_worker_of_before_there_were_prices_is_understood():
+    new = instance(1e-5)
+    old = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(new, prices=None)), type=Instance)
+    assert old.prices is None
+    assert b"prices" not in msgspec.json.encode(old)
