@@ -29,6 +29,13 @@ _SERVE_FLAGS = {
 }
 """Flag: place in the graph, placeholder, help. Each is a short way to write `--set PLACE=VALUE`."""
 
+_ROUTER_FLAGS = {
+    "--host": ("host", "HOST", "address to listen on (default 127.0.0.1)"),
+    "--port": ("port", "P", "port to listen on; 0 takes a free one (default 8100)"),
+    "--policy": ("service.router.policy", "NAME", "how a server is chosen (default kv)"),
+    "--block-size": ("service.block_size", "N", "tokens in a block of the servers' caches (default 16)"),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
@@ -59,6 +66,7 @@ def _parser() -> "_Parser":
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_serve(commands)
+    _add_router(commands)
     _add_graph(commands)
     _add_simulate(commands)
     _add_profile(commands)
@@ -142,6 +150,42 @@ def _graph_of(options: argparse.Namespace) -> Any:
     if options.demo:
         data["roles"] = {"aggregated": {"replicas": _DEMO_WORKERS}}
     return build(data, overrides, source="serve")
+
+
+def _add_router(commands: Any) -> None:
+    parser = commands.add_parser(
+        "router",
+        help="run the router alone, for other gateways",
+        description="Run the router alone: an HTTP service that names a server for each request of another gateway."
+        " See docs/router.md.",
+    )
+    for flag, (place, metavar, text) in _ROUTER_FLAGS.items():
+        parser.add_argument(flag, dest=place, metavar=metavar, help=text)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="set any other field, as service.router.predicted_s=60",
+    )
+    parser.set_defaults(run=_router)
+
+
+def _router(options: argparse.Namespace) -> int:
+    from penstock.core import log  # noqa: PLC0415
+    from penstock.deploy.router_command import run_router  # noqa: PLC0415
+    from penstock.frontend.routing_http import RoutingHttpConfig  # noqa: PLC0415
+    from penstock.graph import Overrides  # noqa: PLC0415
+
+    overrides = Overrides(options.set)
+    for flag, (place, _, _) in _ROUTER_FLAGS.items():
+        if (value := getattr(options, place)) is not None:
+            overrides.assign(place, value, flag=flag)
+    data = overrides.apply({})
+    config = RoutingHttpConfig.parse(data, source=lambda path: overrides.source_of(path, "router"))
+    log.configure("warning", process="router")
+    run_router(config)
+    return 0
 
 
 def _add_graph(commands: Any) -> None:

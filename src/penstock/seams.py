@@ -257,10 +257,8 @@ class PlaneServer(Protocol):
         ...
 
 
-class RequestPlane(Protocol):
-    """Streaming calls to workers: many requests on one connection, one frame a step."""
-
-    async def serve(self, service: WorkerService) -> PlaneServer: ...
+class WayToWorkers(Protocol):
+    """A frontend's half of a request plane."""
 
     async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:
         """Connect and shake hands.
@@ -270,6 +268,12 @@ class RequestPlane(Protocol):
             ProtocolError: the peer speaks another wire or hash version, or has another hash key.
         """
         ...
+
+
+class RequestPlane(WayToWorkers, Protocol):
+    """Streaming calls to workers: many requests on one connection, one frame a step."""
+
+    async def serve(self, service: WorkerService) -> PlaneServer: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,10 @@ ROUTES = {
     "/live",
     "/metrics",
     "/admin/workers",
+    "/workers/one",
+    "/workers/two",
+    "/route",
+    "/feedback",
 }
 
 

@@ -93,15 +93,15 @@ class HttpSurface:
         try:
             return await handler(request)
         except PenstockError as error:
-            return _error_response(error)
+            return error_response(error)
         except web.HTTPException as error:
-            return _error_response(self._translate(error, request), error.headers.get("Allow"))
+            return error_response(self._translate(error, request), error.headers.get("Allow"))
         except web.RequestPayloadError as error:
-            return _error_response(RequestError(f"the body cannot be read: {_reason(error)}"))
+            return error_response(RequestError(f"the body cannot be read: {_reason(error)}"))
         except ConnectionError:  # the client is gone
             raise
         except Exception:  # noqa: BLE001 - a handler's fate is owned here
-            return _error_response(_unexpected(request))
+            return error_response(_unexpected(request))
 
     def refuse(self, error: BaseException | None, status: int) -> web.Response:
         """Answer what never became a request: what came was not HTTP, or more of it than a header may be."""
@@ -113,7 +113,7 @@ class HttpSurface:
         else:
             refusal = RequestError(f"not a valid HTTP request: {_reason(error)}", http_status=status)
         self._frontend.metrics.answered("unknown", refusal.http_status)
-        response = _error_response(refusal)
+        response = error_response(refusal)
         response.headers[_REQUEST_ID] = self._frontend.new_id()
         response.force_close()
         return response
@@ -165,7 +165,7 @@ class HttpSurface:
             answer = answering.whole_answer()
             async with slot.limit():
                 await answering.completion.run(answer.take)
-            return _json(answer.body(answering.completion.usage()))
+            return json_response(answer.body(answering.completion.usage()))
 
     def _session_of(self, request: web.Request) -> str | None:
         name = self._config.session_header
@@ -192,19 +192,19 @@ class HttpSurface:
         return response
 
     async def _models(self, _: web.Request) -> web.Response:
-        return _json(encode(self._frontend.models()))
+        return json_response(encode(self._frontend.models()))
 
     async def _model(self, request: web.Request) -> web.Response:
-        return _json(encode(self._frontend.model(request.match_info["model"])))
+        return json_response(encode(self._frontend.model(request.match_info["model"])))
 
     async def _health(self, _: web.Request) -> web.Response:
         reason = "the server is shutting down" if self.draining else self._frontend.unhealthy()
         if reason is not None:
-            return _json(encode({"status": "unavailable", "reason": reason}), status=503)
-        return _json(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
+            return json_response(encode({"status": "unavailable", "reason": reason}), status=503)
+        return json_response(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
 
     async def _live(self, _: web.Request) -> web.Response:
-        return _json(b'{"status":"live"}')
+        return json_response(b'{"status":"live"}')
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = self._frontend.metrics.expose()
@@ -213,7 +213,7 @@ class HttpSurface:
     async def _workers(self, request: web.Request) -> web.Response:
         if not _is_local(request):
             raise ForbiddenError(f"{request.path} is for this machine only; ask from it, by 127.0.0.1")
-        return _json(encode({"workers": self._frontend.dispatcher.workers()}))
+        return json_response(encode({"workers": self._frontend.dispatcher.workers()}))
 
 
 class _SseResponse(web.StreamResponse):
@@ -316,12 +316,14 @@ def _reason(error: BaseException) -> str:
     return text if len(text) <= _REASON_CHARACTERS_MAX else f"{text[:_REASON_CHARACTERS_MAX]}..."
 
 
-def _json(body: bytes, status: int = 200) -> web.Response:
+def json_response(body: bytes, status: int = 200) -> web.Response:
+    """Answer with encoded JSON."""
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-def _error_response(error: PenstockError, allow: str | None = None) -> web.Response:
-    response = _json(encode(error_answer(error)), error.http_status)
+def error_response(error: PenstockError, allow: str | None = None) -> web.Response:
+    """Answer with an error in the API's shape; `allow` names the methods, where the method was wrong."""
+    response = json_response(encode(error_answer(error)), error.http_status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if allow is not None:

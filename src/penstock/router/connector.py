@@ -18,7 +18,7 @@ from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, Member
 from penstock.router.metrics import RouterMetrics
 from penstock.runtime.events.subscriber import EventSubscriber
-from penstock.seams import Connection, RequestPlane
+from penstock.seams import Connection, WayToWorkers
 
 _log = get_logger()
 
@@ -28,7 +28,7 @@ class Connector:
 
     def __init__(
         self,
-        plane: RequestPlane,
+        plane: WayToWorkers,
         indexer: Indexer,
         loads: LoadTracker,
         *,

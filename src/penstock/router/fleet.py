@@ -34,7 +34,7 @@ from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.worker_pool import WorkerPool
-from penstock.seams import Connection, Discovery, RequestPlane
+from penstock.seams import Connection, Discovery, WayToWorkers
 
 FETCH_TIMEOUT_S = 30.0
 
@@ -47,7 +47,7 @@ class Fleet:
     def __init__(
         self,
         discovery: Discovery,
-        plane: RequestPlane,
+        plane: WayToWorkers,
         *,
         config: RouterConfig,
         metrics: RouterMetrics,

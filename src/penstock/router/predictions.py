@@ -15,7 +15,7 @@ import numpy as np
 from penstock.core.radix import RadixTree
 from penstock.core.wire import HashArray
 
-_INTERVALS = 16
+_INTERVALS = 32  # one ends in 6 ms if 1,000,000 blocks are noted: 0.2 us a block on a shared AMD EPYC
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class Predictions:
 
         Args:
             tree: the index.
-            ttl_s: how long a block is taken to stay after it was last sent, up to a sixteenth longer.
+            ttl_s: how long a block is taken to stay after it was last sent, up to a thirty-second part longer.
             blocks_max: bound of what is noted, (worker, block, interval); past it the oldest is forgotten.
         """
         self._tree = tree

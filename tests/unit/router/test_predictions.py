@@ -15,7 +15,7 @@ PATH = np.arange(1, 9, dtype=np.uint64)
 Scene = Callable[[RadixTree, Predictions], Awaitable[None]]
 
 
-def play(scene: Scene, blocks_max: int = 1600) -> None:
+def play(scene: Scene, blocks_max: int = 3200) -> None:
     async def main() -> None:
         tree = RadixTree(10_000, 2)
         predictions = Predictions(tree, ttl_s=TTL_S, blocks_max=blocks_max)
@@ -74,15 +74,15 @@ def test_sending_twice_in_one_interval_notes_only_what_is_new():
 def test_past_the_bound_the_oldest_is_forgotten_first():
     async def scene(tree: RadixTree, predictions: Predictions) -> None:
         predictions.sent(0, PATH)
-        for start in range(100, 300, 10):
+        for start in range(100, 500, 10):
             predictions.sent(1, np.arange(start, start + 10, dtype=np.uint64))
             predictions.check()
         assert depths(tree) == [0, 0]
-        latest = np.arange(290, 300, dtype=np.uint64)
+        latest = np.arange(490, 500, dtype=np.uint64)
         assert tree.match(latest).depths.tolist() == [0, 10]
-        assert tree.stats().pairs <= 160
+        assert tree.stats().pairs <= 320
 
-    play(scene, blocks_max=160)
+    play(scene, blocks_max=320)
 
 
 def test_of_a_prompt_larger_than_the_bound_allows_the_first_part_is_held():
@@ -90,7 +90,7 @@ def test_of_a_prompt_larger_than_the_bound_allows_the_first_part_is_held():
         predictions.sent(0, PATH)
         assert depths(tree) == [3, 0]
 
-    play(scene, blocks_max=3 * 16)
+    play(scene, blocks_max=3 * 32)
 
 
 def test_a_worker_that_is_gone_leaves_nothing_to_take_back():

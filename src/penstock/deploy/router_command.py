@@ -1,0 +1,42 @@
+"""`penstock router`: the router alone, in the foreground, until Ctrl-C or SIGTERM."""
+
+import asyncio
+import random
+import signal
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from penstock.deploy.serve import say
+from penstock.frontend.routing_http import RoutingHttpConfig, RoutingServer
+from penstock.router.routing_service import RoutingService
+
+
+def run_router(config: RoutingHttpConfig) -> None:
+    """Serve until told to stop.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config))
+
+
+async def _serve(config: RoutingHttpConfig) -> None:
+    told = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    registry = CollectorRegistry()
+    async with RoutingService(rng=random.Random(), config=config.service, registry=registry) as service:
+        server = RoutingServer(service, config, registry)
+        host, port = await server.start()
+        try:
+            say(
+                "router",
+                "ready",
+                f"http://{host}:{port}  policy {config.service.router.policy}  Ctrl-C stops",
+            )
+            await told.wait()
+        finally:
+            await server.close()
+    say("router", "stopped")

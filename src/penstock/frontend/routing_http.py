@@ -1,0 +1,227 @@
+"""The routing service over HTTP, for gateways: `docs/router.md` has its API. No logic of its own."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import pydantic
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+
+from penstock.core.config import Config
+from penstock.core.errors import ConfigError, PenstockError, RequestError
+from penstock.core.hashing import as_tokens
+from penstock.core.log import get_logger
+from penstock.frontend.http import error_response, json_response
+from penstock.frontend.openai import encode
+from penstock.router.routing_service import Query, RoutingService, RoutingServiceConfig, Server, Stage
+
+_NAME_CHARACTERS_MAX = 128
+_SESSION_CHARACTERS_MAX = 256
+_log = get_logger()
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Body = TypeVar("_Body")
+
+
+class RoutingHttpConfig(Config):
+    """Where the service listens, and what it routes by."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface. There is no authentication."""
+    port: int = pydantic.Field(default=8100, ge=0, le=65535)
+    """TCP port; 0 lets the system choose."""
+    body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
+    """Largest request body; a larger one gets 413."""
+    service: RoutingServiceConfig = RoutingServiceConfig()
+    """Policy, block size and bounds."""
+
+
+class _RouteBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of `token_ids`, `prompt` and `messages`."""
+
+    model: str
+    token_ids: list[int] | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    session: str | None = None
+    exclude: tuple[str, ...] = ()
+
+
+class _FeedbackBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    stage: Stage
+    cached_tokens: int | None = None
+
+
+class RoutingServer:
+    """Serves one `RoutingService` until `close`."""
+
+    def __init__(
+        self, service: RoutingService, config: RoutingHttpConfig, registry: CollectorRegistry
+    ) -> None:
+        """Prepare; `registry` is what /metrics shows."""
+        self._service = service
+        self._config = config
+        self._registry = registry
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> tuple[str, int]:
+        """Listen.
+
+        Returns:
+            The address and the port, which the system chose if the configured one is 0.
+
+        Raises:
+            ConfigError: the port is taken, or the address is not this machine's.
+        """
+        config = self._config
+        app = web.Application(middlewares=[_answer], client_max_size=config.body_bytes_max)
+        app.add_routes(
+            [
+                web.post("/route", self._route),
+                web.post("/feedback", self._feedback),
+                web.get("/workers", self._workers),
+                web.put("/workers/{name}", self._put),
+                web.delete("/workers/{name}", self._delete),
+                web.get("/explain", self._explain),
+                web.get("/explain/{id}", self._explain_one),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        runner = self._runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, config.host, config.port).start()
+        except OSError as error:
+            await self.close()
+            raise ConfigError(
+                f"router: cannot listen on {config.host} port {config.port}: {error.strerror or error}; stop what listens"
+                " there, or choose another with --port"
+            ) from error
+        host, port = runner.addresses[0][:2]
+        return host, port
+
+    async def close(self) -> None:
+        """Stop listening and end what is under way. Safe twice."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _route(self, request: web.Request) -> web.Response:
+        body = await _read(request, _RouteBody)
+        given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"give one of token_ids, prompt and messages, got {' and '.join(given) or 'none'}"
+            )
+        if body.session is not None and len(body.session) > _SESSION_CHARACTERS_MAX:
+            raise RequestError(
+                f"session: must have at most {_SESSION_CHARACTERS_MAX} characters, got {len(body.session)}",
+                param="session",
+            )
+        if body.token_ids is not None:
+            try:
+                tokens = as_tokens(body.token_ids)
+            except (ValueError, OverflowError) as error:
+                raise RequestError(
+                    f"token_ids: must be integers of 32 bits: {error}", param="token_ids"
+                ) from error
+            query = Query(model=body.model, prompt=tokens, session=body.session, exclude=body.exclude)
+        else:
+            text = body.prompt if body.prompt is not None else _text_of(body.messages or [])
+            query = Query(model=body.model, prompt=text, session=body.session, exclude=body.exclude)
+        return json_response(encode(self._service.route(query)))
+
+    async def _feedback(self, request: web.Request) -> web.Response:
+        body = await _read(request, _FeedbackBody)
+        if body.cached_tokens is not None and body.cached_tokens < 0:
+            raise RequestError(
+                f"cached_tokens: must be >= 0, got {body.cached_tokens}", param="cached_tokens"
+            )
+        self._service.feedback(body.id, body.stage, body.cached_tokens)
+        return json_response(encode({"id": body.id, "stage": body.stage}))
+
+    async def _workers(self, _: web.Request) -> web.Response:
+        return json_response(encode({"workers": self._service.workers()}))
+
+    async def _put(self, request: web.Request) -> web.Response:
+        name, server = request.match_info["name"], await _read(request, Server)
+        if len(name) > _NAME_CHARACTERS_MAX:
+            raise RequestError(f"name: must have at most {_NAME_CHARACTERS_MAX} characters, got {len(name)}")
+        if not _is_http(server.url):
+            raise RequestError(
+                f"url: must be http://HOST or https://HOST, got {server.url[:100]!r}", param="url"
+            )
+        if not server.model:
+            raise RequestError("model: must have a name, got ''", param="model")
+        if server.total_blocks < 0:
+            raise RequestError(f"total_blocks: must be >= 0, got {server.total_blocks}", param="total_blocks")
+        return json_response(encode(await self._service.put(name, server)))
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        await self._service.remove(name)
+        return json_response(encode({"removed": name}))
+
+    async def _explain(self, _: web.Request) -> web.Response:
+        return json_response(encode({"decisions": self._service.decisions()}))
+
+    async def _explain_one(self, request: web.Request) -> web.Response:
+        wanted, decisions = request.match_info["id"], self._service.decisions()
+        for decision in decisions:
+            if decision.request_id == wanted:
+                return json_response(encode(decision))
+        raise RequestError(
+            f"id: {wanted!r} is none of the {len(decisions)} latest decisions, which are all that is kept",
+            http_status=404,
+            param="id",
+        )
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return json_response(b'{"status":"ok"}')
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = generate_latest(self._registry)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def _read(request: web.Request, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body: {error}; docs/router.md says what is expected") from error
+
+
+def _text_of(messages: list[dict[str, Any]]) -> str:
+    """Write messages one after the other, so that a conversation's text begins with that of its earlier turns."""
+    return "".join(msgspec.json.encode(message).decode() + "\n" for message in messages)
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+@web.middleware
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give every failure the API's shape."""
+    try:
+        return await handler(request)
+    except PenstockError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        said = {404: f"{request.path} does not exist; see docs/router.md", 413: "the body is too large"}
+        text = said.get(error.status, f"{request.method} {request.path}: {error.reason}")
+        return error_response(RequestError(text, http_status=error.status), error.headers.get("Allow"))
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception:  # noqa: BLE001 - a handler's fate is owned here
+        _log.exception("request_failed", path=request.path)
+        return error_response(PenstockError("the router failed on this request; its log says more"))

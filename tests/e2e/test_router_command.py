@@ -1,0 +1,253 @@
+"""`penstock router` as other gateways run it: its API by hand, and the example gateway over two plain OpenAI servers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.cli import main
+from penstock.frontend.routing_http import RoutingHttpConfig, RoutingServer
+from penstock.router.routing_service import RoutingService
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 60.0
+
+
+class Api:
+    """A running router, asked by hand."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self.http = http
+        self.url = url
+
+    async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        async with self.http.request(method, self.url + path, data=None if body is None else data) as answer:
+            return answer.status, await answer.json()
+
+    async def error(self, method: str, path: str, body: object = None) -> tuple[int, str]:
+        status, answer = await self.ask(method, path, body)
+        return status, answer["error"]["message"]
+
+
+def run(test: Callable[[Api], Awaitable[None]]) -> None:
+    async def play() -> None:
+        config, registry = RoutingHttpConfig(port=0, body_bytes_max=100_000), CollectorRegistry()
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            RoutingService(rng=random.Random(0), registry=registry) as service,
+            aiohttp.ClientSession() as http,
+        ):
+            server = RoutingServer(service, config, registry)
+            host, port = await server.start()
+            try:
+                await test(Api(http, f"http://{host}:{port}"))
+                service.check()
+            finally:
+                await server.close()
+
+    asyncio.run(play())
+
+
+def test_the_api_from_put_to_feedback():
+    async def test(api: Api) -> None:
+        for name in ("one", "two"):
+            status, view = await api.ask(
+                "PUT", f"/workers/{name}", {"url": f"http://{name}:80", "model": "m"}
+            )
+            assert (status, view["condition"], view["predicted"]) == (200, "ready", True)
+        talk = [{"role": "system", "content": "Be brief. " * 50}, {"role": "user", "content": "Hello."}]
+        status, choice = await api.ask("POST", "/route", {"model": "m", "messages": talk})
+        assert status == 200
+        assert choice["url"] == f"http://{choice['worker']}:80"
+        assert choice["why"]["overlap_blocks"] == 0
+        for stage in ("started", "first_token", "finished"):
+            feedback = {"id": choice["id"], "stage": stage, "cached_tokens": 0}
+            assert await api.ask("POST", "/feedback", feedback) == (200, {"id": choice["id"], "stage": stage})
+        longer = [*talk, {"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Go on."}]
+        _, again = await api.ask("POST", "/route", {"model": "m", "messages": longer})
+        assert again["worker"] == choice["worker"]
+        assert again["why"]["overlap_blocks"] >= 8
+        for body in ({"prompt": "Once upon a time"}, {"token_ids": [1, 2, 3]}):
+            assert (await api.ask("POST", "/route", {"model": "m", **body}))[0] == 200
+        _, explained = await api.ask("GET", "/explain")
+        assert [decision["request_id"] for decision in explained["decisions"]][:2] == [
+            choice["id"],
+            again["id"],
+        ]
+        assert await api.ask("GET", f"/explain/{again['id']}") == (200, again["why"])
+        _, listed = await api.ask("GET", "/workers")
+        assert sum(worker["open_requests"] for worker in listed["workers"]) == 3
+        assert await api.ask("DELETE", "/workers/one") == (200, {"removed": "one"})
+        assert (await api.ask("GET", "/health")) == (200, {"status": "ok"})
+        async with api.http.get(f"{api.url}/metrics") as answer:
+            assert "penstock_router_predicted_hit_tokens_total" in await answer.text()
+
+    run(test)
+
+
+def test_bad_input_gets_a_clear_answer():
+    async def test(api: Api) -> None:
+        await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
+        for method, path, body, status, text in (
+            ("POST", "/route", b"", 400, "the body"),
+            ("POST", "/route", b"{", 400, "the body"),
+            ("POST", "/route", b"\xff", 400, "the body"),
+            ("POST", "/route", [], 400, "the body: Expected `object`"),
+            ("POST", "/route", {"model": "m"}, 400, "give one of token_ids, prompt and messages, got none"),
+            ("POST", "/route", {"model": "m", "prompt": "a", "messages": []}, 400, "got prompt and messages"),
+            ("POST", "/route", {"model": "m", "prompt": ""}, 400, "the prompt is empty"),
+            ("POST", "/route", {"model": "m", "messages": []}, 400, "the prompt is empty"),
+            ("POST", "/route", {"model": "m", "token_ids": []}, 400, "the prompt is empty"),
+            ("POST", "/route", {"model": "m", "token_ids": [1 << 40]}, 400, "32 bits"),
+            ("POST", "/route", {"model": "m", "token_ids": [1 << 70]}, 400, "token_ids"),
+            ("POST", "/route", {"model": "m", "token_ids": [1.5]}, 400, "token_ids"),
+            ("POST", "/route", {"model": "m", "prompt": "a", "modle": 1}, 400, "modle"),
+            (
+                "POST",
+                "/route",
+                {"model": "m", "prompt": "a", "session": "s" * 300},
+                400,
+                "session: must have",
+            ),
+            ("POST", "/route", {"model": "n", "prompt": "a"}, 404, "model 'n': no worker has it; known: m"),
+            ("POST", "/route", {"model": "m", "prompt": "a", "exclude": ["one"]}, 503, "none of its workers"),
+            ("POST", "/route", {"model": "m", "prompt": "a" * 200_000}, 413, "too large"),
+            ("POST", "/feedback", {"id": "x", "stage": "finished"}, 404, "no request 'x' is open"),
+            ("POST", "/feedback", {"id": "x", "stage": "ended"}, 400, "ended"),
+            ("POST", "/feedback", {"id": "x", "stage": "finished", "cached_tokens": -1}, 400, "must be >= 0"),
+            ("PUT", "/workers/two", {"url": "one:80", "model": "m"}, 400, "url: must be http://HOST"),
+            ("PUT", "/workers/two", {"url": "http://[", "model": "m"}, 400, "url: must be http://HOST"),
+            ("PUT", "/workers/two", {"url": "http://x"}, 400, "model"),
+            ("PUT", "/workers/two", {"url": "http://x", "model": ""}, 400, "model: must have a name"),
+            (
+                "PUT",
+                "/workers/two",
+                {"url": "http://x", "model": "m", "total_blocks": -1},
+                400,
+                "total_blocks",
+            ),
+            ("PUT", "/workers/two", {"url": "http://x", "model": "m", "state": "dead"}, 400, "state"),
+            ("PUT", f"/workers/{'n' * 200}", {"url": "http://x", "model": "m"}, 400, "name: must have"),
+            ("DELETE", "/workers/two", None, 404, "worker 'two' is not known; known: one"),
+            ("GET", "/explain/x", None, 404, "none of the"),
+            ("GET", "/route", None, 405, "Method Not Allowed"),
+            ("GET", "/nowhere", None, 404, "/nowhere does not exist"),
+        ):
+            got, message = await api.error(method, path, body)
+            assert got == status, (path, body, message)
+            assert text in message, (path, body)
+
+    run(test)
+
+
+def test_wrong_settings_are_one_line(capsys):
+    for arguments, text in (
+        (["--port", "99999"], "--port: port: must be <= 65535"),
+        (["--policy", "rondom"], "did you mean 'random'?"),
+        (["--set", "service.silenc_s=1"], "did you mean 'silence_s'?"),
+    ):
+        assert main(["router", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert text in error, error
+
+
+@contextlib.asynccontextmanager
+async def process(ready: str, *arguments: str) -> AsyncIterator[str]:
+    """Run a Python process until the block ends; gives the URL that its line `ready` has."""
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    )
+    assert running.stdout is not None
+    try:
+        async for line in running.stdout:
+            if found := re.search(ready + r".*?(http://[\w.:]+)", line.decode()):
+                yield found[1]
+                break
+        else:
+            raise AssertionError(f"{arguments}: ended before it was ready")
+    finally:
+        if running.returncode is None:
+            running.send_signal(signal.SIGTERM)
+        await running.communicate()
+        assert running.returncode == 0, f"{arguments}: ended with {running.returncode}"
+
+
+@pytest.mark.slow
+def test_the_example_gateway_between_two_plain_servers(runtime_dir):
+    async def play() -> None:
+        mock = (
+            "-m",
+            "penstock",
+            "serve",
+            "--engine",
+            "mock",
+            "--mock-speedup",
+            "50",
+            "--port",
+            "0",
+            "--set",
+            "worker.kv_events=false",
+        )
+        async with (
+            process("^penstock +ready", *mock) as first,
+            process("^penstock +ready", *mock) as second,
+            process("^router +ready", "-m", "penstock", "router", "--port", "0") as router,
+            process(
+                "Running on", str(ROOT / "examples" / "gateway.py"), router, first, second, "--port", "0"
+            ) as url,
+            aiohttp.ClientSession() as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            topics = [f"Topic {number}: " + f"tell me of the {number}th thing. " * 30 for number in range(6)]
+            workers: dict[str, set[str]] = {}
+            cached = 0
+            for turn in range(3):
+                for topic in topics:
+                    told = await client.chat.completions.with_raw_response.create(
+                        model="penstock-demo",
+                        messages=[{"role": "user", "content": topic}],
+                        max_tokens=4,
+                    )
+                    workers.setdefault(topic, set()).add(told.headers["X-Worker"])
+                    if turn:
+                        cached += told.parse().usage.prompt_tokens_details.cached_tokens
+            assert all(len(names) == 1 for names in workers.values()), "a topic stays where it began"
+            assert len(set.union(*workers.values())) == 2, "both servers are used"
+            assert cached > 0
+            stream = await client.chat.completions.create(
+                model="penstock-demo",
+                messages=[{"role": "user", "content": topics[0]}],
+                max_tokens=8,
+                stream=True,
+            )
+            assert len([chunk async for chunk in stream]) > 1
+            with pytest.raises(openai.NotFoundError, match="no worker has it"):
+                await client.chat.completions.create(
+                    model="other", messages=[{"role": "user", "content": "Hi"}]
+                )
+            async with http.get(f"{router}/workers") as answer:
+                assert [worker["open_requests"] for worker in (await answer.json())["workers"]] == [0, 0]
+            async with http.get(f"{router}/metrics") as answer:
+                figures = dict(
+                    re.findall(
+                        r"^penstock_router_(predicted_\w+) ([\d.]+)$", await answer.text(), re.MULTILINE
+                    )
+                )
+            assert float(figures["predicted_hit_tokens_total"]) > 0
+            assert float(figures["predicted_hits_found_tokens_total"]) > 0
+
+    asyncio.run(asyncio.wait_for(play(), 120))

@@ -1,0 +1,186 @@
+"""The router alone: servers come and go, prompts find their prefix, requests end by feedback or by silence."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import Overloaded, RequestError, Unavailable
+from penstock.core.types import InstanceState
+from penstock.router.config import RouterConfig
+from penstock.router.routing_service import Query, RoutingService, RoutingServiceConfig, Server, Stage
+from penstock.sim.loop import run_virtual
+
+A, B = Server(url="http://a", model="m"), Server(url="http://b", model="m")
+TOKENS = np.arange(100, dtype=np.int32)
+LONG = "You are a helpful assistant. " * 20
+
+Scene = Callable[[RoutingService], Awaitable[None]]
+
+
+def play(scene: Scene, **config: object) -> None:
+    async def main() -> None:
+        settings = RoutingServiceConfig.parse({"block_size": 4, **config}, source="test")
+        async with RoutingService(rng=random.Random(1), config=settings) as service:
+            await service.put("a", A)
+            await service.put("b", B)
+            await scene(service)
+            service.check()
+
+    run_virtual(main())
+
+
+def ask(service: RoutingService, prompt: object = TOKENS, **fields: object) -> tuple[str, str]:
+    choice = service.route(Query(model="m", prompt=prompt, **fields))
+    return choice.worker, choice.id
+
+
+@pytest.mark.parametrize("prompt", [TOKENS, LONG], ids=["tokens", "text"])
+def test_a_prefix_goes_where_it_went(prompt):
+    async def scene(service: RoutingService) -> None:
+        first, request_id = ask(service, prompt)
+        service.feedback(request_id, Stage.FINISHED)
+        for _ in range(5):
+            choice = service.route(Query(model="m", prompt=prompt))
+            assert choice.worker == first
+            assert choice.url == f"http://{first}"
+            assert choice.why.overlap_blocks == len(prompt) // (4 if prompt is TOKENS else 16)
+            service.feedback(choice.id, Stage.FINISHED)
+
+    play(scene)
+
+
+def test_tokens_and_text_of_the_same_bytes_share_nothing():
+    async def scene(service: RoutingService) -> None:
+        ask(service, "abcd" * 8)
+        same = np.frombuffer(b"abcd" * 8, dtype="<i4")
+        assert service.route(Query(model="m", prompt=same)).why.best_overlap_blocks == 0
+
+    play(scene)
+
+
+def test_a_longer_text_finds_its_beginning_whatever_its_length_and_letters():
+    async def scene(service: RoutingService) -> None:
+        _, request_id = ask(service, "é" * 33)
+        service.feedback(request_id, Stage.FINISHED)
+        assert service.route(Query(model="m", prompt="é" * 200)).why.overlap_blocks == 4
+
+    play(scene)
+
+
+def test_what_is_open_counts_as_load_until_its_first_token_and_its_end():
+    async def scene(service: RoutingService) -> None:
+        def load() -> tuple[int, int]:
+            return (
+                sum(view.reserved_prefill_tokens for view in service.workers()),
+                sum(view.reserved_blocks for view in service.workers()),
+            )
+
+        first, one = ask(service)
+        second, two = ask(service, TOKENS[::-1].copy())
+        assert {first, second} == {"a", "b"}
+        assert load() == (200, 50)
+        service.feedback(one, Stage.STARTED)
+        assert load() == (200, 50)
+        service.feedback(one, Stage.FIRST_TOKEN)
+        service.feedback(one, Stage.FIRST_TOKEN)
+        assert load() == (100, 50)
+        service.feedback(one, Stage.FINISHED, cached_tokens=7)
+        service.feedback(two, Stage.FINISHED)
+        assert load() == (0, 0)
+        assert service._metrics.cached_tokens._value.get() == 7
+        with pytest.raises(RequestError, match=r"no request .* is open") as caught:
+            service.feedback(one, Stage.FINISHED)
+        assert caught.value.http_status == 404
+
+    play(scene)
+
+
+def test_silence_ends_a_request_and_word_of_it_puts_that_off():
+    async def scene(service: RoutingService) -> None:
+        _, silent = ask(service)
+        _, told = ask(service)
+        await asyncio.sleep(8)
+        service.feedback(told, Stage.STARTED)
+        service.check()
+        await asyncio.sleep(4)
+        service.check()
+        with pytest.raises(RequestError, match="silent for 10 s"):
+            service.feedback(silent, Stage.FINISHED)
+        service.feedback(told, Stage.STARTED)
+        await asyncio.sleep(11)
+        assert sum(view.open_requests for view in service.workers()) == 0
+
+    play(scene, silence_s=10.0)
+
+
+def test_a_guess_has_its_time():
+    async def scene(service: RoutingService) -> None:
+        _, request_id = ask(service)
+        service.feedback(request_id, Stage.FINISHED)
+        await asyncio.sleep(11)
+        assert service.route(Query(model="m", prompt=TOKENS)).why.best_overlap_blocks == 0
+
+    play(scene, router={"predicted_s": 10.0})
+
+
+def test_servers_drain_move_and_go():
+    async def scene(service: RoutingService) -> None:
+        first, request_id = ask(service)
+        other = "b" if first == "a" else "a"
+        servers = {"a": A, "b": B}
+        draining = Server(url=servers[first].url, model="m", state=InstanceState.DRAINING)
+        assert (await service.put(first, draining)).condition == "draining"
+        assert ask(service)[0] == other
+        assert (await service.put(first, servers[first])).condition == "ready"
+        assert ask(service)[0] == first, "it still has the prefix"
+        moved = await service.put(first, Server(url="http://elsewhere", model="m"))
+        assert moved.indexed_blocks == 0, "another server, which holds nothing"
+        service.feedback(request_id, Stage.FINISHED)
+        await service.remove(first)
+        await service.remove(other)
+        with pytest.raises((RequestError, Unavailable)):
+            ask(service)
+        with pytest.raises(RequestError, match="'a' is not known; known: none"):
+            await service.remove("a")
+
+    play(scene)
+
+
+def test_two_changes_of_one_server_at_once_leave_one_server():
+    async def scene(service: RoutingService) -> None:
+        moved = (Server(url=f"http://c{number}", model="m") for number in range(4))
+        await asyncio.gather(*(service.put("c", server) for server in moved))
+        assert sorted(view.name for view in service.workers()) == ["a", "b", "c"]
+
+    play(scene)
+
+
+def test_refusals():
+    async def scene(service: RoutingService) -> None:
+        with pytest.raises(RequestError, match="model 'n': no worker has it; known: m"):
+            service.route(Query(model="n", prompt=TOKENS))
+        for empty in ("", TOKENS[:0]):
+            with pytest.raises(RequestError, match="prompt is empty"):
+                ask(service, empty)
+        with pytest.raises(Unavailable, match="draining, removed or excluded"):
+            ask(service, exclude=("a", "b", "unknown"))
+        with pytest.raises(Overloaded, match="2 workers are known"):
+            await service.put("c", Server(url="http://c", model="m"))
+        for _ in range(3):
+            ask(service, "short")
+        with pytest.raises(Overloaded, match="3 requests are open"):
+            ask(service)
+
+    play(scene, router=RouterConfig(open_requests_max=3, workers_max=2).model_dump())
+
+
+def test_sessions_stay():
+    async def scene(service: RoutingService) -> None:
+        home, _ = ask(service, session="s")
+        for number in range(4):
+            assert ask(service, TOKENS[number:].copy(), session="s")[0] == home
+
+    play(scene, router={"policy": "session"})
