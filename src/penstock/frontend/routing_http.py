@@ -54,6 +54,7 @@ class _FeedbackBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     id: str
     stage: Stage
     cached_tokens: int | None = None
+    output_tokens: int | None = None
 
 
 class RoutingServer:
@@ -138,11 +139,10 @@ class RoutingServer:
 
     async def _feedback(self, request: web.Request) -> web.Response:
         body = await _read(request, _FeedbackBody)
-        if body.cached_tokens is not None and body.cached_tokens < 0:
-            raise RequestError(
-                f"cached_tokens: must be >= 0, got {body.cached_tokens}", param="cached_tokens"
-            )
-        self._service.feedback(body.id, body.stage, body.cached_tokens)
+        for name in ("cached_tokens", "output_tokens"):
+            if (getattr(body, name) or 0) < 0:
+                raise RequestError(f"{name}: must be >= 0, got {getattr(body, name)}", param=name)
+        self._service.feedback(body.id, body.stage, body.cached_tokens, body.output_tokens)
         return json_response(encode({"id": body.id, "stage": body.stage}))
 
     async def _workers(self, _: web.Request) -> web.Response:

@@ -29,6 +29,7 @@ from penstock.core.types import (
     Instance,
     InstanceState,
     ModelCard,
+    Prices,
     Request,
     Role,
     SamplingParams,
@@ -39,11 +40,12 @@ from penstock.router.fleet import Fleet
 from penstock.router.loads import Reservation
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
+from penstock.router.paper_plane import PaperPlane
 from penstock.router.router import Decision, Route, Router
 from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
-from penstock.seams import Connection, WorkerSink
 
 _ANY_LENGTH = np.iinfo(np.int32).max  # what a server takes is its own business
+_BATCH_TOKENS = 8192  # a usual chunk of prefill
 _SAMPLING = SamplingParams(max_tokens=1)  # of no interest here
 _TEXT_UNIT_BYTES = 4
 
@@ -60,12 +62,17 @@ class RoutingServiceConfig(Config):
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One server, as its gateway describes it. `total_blocks` is its KV cache's size in blocks; 0 is unknown."""
+    """One server, as its gateway describes it.
+
+    `total_blocks` is its KV cache's size in blocks; 0 is unknown. `prices` are what its work takes; without, it is
+    taken to be like the others.
+    """
 
     url: str
     model: str
     total_blocks: int = 0
     state: InstanceState = InstanceState.READY
+    prices: Prices | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +109,7 @@ class _Routed:
     route: Route
     reservation: Reservation
     heard_s: float
+    model: str
     is_compared: bool = False
 
     def on_delta(self, delta: Delta) -> None:
@@ -133,7 +141,7 @@ class RoutingService:
         self._metrics = RouterMetrics(registry or CollectorRegistry())
         self._discovery = MemoryDiscovery()
         router = self.config.router
-        self._fleet = Fleet(self._discovery, _Paper(), config=router, metrics=self._metrics, rng=rng)
+        self._fleet = Fleet(self._discovery, PaperPlane(), config=router, metrics=self._metrics, rng=rng)
         self._router = Router(self._fleet, router, metrics=self._metrics, rng=rng)
         self._servers: dict[str, tuple[Instance, MemoryRegistration]] = {}
         self._numbers = count(1)
@@ -236,21 +244,30 @@ class RoutingService:
                 f"model {query.model!r}: none of its workers may get this request: all are draining, removed or excluded",
                 retry_after_s=1.0,
             )
-        reservation = self._fleet.loads.reserve(route.slot, route.prefill_tokens, route.blocks)
-        routed = _Routed(route, reservation, asyncio.get_running_loop().time())
+        reservation = self._fleet.loads.reserve(
+            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens
+        )
+        routed = _Routed(route, reservation, asyncio.get_running_loop().time(), query.model)
         self._fleet.submit(route.slot, request, routed)
         self._open[request.request_id] = routed
         self._set_timer()
         instance = self._fleet.at(route.slot).instance
         return Choice(id=request.request_id, worker=instance.name, url=instance.address, why=route.why)
 
-    def feedback(self, request_id: str, stage: Stage, cached_tokens: int | None = None) -> None:
+    def feedback(
+        self,
+        request_id: str,
+        stage: Stage,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
         """Take note of what became of a request.
 
         Args:
             request_id: the choice's.
             stage: what it has reached.
             cached_tokens: prompt tokens that the server had cached, where it says so; counted once.
+            output_tokens: of the answer that has finished, for what the policy expects of the next.
 
         Raises:
             RequestError: there is no such request, or not any more (404).
@@ -274,6 +291,8 @@ class RoutingService:
         if stage is Stage.FIRST_TOKEN:
             self._fleet.loads.prefill_done(routed.reservation)
         elif stage is Stage.FINISHED:
+            if output_tokens is not None:
+                self._fleet.pools[routed.model].traffic.ended(output_tokens, routed.heard_s)
             self._close(RequestId(request_id), "finished")
 
     def decisions(self) -> Sequence[Decision]:
@@ -303,11 +322,12 @@ class RoutingService:
                 block_size=size,
                 total_blocks=server.total_blocks,
                 context_length=_ANY_LENGTH,
-                max_batch_tokens=_ANY_LENGTH,
+                max_batch_tokens=_BATCH_TOKENS,
                 max_running_requests=_ANY_LENGTH,
                 kv_events=False,
             ),
             state=server.state,
+            prices=server.prices,
         )
 
     async def _shown(self, instance: Instance) -> WorkerView:
@@ -360,36 +380,6 @@ class RoutingService:
                 break
             self._close(request_id, "silent")
         self._set_timer()
-
-
-class _Paper:
-    """The way to servers that nothing is sent to: it is always open."""
-
-    async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:  # noqa: ARG002 - nothing comes
-        return _PaperConnection(instance.worker_id)
-
-
-@dataclass(frozen=True, slots=True)
-class _PaperConnection:
-    worker_id: WorkerId
-
-    def submit(self, request: Request) -> None:
-        """Leave it to the gateway."""
-
-    def abort(self, request_id: RequestId) -> None:
-        """Leave it to the gateway."""
-
-    def grant(self, request_id: RequestId, tokens: int) -> None:
-        """Leave it to the gateway."""
-
-    def subscribe(self, after_sequence: int | None) -> None:
-        """Hear nothing."""
-
-    async def fetch(self, sha256: str) -> bytes:
-        raise RequestError(f"file {sha256}: nothing is fetched from servers of a gateway", http_status=404)
-
-    async def close(self) -> None:
-        """Have nothing to close."""
 
 
 def _units(text: str) -> TokenArray:

@@ -4,12 +4,14 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.core.errors import Overloaded, RequestError, Unavailable
 from penstock.core.types import InstanceState
 from penstock.router.config import RouterConfig
+from penstock.router.price_table import UNKNOWN
 from penstock.router.routing_service import Query, RoutingService, RoutingServiceConfig, Server, Stage
 from penstock.sim.loop import run_virtual
 
@@ -175,6 +177,21 @@ def test_refusals():
             ask(service)
 
     play(scene, router=RouterConfig(open_requests_max=3, workers_max=2).model_dump())
+
+
+def test_prices_and_lengths_of_answers_reach_the_policy():
+    async def scene(service: RoutingService) -> None:
+        slow = msgspec.structs.replace(UNKNOWN, prefill_token_s=1.0)
+        for name, url in (("a", A.url), ("b", B.url)):
+            await service.put(name, Server(url=url, model="m", prices=slow if name == "a" else UNKNOWN))
+        for number in range(4):
+            worker, request_id = ask(service, TOKENS[number:].copy())
+            assert worker == "b", "the other takes a second for each token"
+            service.feedback(request_id, Stage.FINISHED, output_tokens=1000)
+        traffic = service._fleet.pools["m"].traffic
+        assert traffic.mean_output_tokens > 800
+
+    play(scene)
 
 
 def test_sessions_stay():

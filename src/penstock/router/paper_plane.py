@@ -1,0 +1,38 @@
+"""The way to servers that a gateway sends its requests to itself: always open, and nothing goes over it."""
+
+from dataclasses import dataclass
+
+from penstock.core.errors import RequestError
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types import Instance, Request
+from penstock.seams import Connection, WorkerSink
+
+
+class PaperPlane:
+    """A `seams.WayToWorkers` on which everybody answers at once."""
+
+    async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:  # noqa: ARG002 - nothing comes
+        return _PaperConnection(instance.worker_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _PaperConnection:
+    worker_id: WorkerId
+
+    def submit(self, request: Request) -> None:
+        """Leave it to the gateway."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """Leave it to the gateway."""
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        """Leave it to the gateway."""
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        """Hear nothing."""
+
+    async def fetch(self, sha256: str) -> bytes:
+        raise RequestError(f"file {sha256}: nothing is fetched from servers of a gateway", http_status=404)
+
+    async def close(self) -> None:
+        """Have nothing to close."""
