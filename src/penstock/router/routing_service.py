@@ -335,9 +335,10 @@ class RoutingService:
         news = asyncio.Event()
         with self._fleet.telling(news.set):
             while True:
-                for view in self.workers():
-                    same = (view.worker_id, view.state) == (instance.worker_id, instance.state)
-                    if same and view.connections:
+                slot = self._fleet.slot_of(instance.worker_id)
+                if slot is not None and self._fleet.at(slot).instance == instance:
+                    (view,) = (view for view in self.workers() if view.worker_id == instance.worker_id)
+                    if view.connections:
                         return view
                 news.clear()
                 await news.wait()
