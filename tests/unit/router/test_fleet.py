@@ -97,6 +97,9 @@ def test_a_prefix_attracts_requests_to_its_holder():
         assert (decision.overlap_blocks, decision.request_blocks, decision.num_eligible) == (5, 6, 3)
         assert decision.next_worker == "w2"
         assert decision.cost < decision.next_cost
+        assert decision.cost == pytest.approx(sum(decision.terms.values()))
+        assert decision.next_cost == pytest.approx(sum(decision.next_terms.values()))
+        assert decision.terms["prefill"] < decision.next_terms["prefill"]
         engines["w3"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[1:]))])
         await settle()
         assert await route(dispatcher, make_request()) == "w2"
@@ -444,6 +447,7 @@ def test_a_policy_without_a_price_for_anybody_still_gets_a_worker():
             assert await route(dispatcher, make_request()) in engines
             decision = dispatcher.decisions()[-1]
             assert (decision.num_eligible, decision.next_worker, decision.next_cost) == (3, None, None)
+            assert (list(decision.terms), decision.next_terms) == (["flat"], {})
 
     play(scene)
 
