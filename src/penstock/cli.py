@@ -285,7 +285,7 @@ def _add_profile(commands: Any) -> None:
         "profile",
         help="measure an engine, and fit the latency model to it",
         description="Measure an engine in this process, or an OpenAI-compatible endpoint by URL, and fit the latency"
-        " model that the router, the planner and the simulator price by.",
+        " model that the router and the simulator price by.",
     )
     add = parser.add_argument
     add("target", metavar="ENGINE_OR_URL", help="paged or mock, or a URL such as http://127.0.0.1:8000")

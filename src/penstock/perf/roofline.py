@@ -180,12 +180,13 @@ class Roofline:
         return seconds + self._pipeline_s(rows) + self.factors.step_s
 
     def transfer_s(self, num_bytes: float, link: Link) -> float:
+        reached = self.factors.collective_bandwidth
         rate = {
-            Link.SCALE_UP: self.hardware.scale_up_bytes_per_s,
-            Link.SCALE_OUT: self.hardware.scale_out_bytes_per_s,
+            Link.SCALE_UP: self.hardware.scale_up_bytes_per_s * reached,
+            Link.SCALE_OUT: self.hardware.scale_out_bytes_per_s * reached,
             Link.HOST: self.factors.storage_bytes_per_s[Tier.HOST],
         }[link]
-        return self.factors.collective_s + num_bytes / (rate * self.factors.collective_bandwidth)
+        return self.factors.collective_s + num_bytes / rate
 
     def onboard_s(self, num_bytes: float, tier: Tier) -> float:
         if tier is Tier.DEVICE or num_bytes <= 0:

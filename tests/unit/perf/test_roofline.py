@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.core.types import Tier
 from penstock.perf.hardware import HARDWARE, Dtype, find_hardware
+from penstock.perf.latency import Link
 from penstock.perf.roofline import Factors, Parallel, Roofline
 from penstock.perf.shape import ModelShape, load_shape, shape_of
 
@@ -181,6 +183,27 @@ def test_speculation_pays_while_weights_bound() -> None:
     assert speculative.decode_step_s(4, 4096) < 1.2 * plain.decode_step_s(4, 4096)
 
 
+def test_speculation_verifies_every_token_of_a_step() -> None:
+    """Two tokens for each of a batch are the arithmetic of a batch of twice the size, on the same KV."""
+    shape, h100, batch = shape_of(LLAMA_8B, name="8b"), find_hardware("h100"), 4096
+    speculative = Roofline(shape, h100, tokens_per_step=2.0, factors=IDEAL)
+    linear = 2 * 2 * batch * (shape.dense_params() + shape.head_params()) / 989e12
+    assert speculative.decode_step_s(batch, 0) == pytest.approx(linear, rel=0.01)
+    context = batch * 4096
+    kv_s = speculative.decode_step_s(batch, context) - speculative.decode_step_s(batch, 0)
+    assert kv_s == pytest.approx(context * 131072 / 3.35e12, rel=0.01)
+
+
+def test_bytes_take_the_time_of_their_link() -> None:
+    roofline = Roofline(shape_of(LLAMA_8B, name="8b"), find_hardware("h100"))
+    latency_s = roofline.factors.collective_s
+    assert roofline.transfer_s(9e9, Link.SCALE_UP) == pytest.approx(latency_s + 9e9 / (450e9 * 0.75))
+    assert roofline.transfer_s(9e9, Link.SCALE_OUT) == pytest.approx(latency_s + 9e9 / (50e9 * 0.75))
+    assert roofline.transfer_s(9e9, Link.HOST) == roofline.onboard_s(9e9, Tier.HOST)
+    assert roofline.onboard_s(9e9, Tier.DISK) == pytest.approx(latency_s + 9e9 / 5e9)
+    assert roofline.onboard_s(9e9, Tier.DEVICE) == 0
+
+
 def test_capacity() -> None:
     shape = shape_of(LLAMA_8B, name="8b")
     roofline = Roofline(shape, find_hardware("h100"))
@@ -213,6 +236,10 @@ def test_config_files(tmp_path: Path) -> None:
     shape = load_shape(tmp_path)
     assert isinstance(shape, ModelShape)
     assert shape.layers == 32
+
+
+def test_the_hardware_that_is_known() -> None:
+    assert set(HARDWARE) == {"a100", "h100", "h200", "b200", "gb200", "gb300", "l40s", "cpu"}
 
 
 @pytest.mark.parametrize("name", sorted(HARDWARE))
