@@ -1,5 +1,6 @@
 """Seeded faults on a whole deployment: whatever happens, streams are right, and afterwards nothing is left."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.sim.chaos import FaultKind
-from penstock.sim.loop import Deadlock
-from penstock.sim.trial import Trial, run_trial
+from penstock.sim.chaos import Chaos, Fault, FaultKind
+from penstock.sim.cluster import SimCluster
+from penstock.sim.loop import Deadlock, run
+from penstock.sim.trial import Trial, run_trial, small_spec
 
 HERE = Path(__file__).parent
 FAILED_SEEDS = json.loads((HERE / "failed_seeds.json").read_text())
@@ -44,6 +46,34 @@ def test_faults_of_every_kind_happen_and_few_requests_fail():
     assert migrations >= 30
     assert outcomes["length"] > outcomes.total() / 3
     assert outcomes["unavailable"] + outcomes["engine_error"] + outcomes["overloaded"] < outcomes.total() / 20
+
+
+def test_a_plan_happens_as_written():
+    """Each fault at its moment and to its worker, for as long as it says."""
+    plan = [
+        Fault(at_s=1.0, kind=FaultKind.SLOW, worker=1, duration_s=2.0),
+        Fault(at_s=2.0, kind=FaultKind.KILL, worker=0),
+    ]
+
+    async def main(rng):
+        loop = asyncio.get_running_loop()
+        async with SimCluster(small_spec(), rng) as cluster:
+            for number in range(3):
+                await cluster.start(f"worker-{number}")
+            chaos, start_s = Chaos(cluster), loop.time()
+            usual = cluster.workers["worker-1"].pace.factor
+            async with asyncio.TaskGroup() as group:
+                group.create_task(chaos.run(plan))
+                await asyncio.sleep(1.5)
+                assert cluster.workers["worker-1"].pace.factor == 5 * usual
+                assert set(cluster.workers) == {"worker-0", "worker-1", "worker-2"}
+                await asyncio.sleep(1.0)
+                assert set(cluster.workers) == {"worker-1", "worker-2", "replacement-1"}
+            assert loop.time() == pytest.approx(start_s + 3.0, abs=0.1)
+            assert cluster.workers["worker-1"].pace.factor == usual
+            assert chaos.done == plan
+
+    run(main, 0)
 
 
 _TWO = """
