@@ -33,6 +33,12 @@ def test_streams_survive_where_engines_jump(seed):
     assert result.outcomes.total() == Trial().clients
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_survive_where_workers_send_no_events(seed):
+    result = run_trial(seed, Trial(kv_events=False))
+    assert result.outcomes.total() == Trial().clients
+
+
 def test_faults_of_every_kind_happen_and_few_requests_fail():
     outcomes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()

@@ -8,7 +8,6 @@ from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, Pens
 from penstock.core.ids import WorkerId
 from penstock.core.types import Delta, FinishReason, Request, Tier
 from penstock.core.wire import token_list
-from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.member import Condition
 from penstock.sim.cluster import SimCluster
@@ -35,7 +34,9 @@ async def keep_checking(cluster: SimCluster, interval_s: float) -> None:
 
 
 def check_at_rest(cluster: SimCluster) -> None:
-    """Check that nothing is left of any request, and that every index says what the workers hold.
+    """Check that nothing is left of any request, and that every index says what the workers tell that they hold.
+
+    Of those that tell nothing, the guesses are over by then.
 
     Call it once all requests have ended, all faults are over, and reports and events have arrived.
     """
@@ -46,6 +47,10 @@ def check_at_rest(cluster: SimCluster) -> None:
         load = worker.engine.load()
         assert load.running_requests == load.waiting_requests == 0, f"{worker.host}: still runs {load}"
         assert load.active_blocks == 0, f"{worker.host}: {load.active_blocks} blocks are held by nobody"
+        assert worker.worker.instance is not None, f"{worker.host}: registered"
+        if not worker.worker.instance.engine.kv_events:
+            assert not truth[worker.name], f"{worker.host}: sends events though it says that it does not"
+            continue
         assert load.cached_blocks == len(truth[worker.name]), (
             f"{worker.host}: {load.cached_blocks} blocks are cached, and its events tell of {len(truth[worker.name])}"
         )
@@ -80,7 +85,7 @@ async def touch_every_worker(cluster: SimCluster, requests: Sequence[Request]) -
         cluster: with as many ready workers as there are requests.
         requests: each of at least one block, new.
     """
-    dispatcher = await cluster.add_frontend(RouterConfig(policy="round-robin"))
+    dispatcher = await cluster.add_frontend(cluster.spec.router.model_copy(update={"policy": "round-robin"}))
     await dispatcher.serving()
     await asyncio.sleep(1.0)
     for request in requests:

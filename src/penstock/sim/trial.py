@@ -56,13 +56,14 @@ _CONVERGED_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How much happens in how long, and whether engines take every step or jump."""
+    """How much happens in how long, whether engines take every step or jump, and whether workers send KV events."""
 
     clients: int = 30
     workers: int = 3
     faults: int = 12
     duration_s: float = 5.0
     exact: bool = True
+    kv_events: bool = True
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def small_spec(*, exact: bool = True) -> ClusterSpec:
+def small_spec(*, exact: bool = True, kv_events: bool = True) -> ClusterSpec:
     """Describe a deployment of two frontends whose pools and queues are small enough to run out."""
     model = Roofline(shape_of(_SHAPE, name="trial"), find_hardware("h100"))
     info = RunnerInfo(num_blocks=48, block_size=_BLOCK_SIZE, context_length=160, vocab_size=VOCAB_SIZE)
@@ -111,8 +112,10 @@ def small_spec(*, exact: bool = True) -> ClusterSpec:
     return ClusterSpec(
         card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),
         make_engine=make_engine,
-        router=RouterConfig(no_worker_wait_s=2.0, connect_timeout_s=1.0, reconnect_s_max=1.0),
-        worker=WorkerConfig(drain_timeout_s=0.5),
+        router=RouterConfig(
+            no_worker_wait_s=2.0, connect_timeout_s=1.0, reconnect_s_max=1.0, predicted_s=_CONVERGED_S / 2
+        ),
+        worker=WorkerConfig(drain_timeout_s=0.5, kv_events=kv_events),
         network=NetworkConfig(latency_s=0.001, jitter_s=0.002, event_loss=0.05, lease_ttl_s=1.0),
         plane=PlaneConfig(window_tokens=8, heartbeat_timeout_s=1.0),
         frontends=2,
@@ -135,7 +138,7 @@ class _Answered:
 
 async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
     result = TrialResult()
-    async with SimCluster(small_spec(exact=trial.exact), rng) as cluster:
+    async with SimCluster(small_spec(exact=trial.exact, kv_events=trial.kv_events), rng) as cluster:
         for number in range(trial.workers):
             await cluster.start(f"worker-{number}")
         for dispatcher in cluster.dispatchers:
