@@ -254,6 +254,12 @@ def test_the_example_gateway_between_two_plain_servers(runtime_dir):
                 )
             async with http.get(f"{router}/workers") as answer:
                 assert [worker["open_requests"] for worker in (await answer.json())["workers"]] == [0, 0]
+            for server in (first, second):
+                async with http.get(f"{server}/admin/workers") as answer:
+                    (worker,) = (await answer.json())["workers"]
+                assert worker["predicted"] is True, "its own frontend has to guess, too"
+                assert worker["event_sequence"] is None
+                assert worker["indexed_blocks"] > 0
             async with http.get(f"{router}/metrics") as answer:
                 figures = dict(
                     re.findall(
