@@ -68,6 +68,11 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
         (["--seed", "-1"], "--seed: must be >= 0, got -1"),
         (["--set", "roles.aggregated.replicas=100000000"], "a router knows at most 1,024"),
         (["--engine-profile", "/"], "/: cannot be read"),
+        (
+            ["--set", "roles.aggregated.max_batch_tokens=10"],
+            "roles.aggregated.max_batch_tokens: must be >= max_running_requests, a token of each in every step,"
+            " got 10 and 256",
+        ),
         (["--json", "/nowhere/out.json"], "--json: /nowhere/out.json"),
         (["--engine-profile", "/nowhere/profile.json"], "no such file"),
     ],
@@ -181,6 +186,40 @@ def test_a_run_that_completes_nothing_fails(tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main(["simulate", str(path), "--graph", str(SMALL), "--html", str(page)]) == 1
     assert page.read_text().count("<svg") == 10
+
+
+@pytest.mark.parametrize("flag", ["--json", "--html"])
+def test_a_profile_that_is_read_is_not_overwritten(tmp_path, capsys, flag):
+    profile = tmp_path / "profile.json"
+    text = (ROOT / "examples" / "profiles" / "8b-h100-bf16-tp1.json").read_text()
+    profile.write_text(text)
+    arguments = ["--graph", SMALL, "--engine-profile", profile, flag, profile]
+    assert "would be overwritten: it is read as" in refusal(capsys, DATA / "azure_trace.csv", *arguments)
+    assert profile.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("decode", {"batch": 0}, "batch: must be from 1 to 1,000,000,000, got 0"),
+        ("decode", {"seconds": 1e300}, "seconds must be > 0 and <= 3600, got 1e+300"),
+        ("decode", {"seconds": -1}, "seconds must be > 0 and <= 3600, got -1"),
+        ("decode", {"context": -1}, "context: must be from 0 to"),
+        ("prefill", {"new_tokens": 0}, "new_tokens: must be from 1 to"),
+        ("prefill", {"foo": 1}, "unknown field `foo` - at `$.prefill[0]`"),
+        (None, {"bar": 1}, "unknown field `bar`"),
+        (None, {"kv_capacity_tokens": -5}, "kv_capacity_tokens: must be from 0 to"),
+    ],
+)
+def test_an_absurd_profile_names_file_and_field(tmp_path, capsys, part, change, message):
+    profile = json.loads((ROOT / "examples" / "profiles" / "8b-h100-bf16-tp1.json").read_text())
+    (profile if part is None else profile[part][0]).update(change)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile))
+    error = refusal(capsys, DATA / "azure_trace.csv", "--graph", SMALL, "--engine-profile", path)
+    assert f"penstock: {path}: " in error
+    assert message in error
+    assert "Point(" not in error
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 PROFILE_SCHEMA = 1
 _ROWS_MAX = 1024
+_STEP_MAX_S = 3600.0
+_TOKENS_MAX = 1_000_000_000
 _EQUAL_LENGTH = 1.15
 """Prompts asked of an endpoint in words have about the wanted number of tokens: within this factor they are one length."""
 
@@ -42,7 +44,7 @@ def decode_name(batch: int, context: int) -> str:
     return f"decode {batch} x {context}"
 
 
-class PrefillPoint(Wire, frozen=True):
+class PrefillPoint(Wire, frozen=True, forbid_unknown_fields=True):
     """One step of `prompts` prompts, each of `new_tokens` after `cached_tokens`; `samples_s` is behind `seconds`."""
 
     new_tokens: int
@@ -56,7 +58,7 @@ class PrefillPoint(Wire, frozen=True):
         return prefill_name(self.new_tokens, self.cached_tokens, self.prompts)
 
 
-class DecodePoint(Wire, frozen=True):
+class DecodePoint(Wire, frozen=True, forbid_unknown_fields=True):
     """One step of `batch` sequences of `context` tokens each; `samples_s` is behind `seconds`."""
 
     batch: int
@@ -72,7 +74,7 @@ class DecodePoint(Wire, frozen=True):
 Point = PrefillPoint | DecodePoint
 
 
-class Profile(Wire, frozen=True):
+class Profile(Wire, frozen=True, forbid_unknown_fields=True):
     """What was measured of one engine, as `penstock profile` writes it.
 
     `hardware` is as the catalogue names it, `machine` what it was in truth, `measured_at` in UTC; `step_tokens`
@@ -114,7 +116,7 @@ class Profile(Wire, frozen=True):
         """Read a profile.
 
         Raises:
-            ConfigError: no such file, or not a profile of this schema.
+            ConfigError: no such file, not a profile of this schema, or numbers that cannot be.
         """
         try:
             profile = msgspec.json.decode(path.read_bytes(), type=cls)
@@ -128,6 +130,7 @@ class Profile(Wire, frozen=True):
             raise ConfigError(
                 f"{path}: schema {profile.schema}, expected {PROFILE_SCHEMA}; profile the engine again"
             )
+        _check(profile, str(path))
         return profile
 
 
@@ -202,9 +205,9 @@ class ProfiledModel:
             prior: what is expected without measuring, a roofline; None fits a `LinearPrior` to the points.
 
         Raises:
-            ConfigError: no points, or seconds that are not positive.
+            ConfigError: no points, or numbers that cannot be.
         """
-        _check(profile)
+        _check(profile, f"profile of {profile.engine}")
         self._prior = prior
         self._expected: StepPrices = LinearPrior.fit(profile) if prior is None else prior
         self.kv_bytes_per_token = profile.kv_bytes_per_token or (prior.kv_bytes_per_token if prior else 0.0)
@@ -359,11 +362,30 @@ def _alone(profile: Profile) -> list[PrefillPoint]:
     return [point for point in profile.prefill if point.prompts == 1]
 
 
-def _check(profile: Profile) -> None:
+def _check(profile: Profile, source: str) -> None:
     if not _alone(profile) or not profile.decode:
         raise ConfigError(
-            f"profile of {profile.engine}: {len(_alone(profile))} prefill and {len(profile.decode)} decode points; needs at least one of each"
+            f"{source}: {len(_alone(profile))} prefill and {len(profile.decode)} decode points; needs at least one of each"
         )
+    numbers = [
+        ("kv_bytes_per_token", profile.kv_bytes_per_token, 0),
+        ("kv_capacity_tokens", profile.kv_capacity_tokens, 0),
+        ("step_tokens", 1 if profile.step_tokens is None else profile.step_tokens, 1),
+    ]
+    for prompt in profile.prefill:
+        numbers += [
+            (f"{prompt.name}: new_tokens", prompt.new_tokens, 1),
+            (f"{prompt.name}: cached_tokens", prompt.cached_tokens, 0),
+            (f"{prompt.name}: prompts", prompt.prompts, 1),
+        ]
+    for step in profile.decode:
+        numbers += [(f"{step.name}: batch", step.batch, 1), (f"{step.name}: context", step.context, 0)]
+    for name, value, least in numbers:
+        if not least <= value <= _TOKENS_MAX:
+            raise ConfigError(f"{source}: {name}: must be from {least} to {_TOKENS_MAX:,}, got {value}")
     for point in profile.points:
-        if point.seconds <= 0:
-            raise ConfigError(f"profile of {profile.engine}: {point}: seconds must be > 0")
+        for name, seconds in (("seconds", point.seconds), *(("samples_s", s) for s in point.samples_s)):
+            if not 0 < seconds <= _STEP_MAX_S:
+                raise ConfigError(
+                    f"{source}: {point.name}: {name} must be > 0 and <= {_STEP_MAX_S:g}, got {seconds:g}"
+                )

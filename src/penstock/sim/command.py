@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.engine.scheduler import SchedulerConfig
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
 from penstock.sim.charts import say_s
@@ -65,12 +66,12 @@ def run_command(options: argparse.Namespace) -> int:
         for (name, graph), path in zip(graphs.items(), paths, strict=True)
     }
     for deployment in deployments.values():
-        _check_replicas(deployment)
+        _check_role(deployment)
     sessions = _load_sessions(options, block_size=max(graph.block_size for graph in graphs.values()))
     longest_tokens = max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns)
     for deployment in deployments.values():
         deployment.check_fits(longest_tokens)
-    _check_outputs(options, [options.workload, *paths])
+    _check_outputs(options, [options.workload, *paths, *filter(None, [options.engine_profile])])
     runs = [_play(name, deployment, sessions, options) for name, deployment in deployments.items()]
     workload = Path(options.workload).name
     outputs: dict[str, Callable[[], None]] = {}
@@ -95,16 +96,23 @@ def _named(paths: list[str]) -> dict[str, str]:
     raise ConfigError(f"--compare: {twice} is given twice; give each deployment once")
 
 
-def _check_replicas(deployment: Deployment) -> None:
-    most = deployment.graph.router.workers_max
-    if deployment.role.replicas > most:
+def _check_role(deployment: Deployment) -> None:
+    role, most, usual = deployment.role, deployment.graph.router.workers_max, SchedulerConfig()
+    if role.replicas > most:
         raise ConfigError(
-            f"roles.aggregated.replicas: {deployment.role.replicas:,} workers, but a router knows at most"
+            f"roles.aggregated.replicas: {role.replicas:,} workers, but a router knows at most"
             f" {most:,} (router.workers_max); lower one or raise the other"
+        )
+    tokens = role.max_batch_tokens or usual.max_batch_tokens
+    running = role.max_running_requests or usual.max_running_requests
+    if running > tokens:
+        raise ConfigError(
+            f"roles.aggregated.max_batch_tokens: must be >= max_running_requests, a token of each in every step,"
+            f" got {tokens} and {running}; raise it or lower roles.aggregated.max_running_requests"
         )
 
 
-def _check_outputs(options: argparse.Namespace, inputs: list[str]) -> None:
+def _check_outputs(options: argparse.Namespace, inputs: list[str | Path]) -> None:
     """See now that the reports can be written, and not at the end of a long run."""
     taken = {Path(path).resolve(): f"is read as {path}" for path in inputs}
     for flag, path in (("--json", options.json), ("--html", options.html)):
