@@ -70,8 +70,7 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
         (["--engine-profile", "/"], "/: cannot be read"),
         (
             ["--set", "roles.aggregated.max_batch_tokens=10"],
-            "roles.aggregated.max_batch_tokens: must be >= max_running_requests, a token of each in every step,"
-            " got 10 and 256",
+            "max_batch_tokens: must be >= max_running_requests, a token of each in every step, got 10 and 256",
         ),
         (["--json", "/nowhere/out.json"], "--json: /nowhere/out.json"),
         (["--engine-profile", "/nowhere/profile.json"], "no such file"),
