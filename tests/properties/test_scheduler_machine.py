@@ -30,8 +30,13 @@ LIMITS = SequenceLimits(
 )
 configs = st.sampled_from(
     [
-        SchedulerConfig(max_batch_tokens=batch, max_running_requests=running, max_waiting_requests=4)
-        for batch, running in ((20, 6), (10, 4), (3, 4))
+        SchedulerConfig(
+            max_batch_tokens=batch,
+            max_prompt_tokens=of_one,
+            max_running_requests=running,
+            max_waiting_requests=4,
+        )
+        for batch, of_one, running in ((20, None, 6), (10, None, 4), (3, None, 4), (20, 7, 6), (10, 1, 4))
     ]
 )
 
@@ -134,6 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.read(self.scheduler.take_step())
         else:
             assert 1 <= self.plan.num_new.sum() <= self.config.max_batch_tokens
+            assert self.plan.num_new.max() <= self.config.prompt_budget
             assert (self.plan.num_new[: self.plan.num_decode] == 1).all()
             assert self.plan.samples[: self.plan.num_decode].all()
 

@@ -13,7 +13,7 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler import SchedulerConfig
 from penstock.perf.hardware import find_hardware
 from penstock.perf.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
-from penstock.perf.roofline import Roofline
+from penstock.perf.roofline import Parallel, Roofline
 from penstock.perf.shape import shape_of
 from penstock.sim.engine import JumpEngine
 from penstock.sim.exact import ExactEngine
@@ -28,6 +28,7 @@ SHAPE = {
 }  # fmt: skip
 H100 = Roofline(shape_of(SHAPE, name="8b"), find_hardware("h100"))
 WINDOWED = Roofline(shape_of(SHAPE | {"sliding_window": 512}, name="8b-window"), find_hardware("h100"))
+WIDE = Roofline(shape_of(SHAPE, name="8b-wide"), find_hardware("h100"), Parallel(dp=8))
 PROFILED = ProfiledModel(
     Profile(
         engine="test",
@@ -175,6 +176,12 @@ def test_they_agree_when_requests_are_aborted():
 def test_they_agree_when_the_batch_is_full():
     scheduler = SchedulerConfig(max_batch_tokens=128, max_running_requests=8)
     assert_equal(*both(H100, scheduler=scheduler, input_tokens=300, output_tokens=40))
+
+
+def test_they_agree_where_a_prompt_runs_on_one_of_several_ranks():
+    scheduler = SchedulerConfig.of_ranks(8, max_batch_tokens=128, max_running_requests=6)
+    exact, jump = both(WIDE, scheduler=scheduler, input_tokens=900, output_tokens=60, num_blocks=4096)
+    assert_equal(exact, jump)
 
 
 def set_factor(pace, factor):

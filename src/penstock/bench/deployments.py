@@ -30,7 +30,7 @@ _SLOS = {"interactive": Slo(ttft_s=2.0, itl_s=0.05), "fast": Slo(ttft_s=2.0, itl
 _DEVICES_MIN = 4
 """Workers that run whole requests are simulated on at least so many devices, so that there is something to route."""
 _STEP_TOKENS = 8192
-"""Prompt tokens a step may compute beside decoding."""
+"""Prompt tokens a step may compute on each data-parallel rank beside decoding."""
 _SCALED = ("8b-h100", "70b-h100", "671b-h100")
 _SCALES = (8, 16, 32, 64)
 _SHARED_TOKENS, _PREFIX_GROUPS = 1024, 64
@@ -126,7 +126,7 @@ class _Bench:
             decode = place_decode(system.price, system.choices(), demand)
             if prefill is None or decode is None:
                 continue
-            prompt_tokens = prefill.batch * _INPUT_TOKENS
+            prompt_tokens = prefill.batch // prefill.parallel.dp * _INPUT_TOKENS
             prompts = self._largest(system, prefill, slo, _only_prompts, step_tokens=prompt_tokens)
             answers = self._largest(system, decode, slo, _only_answers)
             device_s = _device_s(prefill, prompts, 1) + _device_s(decode, answers, 1)

@@ -76,9 +76,10 @@ class System:
             placement: of one worker.
             replicas: how many.
             slo: the targets.
-            step_tokens: prompt tokens a step may compute beside decoding.
+            step_tokens: prompt tokens a step may compute on each data-parallel rank beside decoding.
         """
-        parallel, batch = placement.parallel, placement.batch
+        parallel = placement.parallel
+        batch = -(-placement.batch // parallel.dp)
         role: dict[str, Any] = {
             "replicas": replicas,
             "engine": "mock",
@@ -122,7 +123,7 @@ class System:
             role = graph.roles.aggregated
             assert role is not None
             profile = scratch / f"{self.name}.json"
-            batch = role.max_running_requests or 1
+            batch = parallel.dp * (role.max_running_requests or 1)
             slower_profile(self.price(parallel), batch_max=batch).save(profile)
         return plan_deployment(graph, beside=profiles, engine_profile=profile)
 

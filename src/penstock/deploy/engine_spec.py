@@ -35,6 +35,7 @@ def engine_spec(
         vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
         eos_token_ids=checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,
+        data_parallel=role.data_parallel,
         max_batch_tokens=role.max_batch_tokens,
         max_running_requests=role.max_running_requests,
         dtype=role.weight_dtype,

@@ -31,6 +31,8 @@ class EngineSpec:
     eos_token_ids: tuple[int, ...] = ()
     kv_blocks: int | None = None
     """None is the engine's own choice."""
+    data_parallel: int = 1
+    """Ranks of the engine, of each of which the next two speak."""
     max_batch_tokens: int | None = None
     """None is the engine's own choice."""
     max_running_requests: int | None = None
@@ -42,11 +44,11 @@ class EngineSpec:
 
     @property
     def scheduler(self) -> SchedulerConfig:
-        said = {
-            "max_batch_tokens": self.max_batch_tokens,
-            "max_running_requests": self.max_running_requests,
-        }
-        return SchedulerConfig(**{name: value for name, value in said.items() if value is not None})
+        return SchedulerConfig.of_ranks(
+            self.data_parallel,
+            max_batch_tokens=self.max_batch_tokens,
+            max_running_requests=self.max_running_requests,
+        )
 
 
 def create_engine(name: str, spec: EngineSpec) -> BatchedEngine:

@@ -38,9 +38,9 @@ class RoleSpec(Config):
     kv_dtype: Dtype = "auto"
     """Number format of the KV cache; auto is that of the weights, or fp8 where they are narrower."""
     max_batch_tokens: int | None = pydantic.Field(default=None, ge=1)
-    """Tokens one engine step may compute; None is the engine's own choice."""
+    """Tokens one engine step may compute on each data-parallel rank, and so of one prompt; None is the engine's own choice."""
     max_running_requests: int | None = pydantic.Field(default=None, ge=1)
-    """Requests in one batch; None is the engine's own choice."""
+    """Requests in the batch of each data-parallel rank; None is the engine's own choice."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)
     """Blocks in a worker's KV pool; None is the engine's own choice."""
     mock: MockConfig = MockConfig()

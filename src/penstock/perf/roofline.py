@@ -5,6 +5,7 @@ and launches are added. One set of factors holds for all models and devices. At 
 piecewise linear in context, which the simulator relies on.
 """
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -170,9 +171,7 @@ class Roofline:
             return 0.0
         queries = batch * self.tokens_per_step
         pp, copies = self.parallel.pp, self.parallel.pp * self.parallel.dp
-        # A copy of the attention has its share of the sequences, but whole ones; all wait for the fullest.
-        fullest = max(new_tokens / self.parallel.dp, max((new for new, _ in chunks), default=0))
-        rows = fullest / pp + queries / copies
+        rows = self._fullest([new for new, _ in chunks]) / pp + queries / copies
         samples = max(len(chunks) / copies, min(len(chunks), 1) / pp) + queries / copies
         seconds = self._layers_s(rows, (new_tokens + queries) / pp) + self._head_s(samples)
         seconds += self._prefill_attention_s(chunks) / pp
@@ -282,6 +281,18 @@ class Roofline:
             seconds += self._all_to_all_s(rows / parallel.tp)
         return seconds
 
+    def _fullest(self, prompts: Sequence[float]) -> float:
+        """Give the load of the fullest copy of the attention, which all wait for: each prompt goes to the emptiest."""
+        copies = self.parallel.dp
+        if copies == 1:
+            return sum(prompts)
+        if len(prompts) <= copies:
+            return max(prompts, default=0.0)
+        loads = [0.0] * copies
+        for prompt in sorted(prompts, reverse=True):
+            heapq.heapreplace(loads, loads[0] + prompt)
+        return max(loads)
+
     def _head_s(self, samples: float) -> float:
         return self._gemm_s(samples, self.shape.head_params() / self.parallel.tp, self._wide)
 
@@ -294,7 +305,7 @@ class Roofline:
         pairs = 0.0
         for window, count in self._windows:
             each = [_causal_pairs(new, cached, window) for new, cached in chunks]
-            pairs += count * max(sum(each) / self.parallel.dp, max(each, default=0.0))
+            pairs += count * self._fullest(each)
         flops = pairs * self.shape.attention_flops_per_pair() / self.parallel.tp
         return flops / (self.hardware.peak_flops_per_s(self._wide) * self.factors.attention)
 

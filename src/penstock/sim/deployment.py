@@ -84,13 +84,11 @@ class Deployment:
             context_length=self.context_length,
             vocab_size=VOCAB_SIZE,
         )
-        said = {
-            "max_batch_tokens": self.role.max_batch_tokens,
-            "max_running_requests": self.role.max_running_requests,
-        }
-        scheduler = SchedulerConfig(
+        scheduler = SchedulerConfig.of_ranks(
+            self.role.data_parallel,
+            max_batch_tokens=self.role.max_batch_tokens,
+            max_running_requests=self.role.max_running_requests,
             max_waiting_requests=_QUEUE_MAX,
-            **{name: value for name, value in said.items() if value is not None},
         )
         factors = chain(self.slowness, repeat(1.0))
 

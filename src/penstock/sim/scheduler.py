@@ -227,7 +227,7 @@ class JumpScheduler:
             if lacking == 1:
                 prompts.append((sequence, 1))
             elif budget > 0:
-                new = min(budget, lacking)
+                new = min(budget, self._config.prompt_budget, lacking)
                 budget -= new
                 prompts.append((sequence, new))
         return budget
@@ -292,7 +292,7 @@ class JumpScheduler:
                 self._head_blocked = True
                 break
             cached = len(hits) * size
-            new = min(budget, known - cached)
+            new = min(budget, self._config.prompt_budget, known - cached)
             self._waiting.popitem(last=False)
             self._waiting_tokens -= known
             pool.acquire(hits)

@@ -54,6 +54,26 @@ def test_decode_rows_come_first_and_prefill_shares_what_is_left():
     assert rows(scheduler, plan) == [("a", 1, True), ("b", 10, True), ("c", 5, False)]
 
 
+def test_a_step_takes_no_more_of_one_prompt_than_it_may_and_goes_on_with_the_next():
+    scheduler = make_scheduler(max_prompt_tokens=6)
+    for first, name in enumerate("abc"):
+        scheduler.submit(make_request(name, prompt(9, 30 * first)))
+    plans = []
+    for _ in range(2):
+        plan, _ = step(scheduler)
+        plans.append(rows(scheduler, plan))
+    assert plans[0] == [("a", 6, False), ("b", 6, False), ("c", 4, False)]
+    assert plans[1] == [("a", 3, True), ("b", 3, True), ("c", 5, True)]
+
+
+def test_ranks_add_up_and_a_prompt_has_one_of_them():
+    config = SchedulerConfig.of_ranks(8, max_batch_tokens=2048, max_running_requests=32, failed_steps_max=5)
+    assert (config.max_batch_tokens, config.prompt_budget, config.max_running_requests) == (16384, 2048, 256)
+    assert config.failed_steps_max == 5
+    default = SchedulerConfig.of_ranks(2, max_batch_tokens=None, max_running_requests=None)
+    assert (default.max_batch_tokens, default.prompt_budget, default.max_running_requests) == (1024, 512, 128)
+
+
 def test_no_more_are_admitted_than_have_a_token_each():
     scheduler = make_scheduler(max_batch_tokens=2)
     for name in "abc":
