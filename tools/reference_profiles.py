@@ -27,6 +27,9 @@ def profile_of(table: dict[str, Any]) -> Profile:
         ),
         decode=tuple(DecodePoint(batch=batch, context=context, seconds=s) for context, batch, s in decode),
         machine=f"{table['system']}; {SOURCE}",
+        model=f"llama-3.1-{'8b' if '8B' in table['model'] else '70b'}",
+        hardware=table["system"].removesuffix("_sxm"),
+        tensor_parallel=table["tp"],
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock import __version__
 from penstock.cli import main
 from penstock.graph import Overrides, load
 from penstock.router.router import Router
@@ -64,7 +65,7 @@ def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
     report = simulated(tmp_path, spec, "--graph", SMALL, "--set", "roles.aggregated.replicas=2")
     assert list(report) == [
         "requests", "completed", "failed", "duration_s", "ttft_s", "itl_s", "e2e_s", "output_tokens_per_s",
-        "goodput_rps", "kv_hit_ratio", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall",
+        "goodput_rps", "kv_hit_ratio", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall", "inputs",
     ]  # fmt: skip
     for name in ("ttft_s", "itl_s", "e2e_s"):
         assert list(report[name]) == ["mean", "p50", "p90", "p99"]
@@ -77,7 +78,39 @@ def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
     assert report["tokens_per_joule"] == pytest.approx(tokens / (2 * 1275 * report["duration_s"]))
     assert report["usd_per_million_tokens"] == pytest.approx(1e6 * 3.0 * report["gpu_hours"] / tokens)
     assert 0.3 < report["kv_hit_ratio"] < 0.9
-    assert "USD/1M tokens" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "USD/1M tokens" in out
+    assert "roles.aggregated.replicas=2" in out
+    assert "h100 at 3 USD an hour and 1,275 W a device" in out
+
+
+def test_a_report_says_what_it_is_of(tmp_path, capsys):
+    profile = ROOT / "examples" / "profiles" / "70b-h100-bf16-tp4.json"
+    page = tmp_path / "page.html"
+    flags = [
+        "--engine-profile",
+        profile,
+        "--requests",
+        "3",
+        "--seed",
+        "7",
+        "--policy",
+        "random",
+        "--html",
+        page,
+    ]
+    inputs = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, *flags)["inputs"]
+    said = inputs.pop("engine_profile")
+    assert inputs == {
+        "version": __version__, "workload": "azure_trace.csv", "played": {"requests": 3}, "seed": 7, "exact": False,
+        "graph": SMALL.name, "set": {"router.policy": "random"}, "policy": "random",
+        "slo": {"ttft_s": 2.0, "itl_s": 0.05, "percentile": inputs["slo"]["percentile"]},
+        "hardware": "h100", "devices": 8, "usd_per_hour": 3.0, "watts": 1275.0,
+    }  # fmt: skip
+    assert (said["file"], said["model"], said["tensor_parallel"]) == (profile.name, "llama-3.1-70b", 4)
+    assert f"engines on the profile {profile.name}" in page.read_text()
+    text = capsys.readouterr().err
+    assert "is of another engine: model llama-3.1-70b for llama-3.1-8b, tensor_parallel 4 for 1" in text
 
 
 def test_the_same_seed_gives_the_same_report_in_every_process(tmp_path, spec):

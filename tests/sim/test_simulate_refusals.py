@@ -40,7 +40,7 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
     out = tmp_path / "out.json"
     assert main(["simulate", str(path), "--graph", str(SMALL), "--skip-bad", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["requests"] == 6
-    assert f"1 lines were passed over (--skip-bad), the first: {path}: line 7: " in capsys.readouterr().err
+    assert f"1 line was passed over (--skip-bad), the first: {path}: line 7: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,12 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
             ["--set", "roles.aggregated.max_batch_tokens=10"],
             "max_batch_tokens: must be >= max_running_requests, a token of each in every step, got 10 and 256",
         ),
+        (
+            ["--set", "roles.aggregated.mock.speedup=2"],
+            "--set roles.aggregated.mock.speedup: has no effect here",
+        ),
+        (["--set", "roles.aggregated.expert_dtype=fp8"], "expert_dtype: fp8 needs a model with experts"),
+        (["--set", "roles.aggregated.tensor_parallel=3"], "32 attention heads on 3 devices are 10.67 each"),
         (["--json", "/nowhere/out.json"], "--json: /nowhere/out.json"),
         (["--engine-profile", "/nowhere/profile.json"], "no such file"),
     ],
@@ -219,6 +225,25 @@ def test_an_absurd_profile_names_file_and_field(tmp_path, capsys, part, change, 
     assert f"penstock: {path}: " in error
     assert message in error
     assert "Point(" not in error
+
+
+def test_what_does_not_fit_names_the_graph_the_fields_and_the_hardware_left_out(tmp_path, capsys):
+    bare = tmp_path / "bare.yaml"
+    bare.write_text("model: llama-3.1-70b\nblock_size: 64\nroles:\n  aggregated:\n    engine: mock\n")
+    error = refusal(capsys, DATA / "azure_trace.csv", "--compare", SMALL, bare)
+    assert f"penstock: {bare}: llama-3.1-70b: " in error
+    assert "raise tensor_parallel or pipeline_parallel; hardware was left out, which means cpu" in error
+
+
+def test_a_refusal_for_kv_shows_the_numbers_that_were_used(tmp_path, capsys):
+    profile = json.loads((ROOT / "examples" / "profiles" / "8b-h100-bf16-tp1.json").read_text())
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile | {"kv_capacity_tokens": 640}))
+    arguments = [DATA / "mooncake_trace.jsonl", "--graph", SMALL, "--engine-profile", path]
+    error = refusal(capsys, *arguments)
+    assert "holds 640: kv_capacity_tokens of the profile is 640; set kv_blocks" in error
+    error = refusal(capsys, *arguments, "--set", "roles.aggregated.kv_blocks=4")
+    assert "holds 256: 4 blocks of 64 tokens (kv_blocks); raise kv_blocks" in error
 
 
 @pytest.mark.slow

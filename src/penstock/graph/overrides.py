@@ -63,6 +63,10 @@ class Overrides:
             data = _with_value(data, path, value, f"{self._flags[path]} {'.'.join(map(str, path))}")
         return data
 
+    def assigned(self) -> dict[str, Any]:
+        """Return what was assigned, by dotted path."""
+        return {".".join(map(str, path)): value for path, value in self._values.items()}
+
     def source_of(self, path: Path, otherwise: str) -> str:
         """Name where the value at `path` came from: the flag, or `otherwise`."""
         for assigned, flag in reversed(self._flags.items()):

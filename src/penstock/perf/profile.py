@@ -78,7 +78,8 @@ class Profile(Wire, frozen=True, forbid_unknown_fields=True):
     """What was measured of one engine, as `penstock profile` writes it.
 
     `hardware` is as the catalogue names it, `machine` what it was in truth, `measured_at` in UTC; `step_tokens`
-    is the most prompt tokens that one step computes, None where nobody said.
+    is the most prompt tokens that one step computes, `tensor_parallel` the devices that shared each layer, None where
+    nobody said.
     """
 
     engine: str
@@ -95,6 +96,7 @@ class Profile(Wire, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     step_tokens: int | None = None
     evaluation: Evaluation | None = None
+    tensor_parallel: int | None = None
 
     @property
     def points(self) -> "tuple[Point, ...]":

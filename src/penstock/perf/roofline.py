@@ -100,6 +100,10 @@ class Roofline:
     _windows: tuple[tuple[int | None, int], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.expert_dtype is not None and self.shape.moe is None:
+            raise ConfigError(
+                f"expert_dtype: {self.expert_dtype} needs a model with experts; {self.shape.name} has none"
+            )
         self.expert_dtype = self.expert_dtype or self.weight_dtype or self.shape.expert_dtype
         self.weight_dtype = self.weight_dtype or self.shape.weight_dtype
         wide = Dtype.FP8 if self.weight_dtype in {Dtype.FP8, Dtype.NVFP4, Dtype.MXFP4} else Dtype.BF16
@@ -109,11 +113,21 @@ class Roofline:
         if self.tokens_per_step < 1:
             raise ConfigError(f"tokens_per_step: must be >= 1, got {self.tokens_per_step}")
 
+    def _remedy(self) -> str:
+        if self.shape.moe is None:
+            return "raise tensor_parallel or pipeline_parallel"
+        return "raise tensor_parallel, pipeline_parallel or expert_parallel"
+
     def _check_parallel(self) -> None:
         tp, pp, ep, dp = self.parallel.tp, self.parallel.pp, self.parallel.ep, self.parallel.dp
         if tp > self.shape.heads:
             raise ConfigError(
                 f"tensor parallelism: {tp} devices cannot share {self.shape.heads} attention heads; at most one each"
+            )
+        if self.shape.heads % tp:
+            raise ConfigError(
+                f"tensor parallelism: {self.shape.heads} attention heads on {tp} devices are {self.shape.heads / tp:.2f}"
+                f" each; take a tensor_parallel that divides {self.shape.heads}"
             )
         if pp > self.shape.layers:
             raise ConfigError(
@@ -150,7 +164,7 @@ class Roofline:
         if weights >= budget:
             raise ConfigError(
                 f"{self.shape.name}: {weights / 1e9:.1f} GB of {self.weight_dtype} weights a device do not fit in "
-                f"{self.factors.memory_fraction:.0%} of {self.hardware.name}'s {self.hardware.memory_bytes / 1e9:.0f} GB; raise tp, pp or ep"
+                f"{self.factors.memory_fraction:.0%} of {self.hardware.name}'s {self.hardware.memory_bytes / 1e9:.0f} GB; {self._remedy()}"
             )
         spread = self.parallel.pp * self.parallel.dp * self._kv_shards()
         return int((budget - weights) * spread / self.kv_bytes_per_token)

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,9 +28,11 @@ from penstock.core.errors import ConfigError, PenstockError
 from penstock.engine.scheduler import SchedulerConfig
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
+from penstock.graph.overrides import SET
 from penstock.sim.charts import say_s
 from penstock.sim.deployment import Deployment, plan_deployment
 from penstock.sim.figures import Run
+from penstock.sim.inputs import Inputs, mismatch
 from penstock.sim.page import make_page
 from penstock.sim.report import make_report
 from penstock.sim.simulate import OnProgress, simulate
@@ -42,6 +45,7 @@ _FILE_COLUMNS = 1000
 _SPEC_SUFFIXES = {".yaml", ".yml"}
 _ONLY_WITH_TRACE = {"speed": None, "rate": None, "requests": None, "hit_ratio": 0.0, "skip_bad": False}
 """Flag: what it is where it was not given."""
+_MOCK = re.compile(r"roles\.[a-z]+\.mock\b")
 
 EXIT_NOTHING_COMPLETED = 1
 
@@ -58,30 +62,48 @@ def run_command(options: argparse.Namespace) -> int:
     if options.seed < 0:
         raise ConfigError(f"--seed: must be >= 0, got {options.seed}")
     paths = options.compare or [options.graph]
-    graphs = {name: _load_graph(path, options) for name, path in _named(paths).items()}
-    deployments = {
-        name: plan_deployment(
-            graph, beside=Path(path).parent, engine_profile=options.engine_profile, exact=options.exact
-        )
-        for (name, graph), path in zip(graphs.items(), paths, strict=True)
-    }
-    for deployment in deployments.values():
-        _check_role(deployment)
+    overrides = _overrides(options)
+    named = _named(paths)
+    graphs = {name: load(path, overrides) for name, path in named.items()}
+    deployments = {}
+    for name, graph in graphs.items():
+        with _blamed(named[name], graph, options):
+            deployments[name] = plan_deployment(
+                graph,
+                beside=Path(named[name]).parent,
+                engine_profile=options.engine_profile,
+                exact=options.exact,
+            )
+            _check_role(deployments[name])
     sessions = _load_sessions(options, block_size=max(graph.block_size for graph in graphs.values()))
     longest_tokens = max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns)
-    for deployment in deployments.values():
-        deployment.check_fits(longest_tokens)
+    for name, deployment in deployments.items():
+        with _blamed(named[name], deployment.graph, options):
+            deployment.check_fits(longest_tokens)
     _check_outputs(options, [options.workload, *paths, *filter(None, [options.engine_profile])])
+    for name, deployment in deployments.items():
+        if (text := mismatch(deployment)) is not None:
+            _tell(f"{name}: {text}")
+    inputs = Inputs(
+        Path(options.workload),
+        options.seed,
+        overrides.assigned(),
+        {name: said for name, usual in _ONLY_WITH_TRACE.items() if (said := getattr(options, name)) != usual},
+        options.engine_profile,
+    )
     runs = [_play(name, deployment, sessions, options) for name, deployment in deployments.items()]
-    workload = Path(options.workload).name
+    for run in runs:
+        run.report["inputs"] = inputs.report(run.deployment, named[run.name])
+    title = f"{inputs.workload.name} on {', '.join(deployments)}"
+    title += f" ({inputs.heading})" if inputs.heading else ""
     outputs: dict[str, Callable[[], None]] = {}
     if options.json is not None:
         content = {run.name: run.report for run in runs} if options.compare else runs[0].report
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         outputs[f"--json: {options.json}"] = partial(_write, options.json, text)
     if options.html is not None:
-        outputs[f"--html: {options.html}"] = partial(_write, options.html, make_page(workload, runs))
-    outputs["stdout"] = partial(_print_table, f"{workload} on {', '.join(deployments)}", runs)
+        outputs[f"--html: {options.html}"] = partial(_write, options.html, make_page(title, runs))
+    outputs["stdout"] = partial(_print_table, title, runs)
     _put_out(outputs)
     return 0 if all(run.report["completed"] for run in runs) else EXIT_NOTHING_COMPLETED
 
@@ -170,9 +192,12 @@ def _play(name: str, deployment: Deployment, sessions: list[Session], options: a
 
 def _print_table(title: str, runs: list[Run]) -> None:
     is_compared = len(runs) > 1
-    table = Table(
-        title=title, show_header=is_compared, caption="* best; % against the first" if is_compared else None
-    )
+    costs = {
+        f"{d.hardware.name} at {d.hardware.usd_per_hour:g} USD an hour and {d.hardware.watts:,g} W a device"
+        for d in (run.deployment for run in runs)
+    }
+    caption = [*(["* best; % against the first"] if is_compared else []), *sorted(costs)]
+    table = Table(title=title, show_header=is_compared, caption="\n".join(caption))
     table.add_column("")
     table.add_column("", style="dim")
     for run in runs:
@@ -204,8 +229,14 @@ def _tell(text: str) -> None:
     print(f"penstock simulate: {text}", file=sys.stderr)  # noqa: T201 - what a command is for
 
 
-def _load_graph(path: str, options: argparse.Namespace) -> Graph:
+def _overrides(options: argparse.Namespace) -> Overrides:
     overrides = Overrides(options.set)
+    for place in overrides.assigned():
+        if _MOCK.match(place):
+            raise ConfigError(
+                f"{SET} {place}: has no effect here: simulated engines take the roofline's or --engine-profile's time;"
+                " leave it out"
+            )
     for flag, place, value in (
         ("--policy", "router.policy", options.policy),
         ("--slo-ttft", "slo.ttft_s", options.slo_ttft),
@@ -213,7 +244,22 @@ def _load_graph(path: str, options: argparse.Namespace) -> Graph:
     ):
         if value is not None:
             overrides.assign(place, value, flag=flag)
-    return load(path, overrides)
+    return overrides
+
+
+@contextmanager
+def _blamed(path: str, graph: Graph, options: argparse.Namespace) -> Iterator[None]:
+    """Say of which graph an error is where there are several, and that nobody named its hardware."""
+    try:
+        yield
+    except ConfigError as error:
+        role = graph.roles.aggregated
+        left_out = role is not None and "hardware" not in role.model_fields_set
+        raise ConfigError(
+            (f"{path}: " if options.compare else "")
+            + error.message
+            + ("; hardware was left out, which means cpu" if left_out else "")
+        ) from error
 
 
 def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[Session]:
@@ -226,7 +272,8 @@ def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[Sess
     bad: list[ConfigError] = []
     trace = read_trace(path, on_bad=bad.append if options.skip_bad else None)
     if bad:
-        _tell(f"{len(bad):,} lines were passed over (--skip-bad), the first: {bad[0].message}")
+        lines = "1 line was" if len(bad) == 1 else f"{len(bad):,} lines were"
+        _tell(f"{lines} passed over (--skip-bad), the first: {bad[0].message}")
     trace = rescaled(trace[: options.requests], speed=options.speed, rate_per_s=options.rate)
     if options.hit_ratio and all(row.prefix_ids for row in trace):
         raise ConfigError(

@@ -18,6 +18,7 @@ from penstock.perf.hardware import Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
 from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
+from penstock.perf.roofline import Roofline
 from penstock.perf.shape import ModelShape
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.cluster import ClusterSpec, SimEngine
@@ -48,6 +49,10 @@ class Deployment:
     context_length: int
     arithmetic: str
     """How the KV capacity comes about; for people."""
+    remedy: str
+    """What makes it larger; for people."""
+    profile: Profile | None = None
+    """What the engines run on instead of the roofline alone."""
     exact: bool = False
     """Whether engines take every step, instead of jumping from event to event."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -68,7 +73,7 @@ class Deployment:
         if longest_tokens > capacity:
             raise ConfigError(
                 f"KV: the longest request has {longest_tokens:,} tokens, and a worker's KV holds {capacity:,}:"
-                f" {self.arithmetic}; raise tensor_parallel, take hardware with more memory, or a shorter trace"
+                f" {self.arithmetic}; {self.remedy}, or take a shorter trace"
             )
 
     def cluster_spec(self, streams: Mapping[RequestId, Stream]) -> ClusterSpec:
@@ -138,29 +143,52 @@ def plan_deployment(
     hardware = find_hardware(role.hardware)
     roofline = make_roofline(shape, role)
     latency: LatencyModel = roofline
-    if engine_profile is not None:
-        latency = ProfiledModel(Profile.load(engine_profile), roofline)
+    profile = None if engine_profile is None else Profile.load(engine_profile)
+    if profile is not None:
+        latency = ProfiledModel(profile, roofline)
     capacity = latency.kv_capacity_tokens
-    weights = roofline.weight_bytes_per_device()
-    arithmetic = (
-        f"{hardware.memory_bytes * roofline.factors.memory_fraction / 1e9:.1f} GB of a device less"
-        f" {weights / 1e9:.1f} GB of weights, on {role.devices} devices, at"
-        f" {roofline.kv_bytes_per_token / 1e3:.1f} kB a token"
-    )
-    if roofline.kv_copies > 1:
-        arithmetic += f" on {roofline.kv_copies:g} of them each"
+    if profile is not None and profile.kv_capacity_tokens:
+        arithmetic = f"kv_capacity_tokens of the profile is {capacity:,}"
+        remedy = "set kv_blocks, or kv_capacity_tokens in the profile"
+    else:
+        arithmetic = _memory_arithmetic(roofline, role)
+        remedy = "raise tensor_parallel or take hardware with more memory"
     num_blocks = capacity // graph.block_size
     if role.kv_blocks is not None:
-        if role.kv_blocks > num_blocks and engine_profile is None:
+        if role.kv_blocks > num_blocks and profile is None:
             raise ConfigError(
                 f"roles.aggregated.kv_blocks: {role.kv_blocks} blocks of {graph.block_size} tokens do not fit: "
                 f"{num_blocks} do, {arithmetic}"
             )
         num_blocks = role.kv_blocks
         arithmetic = f"{num_blocks} blocks of {graph.block_size} tokens (kv_blocks)"
+        remedy = "raise kv_blocks"
     if num_blocks < 2:
-        raise ConfigError(f"KV: room for {num_blocks} blocks of {graph.block_size} tokens: {arithmetic}")
+        raise ConfigError(
+            f"KV: room for {num_blocks} blocks of {graph.block_size} tokens, at least 2 are needed: {arithmetic};"
+            f" {remedy}"
+        )
     prices = DecodePrices(latency, shape.context_length)
     return Deployment(
-        graph, role, shape, hardware, latency, prices, num_blocks, shape.context_length, arithmetic, exact
+        graph,
+        role,
+        shape,
+        hardware,
+        latency,
+        prices,
+        num_blocks,
+        shape.context_length,
+        arithmetic,
+        remedy,
+        profile,
+        exact,
     )
+
+
+def _memory_arithmetic(roofline: Roofline, role: RoleSpec) -> str:
+    memory_bytes = roofline.hardware.memory_bytes * roofline.factors.memory_fraction
+    text = (
+        f"{memory_bytes / 1e9:.1f} GB of a device less {roofline.weight_bytes_per_device() / 1e9:.1f} GB of weights,"
+        f" on {role.devices} device{'s' if role.devices > 1 else ''}, at {roofline.kv_bytes_per_token / 1e3:.1f} kB a token"
+    )
+    return text + (f" on {roofline.kv_copies:g} of them each" if roofline.kv_copies > 1 else "")

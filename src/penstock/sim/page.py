@@ -12,16 +12,16 @@ _TILES = ("TTFT, p50", "TTFT, p99", "ITL, p50", "goodput", "output", "KV hit rat
 _PAIR_WIDTH_PX = 380
 
 
-def make_page(workload: str, runs: Sequence[Run]) -> str:
+def make_page(heading: str, runs: Sequence[Run]) -> str:
     """Write the page.
 
     Args:
-        workload: what was played.
-        runs: on what; several are put side by side.
+        heading: what was played, on what.
+        runs: what came of it; several are put side by side.
     """
     rows = summarize([run.report for run in runs])
     body = _one(runs[0], rows) if len(runs) == 1 else _several(runs, rows)
-    return make_document(f"{workload} on {', '.join(run.name for run in runs)}", body)
+    return make_document(heading, body)
 
 
 def _one(run: Run, rows: list[Row]) -> str:

@@ -65,8 +65,20 @@ _SCALES = {"%": 100.0, "MB": 1e-6}
 
 
 def summarize(reports: Sequence[Report]) -> list[Row]:
-    """Put reports side by side, each row in one unit."""
-    return [_row(figure, [_value(report, figure.path) for report in reports]) for figure in _FIGURES]
+    """Put reports side by side; the rows of a family, as the percentiles of one latency, share their unit."""
+    slowest_s: dict[str, float] = {}
+    for figure in _FIGURES:
+        if figure.unit == "s":
+            values = [_value(report, figure.path) or 0.0 for report in reports]
+            slowest_s[figure.path[0]] = max(slowest_s.get(figure.path[0], 0.0), *values)
+    return [
+        _row(
+            figure,
+            [_value(report, figure.path) for report in reports],
+            in_ms=slowest_s.get(figure.path[0], 0.0) < 1.0,
+        )
+        for figure in _FIGURES
+    ]
 
 
 def _value(report: Report, path: tuple[str, ...]) -> float | None:
@@ -76,10 +88,10 @@ def _value(report: Report, path: tuple[str, ...]) -> float | None:
     return None if value is None else float(value)
 
 
-def _row(figure: _Figure, values: list[float | None]) -> Row:
+def _row(figure: _Figure, values: list[float | None], *, in_ms: bool) -> Row:
     known = [value for value in values if value is not None]
     scale, unit = _SCALES.get(figure.unit, 1.0), figure.unit
-    if unit == "s" and max(known, default=1.0) < 1.0:
+    if unit == "s" and in_ms:
         scale, unit = 1000.0, "ms"
     best = (
         max(known, key=lambda value: figure.better * value) if figure.better and len(set(known)) > 1 else None

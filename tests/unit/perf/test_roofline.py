@@ -210,7 +210,9 @@ def test_capacity() -> None:
     assert roofline.kv_bytes_per_token == 131072
     budget = 0.9 * 80e9 - shape.total_params() * 2
     assert roofline.kv_capacity_tokens == int(budget / 131072)
-    with pytest.raises(ConfigError, match=r"do not fit in 90% of h100's 80 GB; raise tp"):
+    with pytest.raises(
+        ConfigError, match=r"do not fit in 90% of h100's 80 GB; raise tensor_parallel or pipeline_parallel$"
+    ):
         _ = Roofline(shape_of(LLAMA_70B, name="70b"), find_hardware("h100")).kv_capacity_tokens
 
 

@@ -25,7 +25,7 @@ def rows(*reports):
         ("requests", "", "12,031"),
         ("duration", "s", "100"),
         ("TTFT, mean", "ms", "500"),
-        ("TTFT, p99", "s", "-"),
+        ("TTFT, p99", "ms", "-"),
         ("output", "tokens/s", "1,500"),
         ("goodput", "requests/s", "-"),
         ("KV hit ratio", "%", "36.6"),
@@ -52,7 +52,8 @@ def test_beside_others_the_best_is_marked_and_differences_are_told():
         ("0.5", "", True),
         ("1.5", "+200 %", False),
     ]
-    assert found["TTFT, mean"].unit == "s"
+    assert [found[f"TTFT, {part}"].unit for part in ("mean", "p50", "p90")] == ["s", "s", "s"]
+    assert found["ITL, mean"].unit == "ms"
     assert [(c.difference, c.is_best) for c in found["output"].cells] == [("", False), ("+20 %", True)]
     assert [(c.difference, c.is_best) for c in found["cost"].cells] == [("", False), ("-50 %", True)]
     assert [(c.value, c.difference) for c in found["KV hit ratio"].cells] == [("36.6", ""), ("-", "")]

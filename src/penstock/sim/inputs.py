@@ -1,0 +1,87 @@
+"""What a simulation was given, so that a report says how to get it again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock import __version__
+from penstock.sim.deployment import Deployment
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What was played beside the graph's file.
+
+    workload:  the file
+    changes:   fields of the graph that flags set, by dotted path
+    played:    flags that change the workload, as they were given
+    profile:   the file that the engines run on, None for the roofline
+    """
+
+    workload: Path
+    seed: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    played: Mapping[str, Any] = field(default_factory=dict)
+    profile: Path | None = None
+
+    @property
+    def heading(self) -> str:
+        """What differs from graph and roofline, for people; empty if nothing does."""
+        said = [f"{place}={value}" for place, value in self.changes.items()]
+        if self.profile is not None:
+            said.append(f"engines on the profile {self.profile.name}")
+        return ", ".join(said)
+
+    def report(self, deployment: Deployment, graph_file: str) -> dict[str, Any]:
+        """Make the report's block `inputs`; files by their names alone."""
+        graph, hardware, profile = deployment.graph, deployment.hardware, deployment.profile
+        return {
+            "version": __version__,
+            "workload": self.workload.name,
+            "played": dict(self.played),
+            "seed": self.seed,
+            "exact": deployment.exact,
+            "graph": Path(graph_file).name,
+            "set": dict(self.changes),
+            "policy": graph.router.policy,
+            "slo": None if graph.slo is None else graph.slo.model_dump(mode="json"),
+            "hardware": hardware.name,
+            "devices": deployment.devices,
+            "usd_per_hour": hardware.usd_per_hour,
+            "watts": hardware.watts,
+            "engine_profile": profile
+            and {
+                "file": self.profile and self.profile.name,
+                "engine": profile.engine,
+                "model": profile.model,
+                "hardware": profile.hardware,
+                "tensor_parallel": profile.tensor_parallel,
+                "machine": profile.machine,
+            },
+        }
+
+
+def mismatch(deployment: Deployment) -> str | None:
+    """Say what a profile is of and what it stands for, where it tells that these differ."""
+    profile, role, graph = deployment.profile, deployment.role, deployment.graph
+    if profile is None:
+        return None
+    names = {graph.model, Path(graph.model).name, graph.served_name, deployment.shape.name}
+    sides = (
+        ("model", profile.model, profile.model in names, graph.model),
+        (
+            "hardware",
+            profile.hardware,
+            profile.hardware == deployment.hardware.name,
+            deployment.hardware.name,
+        ),
+        (
+            "tensor_parallel",
+            profile.tensor_parallel,
+            profile.tensor_parallel == role.tensor_parallel,
+            role.tensor_parallel,
+        ),
+    )
+    differ = [f"{name} {theirs} for {ours}" for name, theirs, same, ours in sides if theirs and not same]
+    return f"the profile is of another engine: {', '.join(differ)}" if differ else None
