@@ -316,6 +316,12 @@ def _add_profile(commands: Any) -> None:
         help="points kept back, of each kind (default 12; 6 with --quick)",
     )
     add("--max-seconds", type=float, metavar="S", help="measure no longer (default 900; 40 with --quick)")
+    add(
+        "--request-timeout",
+        type=float,
+        metavar="S",
+        help="of a URL: it has stopped answering when one request takes longer (default 60)",
+    )
     add("--quick", action="store_true", help="few cells, in less than a minute")
     add("--seed", type=int, default=0, metavar="N", help="of prompts, order and points kept back (default 0)")
     parser.set_defaults(run=_profile)

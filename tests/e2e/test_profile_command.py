@@ -262,6 +262,23 @@ def test_an_endpoint_that_fails_or_stops_early_within_a_batch(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_endpoint_that_goes_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[dict] = []
+
+    async def stuck(request: web.Request, body: dict) -> web.StreamResponse:
+        asked.append(body)
+        if len(asked) > 4:
+            await asyncio.sleep(30)
+        return await stream(request, *words(body["max_tokens"]))
+
+    # the sweep's own limit comes first: silence is not taken for the end of a measurement
+    flags = ("--model", "a", "--quick", "--request-timeout", "2", "--max-seconds", "1")
+    with endpoint(stuck) as url:
+        error = refusal(capsys, url, *flags, "--out", tmp_path / "p.json", code=1)
+    assert f"{url} stopped answering: no end of the answer after 2 s; is it stuck?" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nobody_at_the_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal(capsys, "http://127.0.0.1:9", "--out", tmp_path / "p.json", code=1)
     assert error.startswith("penstock: ENGINE_OR_URL: http://127.0.0.1:9: nobody answers (")
@@ -283,6 +300,7 @@ def test_nobody_at_the_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("mock", "--held-out", "-1"), "--held-out: must be >= 0, got -1"),
         (("mock", "--max-seconds", "-1"), "--max-seconds: must be > 0, got -1"),
         (("mock", "--max-seconds", "nan"), "--max-seconds: must be > 0, got nan"),
+        (("mock", "--request-timeout", "0"), "--request-timeout: must be > 0, got 0"),
         (("mock", "--batches", "500"), "the engine runs at most 64 requests at once"),
         (("mock", "--model", "/nope"), "model: no such directory: /nope"),
         (("mock", "--hardware", "h900"), "--hardware: roles.aggregated.hardware: unknown 'h900'; did you mean 'h200'?"),

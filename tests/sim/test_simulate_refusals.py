@@ -78,6 +78,8 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
         ),
         (["--set", "roles.aggregated.expert_dtype=fp8"], "expert_dtype: fp8 needs a model with experts"),
         (["--set", "roles.aggregated.tensor_parallel=3"], "32 attention heads on 3 devices are 10.67 each"),
+        (["--json", "-"], "--json: -: expected a file; the table goes to stdout, as in --json report.json"),
+        (["--set", "links=3"], "links: must be a list, got 3"),
         (["--json", "/nowhere/out.json"], "--json: /nowhere/out.json"),
         (["--engine-profile", "/nowhere/profile.json"], "no such file"),
     ],
@@ -114,6 +116,7 @@ def test_no_number_is_too_absurd_to_be_refused(capsys, flag, value):
         ("[]", "must be a mapping"),
         ("rate_per_s: [", ":1:14: "),
         ("requests: 5", "rate_per_s: missing"),
+        ("rate_per_s: true", "rate_per_s: must be a number, got True"),
         ("rate_per_s: .nan", "rate_per_s: must be a finite number, got nan"),
         ("rate_per_s: 1e-12", "raise rate_per_s"),
         ("rate_per_s: 5\nthink_s: 1e12", "think_s: must be <= 86400.0"),
@@ -255,4 +258,8 @@ def test_ctrl_c_ends_a_run_at_once_and_without_a_traceback(tmp_path):
     time.sleep(8)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out, err) == (
+        130,
+        "",
+        "penstock simulate: interrupted; no report was written\n",
+    )

@@ -90,7 +90,7 @@ def _wording(item: ErrorDetails) -> str:
         message = "must be a mapping"
     else:
         message = item["msg"].partition(", unable to")[0].removeprefix("Value error, ").removeprefix("Input ")
-        message = message.replace("should", "must", 1)
+        message = message.replace("should", "must", 1).replace("a valid tuple", "a list")
         message = message[:1].lower() + message[1:]
     value = item["input"]
     return f"{message}, got {'a mapping' if isinstance(value, (dict, pydantic.BaseModel)) else repr(value)}"

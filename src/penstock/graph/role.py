@@ -1,6 +1,6 @@
 """What the workers of one role are: how many, which engine, on what, with how much KV."""
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import pydantic
 
@@ -12,6 +12,7 @@ from penstock.engine.registry import engine_dtypes, engine_names
 from penstock.perf.hardware import find_hardware
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp4", "nvfp4"]
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class RoleSpec(Config):
@@ -32,11 +33,11 @@ class RoleSpec(Config):
     expert_parallel: int = pydantic.Field(default=1, ge=1)
     """Devices of a stage that share a layer's experts out, each whole; a multiple of `tensor_parallel` that divides tensor x data parallel. 1 cuts each expert by `tensor_parallel`."""
     weight_dtype: Dtype = "auto"
-    """Number format of the weights; auto is the checkpoint's own."""
+    """Number format of the weights: float32 (or fp32), bfloat16 (bf16), float16 (fp16), fp8, int8, mxfp4, nvfp4, as far as the engine knows it; auto is the checkpoint's own."""
     expert_dtype: Dtype = "auto"
-    """Number format of routed experts; auto is that of the weights."""
+    """Number format of routed experts, as for `weight_dtype`; auto is that of the weights."""
     kv_dtype: Dtype = "auto"
-    """Number format of the KV cache; auto is that of the weights, or fp8 where they are narrower."""
+    """Number format of the KV cache, as for `weight_dtype`; auto is that of the weights, or fp8 where they are narrower."""
     max_batch_tokens: int | None = pydantic.Field(default=None, ge=1)
     """Tokens one engine step may compute on each data-parallel rank, and so of one prompt; None is the engine's own choice."""
     max_running_requests: int | None = pydantic.Field(default=None, ge=1)
@@ -65,6 +66,15 @@ class RoleSpec(Config):
             return find_hardware(hardware).name
         except ConfigError as error:
             raise wrong(error.message.removeprefix("hardware: ")) from error
+
+    @pydantic.field_validator("weight_dtype", "expert_dtype", "kv_dtype", mode="before")
+    @classmethod
+    def _read_dtype(cls, dtype: Any) -> Any:
+        known = [*get_args(Dtype), *_SHORT]
+        if isinstance(dtype, str) and dtype not in known:
+            hint = nearest(dtype, known) if dtype != "fp4" else "; did you mean 'nvfp4' or 'mxfp4'?"
+            raise wrong(f"there is no number format {dtype!r}{hint}")
+        return _SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
 
     @pydantic.field_validator("weight_dtype", "expert_dtype", "kv_dtype")
     @classmethod

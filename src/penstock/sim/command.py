@@ -51,6 +51,20 @@ EXIT_NOTHING_COMPLETED = 1
 
 
 def run_command(options: argparse.Namespace) -> int:
+    """Simulate; see `_run`.
+
+    Raises:
+        ConfigError, PenstockError: as there.
+        KeyboardInterrupt: told on stderr.
+    """
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        _tell("interrupted; no report was written")
+        raise
+
+
+def _run(options: argparse.Namespace) -> int:
     """Simulate, print the table, write the JSON and the page; returns the exit code.
 
     Raises:
@@ -140,6 +154,10 @@ def _check_outputs(options: argparse.Namespace, inputs: list[str | Path]) -> Non
     for flag, path in (("--json", options.json), ("--html", options.html)):
         if path is None:
             continue
+        if str(path) == "-":
+            raise ConfigError(
+                f"{flag}: -: expected a file; the table goes to stdout, as in {flag} report.{flag[2:]}"
+            )
         if path.is_dir() or not path.parent.is_dir():
             raise ConfigError(f"{flag}: {path}: expected a file in a directory that exists")
         if path.resolve() in taken:

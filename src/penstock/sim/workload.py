@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
@@ -63,6 +63,13 @@ class WorkloadConfig(Config):
     """Prompt tokens that all sessions of a group begin with."""
     prefix_groups: int = Field(default=1, ge=1, le=1_000_000)
     """Groups, equally likely."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_number(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise wrong(f"must be a number, got {value}")
+        return value
 
     @model_validator(mode="after")
     def _check_extent(self) -> Self:

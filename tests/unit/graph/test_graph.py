@@ -232,6 +232,12 @@ def test_simulated_engines_take_narrow_formats_and_every_parallelism(tmp_path: P
     )
     graph = load(write(tmp_path, f"model: demo\nroles: {{aggregated: {{{role}}}}}\n"))
     assert graph.roles.aggregated.devices == 2 * 3 * 4
+    short = RoleSpec(weight_dtype="bf16", kv_dtype="fp32", engine="mock", expert_dtype="fp16")
+    assert (short.weight_dtype, short.kv_dtype, short.expert_dtype) == ("bfloat16", "float32", "float16")
+    with pytest.raises(ValueError, match="no number format 'fp4'; did you mean 'nvfp4' or 'mxfp4'"):
+        RoleSpec(weight_dtype="fp4")
+    with pytest.raises(ValueError, match="no number format 'float8'; did you mean"):
+        RoleSpec(weight_dtype="float8")
     for dtype in ("int8", "mxfp4"):
         assert RoleSpec(engine="mock", weight_dtype=dtype).weight_dtype == dtype
     (line,) = mistakes(

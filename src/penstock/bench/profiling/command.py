@@ -93,10 +93,14 @@ def sweep_config(options: argparse.Namespace) -> SweepConfig:
             if count < least:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be >= {least}, got {count}")
             said[name] = count
-    if options.max_seconds is not None:
-        if not 0 < options.max_seconds < float("inf"):
-            raise ConfigError(f"--max-seconds: must be > 0, got {options.max_seconds:g}")
-        said["max_seconds"] = options.max_seconds
+    for flag, name, seconds in (
+        ("--max-seconds", "max_seconds", options.max_seconds),
+        ("--request-timeout", "request_timeout_s", options.request_timeout),
+    ):
+        if seconds is not None:
+            if not 0 < seconds < float("inf"):
+                raise ConfigError(f"{flag}: must be > 0, got {seconds:g}")
+            said[name] = seconds
     return replace(config, **said)
 
 

@@ -17,7 +17,6 @@ from penstock.core.errors import ConfigError, PenstockError, Unavailable
 TARGET = "ENGINE_OR_URL"
 _LIST_TIMEOUT_S = 10.0
 _PROBE_TIMEOUT_S = 60.0
-_REQUEST_TIMEOUT_S = 600.0
 _PROBE_TOKENS = 16
 _EXTENSIONS = {"ignore_eos": True, "min_tokens": 0}
 _REFUSED = {"http_400", "http_404", "http_405", "http_422", "http_501"}
@@ -88,18 +87,23 @@ class Endpoint:
             Unavailable: it failed.
         """
         exchange = await self.client.send(self.dialect.body(self.model, prompt, output_tokens))
+        if exchange.failure == Failure.TIMEOUT:
+            raise Unavailable(
+                f"{self.url} stopped answering: {exchange.message}; is it stuck? A slow one needs a longer --request-timeout"
+            )
         if exchange.failure is not None:
             raise Unavailable(f"{self.url}: {_told(exchange)}")
         return exchange
 
 
-async def connect(url: str, model: str | None, api_key: str | None) -> Endpoint:
+async def connect(url: str, model: str | None, api_key: str | None, *, request_timeout_s: float) -> Endpoint:
     """Find out what answers at a URL.
 
     Args:
         url: with or without /v1.
         model: None takes the only one listed.
         api_key: sent as a bearer token.
+        request_timeout_s: for one request, to the last byte of its answer.
 
     Raises:
         ConfigError: no URL, no such model, or it does not stream.
@@ -112,7 +116,7 @@ async def connect(url: str, model: str | None, api_key: str | None) -> Endpoint:
     refusals = []
     for dialect in _DIALECTS:
         client = Client(
-            Address.parse(url, dialect.path, flag=TARGET), timeout_s=_REQUEST_TIMEOUT_S, api_key=api_key
+            Address.parse(url, dialect.path, flag=TARGET), timeout_s=request_timeout_s, api_key=api_key
         )
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):

@@ -19,6 +19,7 @@ class SweepConfig:
     held_out:    points kept back, of each kind
     repeats:     samples of each cell, after one that is dropped
     max_seconds: no measurement begins later
+    request_timeout_s: for one request to a URL, and for a measurement that is under way at `max_seconds`
     """
 
     prompt_tokens: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -28,6 +29,7 @@ class SweepConfig:
     held_out: int = 12
     seed: int = 0
     max_seconds: float = 900.0
+    request_timeout_s: float = 60.0
 
 
 QUICK = SweepConfig(

@@ -67,7 +67,7 @@ async def make_profile(wanted: Wanted, config: SweepConfig, on_progress: OnProgr
     measured_at = datetime.fromtimestamp(wall_time_s(), UTC).isoformat(timespec="seconds")
     opened: AbstractAsyncContextManager[Target]
     if wanted.is_url:
-        opened = await _open_endpoint(wanted, run=f"{config.seed}/{measured_at}")
+        opened = await _open_endpoint(wanted, config, run=f"{config.seed}/{measured_at}")
     else:
         opened = _open_engine(wanted, config.seed)
     async with opened as target:
@@ -98,13 +98,14 @@ async def sweep(target: Target, config: SweepConfig, on_progress: OnProgress | N
     return replace(profile, evaluation=judge(profile, measured, plan.left_out))
 
 
-async def _open_endpoint(wanted: Wanted, *, run: str) -> EndpointTarget:
+async def _open_endpoint(wanted: Wanted, config: SweepConfig, *, run: str) -> EndpointTarget:
     if wanted.settings:
         raise ConfigError("--set: only with an engine; a server at a URL has its own settings")
     hardware = find_hardware(wanted.hardware).name if wanted.hardware else ""
-    return EndpointTarget(
-        await connect(wanted.target, wanted.model, wanted.api_key), hardware=hardware, run=run
+    endpoint = await connect(
+        wanted.target, wanted.model, wanted.api_key, request_timeout_s=config.request_timeout_s
     )
+    return EndpointTarget(endpoint, hardware=hardware, run=run)
 
 
 def _open_engine(wanted: Wanted, seed: int) -> EngineTarget:

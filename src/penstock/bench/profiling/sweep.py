@@ -52,9 +52,11 @@ async def measure(
     rng = random.Random(config.seed)
     done = 0
     try:
-        async with asyncio.timeout_at(deadline_s):
+        async with asyncio.timeout_at(deadline_s + config.request_timeout_s):
             for _ in range(config.repeats + 1):
                 for cell in cells:
+                    if loop.time() >= deadline_s:
+                        return _gather(samples, plan, config)
                     if on_progress is not None:
                         on_progress(done, cell)
                     samples[cell].append(await _sample(target, cell))
