@@ -28,6 +28,15 @@ def test_a_mock_engine_takes_the_models_shape():
     run_async(main())
 
 
+def test_limits_are_each_ranks() -> None:
+    one = EngineSpec(model="", block_size=16, max_batch_tokens=99, max_running_requests=7).scheduler
+    four = EngineSpec(
+        model="", block_size=16, data_parallel=4, max_batch_tokens=99, max_running_requests=7
+    ).scheduler
+    assert (one.max_batch_tokens, one.prompt_budget, one.max_running_requests) == (99, 99, 7)
+    assert (four.max_batch_tokens, four.prompt_budget, four.max_running_requests) == (396, 99, 28)
+
+
 def test_an_unknown_engine_is_named_with_the_nearest():
     assert engine_names() == ("mock", "paged")
     with pytest.raises(ConfigError, match=re.escape("engine: there is no 'page'; did you mean 'paged'?")):
