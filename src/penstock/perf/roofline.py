@@ -129,6 +129,12 @@ class Roofline:
                 f"tensor parallelism: {self.shape.heads} attention heads on {tp} devices are {self.shape.heads / tp:.2f}"
                 f" each; take a tensor_parallel that divides {self.shape.heads}"
             )
+        heads = self.shape.kv_heads
+        if self.shape.mla is None and max(tp, heads) % min(tp, heads):
+            raise ConfigError(
+                f"tensor parallelism: {heads} KV heads on {tp} devices are neither split nor copied evenly; take a"
+                f" tensor_parallel that divides {heads}, or a multiple of it"
+            )
         if pp > self.shape.layers:
             raise ConfigError(
                 f"pipeline parallelism: {pp} stages cannot share {self.shape.layers} layers; at most one each"

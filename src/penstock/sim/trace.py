@@ -4,6 +4,7 @@ Sources: Azure/AzurePublicDataset (AzureLLMInferenceTrace_*.csv); kvcache-ai/Moo
 """
 
 import gzip
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -139,6 +140,12 @@ class _Reader:
             raise ValueError(
                 f"token counts must be from 0 to {TOKENS_MAX:,}, got {_short(row.input_tokens)}"
                 f" and {_short(row.output_tokens)}"
+            )
+        blocks = row.input_tokens / PREFIX_BLOCK_TOKENS
+        if row.prefix_ids and len(row.prefix_ids) not in {math.floor(blocks), math.ceil(blocks)}:
+            raise ValueError(
+                f"hash_ids: expected one for each {PREFIX_BLOCK_TOKENS} tokens of the prompt, {math.ceil(blocks):,} for"
+                f" input_length {row.input_tokens:,}, got {len(row.prefix_ids):,}"
             )
         first_s = row.at_s if self._first_s is None else self._first_s
         if not abs(row.at_s - first_s) <= SPAN_MAX_S:

@@ -105,6 +105,8 @@ def test_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (LINE.replace("1, 2", "1, 2, 3") % 0, "2 for input_length 700, got 3"),
+        (LINE.replace("700", "2000") % 0, "4 for input_length 2,000, got 2"),
         (LINE.replace("1, 2", "-1") % 0, "hash_ids of numbers from 0"),
         (LINE.replace("1, 2", "1" + "0" * 30) % 0, "hash_ids"),
         (LINE % 10**15, "within 366 days of the first row's, got one 1.16e"),
