@@ -10,9 +10,9 @@ from penstock.bench.goodput import Search
 from penstock.bench.slower import slower_profile
 from penstock.bench.systems import CALCULATED, SIMULATED
 from penstock.cli import main
-from penstock.graph import Slo, load
+from penstock.graph import Overrides, Slo, load
 from penstock.perf.placement import Demand, Placement, place_aggregated
-from penstock.perf.profile import ProfiledModel
+from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.roofline import Parallel
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.workload import WorkloadConfig
@@ -131,3 +131,22 @@ def test_curves_alone(tmp_path: Path) -> None:
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "deployments", "--only", "9b"]) == 2
     assert "no system begins with '9b'; known: 8b-h100" in capsys.readouterr().err
+
+
+def test_the_router_expects_what_was_measured_and_engines_may_run_on_something_else():
+    measured, other = PROFILES / "8b-h100-bf16-tp1.json", PROFILES / "70b-h100-fp8-tp2.json"
+    graph = load(GRAPHS / "8b-h100-x8.yaml")
+    told = load(GRAPHS / "8b-h100-x8.yaml", Overrides([f"roles.aggregated.profile={measured}"]))
+    alone, both, engines_only = (
+        plan_deployment(graph, beside=GRAPHS),
+        plan_deployment(told, beside=GRAPHS),
+        plan_deployment(told, beside=GRAPHS, engine_profile=other),
+    )
+    point = Profile.load(measured).decode[0]
+    assert both.latency.decode_step_s(point.batch, point.batch * point.context) == pytest.approx(
+        point.seconds
+    )
+    assert (
+        both.cluster_spec({}).prices == engines_only.cluster_spec({}).prices != alone.cluster_spec({}).prices
+    )
+    assert engines_only.latency.decode_step_s(1, 256) != both.latency.decode_step_s(1, 256)

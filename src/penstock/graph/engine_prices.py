@@ -5,6 +5,8 @@ from pathlib import Path
 from penstock.core.types import Prices
 from penstock.graph.role import RoleSpec
 from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.latency import LatencyModel
+from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
 from penstock.perf.roofline import Parallel, Roofline
 from penstock.perf.shape import ModelShape, load_shape
@@ -13,15 +15,29 @@ _NAMED = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 
 
 def engine_prices(role: RoleSpec, model_dir: Path) -> Prices:
-    """Say what a worker of a role tells routers: a mock engine's prices are its settings, others' the roofline's.
+    """Say what a worker of a role tells routers: as measured, where the role has a profile.
+
+    Otherwise a mock engine's prices are its settings, and others' the roofline's.
 
     Raises:
-        ConfigError: nobody can tell of such a model, or it cannot be spread like that.
+        ConfigError: nobody can tell of such a model, it cannot be spread like that, or the profile cannot be read.
     """
-    if role.engine == "mock":
+    if role.engine == "mock" and role.profile is None:
         return role.mock.prices()
     shape = load_shape(model_dir)
-    return publish(make_roofline(shape, role), context_length=shape.context_length)
+    return publish(make_latency(shape, role), context_length=shape.context_length)
+
+
+def make_latency(shape: ModelShape, role: RoleSpec) -> LatencyModel:
+    """Price one worker of a role by the best there is: its profile over the roofline, or the roofline alone.
+
+    Raises:
+        ConfigError: the model cannot be spread like that, or the profile cannot be read.
+    """
+    roofline = make_roofline(shape, role)
+    if role.profile is None:
+        return roofline
+    return ProfiledModel(Profile.load(Path(role.profile)), roofline)
 
 
 def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:

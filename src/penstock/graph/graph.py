@@ -19,6 +19,7 @@ from penstock.graph.overrides import Overrides
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.slo import Slo
 from penstock.graph.supervision import Supervision
+from penstock.perf.profile import Profile
 from penstock.router.config import RouterConfig
 from penstock.worker.config import WorkerConfig
 
@@ -97,7 +98,7 @@ class Graph(Config):
 
 
 def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
-    """Read a graph from a YAML file, or from a Python file that sets `graph`.
+    """Read a graph from a YAML file, or from a Python file that sets `graph`; profiles it names lie relative to it.
 
     Args:
         path: the file; `.py` is run, anything else is YAML (of which JSON is a part).
@@ -110,11 +111,10 @@ def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
     source = str(path)
     if path.suffix == ".py":
         graph = _run_python(path)
-        return (
-            build(graph.model_dump(mode="json", exclude_unset=True), overrides, source)
-            if overrides
-            else graph
-        )
+        if overrides:
+            data = graph.model_dump(mode="json", exclude_unset=True)
+            return build(data, overrides, source, directory=path.parent)
+        return _with_profiles(graph, path.parent, Overrides(), source)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -124,17 +124,44 @@ def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
     data = parse_yaml(text, source=source)
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: must be a mapping, with at least a `model`")
-    return build(data, overrides, source)
+    return build(data, overrides, source, directory=path.parent)
 
 
-def build(data: dict[str, Any], overrides: Overrides | None = None, source: str = "graph") -> Graph:
-    """Make a graph of plain data and what flags say differently.
+def build(
+    data: dict[str, Any],
+    overrides: Overrides | None = None,
+    source: str = "graph",
+    *,
+    directory: Path = Path(),
+) -> Graph:
+    """Make a graph of plain data and what flags say differently; profiles it names lie relative to `directory`.
 
     Raises:
         ConfigError: one line per mistake; those of a flag name it, the others `source`.
     """
     changes = overrides or Overrides()
-    return Graph.parse(changes.apply(data), source=lambda path: changes.source_of(path, source))
+    graph = Graph.parse(changes.apply(data), source=lambda path: changes.source_of(path, source))
+    return _with_profiles(graph, directory, changes, source)
+
+
+def _with_profiles(graph: Graph, directory: Path, overrides: Overrides, source: str) -> Graph:
+    """Read the profiles that roles name, and name them from the root, since workers run in directories of their own.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    changed = {}
+    for name, role in graph.roles.present().items():
+        if role.profile is None:
+            continue
+        profile = (directory / Path(role.profile).expanduser()).resolve()
+        try:
+            Profile.load(profile)
+        except ConfigError as error:
+            where = overrides.source_of(("roles", name.value, "profile"), source)
+            raise ConfigError(f"{where}: roles.{name.value}.profile: {error.message}") from error
+        changed[name.value] = role.model_copy(update={"profile": str(profile)})
+    return graph.model_copy(update={"roles": graph.roles.model_copy(update=changed)}) if changed else graph
 
 
 def _run_python(path: Path) -> Graph:

@@ -44,6 +44,8 @@ class RoleSpec(Config):
     """Requests in the batch of each data-parallel rank; None is the engine's own choice."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)
     """Blocks in a worker's KV pool; None is the engine's own choice."""
+    profile: str | None = pydantic.Field(default=None, min_length=1)
+    """File that `penstock profile` wrote of such a worker, relative to the graph's; routers price work by it instead of by the hardware's data sheet alone."""
     mock: MockConfig = MockConfig()
     """How the mock engine behaves."""
 

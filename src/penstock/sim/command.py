@@ -94,7 +94,8 @@ def _run(options: argparse.Namespace) -> int:
     for name, deployment in deployments.items():
         with _blamed(named[name], deployment.graph, options):
             deployment.check_fits(longest_tokens)
-    _check_outputs(options, [options.workload, *paths, *filter(None, [options.engine_profile])])
+    profiles = [options.engine_profile, *(deployment.role.profile for deployment in deployments.values())]
+    _check_outputs(options, [options.workload, *paths, *filter(None, profiles)])
     for name, deployment in deployments.items():
         if (text := mismatch(deployment)) is not None:
             _tell(f"{name}: {text}")
@@ -252,7 +253,7 @@ def _overrides(options: argparse.Namespace) -> Overrides:
     for place in overrides.assigned():
         if _MOCK.match(place):
             raise ConfigError(
-                f"{SET} {place}: has no effect here: simulated engines take the roofline's or --engine-profile's time;"
+                f"{SET} {place}: has no effect here: simulated engines take the time of the roofline or of a profile;"
                 " leave it out"
             )
     for flag, place, value in (

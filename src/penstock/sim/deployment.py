@@ -12,7 +12,7 @@ from penstock.demo import MODEL_DIR
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler import SchedulerConfig
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
-from penstock.graph.engine_prices import make_roofline
+from penstock.graph.engine_prices import make_latency, make_roofline
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
@@ -109,7 +109,7 @@ class Deployment:
         return ClusterSpec(
             card=ModelCard(name=graph.model, context_length=self.context_length, block_size=size, salt=SALT),
             make_engine=make_engine,
-            prices=publish(make_roofline(self.shape, self.role), context_length=self.context_length),
+            prices=publish(make_latency(self.shape, self.role), context_length=self.context_length),
             router=graph.router,
             worker=graph.worker,
             network=self.network,
@@ -126,7 +126,7 @@ def plan_deployment(
     Args:
         graph: aggregated workers only.
         beside: the directory that a model's relative path may start from.
-        engine_profile: what the simulated engines run on instead of the roofline alone.
+        engine_profile: what the simulated engines run on instead of what the router expects of them.
         exact: take every step.
 
     Raises:
@@ -143,7 +143,8 @@ def plan_deployment(
     hardware = find_hardware(role.hardware)
     roofline = make_roofline(shape, role)
     latency: LatencyModel = roofline
-    profile = None if engine_profile is None else Profile.load(engine_profile)
+    profile_path = engine_profile or role.profile
+    profile = None if profile_path is None else Profile.load(Path(profile_path))
     if profile is not None:
         latency = ProfiledModel(profile, roofline)
     capacity = latency.kv_capacity_tokens

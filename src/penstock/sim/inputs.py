@@ -16,7 +16,7 @@ class Inputs:
     workload:  the file
     changes:   fields of the graph that flags set, by dotted path
     played:    flags that change the workload, as they were given
-    profile:   the file that the engines run on, None for the roofline
+    profile:   the file that the engines run on, None for the role's own or the roofline
     """
 
     workload: Path
@@ -36,6 +36,7 @@ class Inputs:
     def report(self, deployment: Deployment, graph_file: str) -> dict[str, Any]:
         """Make the report's block `inputs`; files by their names alone."""
         graph, hardware, profile = deployment.graph, deployment.hardware, deployment.profile
+        file = self.profile or deployment.role.profile
         return {
             "version": __version__,
             "workload": self.workload.name,
@@ -52,7 +53,7 @@ class Inputs:
             "watts": hardware.watts,
             "engine_profile": profile
             and {
-                "file": self.profile and self.profile.name,
+                "file": file and Path(file).name,
                 "engine": profile.engine,
                 "model": profile.model,
                 "hardware": profile.hardware,

@@ -4,7 +4,11 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types import Role
+from penstock.demo import MODEL_DIR
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
+from penstock.graph.engine_prices import engine_prices, make_roofline
+from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
+from penstock.perf.shape import load_shape
 
 ROOT = Path(__file__).parents[3] / "examples"
 EXAMPLES = [ROOT / "graph.py", *sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "graphs").iterdir())]
@@ -244,3 +248,57 @@ def test_simulated_engines_take_narrow_formats_and_every_parallelism(tmp_path: P
         write(tmp_path, "model: demo\nroles: {aggregated: {engine: mock, expert_parallel: 0}}\n")
     )
     assert line == "graph.yaml: roles.aggregated.expert_parallel: must be >= 1, got 0"
+
+
+PROFILE = Profile(
+    engine="paged",
+    prefill=(PrefillPoint(new_tokens=256, seconds=0.2), PrefillPoint(new_tokens=1024, seconds=0.9)),
+    decode=(DecodePoint(batch=1, context=256, seconds=0.02), DecodePoint(batch=8, context=256, seconds=0.05)),
+)
+PYTHON_WITH_PROFILE = """
+from penstock.graph import Graph, Roles, RoleSpec
+graph = Graph(model='demo', roles=Roles(aggregated=RoleSpec(profile='p.json')))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("graph.yaml", "model: demo\nroles:\n  aggregated: {profile: p.json}\n"),
+        ("graph.py", PYTHON_WITH_PROFILE),
+    ],
+)
+def test_a_profile_lies_relative_to_the_graph_and_is_named_from_the_root(tmp_path, name, text) -> None:
+    PROFILE.save(tmp_path / "p.json")
+    path = write(tmp_path, text, name)
+    for overrides in (None, Overrides(["block_size=32"])):
+        role = load(path, overrides).roles.aggregated
+        assert role is not None
+        assert role.profile == str(tmp_path / "p.json")
+
+
+def test_a_profile_that_cannot_be_read_is_named_where_it_was_said(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: demo\nroles:\n  aggregated: {profile: p.json}\n")
+    absent = "p.json: no such file; `penstock profile` writes one"
+    assert mistakes(path) == [f"graph.yaml: roles.aggregated.profile: {absent}"]
+    plain = write(tmp_path, "model: demo\n", "plain.yaml")
+    setting = "roles.aggregated.profile=p.json"
+    assert mistakes(plain, setting) == [f"--set: roles.aggregated.profile: {absent}"]
+    write(tmp_path, "{}", "p.json")
+    assert "not a profile" in mistakes(path)[0]
+
+
+@pytest.mark.parametrize("engine", ["paged", "mock"])
+def test_workers_of_a_role_with_a_profile_say_what_was_measured(tmp_path: Path, engine: str) -> None:
+    plain = RoleSpec()
+    promised = make_roofline(load_shape(MODEL_DIR), plain)
+    three_times_as_slow = Profile(
+        engine="paged",
+        prefill=(PrefillPoint(new_tokens=64, seconds=3 * promised.prefill_s(64)),),
+        decode=(DecodePoint(batch=1, context=256, seconds=3 * promised.decode_step_s(1, 256)),),
+    )
+    three_times_as_slow.save(tmp_path / "p.json")
+    measured = engine_prices(RoleSpec(engine=engine, profile=str(tmp_path / "p.json")), MODEL_DIR)
+    for name in ("prefill_step_s", "prefill_token_s", "prefill_pair_s", "decode_step_s", "decode_token_s"):
+        expected = 3 * getattr(engine_prices(plain, MODEL_DIR), name)
+        assert getattr(measured, name) == pytest.approx(expected, rel=1e-3, abs=1e-15), name
