@@ -91,6 +91,7 @@ def run(options: argparse.Namespace) -> Report:
             "prefix_groups_scaled": _PREFIX_GROUPS,
             "curve_ttft_s": TTFT_S,
             "placements": bench.placements,
+            "engines": bench.engines,
             "hardware": {
                 entry.name: {"watts": entry.watts, "usd_per_hour": entry.usd_per_hour, "source": entry.source}
                 for entry in {system.hardware_name: system.hardware for system in SIMULATED}.values()
@@ -109,6 +110,8 @@ class _Bench:
     search: Search
     figures: dict[str, float] = field(default_factory=dict)
     placements: dict[str, str | list[str]] = field(default_factory=dict)
+    engines: dict[str, str] = field(default_factory=dict)
+    """By row: the table that the engines ran on."""
 
     def simulate(self, system: System) -> None:
         for name, slo in _SLOS.items():
@@ -149,7 +152,9 @@ class _Bench:
             if found.rate_per_s:  # much the same is to be expected of the next one
                 search = replace(self.search, step=1.06, precision=0.06)
                 start_per_s = found.rate_per_s / devices
-            self.figures[f"{system.name}_goodput_rps_per_gpu_x{devices}"] = found.good_per_s / devices
+            key = f"{system.name}_goodput_rps_per_gpu_x{devices}"
+            self.engines[key] = system.engines
+            self.figures[key] = found.good_per_s / devices
             _tell(f"{system.name} on {devices}: {found.good_per_s / devices:.3f} requests/s a GPU")
 
     def _largest(
@@ -179,6 +184,7 @@ class _Bench:
 
     def _note(self, key: str, system: System, placements: list[Placement], device_s: float) -> None:
         self.placements[key] = "; ".join(map(describe, placements))
+        self.engines[key] = system.engines
         tokens_per_s = _OUTPUT_TOKENS / device_s
         hardware = system.hardware
         self.figures[f"{key}_tokens_per_s_per_gpu"] = tokens_per_s

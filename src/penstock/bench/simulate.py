@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from time import perf_counter, process_time
 
+import penstock
 from penstock.bench.report import Report
 from penstock.core import log
 from penstock.core.errors import ConfigError
@@ -19,13 +20,19 @@ from penstock.sim.trace import read_trace
 from penstock.sim.workload import Session, WorkloadConfig, make_sessions, trace_sessions
 
 _BLOCK_SIZES = (16, 64, 512)
+_GROWING = (5000, 10_000, 20_000)
 _OUTPUTS = (64, 512, 4096)
-_WORKERS = (8, 1000)
+_SCALES = {"simulate_scale_s": 1000, "simulate_scale_s_w8": 8}
+_BUSY_PER_S = 3.0
+"""Requests to each worker: with answers of 256 tokens, well below what it can do."""
+_CALM_PER_S = 0.2
+"""Few enough that answers of 4,096 tokens wait for nothing: about six are under way in each worker."""
 _SEED = 0
 _INDEX_BLOCKS = 16_000_000
-_QUICK = {"trace": 300, "output": 100, "scale": 500, "workers": 20}
+_QUICK = {"trace": 300, "growing": 20, "output": 100, "scale": 500, "workers": 20}
 _PROFILED = 1000
 _PROFILE_LINES = 12
+_PACKAGE = Path(penstock.__file__).parent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Play the trace at three block sizes, made-up requests of three lengths, and many of them on many workers.
+    """Play the trace at three block sizes, then made-up requests: ever more, longer answers, many workers.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -68,19 +75,24 @@ def run(options: argparse.Namespace) -> Report:
         figures[f"simulate_requests_per_wall_s_b{block_size}"] = len(sessions) / wall_s
         figures[f"simulate_requests_per_cpu_s_b{block_size}"] = len(sessions) / cpu_s
     figures["simulate_peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for requests in _GROWING:
+        made_up = _made_up(requests // _QUICK["growing"] if options.quick else requests)
+        _, cpu_s = _play(options.graph, made_up)
+        figures[f"simulate_cpu_s_per_request_n{requests}"] = cpu_s / len(made_up)
     for output_tokens in _OUTPUTS:
-        made_up = _made_up(_QUICK["output"] if options.quick else 2000, 8, output_tokens)
+        made_up = _made_up(
+            _QUICK["output"] if options.quick else 2000, output_tokens=output_tokens, per_worker_s=_CALM_PER_S
+        )
         _, cpu_s = _play(options.graph, made_up)
         figures[f"simulate_cpu_s_per_request_o{output_tokens}"] = cpu_s / len(made_up)
     if options.scale_requests:
-        for workers in _WORKERS:
+        for name, workers in _SCALES.items():
             workers_played = min(workers, _QUICK["workers"]) if options.quick else workers
-            made_up = _made_up(
-                _QUICK["scale"] if options.quick else options.scale_requests, workers_played, 256
-            )
+            requests = _QUICK["scale"] if options.quick else options.scale_requests
+            made_up = _made_up(requests, workers=workers_played)
             wall_s, cpu_s = _play(options.graph, made_up, f"roles.aggregated.replicas={workers_played}")
-            figures[f"simulate_scale_s_w{workers}"] = wall_s
-            figures[f"simulate_scale_cpu_s_w{workers}"] = cpu_s
+            figures[name] = wall_s
+            figures[name.replace("scale_s", "scale_cpu_s")] = cpu_s
     return Report(
         name="simulate",
         config={
@@ -108,11 +120,13 @@ def _plan(graph: str, *changes: str) -> Deployment:
     return plan_deployment(load(graph, Overrides(settings)), beside=Path(graph).parent)
 
 
-def _made_up(requests: int, workers: int, output_tokens: int) -> list[Session]:
-    """Give each worker three requests a second, half of whose prompt is shared."""
+def _made_up(
+    requests: int, *, workers: int = 8, output_tokens: int = 256, per_worker_s: float = _BUSY_PER_S
+) -> list[Session]:
+    """Give each worker so many requests a second, half of whose prompt is shared; lengths leave arrivals as they are."""
     config = WorkloadConfig(
         requests=requests,
-        rate_per_s=3.0 * workers,
+        rate_per_s=per_worker_s * workers,
         input_tokens=512,
         output_tokens=output_tokens,
         shared_prefix_tokens=512,
@@ -130,8 +144,8 @@ def _profile(graph: str, sessions: list[Session]) -> dict[str, list[float]]:
     profiler.disable()
     seconds: Counter[str] = Counter()
     for (file, _, _), (_, _, own_s, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        parts = Path(file).parts
-        name = "/".join(parts[parts.index("penstock") + 1 :]) if "penstock" in parts else Path(file).name
+        path = Path(file)
+        name = str(path.relative_to(_PACKAGE)) if path.is_relative_to(_PACKAGE) else path.name
         seconds[name] += own_s
     total_s = seconds.total()
     return {f"profile_share {name}": [own_s / total_s] for name, own_s in seconds.most_common(_PROFILE_LINES)}

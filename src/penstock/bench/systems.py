@@ -42,6 +42,11 @@ class System:
         return 0.62 if self.table is None else 1.0
 
     @property
+    def engines(self) -> str:
+        """What its simulated engines run on."""
+        return self.table or "roofline with worse factors (penstock.bench.slower)"
+
+    @property
     def shape(self) -> ModelShape:
         return find_shape(self.model)
 

@@ -54,23 +54,6 @@ class Placement:
         return self.parallel.devices / self.requests_per_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disaggregated:
-    """Prefill and decode on workers of their own, in the ratio of their work."""
-
-    prefill: Placement
-    decode: Placement
-
-    @property
-    def device_s_per_request(self) -> float:
-        return self.prefill.device_s_per_request + self.decode.device_s_per_request
-
-    @property
-    def prefill_share(self) -> float:
-        """Share of the devices that prefill."""
-        return self.prefill.device_s_per_request / self.device_s_per_request
-
-
 def parallelisms(shape: ModelShape, hardware: Hardware, *, devices_max: int) -> Iterator[Parallel]:
     """Yield the parallelisms in use for such a model: tensor, tensor x pipeline, and wide expert parallelism.
 
@@ -143,13 +126,6 @@ def place_prefill(price: Price, choices: Iterable[Parallel], demand: Demand) -> 
                 )
             )
     return _best(found)
-
-
-def place_disaggregated(price: Price, choices: Iterable[Parallel], demand: Demand) -> Disaggregated | None:
-    """Find prefill and decode workers; moving KV between them is taken to hide behind computing."""
-    known = tuple(choices)
-    prefill, decode = place_prefill(price, known, demand), place_decode(price, known, demand)
-    return None if prefill is None or decode is None else Disaggregated(prefill=prefill, decode=decode)
 
 
 def _priced(price: Price, choices: Iterable[Parallel]) -> Iterator[Roofline]:

@@ -94,7 +94,7 @@ class Roofline:
     kv_dtype: Dtype | None = None
     factors: Factors = field(default_factory=Factors)
     tokens_per_step: float = 1.0
-    """Tokens a decode step yields on average; above 1 with speculation, whose verification is priced."""
+    """Tokens a decode step yields on average; above 1 with speculation, priced for the tokens yielded, not for those drafted."""
     expert_dtype: Dtype | None = None
     """Of routed experts; None is `weight_dtype` where that is given, else the checkpoint's own."""
     _windows: tuple[tuple[int | None, int], ...] = ()

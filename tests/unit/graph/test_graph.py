@@ -11,7 +11,7 @@ from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
 from penstock.perf.shape import load_shape
 
 ROOT = Path(__file__).parents[3] / "examples"
-EXAMPLES = [ROOT / "graph.py", *sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "graphs").iterdir())]
+EXAMPLES = [ROOT / "graph.py", *sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "graphs").glob("*.yaml"))]
 
 
 def write(tmp_path: Path, text: str, name: str = "graph.yaml") -> Path:

@@ -13,7 +13,6 @@ from penstock.perf.placement import (
     parallelisms,
     place_aggregated,
     place_decode,
-    place_disaggregated,
     place_prefill,
 )
 from penstock.perf.roofline import Parallel, Roofline
@@ -96,14 +95,6 @@ def test_prefill_workers_answer_within_two_batches() -> None:
     batch_s = Roofline(SMALL, H100).prefill_batch_s([(2048, 0)] * found.batch)
     assert found.latency_s == 2 * batch_s <= 2.0
     assert found.requests_per_s == pytest.approx(PREFILL_BUSY * found.batch / batch_s)
-
-
-def test_devices_are_shared_in_the_ratio_of_the_work() -> None:
-    found = place_disaggregated(partial(Roofline, SMALL, H100), [Parallel()], CHAT)
-    assert found is not None
-    prefill_s, decode_s = found.prefill.device_s_per_request, found.decode.device_s_per_request
-    assert found.device_s_per_request == prefill_s + decode_s
-    assert found.prefill_share == pytest.approx(prefill_s / (prefill_s + decode_s))
 
 
 @pytest.mark.parametrize("shape", [SMALL, R1], ids=lambda shape: shape.name)
