@@ -11,7 +11,8 @@ import msgspec
 from penstock.deploy.messages import Assignment, FrontendJob, Report
 
 _REPORT_BYTES_MAX = 1 << 20
-_LAST_WORD_S = 0.5
+_LAST_WORD_S = 1.0
+_TOLD_TIMES = 5
 _reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 _ONE_THREAD = {
@@ -83,9 +84,15 @@ class Child:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it in a moment: told once more, a frontend that drains still ends its streams with an error."""
+        """End it in a moment: told once more, a frontend that drains still ends its streams with an error.
+
+        It is told several times, for a signal that comes before the last one was taken is lost.
+        """
         self.signal(signal.SIGTERM)
-        asyncio.get_running_loop().call_later(_LAST_WORD_S, self.signal, signal.SIGKILL)
+        loop = asyncio.get_running_loop()
+        for number in range(1, _TOLD_TIMES):
+            loop.call_later(number * _LAST_WORD_S / _TOLD_TIMES, self.signal, signal.SIGTERM)
+        loop.call_later(_LAST_WORD_S, self.signal, signal.SIGKILL)
 
 
 def _environment(assignment: Assignment) -> dict[str, str]:
