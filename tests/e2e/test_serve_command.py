@@ -259,7 +259,9 @@ def test_bad_flags_and_graphs_are_one_line(runtime_dir, tmp_path: Path):
         f"{path}: roles.aggregated.replicas: must be >= 0, got -1"
     )
     path.write_text("model: demo\nroles: {aggregated: {weight_dtype: fp7}}\n")
-    assert "weight_dtype: there is no number format 'fp7'; did you mean 'fp8'?" in complaint("serve", "--graph", str(path))
+    assert "weight_dtype: there is no number format 'fp7'; did you mean 'fp8'?" in complaint(
+        "serve", "--graph", str(path)
+    )
     path.write_text("model: demo\nmodel: demo\n")
     assert "key 'model' is written twice" in complaint("serve", "--graph", str(path))
 
