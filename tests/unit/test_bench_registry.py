@@ -73,6 +73,7 @@ def test_problems_make_the_exit_code(monkeypatch, capsys):
     assert capsys.readouterr().err == "penstock bench hashing: 3 of 4 requests failed\n"
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_simulate_writes_figures_and_a_profile(tmp_path):
     out = tmp_path / "simulate.json"
     root = Path(__file__).parents[2]

@@ -80,6 +80,7 @@ def test_weights_of_other_sizes(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "vocab_size"])
+@pytest.mark.slow
 def test_the_library_adds_no_words_of_its_own(checkpoint, tmp_path, field):
     path = changed(checkpoint("llama"), tmp_path / "model", **{field: 10})
     program = (
