@@ -6,7 +6,6 @@ implementation, which is the reference the others are tested against.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
@@ -15,6 +14,8 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import WorkerLost
 from penstock.core.ids import RequestId, WorkerId
+from penstock.core.routing_context import PriceColumns as PriceColumns  # noqa: PLC0414 - goes with the seam
+from penstock.core.routing_context import RoutingContext as RoutingContext  # noqa: PLC0414 - goes with the seam
 from penstock.core.types import (
     CardFile,
     Delta,
@@ -274,66 +275,6 @@ class RequestPlane(WayToWorkers, Protocol):
     """Streaming calls to workers: many requests on one connection, one frame a step."""
 
     async def serve(self, service: WorkerService) -> PlaneServer: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PriceColumns:
-    """`core.types.Prices` by worker slot, each (num_slots,) float64, and `onboard_token_s` (num_tiers, num_slots).
-
-    `batch_tokens`: the most prompt tokens that one step computes there. Workers that say no prices have the median of
-    the others'.
-    """
-
-    prefill_step_s: NDArray[np.float64]
-    prefill_token_s: NDArray[np.float64]
-    prefill_pair_s: NDArray[np.float64]
-    decode_step_s: NDArray[np.float64]
-    decode_sequence_s: NDArray[np.float64]
-    decode_token_s: NDArray[np.float64]
-    batch_tokens: NDArray[np.float64]
-    onboard_token_s: NDArray[np.float64]
-
-
-@dataclass(slots=True)
-class RoutingContext:
-    """What a policy may look at: columns indexed by worker slot, all of length `num_slots`.
-
-    `overlap_blocks` is the prefix each worker holds, and `tier_blocks` (num_tiers, num_slots) how many of these
-    blocks lie, at best, in each `Tier`. The load columns are the worker's own report plus what this router has
-    reserved since; `cached_blocks` (with content that can be found, in use or not) only the report. The `own` columns are what
-    this router sent there that has not ended: requests, prompt tokens to compute until the first token is here and the
-    pairs of one of them with a token before it, and blocks of prompts. `eligible` masks slots that are free, lost,
-    draining, excluded, or busy while others are not. `worker_ids` tells a slot's worker from the one that had it
-    before, and is 0 where it is free; `session` is what the client calls its session, if it does. `prices` is what work
-    takes on each worker; `request_rate_per_s` and `mean_output_tokens` are what this router has lately seen of the
-    model's requests. All columns are live
-    and cannot be written to: copy what is to be kept beyond the call.
-    """
-
-    request_tokens: int
-    request_blocks: int
-    block_size: int
-    eligible: NDArray[np.bool_]
-    overlap_blocks: NDArray[np.int32]
-    tier_blocks: NDArray[np.int32]
-    active_blocks: NDArray[np.int64]
-    cached_blocks: NDArray[np.int64]
-    total_blocks: NDArray[np.int64]
-    running_requests: NDArray[np.int64]
-    waiting_requests: NDArray[np.int64]
-    queued_prefill_tokens: NDArray[np.int64]
-    context_tokens: NDArray[np.int64]
-    own_requests: NDArray[np.int64]
-    own_prefill_tokens: NDArray[np.int64]
-    own_prefill_pairs: NDArray[np.int64]
-    own_blocks: NDArray[np.int64]
-    worker_ids: NDArray[np.int64]
-    session: str | None
-    prices: PriceColumns
-    request_rate_per_s: float
-    mean_output_tokens: float
-    turn: int
-    now_s: float
 
 
 class RoutingPolicy(Protocol):

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.testing.engine import EngineSuite
 from penstock.testing.engine_probe import EngineSetup
 

@@ -13,7 +13,8 @@ from penstock.core.errors import EngineError, Overloaded
 from penstock.core.hashing import block_hashes
 from penstock.core.types import BlockRemoved, BlockStored, FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
-from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, SequenceLimits
 from penstock.kv.pool import BlockPool
 

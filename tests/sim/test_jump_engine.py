@@ -10,7 +10,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types import Request, SamplingParams
 from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.hardware import find_hardware
 from penstock.perf.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
 from penstock.perf.roofline import Parallel, Roofline

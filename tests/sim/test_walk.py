@@ -21,7 +21,7 @@ from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock import MockConfig, MockRunner, StepTiming, mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
 from penstock.router.config import RetryConfig, RouterConfig
 from penstock.router.dispatcher import Dispatcher

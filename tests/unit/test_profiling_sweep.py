@@ -21,7 +21,7 @@ from penstock.core.errors import ConfigError, EngineError
 from penstock.core.files import check_writable, write_whole
 from penstock.engine.mock import MockConfig, StepTiming, mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.evaluation import Latency
 from penstock.perf.profile import DecodePoint, LinearPrior, PrefillPoint, Profile, ProfiledModel
 from penstock.sim.loop import run_virtual

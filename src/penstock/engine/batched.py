@@ -13,7 +13,8 @@ from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, Request, Step, WorkerLoad
 from penstock.core.wire import HashArray
 from penstock.engine.runner import Runner, end_tokens_within
-from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import SequenceLimits, StepPlan
 from penstock.kv.pool import BlockPool
 

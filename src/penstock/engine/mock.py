@@ -21,7 +21,7 @@ from penstock.core.types import Prices, Request, TokenLogprob
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock_kv import MockKv
 from penstock.engine.runner import RunnerInfo, end_tokens_within
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
 
 _SLEEP_S_MIN = 0.001

@@ -10,7 +10,7 @@ from penstock.core.hashing import DEFAULT_KEY
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 
 _MOCK_BLOCKS = 4096
 

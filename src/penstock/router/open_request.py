@@ -23,16 +23,15 @@ from penstock.core.errors import (
 from penstock.core.ids import RequestId
 from penstock.core.types import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens
+from penstock.router.attempt import Attempt
 from penstock.router.brakes import Brakes
 from penstock.router.config import RouterConfig
 from penstock.router.fleet import Fleet
-from penstock.router.loads import Reservation
 from penstock.router.member import identity
 from penstock.router.metrics import RouterMetrics
 from penstock.router.progress import Progress
 from penstock.router.router import Route, Router
 from penstock.router.setbacks import Setbacks, quarantined
-from penstock.seams import Connection
 
 
 @dataclass(slots=True)
@@ -46,17 +45,6 @@ class Shared:
     metrics: RouterMetrics
     hash_key: bytes
     requests: dict[RequestId, "OpenRequest"] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """The request on one worker. Tokens taken below `granted_from` are not this worker's to be renewed."""
-
-    route: Route
-    connection: Connection
-    reservation: Reservation
-    granted_from: int
-    has_tokens: bool = False
 
 
 class OpenRequest:
@@ -74,7 +62,7 @@ class OpenRequest:
         self._deadline_at_s = None if request.deadline_s is None else self._opened_s + request.deadline_s
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._progress: Progress | None = None
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._interruption: PenstockError | None = (
             None  # why the last attempt ended early; the reader acts on it
         )
@@ -175,7 +163,7 @@ class OpenRequest:
         if delta.token_ids and not attempt.has_tokens:
             self._on_first_token(attempt, progress)
         if progress.cached_tokens is None and delta.cached_tokens is not None:
-            self._compare(attempt, delta.cached_tokens)
+            attempt.compare(delta.cached_tokens, progress.block_size, self._shared.metrics)
         progress.add(delta)
         if delta.error is not None:
             self._on_error(from_info(delta.error), attempt)
@@ -241,15 +229,11 @@ class OpenRequest:
 
     def _send(self, route: Route) -> None:
         assert self._progress is not None, "a route was made for it"
-        fleet, progress = self._shared.fleet, self._progress
-        request = progress.request()
+        request = self._progress.request()
         if self._deadline_at_s is not None:
             remaining_s = max(self._deadline_at_s - self._loop.time(), 0.0)
             request = msgspec.structs.replace(request, deadline_s=remaining_s)
-        connection = fleet.submit(route.slot, request, self)
-        reservation = fleet.loads.reserve(route.slot, route.prefill_tokens, route.blocks, route.cached_tokens)
-        granted_from = progress.output_tokens - self.request.num_emitted
-        self._attempt = _Attempt(route, connection, reservation, granted_from)
+        self._attempt = Attempt(self._shared.fleet, route, request, self)
 
     async def _go_on_after(self, interruption: PenstockError) -> None:
         """Take the request elsewhere, if it may."""
@@ -288,23 +272,13 @@ class OpenRequest:
             shared.metrics.quarantined.inc()
             raise quarantined(remaining_s)
 
-    def _on_first_token(self, attempt: _Attempt, progress: Progress) -> None:
-        attempt.has_tokens = True
+    def _on_first_token(self, attempt: Attempt, progress: Progress) -> None:
+        attempt.on_first_token()
         self._shared.brakes.probation.leave(self)
-        self._shared.fleet.loads.prefill_done(attempt.reservation)
         if progress.output_tokens == self.request.num_emitted:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
 
-    def _compare(self, attempt: _Attempt, cached_tokens: int) -> None:
-        """Count how far a guess of what the worker has cached was true."""
-        shared, why = self._shared, attempt.route.why
-        if shared.fleet.predicts(attempt.route.slot):
-            assert self._progress is not None, "deltas come during an attempt only"
-            guessed = why.overlap_blocks * self._progress.block_size
-            shared.metrics.predicted_hit_tokens.inc(guessed)
-            shared.metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
-
-    def _on_error(self, error: PenstockError, attempt: _Attempt) -> None:
+    def _on_error(self, error: PenstockError, attempt: Attempt) -> None:
         """Handle the worker's own word that it will not go on."""
         self._release()
         if isinstance(error, Overloaded) and not attempt.has_tokens:
@@ -330,13 +304,8 @@ class OpenRequest:
 
     def _finish(self, reason: FinishReason) -> None:
         self._finish_reason = reason
-        attempt = self._attempt
-        if (
-            attempt is not None
-            and self._progress is not None
-            and self._shared.fleet.predicts(attempt.route.slot)
-        ):
-            self._shared.fleet.answered(attempt.route.slot, self._progress.request())
+        if self._attempt is not None and self._progress is not None:
+            self._attempt.finish(self._progress)
         self._release()
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
@@ -361,25 +330,23 @@ class OpenRequest:
     def _take(self, progress: Progress) -> Delta:
         before = progress.taken_tokens
         delta = progress.take()
-        attempt = self._attempt
-        if attempt is not None and progress.taken_tokens > attempt.granted_from:
-            tokens = progress.taken_tokens - max(before, attempt.granted_from)
-            attempt.connection.grant(self.request.request_id, tokens)
+        if self._attempt is not None:
+            emitted = self.request.num_emitted
+            self._attempt.grant(emitted + before, emitted + progress.taken_tokens)
         return delta
 
     # -- ends
 
     def _abort(self) -> None:
         if self._attempt is not None:
-            self._attempt.connection.abort(self.request.request_id)
+            self._attempt.abort()
             self._release()
 
     def _release(self) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             self._shared.brakes.probation.leave(self)
-            self._shared.fleet.loads.release(attempt.reservation)
-            self._shared.fleet.finished(attempt.route.slot, self.request.request_id)
+            attempt.release()
 
     def _leave(self) -> None:
         """Give everything back. Safe twice."""

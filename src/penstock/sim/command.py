@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
 from penstock.graph.overrides import SET

@@ -10,7 +10,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types import ModelCard, Request
 from penstock.demo import MODEL_DIR
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 from penstock.graph.engine_prices import make_latency, make_roofline
 from penstock.perf.catalogue import find_shape

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.core.ids import RequestId
 from penstock.core.types import EngineInfo, Request, Step, WorkerLoad
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.kv.pool import BlockPool
 from penstock.perf.latency import LatencyModel
 from penstock.sim.prices import DecodePrices

@@ -5,7 +5,7 @@ import numpy as np
 from penstock.core.types import Request
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.latency import LatencyModel
 from penstock.sim.prompt import StreamOf
 from penstock.sim.timing import Pace, TimingRunner

@@ -15,7 +15,7 @@ from penstock.core.errors import Overloaded, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.types import Delta, FinishReason, Request, Step, WorkerLoad
 from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.kv.pool import BlockPool
 from penstock.sim.batch import Batch, SimSequence
 from penstock.sim.prompt import StreamOf

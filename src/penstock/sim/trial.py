@@ -15,7 +15,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types import ModelCard, Request, SamplingParams
 from penstock.core.wire import HashArray, pack_tokens, unpack_tokens
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.hardware import find_hardware
 from penstock.perf.roofline import Roofline
 from penstock.perf.shape import shape_of

@@ -6,7 +6,7 @@ from typing import ClassVar
 from penstock.core.types import Request
 from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.testing.engine_probe import Answer, EngineProbe, EngineSetup, MovingEngine
 from penstock.testing.loop import run_async
 

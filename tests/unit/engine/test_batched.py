@@ -8,7 +8,7 @@ from penstock.core.errors import EngineError, Unavailable
 from penstock.core.types import FinishReason
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo, ThreadedRunner
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled
 from penstock.testing.engine_probe import EngineProbe, make_request
 from penstock.testing.loop import run_async

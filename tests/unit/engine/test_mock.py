@@ -10,7 +10,7 @@ from penstock.core.types import FinishReason, SamplingParams
 from penstock.engine.mock import MockConfig, StepTiming, mock_engine
 from penstock.engine.mock_kv import MockKv
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler import SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import SequenceTable, StepPlan
 from penstock.sim.loop import run_virtual
 from penstock.testing.engine_probe import EngineProbe, make_request

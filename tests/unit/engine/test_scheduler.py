@@ -3,7 +3,8 @@ import pytest
 
 from penstock.core.errors import ConfigError, EngineError, RequestError
 from penstock.core.types import FinishReason, SamplingParams
-from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, SequenceLimits
 from penstock.kv.pool import BlockPool
 from penstock.testing.engine_probe import make_request

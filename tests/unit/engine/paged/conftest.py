@@ -12,7 +12,8 @@ import pytest
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types import KvEvent, Request, SamplingParams, TokenLogprob
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import SequenceLimits
 from penstock.kv.pool import BlockPool
 
