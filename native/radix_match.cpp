@@ -11,6 +11,11 @@ constexpr std::uint32_t kStampMax = UINT32_MAX / 4 * 3; // here the clock waits 
 
 }  // namespace
 
+HoldersId RadixTree::holders_of(std::uint64_t key) const {
+    const Place* place = places_.find(key);
+    return place == nullptr ? HoldersTable::kNobody : place->holders;
+}
+
 class RadixTree::Matching {
   public:
     Matching(const RadixTree& tree, HashView hashes, std::span<std::int32_t> depths)
