@@ -1,0 +1,107 @@
+"""A running frontend for tests: real sockets, the openai client or requests by hand, and a scripted dispatcher."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import openai
+import uvloop
+from tokenizers import Tokenizer
+
+from penstock.core.types import FinishReason
+from penstock.frontend.config import FrontendConfig
+from penstock.frontend.frontend import Frontend
+from penstock.frontend.server import FrontendServer
+from penstock.testing.dispatcher import Script, ScriptedDispatcher, speak
+from penstock.testing.tokenizer import tiny_tokenizer_json
+
+TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
+TEXT = "the quick brown fox jumps 你好 🎉"
+IDS = TOKENIZER.encode(TEXT).ids
+STOP_TOKEN = 0
+HI = [{"role": "user", "content": "hello"}]
+SPEAK = speak([*IDS, STOP_TOKEN], finish=FinishReason.STOP)
+
+
+class Site:
+    """A running frontend and ways to reach it."""
+
+    def __init__(
+        self, dispatcher: ScriptedDispatcher, frontend: Frontend, server: FrontendServer, port: int
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.frontend = frontend
+        self.server = server
+        self.port = port
+        self.client = openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
+        )
+
+    async def until(self, true: Callable[[], bool], timeout_s: float = 5.0) -> float:
+        """Wait until something holds; give how long it took."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        async with asyncio.timeout(timeout_s):
+            while not true():  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.001)
+        return loop.time() - start
+
+    async def connect(self, **options) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port, **options)
+
+    async def ask(self, method: str, path: str, body: bytes = b"", *headers: str) -> "Answer":
+        """One request on one connection, by hand."""
+        reader, writer = await self.connect()
+        writer.write(http(method, path, body, "Connection: close", *headers))
+        raw = await reader.read()
+        writer.close()
+        return Answer(raw)
+
+
+class Answer:
+    def __init__(self, raw: bytes) -> None:
+        head, _, self.body = raw.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        self.status = int(first.split()[1])
+        self.headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+
+    @property
+    def error(self) -> dict:
+        return json.loads(self.body)["error"]
+
+
+def http(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: test", *headers]
+    if body and not any(header.lower().startswith(("content-length", "transfer")) for header in headers):
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def chat(**fields: object) -> bytes:
+    return json.dumps({"model": "tiny", "messages": HI, **fields}).encode()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    script: Script = SPEAK, dispatcher: ScriptedDispatcher | None = None, **config
+) -> AsyncIterator[Site]:
+    dispatcher = dispatcher or ScriptedDispatcher(script)
+    frontend = Frontend(FrontendConfig(port=0, **config), dispatcher, hash_key=bytes(16))
+    server = FrontendServer(frontend)
+    _, port = await server.start()
+    site = Site(dispatcher, frontend, server, port)
+    try:
+        yield site
+    finally:
+        await site.client.close()
+        await server.close()
+        assert dispatcher.open_streams == 0
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            await test()
+
+    uvloop.run(main())

@@ -1,0 +1,142 @@
+"""A frontend's server over real sockets: what it tells of itself, listening and closing."""
+
+import asyncio
+import json
+import socket
+
+import openai
+import pytest
+from frontend_site import IDS, SPEAK, Answer, Site, chat, http, run, serving
+
+from penstock.core.errors import ConfigError
+from penstock.frontend.config import FrontendConfig
+from penstock.frontend.frontend import Frontend
+from penstock.frontend.server import FrontendServer
+from penstock.testing.dispatcher import ScriptedDispatcher, speak
+
+
+def test_models_health_and_live() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            (model,) = [model async for model in site.client.models.list()]
+            assert (model.id, model.owned_by, model.created) == ("tiny", "penstock", 1_700_000_000)
+            assert (await site.client.models.retrieve("tiny")).id == "tiny"
+            with pytest.raises(openai.NotFoundError):
+                await site.client.models.retrieve("some/other")
+            answer = await site.ask("GET", "/health")
+            assert (answer.status, json.loads(answer.body)) == (200, {"status": "ok", "models": ["tiny"]})
+            site.dispatcher.cards = {}
+            answer = await site.ask("GET", "/health")
+            assert (answer.status, json.loads(answer.body)["reason"]) == (503, "no worker is ready")
+            assert (await site.ask("GET", "/live")).status == 200
+
+    run(test)
+
+
+def test_workers_are_shown_to_this_machine_only() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            answer = await site.ask("GET", "/admin/workers")
+            assert json.loads(answer.body) == {"workers": [{"name": "scripted", "models": ["tiny"]}]}
+            answer = await site.ask("GET", "/admin/workers", b"", "X-Forwarded-For: 203.0.113.9")
+            assert (answer.status, answer.error["code"]) == (403, "forbidden")
+
+    run(test)
+
+
+def test_request_ids_are_echoed_or_made() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            assert (await site.ask("GET", "/live", b"", "X-Request-Id: mine")).headers[
+                "x-request-id"
+            ] == "mine"
+            body = chat(stream=True)
+            answer = await site.ask("POST", "/v1/chat/completions", body, "X-Request-Id: mine")
+            assert answer.headers["x-request-id"] == "mine"
+            made = {(await site.ask("GET", "/nowhere")).headers["x-request-id"] for _ in range(2)}
+            made.add(
+                (await site.ask("GET", "/live", b"", "X-Request-Id: " + "x" * 500)).headers["x-request-id"]
+            )
+            assert len(made) == 3
+
+    run(test)
+
+
+def test_metrics_have_no_times_of_creation() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            await site.ask("POST", "/v1/chat/completions", chat())
+            assert b"_created" not in (await site.ask("GET", "/metrics")).body
+
+    run(test)
+
+
+def test_closing_lets_streams_finish_and_takes_nothing_new() -> None:
+    async def test() -> None:
+        async with serving(speak(IDS, pause_s=0.01)) as site:
+            idle_reader, idle_writer = await site.connect()
+            running = asyncio.ensure_future(site.ask("POST", "/v1/chat/completions", chat(stream=True)))
+            await site.until(lambda: site.dispatcher.open_streams == 1)
+            closing = asyncio.ensure_future(site.server.close())
+            await asyncio.sleep(0.02)
+            with pytest.raises(ConnectionError):
+                await site.connect()
+            # A connection that was there is still answered, and then closed.
+            idle_writer.write(http("GET", "/health"))
+            assert Answer(await idle_reader.read()).status == 503
+            idle_writer.close()
+            answer = await running
+            assert b"[DONE]" in answer.body
+            await closing
+
+    run(test)
+
+
+def test_closing_ends_what_takes_too_long_with_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        async with serving(speak(IDS * 100, pause_s=0.05), drain_timeout_s=0.1) as site:
+            running = asyncio.ensure_future(site.ask("POST", "/v1/chat/completions", chat(stream=True)))
+            await site.until(lambda: site.dispatcher.open_streams == 1)
+            await asyncio.sleep(0.1)
+            await site.server.close()
+            assert b"the server is shutting down" in (await running).body
+
+    run(test)
+    out, err = capfd.readouterr()
+    assert (out + err).count("requests_given_up") == 1
+
+
+def test_a_taken_port_is_one_clear_error() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            frontend = Frontend(FrontendConfig(port=site.port), site.dispatcher, hash_key=bytes(16))
+            with pytest.raises(ConfigError, match=f"port {site.port}: Address already in use; .* --port"):
+                await FrontendServer(frontend).start()
+
+    run(test)
+
+
+def test_two_frontends_share_a_port_that_is_held_for_them() -> None:
+    async def test() -> None:
+        with socket.socket() as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind(("127.0.0.1", 0))
+            port = held.getsockname()[1]
+            dispatchers = [ScriptedDispatcher(SPEAK), ScriptedDispatcher(SPEAK)]
+            servers = [
+                FrontendServer(Frontend(FrontendConfig(port=port), d, hash_key=bytes(16)), share_port=True)
+                for d in dispatchers
+            ]
+            for server in servers:
+                await server.start()
+            site = Site(dispatchers[0], servers[0]._frontend, servers[0], port)
+            for _ in range(100):
+                assert (await site.ask("POST", "/v1/chat/completions", chat())).status == 200
+                if all(dispatcher.opened for dispatcher in dispatchers):
+                    break
+            assert all(dispatcher.opened for dispatcher in dispatchers)
+            await site.client.close()
+            for server in servers:
+                await server.close()
+
+    run(test)
