@@ -67,6 +67,7 @@ def _parser() -> "_Parser":
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_router(commands)
+    _add_explain(commands)
     _add_graph(commands)
     _add_simulate(commands)
     _add_profile(commands)
@@ -102,13 +103,17 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument(
         "--first-chat", action="store_true", help="send one chat when ready, and show what to try next"
     )
+    _add_log_level(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _add_log_level(parser: Any) -> None:
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="warning",
-        help="log on stderr (default warning)",
+        help="log on stderr (default warning); debug has each routing decision, for `penstock explain --replay`",
     )
-    parser.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -168,6 +173,7 @@ def _add_router(commands: Any) -> None:
         metavar="K=V",
         help="set any other field, as service.router.predicted_s=60",
     )
+    _add_log_level(parser)
     parser.set_defaults(run=_router)
 
 
@@ -183,9 +189,60 @@ def _router(options: argparse.Namespace) -> int:
             overrides.assign(place, value, flag=flag)
     data = overrides.apply({})
     config = RoutingHttpConfig.parse(data, source=lambda path: overrides.source_of(path, "router"))
-    log.configure("warning", process="router")
+    log.configure(options.log_level, process="router")
     run_router(config)
     return 0
+
+
+def _add_explain(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="say why requests went where they did",
+        description="Say why a running server sent a request where it did, or the latest ones; or make the decisions of a"
+        " log again. See docs/routing.md.",
+        epilog="Exit code of --replay without --policy: 1 if a decision differs.",
+    )
+    add = parser.add_argument
+    add("request_id", nargs="?", metavar="REQUEST_ID", help="the answer's id, such as chatcmpl-0123")
+    add(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="of `penstock serve` or `penstock router` (default http://127.0.0.1:8000)",
+    )
+    add(
+        "--last",
+        type=int,
+        metavar="N",
+        help="without a request: so many of the latest decisions (default 16)",
+    )
+    add("--json", action="store_true", help="print what the server says as it says it")
+    add(
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="a log written with --log-level debug and PENSTOCK_LOG_FORMAT=json",
+    )
+    add(
+        "--policy",
+        metavar="NAME",
+        help="for --replay: decide by this policy instead (default: that of the log)",
+    )
+    parser.set_defaults(run=_explain)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from penstock.deploy.explain_command import ask, replay  # noqa: PLC0415
+
+    if options.replay is None:
+        if options.policy is not None:
+            raise ConfigError(
+                "--policy: is for --replay FILE, which decides again; what runs has decided already"
+            )
+        ask(options.url, options.request_id, options.last, as_json=options.json)
+        return 0
+    if options.request_id is not None:
+        raise ConfigError(f"{options.request_id} and --replay: explain one request, or replay a log")
+    return replay(options.replay, options.policy)
 
 
 def _add_graph(commands: Any) -> None:

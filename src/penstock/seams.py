@@ -293,13 +293,13 @@ class RoutingPolicy(Protocol):
 
 @runtime_checkable
 class ExplainedPolicy(RoutingPolicy, Protocol):
-    """A routing policy whose costs are sums of terms, so that a decision can say what it was made of."""
+    """A routing policy whose costs are seconds, sums of terms, so that a decision can say what it was made of."""
 
     @property
     def term_names(self) -> Sequence[str]: ...
 
     def terms(self, context: RoutingContext) -> NDArray[np.float64]:
-        """Return (num_terms, num_slots), in the unit of the costs; their sums are the costs. Pure, as `costs` is."""
+        """Return (num_terms, num_slots) seconds whose sums are the costs: an array of its own. Pure, as `costs` is."""
         ...
 
 
@@ -351,4 +351,16 @@ class RequestDispatcher(Protocol):
 
     def workers(self) -> Sequence[object]:
         """Describe every known worker in values that msgspec encodes; for people."""
+        ...
+
+    def explain(self, request_id: str) -> Sequence[object]:
+        """Say why a request was sent where it was, as `workers` does; nothing where that is not known (any more).
+
+        Args:
+            request_id: a choice's; or an answer's, for those of all its choices.
+        """
+        ...
+
+    def latest_decisions(self, most: int) -> Sequence[object]:
+        """Say the same of the latest decisions, oldest first."""
         ...

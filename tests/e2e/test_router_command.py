@@ -32,9 +32,9 @@ class Api:
         self.http = http
         self.url = url
 
-    async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else json.dumps(body)
-        async with self.http.request(method, self.url + path, data=None if body is None else data) as answer:
+    async def ask(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
+        async with self.http.request(method, self.url + path, data=data, headers=headers) as answer:
             return answer.status, await answer.json()
 
     async def error(self, method: str, path: str, body: object = None) -> tuple[int, str]:
@@ -72,14 +72,18 @@ def test_the_api_from_put_to_feedback():
         status, choice = await api.ask("POST", "/route", {"model": "m", "messages": talk})
         assert status == 200
         assert choice["url"] == f"http://{choice['worker']}:80"
-        assert choice["why"]["overlap_blocks"] == 0
+        assert choice.keys() == {"id", "worker", "url"}
         for stage in ("started", "first_token", "finished"):
             feedback = {"id": choice["id"], "stage": stage, "cached_tokens": 0}
             assert await api.ask("POST", "/feedback", feedback) == (200, {"id": choice["id"], "stage": stage})
         longer = [*talk, {"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Go on."}]
-        _, again = await api.ask("POST", "/route", {"model": "m", "messages": longer})
-        assert again["worker"] == choice["worker"]
-        assert again["why"]["overlap_blocks"] >= 8
+        why = {"X-Penstock-Explain": "1"}
+        _, again = await api.ask("POST", "/route", {"model": "m", "messages": longer}, **why)
+        (decision,) = again["why"]["decisions"]
+        assert (
+            again["worker"] == choice["worker"] == decision["worker"] == decision["candidates"][0]["worker"]
+        )
+        assert decision["candidates"][0]["tier_blocks"]["device"] >= 8
         for body in ({"prompt": "Once upon a time"}, {"token_ids": [1, 2, 3]}):
             assert (await api.ask("POST", "/route", {"model": "m", **body}))[0] == 200
         _, explained = await api.ask("GET", "/explain")
@@ -87,7 +91,10 @@ def test_the_api_from_put_to_feedback():
             choice["id"],
             again["id"],
         ]
-        assert await api.ask("GET", f"/explain/{again['id']}") == (200, again["why"])
+        _, explained = await api.ask("GET", f"/explain/{again['id']}")
+        assert [{**one, "age_s": 0} for one in explained["decisions"]] == [{**decision, "age_s": 0}]
+        _, explained = await api.ask("GET", "/explain?last=1")
+        assert len(explained["decisions"]) == 1
         _, listed = await api.ask("GET", "/workers")
         assert sum(worker["open_requests"] for worker in listed["workers"]) == 3
         assert await api.ask("DELETE", "/workers/one") == (200, {"removed": "one"})
@@ -155,7 +162,8 @@ def test_bad_input_gets_a_clear_answer():
             ("PUT", "/workers/two", {"url": "http://x", "model": "m", "state": "dead"}, 400, "state"),
             ("PUT", f"/workers/{'n' * 200}", {"url": "http://x", "model": "m"}, 400, "name: must have"),
             ("DELETE", "/workers/two", None, 404, "worker 'two' is not known; known: one"),
-            ("GET", "/explain/x", None, 404, "none of the"),
+            ("GET", "/explain/x", None, 404, "no decision about 'x' is known here"),
+            ("GET", "/explain?last=0", None, 400, "last: must be 1 to 64, got '0'"),
             ("GET", "/route", None, 405, "Method Not Allowed"),
             ("GET", "/nowhere", None, 404, "/nowhere does not exist"),
         ):

@@ -63,3 +63,8 @@ class _Stderr:
 def get_logger(**bound: Any) -> Any:
     """Give a logger; before `configure` it prints with structlog's defaults."""
     return structlog.get_logger(**bound)
+
+
+def is_debugging() -> bool:
+    """Tell whether `configure` has let debug lines through: what is dear to write need not be put together else."""
+    return structlog.is_configured() and bool(get_logger().is_enabled_for(logging.DEBUG))

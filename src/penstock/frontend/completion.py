@@ -7,7 +7,7 @@ characters split over tokens, log-probabilities and usage are settled here.
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.core.errors import EngineError
 from penstock.core.types import Delta, FinishReason, Request, TokenLogprob
@@ -32,12 +32,16 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """What one delta added to one choice. The last event of a choice has its finish reason."""
+    """What one delta added to one choice. The last event of a choice has its finish reason.
+
+    With it comes, if the client has asked, why the choice was sent where it was.
+    """
 
     index: int
     text: str
     finish_reason: str | None = None
     logprobs: tuple[TokenText, ...] = ()
+    decisions: Sequence[object] = ()
 
 
 class ChoiceText:
@@ -131,7 +135,11 @@ Emit = Callable[[TextEvent], Awaitable[None]]
 class Completion:
     """Runs a request's choices side by side and hands their text to one receiver."""
 
-    def __init__(self, work: Work, dispatcher: RequestDispatcher, timer: RequestTimer) -> None:
+    def __init__(
+        self, work: Work, dispatcher: RequestDispatcher, timer: RequestTimer, *, explains: bool = False
+    ) -> None:
+        """Prepare; `explains`: the last event of each choice says why it was sent where it was."""
+        self._explains = explains
         self._work = work
         self._dispatcher = dispatcher
         self._timer = timer
@@ -179,6 +187,7 @@ class Completion:
         timer, clock = self._timer, asyncio.get_running_loop().time
         last: float | None = None
         async with self._dispatcher.open(request) as stream:
+            decisions = self._explained(request)
             async for delta in stream:
                 if tokens := num_tokens(delta.token_ids):
                     now = clock()
@@ -186,7 +195,13 @@ class Completion:
                     last = now
                 event = choice.feed(delta)
                 if event is not None:
+                    if self._explains and choice.finished:
+                        event = replace(event, decisions=self._explained(request) or decisions)
                     await emit(event)
                     if choice.finished:
                         return
         raise EngineError("the worker's stream ended without a finish reason; try again")
+
+    def _explained(self, request: Request) -> Sequence[object]:
+        """Ask as soon as there is a decision, and again at the end: there may be more of them, or it may be forgotten."""
+        return self._dispatcher.explain(request.request_id) if self._explains else ()

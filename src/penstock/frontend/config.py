@@ -16,6 +16,8 @@ class FrontendConfig(Config):
     """Requests under way at once in one process; the next one gets 503 with Retry-After."""
     session_header: str = pydantic.Field(default="X-Session-Id", pattern=r"^[A-Za-z0-9-]+$")
     """Header in which a client names its session, for the routing policy `session`."""
+    explains: bool = True
+    """Whether a client may ask, by `X-Penstock-Explain: 1`, why its request went where it did; answers name workers."""
     choices_max: int = pydantic.Field(default=128, ge=1)
     """Most choices of one request: prompts times n."""
     request_timeout_s: float = pydantic.Field(default=600.0, gt=0)

@@ -12,6 +12,7 @@ from penstock.core.types import ModelCard
 from penstock.frontend.admission import Admission, Slot
 from penstock.frontend.completion import Completion
 from penstock.frontend.config import FrontendConfig
+from penstock.frontend.headers import Wishes
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.models import ModelShelf
 from penstock.frontend.openai import ModelEntry, ModelList, StreamOptions, parse_chat, parse_completion
@@ -90,8 +91,8 @@ class Frontend:
             finally:
                 self.metrics.inflight(-1)
 
-    async def chat(self, body: bytes, slot: Slot, session: str | None = None) -> Answering:
-        """Understand and prepare a chat request, of a session if the client names one.
+    async def chat(self, body: bytes, slot: Slot, wishes: Wishes) -> Answering:
+        """Understand and prepare a chat request.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
@@ -99,12 +100,12 @@ class Frontend:
         request = parse_chat(body)
         check_chat(request, self.config.choices_max)
         model = await self._models.get(request.model)
-        arrival = Arrival(f"chatcmpl-{self.new_id()}", len(body), slot.deadline, session)
+        arrival = Arrival(f"chatcmpl-{self.new_id()}", len(body), slot.deadline, wishes)
         work = await self._preprocessor.chat(request, model, arrival)
         return self._answering(work, slot, chat=True, stream=request.stream, options=request.stream_options)
 
-    async def completion(self, body: bytes, slot: Slot, session: str | None = None) -> Answering:
-        """Understand and prepare a plain completion request, of a session if the client names one.
+    async def completion(self, body: bytes, slot: Slot, wishes: Wishes) -> Answering:
+        """Understand and prepare a plain completion request.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
@@ -112,7 +113,7 @@ class Frontend:
         request = parse_completion(body)
         check_completion(request, self.config.choices_max)
         model = await self._models.get(request.model)
-        arrival = Arrival(f"cmpl-{self.new_id()}", len(body), slot.deadline, session)
+        arrival = Arrival(f"cmpl-{self.new_id()}", len(body), slot.deadline, wishes)
         work = await self._preprocessor.completion(request, model, arrival)
         return self._answering(work, slot, chat=False, stream=request.stream, options=request.stream_options)
 
@@ -136,7 +137,7 @@ class Frontend:
         name = work.model.card.name
         timer = self.metrics.timer(name, slot.arrived)
         return Answering(
-            completion=Completion(work, self.dispatcher, timer),
+            completion=Completion(work, self.dispatcher, timer, explains=work.wishes.explains),
             work=work,
             envelope=Envelope(work.id, int(wall_time_s()), name, chat),
             stream=bool(stream),

@@ -28,13 +28,14 @@ from penstock.frontend.errors import (
     UnknownPathError,
     error_answer,
 )
+from penstock.frontend.explaining import why_latest, why_one
 from penstock.frontend.frontend import Answering, Frontend
+from penstock.frontend.headers import Wishes, read_wishes
 from penstock.frontend.openai import encode
 from penstock.frontend.sse import DONE, error_event
 
 _REQUEST_ID = "X-Request-Id"
 _REQUEST_ID_CHARACTERS_MAX = 128
-_SESSION_CHARACTERS_MAX = 256
 _CLIENT_GONE = 499  # as nginx counts a client that closed before its answer's end
 _ENCODINGS = ("gzip", "deflate", "identity")
 _REASON_CHARACTERS_MAX = 300
@@ -43,7 +44,7 @@ _FORWARDED = ("Forwarded", "X-Forwarded-For")
 _request_id: ContextVar[str] = ContextVar("request_id")  # each request runs in a context of its own
 _log = get_logger()
 
-Prepare = Callable[[bytes, Slot, str | None], Awaitable[Answering]]
+Prepare = Callable[[bytes, Slot, Wishes], Awaitable[Answering]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -69,6 +70,8 @@ class HttpSurface:
                 web.get("/live", self._live),
                 web.get("/metrics", self._metrics),
                 web.get("/admin/workers", self._workers),
+                web.get("/admin/explain", self._explain_latest),
+                web.get("/admin/explain/{id}", self._explain_one),
             ]
         )
         return app
@@ -158,24 +161,14 @@ class HttpSurface:
                     raise _unknown_encoding(f"{encoding[:40]!r} is not understood")
                 if (request.content_length or 0) > self._config.body_bytes_max:
                     raise self._too_large()
-                session = self._session_of(request)
-                answering = await prepare(await request.read(), slot, session)
+                wishes = read_wishes(request.headers, self._config)
+                answering = await prepare(await request.read(), slot, wishes)
             if answering.stream:
                 return await self._stream(request, answering, slot)
             answer = answering.whole_answer()
             async with slot.limit():
                 await answering.completion.run(answer.take)
             return json_response(answer.body(answering.completion.usage()))
-
-    def _session_of(self, request: web.Request) -> str | None:
-        name = self._config.session_header
-        session = request.headers.get(name) or None
-        if session is not None and len(session) > _SESSION_CHARACTERS_MAX:
-            raise RequestError(
-                f"{name}: must have at most {_SESSION_CHARACTERS_MAX} characters, got {len(session)}",
-                param=name,
-            )
-        return session
 
     async def _stream(self, request: web.Request, answering: Answering, slot: Slot) -> web.StreamResponse:
         response = _SseResponse(request, answering, self._config.write_buffer_bytes)
@@ -210,9 +203,16 @@ class HttpSurface:
         text = self._frontend.metrics.expose()
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
+    async def _explain_latest(self, request: web.Request) -> web.Response:
+        _check_local(request)
+        return json_response(encode(why_latest(self._frontend.dispatcher, request)))
+
+    async def _explain_one(self, request: web.Request) -> web.Response:
+        _check_local(request)
+        return json_response(encode(why_one(self._frontend.dispatcher, request)))
+
     async def _workers(self, request: web.Request) -> web.Response:
-        if not _is_local(request):
-            raise ForbiddenError(f"{request.path} is for this machine only; ask from it, by 127.0.0.1")
+        _check_local(request)
         return json_response(encode({"workers": self._frontend.dispatcher.workers()}))
 
 
@@ -335,6 +335,12 @@ def _unexpected(request: web.Request) -> PenstockError:
     """Log the failure being handled, and say no more of it to the client than that it happened."""
     _log.exception("request_failed", path=request.path, request_id=_request_id.get())
     return PenstockError("the server failed on this request; its log says more")
+
+
+def _check_local(request: web.Request) -> None:
+    """Refuse whoever is not on this machine (403)."""
+    if not _is_local(request):
+        raise ForbiddenError(f"{request.path} is for this machine only; ask from it, by 127.0.0.1")
 
 
 def _is_local(request: web.Request) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.core.config import nearest
 from penstock.core.errors import RequestError
+from penstock.frontend.explaining import Why
 
 STOPS_MAX = 16
 STOP_CHARACTERS_MAX = 1024
@@ -162,8 +163,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str
 
 
-class Answer(msgspec.Struct):
-    """A whole answer: chat.completion or text_completion."""
+class Answer(msgspec.Struct, omit_defaults=True):
+    """A whole answer: chat.completion or text_completion. `penstock` is there if the client has asked why."""
 
     id: str
     object: str
@@ -171,6 +172,7 @@ class Answer(msgspec.Struct):
     model: str
     choices: list[ChatChoice] | list[CompletionChoice]
     usage: Usage
+    penstock: Why | None = None
 
 
 class ModelEntry(msgspec.Struct, kw_only=True):

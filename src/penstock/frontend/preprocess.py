@@ -19,6 +19,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types import Request, SamplingParams
 from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
 from penstock.frontend.errors import ContextLengthError
+from penstock.frontend.headers import NO_WISHES, Wishes
 from penstock.frontend.models import ServedModel
 from penstock.frontend.openai import (
     ChatRequest,
@@ -39,12 +40,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What is known of a request beside its content: the answer's id, the body's size, when time is up, its session."""
+    """What is known of a request beside its content: the answer's id, the body's size, when time is up, its headers."""
 
     id: str
     size_bytes: int
     deadline: float  # in the event loop's time
-    session: str | None = None
+    wishes: Wishes = NO_WISHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Work:
     requests: tuple[Request, ...]
     choices_per_prompt: int
     prompt_tokens: int
+    wishes: Wishes = NO_WISHES
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     begins_text: bool = True
@@ -147,7 +149,7 @@ class Preprocessor:
                         salt=salt,
                         choice=len(requests),
                         deadline_s=deadline_s,
-                        session=arrival.session,
+                        session=arrival.wishes.session,
                     )
                 )
         return Work(
@@ -156,6 +158,7 @@ class Preprocessor:
             requests=tuple(requests),
             choices_per_prompt=n,
             prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+            wishes=arrival.wishes,
             stops=stop_strings(request),
             logprobs=logprobs,
             begins_text=isinstance(request, ChatRequest),

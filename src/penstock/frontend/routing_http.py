@@ -14,6 +14,8 @@ from penstock.core.config import Config
 from penstock.core.errors import ConfigError, PenstockError, RequestError
 from penstock.core.hashing import as_tokens
 from penstock.core.log import get_logger
+from penstock.frontend.explaining import Why, why_latest, why_one
+from penstock.frontend.headers import asks_why
 from penstock.frontend.http import error_response, json_response
 from penstock.frontend.openai import encode
 from penstock.router.routing_service import Query, RoutingService, RoutingServiceConfig, Server, Stage
@@ -87,7 +89,7 @@ class RoutingServer:
                 web.get("/workers", self._workers),
                 web.put("/workers/{name}", self._put),
                 web.delete("/workers/{name}", self._delete),
-                web.get("/explain", self._explain),
+                web.get("/explain", self._explain_latest),
                 web.get("/explain/{id}", self._explain_one),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
@@ -135,7 +137,11 @@ class RoutingServer:
         else:
             text = body.prompt if body.prompt is not None else _text_of(body.messages or [])
             query = Query(model=body.model, prompt=text, session=body.session, exclude=body.exclude)
-        return json_response(encode(self._service.route(query)))
+        choice = self._service.route(query)
+        answer = msgspec.structs.asdict(choice)
+        if asks_why(request.headers):
+            answer["why"] = Why(self._service.explain(choice.id))
+        return json_response(encode(answer))
 
     async def _feedback(self, request: web.Request) -> web.Response:
         body = await _read(request, _FeedbackBody)
@@ -167,19 +173,11 @@ class RoutingServer:
         await self._service.remove(name)
         return json_response(encode({"removed": name}))
 
-    async def _explain(self, _: web.Request) -> web.Response:
-        return json_response(encode({"decisions": self._service.decisions()}))
+    async def _explain_latest(self, request: web.Request) -> web.Response:
+        return json_response(encode(why_latest(self._service, request)))
 
     async def _explain_one(self, request: web.Request) -> web.Response:
-        wanted, decisions = request.match_info["id"], self._service.decisions()
-        for decision in decisions:
-            if decision.request_id == wanted:
-                return json_response(encode(decision))
-        raise RequestError(
-            f"id: {wanted!r} is none of the {len(decisions)} latest decisions, which are all that is kept",
-            http_status=404,
-            param="id",
-        )
+        return json_response(encode(why_one(self._service, request)))
 
     async def _health(self, _: web.Request) -> web.Response:
         return json_response(b'{"status":"ok"}')

@@ -13,6 +13,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.types import TokenLogprob
 from penstock.frontend.completion import TextEvent, TokenText
 from penstock.frontend.errors import error_answer
+from penstock.frontend.explaining import Why
 from penstock.frontend.openai import (
     Answer,
     AssistantMessage,
@@ -27,6 +28,7 @@ from penstock.frontend.openai import (
 )
 
 DONE = b"data: [DONE]\n\n"
+_END = b"}\n\n"
 TokenBytes = Callable[[int], bytes]
 
 
@@ -56,7 +58,7 @@ class EventStream:
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._before_text = b',"delta":{"content":' if envelope.chat else b',"text":'
         self._after_text = b'},"logprobs":' if envelope.chat else b',"logprobs":'
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._tail = (b'],"usage":null' if include_usage else b"]") + _END
         self._plain_tail = self._after_text + b'null,"finish_reason":null}' + self._tail
         self._starts: dict[int, bytes] = {}
         self._chat = envelope.chat
@@ -74,11 +76,14 @@ class EventStream:
             return role + start + encode(event.text) + self._plain_tail
         logprobs = encode(_logprobs(event.logprobs, self._token_bytes, chat=self._chat))
         reason = b',"finish_reason":' + encode(event.finish_reason) + b"}"
-        return role + start + encode(event.text) + self._after_text + logprobs + reason + self._tail
+        tail = self._tail
+        if event.decisions:
+            tail = tail[: -len(_END)] + b',"penstock":' + encode(Why(event.decisions)) + _END
+        return role + start + encode(event.text) + self._after_text + logprobs + reason + tail
 
     def usage(self, usage: Usage) -> bytes:
         """Encode the chunk without choices that ends a stream with `include_usage`."""
-        return self._head + b'],"usage":' + encode(usage) + b"}\n\n"
+        return self._head + b'],"usage":' + encode(usage) + _END
 
     def _role(self, index: int) -> bytes:
         delta = b',"delta":{"role":"assistant","content":""'
@@ -105,11 +110,13 @@ class WholeAnswer:
         self._token_bytes = token_bytes
         self._wants_logprobs = logprobs
         self._choices = [_Collected() for _ in range(choices)]
+        self._decisions: list[object] = []
 
     async def take(self, event: TextEvent) -> None:
         collected = self._choices[event.index]
         collected.pieces.append(event.text)
         collected.logprobs += event.logprobs
+        self._decisions += event.decisions
         if event.finish_reason is not None:
             collected.finish_reason = event.finish_reason
 
@@ -125,6 +132,7 @@ class WholeAnswer:
                 model=envelope.model,
                 choices=[build(index, collected) for index, collected in enumerate(choices)],
                 usage=usage,
+                penstock=Why(self._decisions) if self._decisions else None,
             )
         )
 

@@ -43,7 +43,7 @@ class Attempt:
     def compare(self, cached_tokens: int, block_size: int, metrics: RouterMetrics) -> None:
         """Count how far a guess of what the worker has cached was true."""
         if self.is_predicted:
-            guessed = self.route.why.overlap_blocks * block_size
+            guessed = self.route.overlap_blocks * block_size
             metrics.predicted_hit_tokens.inc(guessed)
             metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
 

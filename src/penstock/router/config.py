@@ -46,6 +46,19 @@ class RetryConfig(Config):
         return self
 
 
+class ExplainConfig(Config):
+    """What is kept of decisions, for those who ask why."""
+
+    decisions_max: int = pydantic.Field(default=4096, ge=1)
+    """The latest decisions of a process that can be explained."""
+    bytes_max: int = pydantic.Field(default=16 << 20, ge=1)
+    """Memory for them, about: 1.5 KB for each with 8 workers, 80 KB with 1,000; then the oldest go sooner."""
+    candidates_max: int = pydantic.Field(default=16, ge=2)
+    """Workers that an explanation names, the cheapest first; it counts the others."""
+    logged_share: float = pydantic.Field(default=1.0, ge=0, le=1)
+    """Of the decisions, how many are logged with all that they went by, where the log level is debug."""
+
+
 class RouterConfig(Config):
     """One frontend process's view of the workers, and its requests."""
 
@@ -76,6 +89,8 @@ class RouterConfig(Config):
     """The longest pause between two tries to reach a worker; it begins at a hundredth of this and doubles."""
     retries: RetryConfig = RetryConfig()
     """What happens to a request whose worker is lost or refuses it."""
+    explain: ExplainConfig = ExplainConfig()
+    """What is kept of decisions, for those who ask why."""
 
     @pydantic.field_validator("policy")
     @classmethod

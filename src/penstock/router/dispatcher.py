@@ -16,11 +16,12 @@ from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types import CardFile, ModelCard, Request
 from penstock.router.brakes import Brakes
 from penstock.router.config import RouterConfig
+from penstock.router.explanation import Explanation
 from penstock.router.fleet import Fleet
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.open_request import OpenRequest, Shared
-from penstock.router.router import Decision, Router
+from penstock.router.router import Router
 from penstock.seams import Discovery, RequestPlane
 
 
@@ -114,14 +115,19 @@ class Dispatcher:
         """Describe every known worker; for people."""
         return self._shared.fleet.workers()
 
-    def decisions(self) -> Sequence[Decision]:
+    def explain(self, request_id: str) -> Sequence[Explanation]:
+        """Say why a request was sent where it was, each time, or each of an answer's choices; nothing where that is not known."""
+        return self._shared.router.explain(request_id)
+
+    def latest_decisions(self, most: int) -> Sequence[Explanation]:
         """Explain the latest routing decisions, oldest first."""
-        return self._shared.router.recent()
+        return self._shared.router.latest(most)
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree; for tests and simulations."""
         shared = self._shared
         shared.fleet.check()
+        shared.router.check()
         shared.brakes.check()
         in_fleet = sum(view.open_requests for view in shared.fleet.workers())
         assert in_fleet <= len(shared.requests), f"{in_fleet} requests are sent, {len(shared.requests)} open"

@@ -31,7 +31,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.connector import Connector
 from penstock.router.indexer import Indexer
 from penstock.router.loads import LoadTracker
-from penstock.router.member import Condition, DeltaHandler, Member, WorkerView
+from penstock.router.member import CONDITIONS, Condition, DeltaHandler, Member, WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.worker_pool import WorkerPool
 from penstock.seams import Connection, Discovery, WayToWorkers
@@ -73,7 +73,8 @@ class Fleet:
         self._rng = rng
         self._members: dict[WorkerId, Member] = {}
         self._by_slot: list[Member | None] = []
-        self._show_ids(np.zeros(1, dtype=np.int64))
+        self._show(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint8))
+        self._seats: tuple[Member | None, ...] | None = None
         self._free_slots: list[int] = []  # heap
         self._left_out: dict[WorkerId, Instance] = {}
         self._counts = dict.fromkeys(Condition, 0)
@@ -107,6 +108,12 @@ class Fleet:
         member = self._by_slot[slot]
         assert member is not None, f"slot {slot} is free"
         return member
+
+    def seats(self) -> tuple[Member | None, ...]:
+        """Give the workers by slot, as they are now: the tuple stays as it is when they change."""
+        if self._seats is None:
+            self._seats = tuple(self._by_slot)
+        return self._seats
 
     def slot_of(self, worker_id: WorkerId) -> int | None:
         member = self._members.get(worker_id)
@@ -187,11 +194,13 @@ class Fleet:
         for pool in self.pools.values():
             pool.check()
             assert len(pool.ready) == self.loads.num_slots == self.tree.num_slots, "as long as the loads"
+        assert self.seats() == tuple(self._by_slot), "seats: who is there now"
         for slot, member in enumerate(self._by_slot):
             pools = [name for name, pool in self.pools.items() if pool.ready[slot]]
             if member is None:
                 assert slot in self._free_slots, f"slot {slot} is free"
                 assert not self.worker_ids[slot], f"free slot {slot} has a worker's id"
+                assert not self.conditions[slot], f"free slot {slot} has a condition"
                 assert not pools, f"free slot {slot} is ready for {pools}"
                 assert not self.tree.held_blocks(slot), f"free slot {slot} holds blocks"
                 continue
@@ -200,6 +209,7 @@ class Fleet:
             assert member.noted is member.condition, (
                 f"{member.instance.name} is {member.condition}, noted as {member.noted}"
             )
+            assert CONDITIONS[self.conditions[slot]] is member.noted, f"slot {slot}: its worker's condition"
             expected = [member.instance.card.name] if member.condition is Condition.READY else []
             assert pools == expected, f"{member.instance.name} is {member.condition} and ready for {pools}"
             if member.connection is None:
@@ -235,6 +245,7 @@ class Fleet:
             return None
         member = Member(instance, self._take_slot())
         self._by_slot[member.slot] = self._members[instance.worker_id] = member
+        self._seats = None
         self._ids[member.slot] = instance.worker_id
         assert self._group is not None, "run() is under way"
         self._group.create_task(self._keep(member), name=f"connection to {instance.name}")
@@ -249,16 +260,19 @@ class Fleet:
             num_slots = min(2 * self.loads.num_slots, self._config.workers_max)
             self.tree.grow(num_slots)
             self.loads.grow(num_slots)
-            self._show_ids(np.pad(self._ids, (0, num_slots - len(self._ids))))
+            more = (0, num_slots - len(self._ids))
+            self._show(np.pad(self._ids, more), np.pad(self._conditions, more))
             for pool in self.pools.values():
                 pool.grow(num_slots)
         return slot
 
-    def _show_ids(self, ids: NDArray[np.int64]) -> None:
-        self._ids = ids
+    def _show(self, ids: NDArray[np.int64], conditions: NDArray[np.uint8]) -> None:
+        self._ids, self._conditions = ids, conditions
         self.worker_ids = ids.view()
         """(num_slots,) the worker in each slot, 0 where it is free; for reading."""
-        self.worker_ids.flags.writeable = False
+        self.conditions = conditions.view()
+        """(num_slots,) indices of `CONDITIONS`; for reading."""
+        self.worker_ids.flags.writeable = self.conditions.flags.writeable = False
 
     async def _keep(self, member: Member) -> None:
         await self._connector.keep_connected(member)
@@ -281,6 +295,7 @@ class Fleet:
     def _forget(self, member: Member) -> None:
         del self._members[member.worker_id]
         self._by_slot[member.slot] = None
+        self._seats = None
         self._ids[member.slot] = 0
         heappush(self._free_slots, member.slot)
         self._indexer.forget(member.slot)
@@ -325,6 +340,7 @@ class Fleet:
                 self._counts[changed] += by
                 self._metrics.workers.labels(changed).set(self._counts[changed])
         member.noted = condition
+        self._conditions[member.slot] = CONDITIONS.index(condition)
 
     def _tell_soon(self) -> None:
         if not self._tell_is_due:

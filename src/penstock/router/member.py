@@ -36,6 +36,10 @@ class Condition(StrEnum):
     PREFILL_ONLY = "prefill_only"  # never gets whole requests
 
 
+CONDITIONS: tuple[Condition | None, ...] = (None, *Condition)
+"""What the numbers in columns of conditions stand for; None where there is no worker."""
+
+
 def identity(card: ModelCard) -> tuple[int, bytes]:
     """Say what block hashes depend on: workers that differ here cannot take each other's requests."""
     return card.block_size, card.salt

@@ -1,73 +1,46 @@
 """Which worker gets a request, and why."""
 
 import asyncio
-import math
 import random
 import zlib
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
+from penstock.core.log import get_logger, is_debugging
 from penstock.core.radix import PrefixMatch
 from penstock.core.types import Request
 from penstock.core.wire import num_tokens, unpack_hashes
+from penstock.router.chooser import Chooser
 from penstock.router.config import RouterConfig
+from penstock.router.decisions import Decision, Decisions
+from penstock.router.explanation import Explanation, RouteReason
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
-from penstock.router.policies import Costs, cheapest, prices_of
+from penstock.router.policies import mix
+from penstock.router.recorded import EVENT, RecordedDecision, record_context
 from penstock.router.worker_pool import WorkerPool
-from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
+from penstock.seams import RoutingContext
 
-_DECISIONS_KEPT = 64
+_HASHES = 2.0**64
 
-
-class RouteReason(StrEnum):
-    """What a decision came to, whatever the policy."""
-
-    ONLY_WORKER = "only_worker"
-    NO_PREFIX = "no_prefix"  # nobody holds any of it
-    LONGEST_PREFIX = "longest_prefix"  # nobody holds more of it than the chosen one
-    SHORTER_PREFIX = "shorter_prefix"  # somebody holds more of it, but cost more
-
-
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice, explained: what the chosen worker cost, and the next best one that had a price.
-
-    `terms` and `next_terms` are what both costs are sums of: seconds by name for `kv`, one term for policies that
-    do not say.
-    """
-
-    request_id: str
-    policy: str
-    reason: RouteReason
-    worker: str
-    cost: float
-    overlap_blocks: int
-    request_blocks: int
-    best_overlap_blocks: int
-    num_eligible: int
-    next_worker: str | None
-    next_cost: float | None
-    terms: dict[str, float]
-    next_terms: dict[str, float]
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes, what it will need there, and why."""
+    """Where a request goes, and what it will need there: `overlap_blocks` of its prompt's `blocks` are cached."""
 
     worker_id: WorkerId
     slot: int
     prefill_tokens: int
     cached_tokens: int
+    overlap_blocks: int
     blocks: int
-    why: Decision
 
 
 class Router:
@@ -77,23 +50,13 @@ class Router:
         self, fleet: Fleet, config: RouterConfig, *, metrics: RouterMetrics, rng: random.Random
     ) -> None:
         self.fleet = fleet
-        self.policy = config.new_policy()
+        self._chooser = Chooser(config.new_policy())
         self._config = config
         self._has_thresholds = config.busy_kv_share is not None or config.busy_queued_tokens is not None
         self._metrics = metrics
         self._turn = rng.randrange(1 << 16)  # frontends beside each other do not take turns in step
-        self._decisions: deque[Decision] = deque(maxlen=_DECISIONS_KEPT)
-
-    @property
-    def policy(self) -> RoutingPolicy:
-        """What chooses."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: RoutingPolicy) -> None:
-        self._policy = policy
-        self._explained = policy if isinstance(policy, ExplainedPolicy) else None
-        self._history = policy if isinstance(policy, HistoryPolicy) else None
+        self._decisions = Decisions(config.explain)
+        self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
     def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:
         """Choose a worker.
@@ -121,18 +84,18 @@ class Router:
         now_s = asyncio.get_running_loop().time()
         pool.traffic.arrived(now_s)
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
-        terms = self._terms(context)
-        prices = prices_of(terms[0] if len(terms) == 1 else terms.sum(axis=0), eligible)
-        first = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
-        slot = cheapest(prices, eligible, first)
-        if self._history is not None:
-            self._history.chosen(context, slot)
+        tie = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
+        slot, terms, _ = self._chooser.choose(context, tie)
+        self._chooser.chosen(context, slot)
         self._turn += 1
-        why = self._explain(request.request_id, context, prices, terms, slot=slot, num_eligible=num_eligible)
-        overlap_tokens = why.overlap_blocks * context.block_size
+        overlap_blocks, reason = self._outcome(context, slot, num_eligible)
+        self._keep(request, context, terms, slot=slot, reason=reason, exclude=exclude)
+        if self._log_below and mix(self._turn) < self._log_below:
+            self._record(request, context, slot, tie)
+        overlap_tokens = overlap_blocks * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
         metrics = self._metrics
-        metrics.decided(why.policy, why.reason).inc()
+        metrics.decided(self._chooser.policy.name, reason).inc()
         metrics.prompt_tokens.inc(context.request_tokens)
         metrics.expected_hit_tokens.inc(overlap_tokens)
         return Route(
@@ -140,8 +103,8 @@ class Router:
             slot=slot,
             prefill_tokens=prefill_tokens,
             cached_tokens=context.request_tokens - prefill_tokens,
+            overlap_blocks=overlap_blocks,
             blocks=context.request_blocks,
-            why=why,
         )
 
     def has_ready(self, model: str) -> bool:
@@ -149,9 +112,21 @@ class Router:
         pool = self.fleet.pools.get(model)
         return pool is not None and pool.num_ready > 0
 
-    def recent(self) -> Sequence[Decision]:
-        """Give the latest decisions, oldest first."""
-        return tuple(self._decisions)
+    def explain(self, request_id: str) -> Sequence[Explanation]:
+        """Say why a request was sent where it was, each time it was, or each of an answer's choices.
+
+        Returns:
+            Oldest first; nothing where nothing is known of it any more.
+        """
+        return self._decisions.of(request_id, asyncio.get_running_loop().time())
+
+    def latest(self, most: int) -> Sequence[Explanation]:
+        """Explain the latest decisions, oldest first."""
+        return self._decisions.latest(most, asyncio.get_running_loop().time())
+
+    def check(self) -> None:
+        """Raise AssertionError where too much is kept."""
+        self._decisions.check()
 
     def _without(self, ready: NDArray[np.bool_], exclude: Collection[WorkerId]) -> NDArray[np.bool_]:
         eligible = ready.copy()
@@ -210,53 +185,60 @@ class Router:
             now_s=now_s,
         )
 
-    def _terms(self, context: RoutingContext) -> NDArray[np.float64]:
-        """Price the request: (num_terms, num_slots) whose sums are the costs."""
-        if self._explained is None:
-            return self._policy.costs(context)[None]
-        return self._explained.terms(context)
+    def _outcome(self, context: RoutingContext, slot: int, num_eligible: int) -> tuple[int, RouteReason]:
+        """Say how much of the prompt is cached in the slot, and what that makes of the choice."""
+        overlaps = context.overlap_blocks * context.eligible
+        best, overlap = int(overlaps.max()), int(overlaps[slot])
+        if num_eligible == 1:
+            return overlap, RouteReason.ONLY_WORKER
+        if best == 0:
+            return overlap, RouteReason.NO_PREFIX
+        return overlap, RouteReason.LONGEST_PREFIX if overlap == best else RouteReason.SHORTER_PREFIX
 
-    def _named(self, terms: NDArray[np.float64]) -> dict[str, float]:
-        names = (self._policy.name,) if self._explained is None else self._explained.term_names
-        return dict(zip(names, terms.tolist(), strict=True))
-
-    def _explain(
+    def _keep(
         self,
-        request_id: str,
+        request: Request,
         context: RoutingContext,
-        prices: Costs,
         terms: NDArray[np.float64],
         *,
         slot: int,
-        num_eligible: int,
-    ) -> Decision:
-        """Keep why a slot was chosen. `prices` is used up."""
-        fleet, cost = self.fleet, float(prices[slot])
-        overlaps = context.overlap_blocks * context.eligible
-        best, overlap = int(overlaps[overlaps.argmax()]), int(overlaps[slot])
-        prices[slot] = np.inf
-        following = int(prices.argmin())
-        next_cost = float(prices[following])
-        if num_eligible == 1:
-            reason = RouteReason.ONLY_WORKER
-        elif best == 0:
-            reason = RouteReason.NO_PREFIX
-        else:
-            reason = RouteReason.LONGEST_PREFIX if overlap == best else RouteReason.SHORTER_PREFIX
-        decision = Decision(
-            request_id=request_id,
-            policy=self._policy.name,
-            reason=reason,
-            worker=fleet.at(slot).instance.name,
-            cost=cost,
-            overlap_blocks=overlap,
-            request_blocks=context.request_blocks,
-            best_overlap_blocks=best,
-            num_eligible=num_eligible,
-            next_worker=fleet.at(following).instance.name if next_cost < math.inf else None,
-            next_cost=next_cost if next_cost < math.inf else None,
-            terms=self._named(terms[:, slot]),
-            next_terms=self._named(terms[:, following]) if next_cost < math.inf else {},
+        reason: RouteReason,
+        exclude: Collection[WorkerId],
+    ) -> None:
+        """Keep what a choice went by; of live columns that takes a copy."""
+        fleet = self.fleet
+        self._decisions.keep(
+            Decision(
+                request_id=request.request_id,
+                model=request.model,
+                chooser=self._chooser,
+                reason=reason,
+                slot=slot,
+                request_tokens=context.request_tokens,
+                request_blocks=context.request_blocks,
+                block_size=context.block_size,
+                decided_s=context.now_s,
+                overlap_blocks=context.overlap_blocks,
+                tier_blocks=context.tier_blocks,
+                terms=terms,
+                eligible=context.eligible.copy(),
+                conditions=fleet.conditions.copy(),
+                seats=fleet.seats(),
+                excluded=frozenset(exclude),
+            )
         )
-        self._decisions.append(decision)
-        return decision
+
+    def _record(self, request: Request, context: RoutingContext, slot: int, tie: int) -> None:
+        """Log all that a choice went by, for replays."""
+        workers = [None if member is None else member.instance.name for member in self.fleet.seats()]
+        recorded = RecordedDecision(
+            request_id=request.request_id,
+            model=request.model,
+            policy=self._config.policy,
+            worker=workers[slot] or "",
+            slot=slot,
+            tie=tie,
+            workers=workers,
+            context=record_context(context),
+        )
+        _log.debug(EVENT, **msgspec.structs.asdict(recorded))

@@ -36,12 +36,13 @@ from penstock.core.types import (
 )
 from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
 from penstock.router.config import RouterConfig
+from penstock.router.explanation import Explanation
 from penstock.router.fleet import Fleet
 from penstock.router.loads import Reservation
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.paper_plane import PaperPlane
-from penstock.router.router import Decision, Route, Router
+from penstock.router.router import Route, Router
 from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
 
 _ANY_LENGTH = np.iinfo(np.int32).max  # what a server takes is its own business
@@ -91,7 +92,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     worker: str
     url: str
-    why: Decision
 
 
 class Stage(StrEnum):
@@ -252,7 +252,7 @@ class RoutingService:
         self._open[request.request_id] = routed
         self._set_timer()
         instance = self._fleet.at(route.slot).instance
-        return Choice(id=request.request_id, worker=instance.name, url=instance.address, why=route.why)
+        return Choice(id=request.request_id, worker=instance.name, url=instance.address)
 
     def feedback(
         self,
@@ -284,7 +284,7 @@ class RoutingService:
         self._open.move_to_end(RequestId(request_id))
         if cached_tokens is not None and not routed.is_compared:
             routed.is_compared = True
-            guessed = routed.route.why.overlap_blocks * self.config.block_size
+            guessed = routed.route.overlap_blocks * self.config.block_size
             self._metrics.predicted_hit_tokens.inc(guessed)
             self._metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
             self._metrics.cached_tokens.inc(cached_tokens)
@@ -295,13 +295,18 @@ class RoutingService:
                 self._fleet.pools[routed.model].traffic.ended(output_tokens, routed.heard_s)
             self._close(RequestId(request_id), "finished")
 
-    def decisions(self) -> Sequence[Decision]:
+    def explain(self, request_id: str) -> Sequence[Explanation]:
+        """Say why a request's server was named; nothing where that is not known any more."""
+        return self._router.explain(request_id)
+
+    def latest_decisions(self, most: int) -> Sequence[Explanation]:
         """Explain the latest decisions, oldest first."""
-        return self._router.recent()
+        return self._router.latest(most)
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree."""
         self._fleet.check()
+        self._router.check()
         heard = [routed.heard_s for routed in self._open.values()]
         assert heard == sorted(heard), "open: the latest heard of last"
         assert not self._open or self._timer is not None, "a timer runs while requests are open"

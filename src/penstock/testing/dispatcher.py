@@ -46,6 +46,12 @@ class ScriptedDispatcher:
     def workers(self) -> Sequence[object]:
         return [{"name": "scripted", "models": sorted(self.cards)}]
 
+    def explain(self, request_id: str) -> Sequence[object]:
+        return [{"request_id": r.request_id} for r in self.opened if r.request_id.startswith(request_id)]
+
+    def latest_decisions(self, most: int) -> Sequence[object]:
+        return [{"request_id": request.request_id} for request in self.opened[-most:]]
+
 
 class ScriptedStream:
     def __init__(self, dispatcher: ScriptedDispatcher, request: Request) -> None:

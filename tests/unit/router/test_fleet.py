@@ -26,10 +26,11 @@ from penstock.core.types import (
     WorkerLoad,
 )
 from penstock.core.wire import pack_hashes, pack_tokens
+from penstock.router.chooser import Chooser
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
+from penstock.router.explanation import RouteReason
 from penstock.router.member import Condition, WorkerView
-from penstock.router.router import RouteReason
 from penstock.seams import RoutingContext
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, small_card
@@ -83,7 +84,7 @@ def view(dispatcher: Dispatcher, name: str) -> WorkerView:
 async def route(dispatcher: Dispatcher, request: Request) -> str:
     """Open and leave a request; returns who got it."""
     async with dispatcher.open(request):
-        return dispatcher.decisions()[-1].worker
+        return dispatcher.latest_decisions(1)[-1].worker
 
 
 def test_a_prefix_attracts_requests_to_its_holder():
@@ -92,14 +93,26 @@ def test_a_prefix_attracts_requests_to_its_holder():
         engines["w3"].step(events=[stored(HASHES)])
         await settle()
         assert await route(dispatcher, make_request()) == "w3"
-        decision = dispatcher.decisions()[-1]
+        decision = dispatcher.latest_decisions(1)[-1]
         assert decision.reason is RouteReason.LONGEST_PREFIX
-        assert (decision.overlap_blocks, decision.request_blocks, decision.num_eligible) == (5, 6, 3)
+        assert (decision.request_blocks, decision.num_candidates) == (6, 3)
+        assert [(c.worker, c.overlap_blocks) for c in decision.candidates] == [
+            ("w3", 5),
+            ("w2", 3),
+            ("w1", 0),
+        ]
         assert decision.next_worker == "w2"
-        assert decision.cost < decision.next_cost
-        assert decision.cost == pytest.approx(sum(decision.terms.values()))
-        assert decision.next_cost == pytest.approx(sum(decision.next_terms.values()))
-        assert decision.terms["prefill"] < decision.next_terms["prefill"]
+        chosen, second, _ = decision.candidates
+        assert chosen.cost < second.cost
+        for candidate in decision.candidates:
+            assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
+            assert candidate.tier_blocks == {
+                "device": candidate.overlap_blocks,
+                "host": 0,
+                "disk": 0,
+                "object": 0,
+            }
+        assert chosen.terms["prefill"] < second.terms["prefill"]
         engines["w3"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[1:]))])
         await settle()
         assert await route(dispatcher, make_request()) == "w2"
@@ -134,8 +147,8 @@ def test_workers_with_and_without_events_in_one_fleet():
             silent.step(events=[AllBlocksCleared()])
             await settle()
             async with dispatcher.open(make_request("b")) as stream:
-                assert dispatcher.decisions()[-1].worker == "silent"
-                assert dispatcher.decisions()[-1].overlap_blocks == 5
+                assert dispatcher.latest_decisions(1)[-1].worker == "silent"
+                assert dispatcher.latest_decisions(1)[-1].chosen.overlap_blocks == 5
                 await settle()
                 silent.emit("b", 1, finish=FinishReason.STOP, cached_tokens=8)
                 async for _ in stream:
@@ -178,12 +191,12 @@ def test_busy_workers_get_requests_only_while_all_are():
         await settle()
         small = PROMPT[::-1][:4]
         async with dispatcher.open(make_request("a")):
-            assert dispatcher.decisions()[-1].worker == "w1"
+            assert dispatcher.latest_decisions(1)[-1].worker == "w1"
             dispatcher._shared.fleet.loads.report(
                 0, WorkerLoad(queued_prefill_tokens=31, accepted_requests=1)
             )
             assert await route(dispatcher, make_request("b")) != "w1", "past the limit of queued tokens"
-            assert dispatcher.decisions()[-1].num_eligible == 2
+            assert dispatcher.latest_decisions(1)[-1].num_candidates == 2
             dispatcher._shared.fleet.loads.report(
                 0, WorkerLoad(active_blocks=6, total_blocks=10, accepted_requests=1)
             )
@@ -197,7 +210,7 @@ def test_busy_workers_get_requests_only_while_all_are():
                     slot, WorkerLoad(queued_prefill_tokens=31, accepted_requests=9)
                 )
             assert await route(dispatcher, make_request("e", small)) in engines
-            assert dispatcher.decisions()[-1].num_eligible == 3
+            assert dispatcher.latest_decisions(1)[-1].num_candidates == 3
 
     play(scene, config=RouterConfig(busy_kv_share=0.5, busy_queued_tokens=30))
 
@@ -216,7 +229,7 @@ def test_a_frontend_that_comes_late_knows_the_prefixes_too():
 def test_two_requests_at_once_do_not_both_see_an_idle_worker():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
         async with dispatcher.open(make_request("a")), dispatcher.open(make_request("b", PROMPT[::-1])):
-            first, second = (decision.worker for decision in dispatcher.decisions())
+            first, second = (decision.worker for decision in dispatcher.latest_decisions(9))
             assert first != second
             assert view(dispatcher, first).reserved_prefill_tokens == 21
             await settle()
@@ -232,11 +245,11 @@ def test_other_frontends_hear_of_the_load_they_did_not_cause():
         async with cluster.dispatcher() as other:
             await asyncio.sleep(0.01)
             async with dispatcher.open(make_request("a")):
-                busy = dispatcher.decisions()[-1].worker
+                busy = dispatcher.latest_decisions(1)[-1].worker
                 await settle()
                 assert view(other, busy).load["running_requests"] == 1
                 async with other.open(make_request("b", PROMPT[::-1])):
-                    assert other.decisions()[-1].worker != busy
+                    assert other.latest_decisions(1)[-1].worker != busy
 
     play(scene, num_workers=2)
 
@@ -443,11 +456,11 @@ def test_columns_are_for_reading():
 def test_a_policy_without_a_price_for_anybody_still_gets_a_worker():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
         for cost in (np.inf, np.nan):
-            dispatcher._shared.router.policy = Flat(cost)
+            dispatcher._shared.router._chooser = Chooser(Flat(cost))
             assert await route(dispatcher, make_request()) in engines
-            decision = dispatcher.decisions()[-1]
-            assert (decision.num_eligible, decision.next_worker, decision.next_cost) == (3, None, None)
-            assert (list(decision.terms), decision.next_terms) == (["flat"], {})
+            decision = dispatcher.latest_decisions(1)[-1]
+            assert (decision.num_candidates, decision.next_worker, decision.unit) == (3, None, "none")
+            assert [(c.cost, c.terms) for c in decision.candidates] == [(None, {})] * 3
 
     play(scene)
 

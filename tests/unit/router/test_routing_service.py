@@ -12,7 +12,7 @@ from penstock.core.errors import Overloaded, RequestError, Unavailable
 from penstock.core.types import InstanceState
 from penstock.router.config import RouterConfig
 from penstock.router.price_table import UNKNOWN
-from penstock.router.routing_service import Query, RoutingService, RoutingServiceConfig, Server, Stage
+from penstock.router.routing_service import Choice, Query, RoutingService, RoutingServiceConfig, Server, Stage
 from penstock.sim.loop import run_virtual
 
 A, B = Server(url="http://a", model="m"), Server(url="http://b", model="m")
@@ -39,6 +39,16 @@ def ask(service: RoutingService, prompt: object = TOKENS, **fields: object) -> t
     return choice.worker, choice.id
 
 
+def cached_blocks(service: RoutingService, choice: Choice) -> int:
+    (explanation,) = service.explain(choice.id)
+    assert explanation.chosen.worker == choice.worker
+    assert (
+        max(candidate.overlap_blocks for candidate in explanation.candidates)
+        == explanation.chosen.overlap_blocks
+    )
+    return explanation.chosen.overlap_blocks
+
+
 @pytest.mark.parametrize("prompt", [TOKENS, LONG], ids=["tokens", "text"])
 def test_a_prefix_goes_where_it_went(prompt):
     async def scene(service: RoutingService) -> None:
@@ -48,7 +58,7 @@ def test_a_prefix_goes_where_it_went(prompt):
             choice = service.route(Query(model="m", prompt=prompt))
             assert choice.worker == first
             assert choice.url == f"http://{first}"
-            assert choice.why.overlap_blocks == len(prompt) // (4 if prompt is TOKENS else 16)
+            assert cached_blocks(service, choice) == len(prompt) // (4 if prompt is TOKENS else 16)
             service.feedback(choice.id, Stage.FINISHED)
 
     play(scene)
@@ -58,7 +68,7 @@ def test_tokens_and_text_of_the_same_bytes_share_nothing():
     async def scene(service: RoutingService) -> None:
         ask(service, "abcd" * 8)
         same = np.frombuffer(b"abcd" * 8, dtype="<i4")
-        assert service.route(Query(model="m", prompt=same)).why.best_overlap_blocks == 0
+        assert cached_blocks(service, service.route(Query(model="m", prompt=same))) == 0
 
     play(scene)
 
@@ -67,7 +77,7 @@ def test_a_longer_text_finds_its_beginning_whatever_its_length_and_letters():
     async def scene(service: RoutingService) -> None:
         _, request_id = ask(service, "é" * 33)
         service.feedback(request_id, Stage.FINISHED)
-        assert service.route(Query(model="m", prompt="é" * 200)).why.overlap_blocks == 4
+        assert cached_blocks(service, service.route(Query(model="m", prompt="é" * 200))) == 4
 
     play(scene)
 
@@ -123,7 +133,7 @@ def test_a_guess_has_its_time():
         _, request_id = ask(service)
         service.feedback(request_id, Stage.FINISHED)
         await asyncio.sleep(11)
-        assert service.route(Query(model="m", prompt=TOKENS)).why.best_overlap_blocks == 0
+        assert cached_blocks(service, service.route(Query(model="m", prompt=TOKENS))) == 0
 
     play(scene, router={"predicted_s": 10.0})
 

@@ -109,7 +109,7 @@ def test_a_policy_with_a_history_is_told_every_decision(tmp_path, monkeypatch):
                 times.append(loop.time())
                 async with dispatcher.open(request(number)):
                     pass
-            return times, [decision.policy for decision in dispatcher.decisions()]
+            return times, [decision.policy for decision in dispatcher.latest_decisions(99)]
 
     config = RouterConfig(policy="spreading:Spreading")
     times, names = run_virtual(main())

@@ -1,0 +1,171 @@
+"""`penstock explain`: why requests went where they did, asked of what runs, or computed again from a log."""
+
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from penstock.core.errors import ConfigError, RequestError, Unavailable
+from penstock.frontend.explaining import LATEST_DEFAULT
+from penstock.router.explanation import Candidate, Explanation
+from penstock.router.replay import Replay, Replayed
+
+EXIT_DIFFERS = 1
+_PATHS = ("/admin/explain", "/explain")  # of `penstock serve`, and of `penstock router`
+_TRIES = 64  # processes share a port: a connection finds any of them, and only one knows the request
+_TIMEOUT_S = 10.0
+_DIFFERENCES_SHOWN = 20
+_NOT_FOUND = 404
+
+
+class _Answer(msgspec.Struct):
+    decisions: list[Explanation]
+
+
+def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) -> None:
+    """Print what a running deployment says of a request, or of its latest decisions.
+
+    Raises:
+        ConfigError: this is no URL.
+        Unavailable: nobody answers there.
+        RequestError: it knows nothing of the request.
+    """
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        raise ConfigError(f"--url: {url!r}: expected a URL such as http://127.0.0.1:8000")
+    base = url.rstrip("/").removesuffix("/v1")
+    if request_id is None:
+        body = _fetch(base, f"?last={last or LATEST_DEFAULT}", tries=1)
+    else:
+        body = _fetch(base, f"/{quote(request_id, safe='')}", tries=_TRIES)
+    if as_json:
+        _print(body.decode())
+        return
+    try:
+        decisions = msgspec.json.decode(body, type=_Answer).decisions
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--url: {url}: the answer is not Penstock's, or another version's: {error}"
+        ) from error
+    _print("\n\n".join("\n".join(_lines(decision)) for decision in decisions) or "no decisions yet")
+
+
+def replay(file: Path, policy: str | None) -> int:
+    """Make the decisions of a log again, print where they differ, and return the exit code.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no decisions.
+    """
+    again = Replay(policy)
+    total, differences = 0, []
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for replayed in again.run(lines):
+                total += 1
+                if replayed.differs:
+                    differences.append(replayed)
+    except OSError as error:
+        raise ConfigError(f"--replay: {file}: {error.strerror}") from error
+    except ConfigError as error:
+        raise ConfigError(f"--replay: {file}: {error.message}") from error
+    if not total:
+        raise ConfigError(
+            f"--replay: {file}: no decisions in {sum(again.other_lines.values())} lines; expected a log written with"
+            " --log-level debug and PENSTOCK_LOG_FORMAT=json"
+        )
+    _print("\n".join([*_differences(differences), _summary(total, len(differences), again, policy)]))
+    return EXIT_DIFFERS if differences and policy is None else 0
+
+
+def _fetch(base: str, rest: str, *, tries: int) -> bytes:
+    problem = ""
+    for path in _PATHS:
+        for _ in range(tries):
+            try:
+                with urllib.request.urlopen(base + path + rest, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - checked
+                    body: bytes = answer.read()
+                    return body
+            except urllib.error.HTTPError as error:
+                message, param = _error_of(error)
+                problem = message if param or not problem else problem
+                if error.code != _NOT_FOUND:
+                    raise RequestError(f"--url: {base}: {message}") from error
+                if param is None:
+                    break  # no such path: it is the other kind of server
+            except (OSError, http.client.HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                raise Unavailable(f"--url: {base}: nobody answers ({reason}); is it started?") from error
+    raise RequestError(problem, http_status=_NOT_FOUND)
+
+
+def _error_of(error: urllib.error.HTTPError) -> tuple[str, str | None]:
+    """Give an error's message, and what it is about; of a server that is not Penstock, only the status."""
+    try:
+        body: dict[str, Any] = json.loads(error.read())["error"]
+        return str(body["message"]), body.get("param")
+    except (ValueError, KeyError, TypeError):
+        return f"answers {error.code} {error.reason}", None
+
+
+def _lines(decision: Explanation) -> Iterator[str]:
+    """Write a decision as a title, a table of candidates, and who was left out."""
+    yield (
+        f"{decision.request_id}  {decision.age_s:.1f} s ago  model {decision.model}  policy {decision.policy}"
+    )
+    size = f"{decision.request_tokens} tokens, {decision.request_blocks} blocks of {decision.block_size}"
+    yield f"to {decision.worker} ({decision.reason}), next {decision.next_worker or 'nobody'}; {size}"
+    first = decision.chosen
+    tiers = [tier for tier in first.tier_blocks if any(c.tier_blocks[tier] for c in decision.candidates)]
+    unit = "" if decision.unit == "none" else f" {decision.unit}"
+    head = ["worker", f"cost{unit}", *first.terms, "cached", *tiers]
+    rows = [head, *(_row(candidate, tiers) for candidate in decision.candidates)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    for row in rows:
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
+        ]
+        yield "  " + "  ".join(cells)
+    if more := decision.num_candidates - len(decision.candidates):
+        yield f"  and {more} more"
+    if decision.left_out:
+        named = ", ".join(f"{left.worker} {left.why}" for left in decision.left_out)
+        more = decision.num_left_out - len(decision.left_out)
+        yield f"left out: {named}" + (f" and {more} more" if more else "")
+
+
+def _row(candidate: Candidate, tiers: Sequence[str]) -> list[str]:
+    cost = "never" if candidate.cost is None else f"{candidate.cost:.1f}"
+    terms = [f"{value:.1f}" for value in candidate.terms.values()]
+    blocks = {str(tier): count for tier, count in candidate.tier_blocks.items()}
+    return [
+        candidate.worker,
+        cost,
+        *terms,
+        str(candidate.overlap_blocks),
+        *(str(blocks[tier]) for tier in tiers),
+    ]
+
+
+def _differences(differences: Sequence[Replayed]) -> Iterator[str]:
+    for one in differences[:_DIFFERENCES_SHOWN]:
+        unit = "" if one.unit == "none" else f" {one.unit}"
+        yield f"{one.request_id}  {one.worker} -> {one.again}  by {one.policy} {one.costs_more:.1f}{unit} less"
+    if len(differences) > _DIFFERENCES_SHOWN:
+        yield f"and {len(differences) - _DIFFERENCES_SHOWN} more"
+
+
+def _summary(total: int, differing: int, again: Replay, policy: str | None) -> str:
+    others = "".join(f", {count} other lines ({kind})" for kind, count in sorted(again.other_lines.items()))
+    by = "the policies that made them" if policy is None else policy
+    return f"{total} decisions by {by}: {total - differing} the same, {differing} not{others}"
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")

@@ -1,0 +1,55 @@
+"""What a client says of a request outside of its body."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.core.errors import RequestError
+from penstock.frontend.config import FrontendConfig
+from penstock.frontend.errors import ForbiddenError
+
+EXPLAIN_HEADER = "X-Penstock-Explain"
+_SESSION_CHARACTERS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The client's name for the session that the request is of, and whether the answer is to say why it went where it did."""
+
+    session: str | None = None
+    explains: bool = False
+
+
+NO_WISHES = Wishes()
+
+
+def read_wishes(headers: Mapping[str, str], config: FrontendConfig) -> Wishes:
+    """Read the headers.
+
+    Raises:
+        RequestError: one has a value that it must not have, or asks for what is not told here (403).
+    """
+    name = config.session_header
+    session = headers.get(name) or None
+    if session is not None and len(session) > _SESSION_CHARACTERS_MAX:
+        raise RequestError(
+            f"{name}: must have at most {_SESSION_CHARACTERS_MAX} characters, got {len(session)}", param=name
+        )
+    explains = asks_why(headers)
+    if explains and not config.explains:
+        raise ForbiddenError(
+            f"{EXPLAIN_HEADER}: this server does not tell (frontend.explains); leave the header out",
+            param=EXPLAIN_HEADER,
+        )
+    return Wishes(session=session, explains=explains)
+
+
+def asks_why(headers: Mapping[str, str]) -> bool:
+    """Tell whether the answer is to say why the request went where it did.
+
+    Raises:
+        RequestError: the header says neither.
+    """
+    value = headers.get(EXPLAIN_HEADER, "0").strip()
+    if value not in {"0", "1"}:
+        raise RequestError(f"{EXPLAIN_HEADER}: must be 1 or 0, got {value[:40]!r}", param=EXPLAIN_HEADER)
+    return value == "1"

@@ -1,0 +1,45 @@
+"""A policy at work: from what it may look at to the slot it chooses. Decisions and their replays both go this way."""
+
+from typing import NamedTuple
+
+from penstock.router.policies import Costs, cheapest, prices_of
+from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
+
+
+class Choice(NamedTuple):
+    """The slot that is cheapest, and what was asked everywhere.
+
+    `terms` is (num_terms, num_slots); `prices`, their sums, are infinite where a worker is not eligible.
+    """
+
+    slot: int
+    terms: Costs
+    prices: Costs
+
+
+class Chooser:
+    """Chooses by one policy, and tells it what was chosen if it wants to know. One event loop owns it."""
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self.policy = policy
+        self._explained = policy if isinstance(policy, ExplainedPolicy) else None
+        self.term_names = () if self._explained is None else tuple(self._explained.term_names)
+        self.unit, self.scale = ("none", 1.0) if self._explained is None else ("ms", 1e3)
+        """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
+        self._history = policy if isinstance(policy, HistoryPolicy) else None
+
+    def choose(self, context: RoutingContext, tie: int) -> Choice:
+        """Choose one of the eligible, of which there is one; `tie`, the request's hash, settles equal prices."""
+        eligible = context.eligible
+        if self._explained is None:
+            prices = prices_of(self.policy.costs(context), eligible)
+            terms = prices[None]
+        else:
+            terms = self._explained.terms(context)
+            prices = prices_of(terms.sum(axis=0), eligible)
+        return Choice(cheapest(prices, eligible, tie), terms, prices)
+
+    def chosen(self, context: RoutingContext, slot: int) -> None:
+        """Tell the policy where the request of this context, the last one priced, went."""
+        if self._history is not None:
+            self._history.chosen(context, slot)

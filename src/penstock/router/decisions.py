@@ -1,0 +1,158 @@
+"""The latest routing decisions, as arrays of what they went by: cheap to keep, explained when somebody asks."""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.ids import WorkerId
+from penstock.core.types import Tier
+from penstock.router.chooser import Chooser
+from penstock.router.config import ExplainConfig
+from penstock.router.explanation import Candidate, Explanation, LeftOut, RouteReason
+from penstock.router.member import CONDITIONS, Condition, Member
+
+_OBJECT_BYTES = 1024  # of one decision beside its arrays' content
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """What one choice went by; nothing here changes after it. Columns are by slot.
+
+    `conditions` are indices of `CONDITIONS`, `seats` the workers in the slots, `excluded` those that must not get it.
+    """
+
+    request_id: str
+    model: str
+    chooser: Chooser
+    reason: RouteReason
+    slot: int
+    request_tokens: int
+    request_blocks: int
+    block_size: int
+    decided_s: float
+    overlap_blocks: NDArray[np.int32]
+    tier_blocks: NDArray[np.int32]
+    terms: NDArray[np.float64]
+    eligible: NDArray[np.bool_]
+    conditions: NDArray[np.uint8]
+    seats: tuple[Member | None, ...]
+    excluded: Collection[WorkerId]
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self.overlap_blocks, self.tier_blocks, self.terms, self.eligible, self.conditions)
+        return _OBJECT_BYTES + sum(array.nbytes for array in arrays)
+
+    def explain(self, now_s: float, candidates_max: int) -> Explanation:
+        """Put it in words, with so many of the candidates, and of those left out."""
+        costs = self.terms.sum(axis=0)
+        slots = np.flatnonzero(self.eligible)
+        shown, next_slot = self._shown(costs, slots, candidates_max)
+        left_out = self._left_out()
+        return Explanation(
+            request_id=self.request_id,
+            model=self.model,
+            policy=self.chooser.policy.name,
+            reason=self.reason,
+            unit=self.chooser.unit,
+            worker=self._name(self.slot),
+            next_worker=None if next_slot is None else self._name(next_slot),
+            request_tokens=self.request_tokens,
+            request_blocks=self.request_blocks,
+            block_size=self.block_size,
+            age_s=now_s - self.decided_s,
+            num_candidates=len(slots),
+            candidates=tuple(self._candidate(slot, costs) for slot in shown),
+            num_left_out=len(left_out),
+            left_out=tuple(left_out[:candidates_max]),
+        )
+
+    def _shown(
+        self, costs: NDArray[np.float64], slots: NDArray[np.intp], most: int
+    ) -> tuple[list[int], int | None]:
+        """Name the slots to show, the chosen first, then by cost, the longest prefix's among them; and the next best."""
+        cheapest = slots[np.argsort(costs[slots], kind="stable")].tolist()
+        cheapest.remove(self.slot)
+        next_slot = cheapest[0] if cheapest and np.isfinite(costs[cheapest[0]]) else None
+        shown = [self.slot, *cheapest[: most - 1]]
+        holder = int(slots[self.overlap_blocks[slots].argmax()])
+        if self.overlap_blocks[holder] > self.overlap_blocks[shown].max():
+            shown.append(holder)
+        return shown, next_slot
+
+    def _candidate(self, slot: int, costs: NDArray[np.float64]) -> Candidate:
+        scale = self.chooser.scale
+        terms = (self.terms[:, slot] * scale).tolist()
+        cost = float(costs[slot]) * scale
+        return Candidate(
+            worker=self._name(slot),
+            cost=cost if np.isfinite(cost) else None,
+            terms=dict(zip(self.chooser.term_names, terms, strict=False)),
+            overlap_blocks=int(self.overlap_blocks[slot]),
+            tier_blocks=dict(zip(Tier, self.tier_blocks[:, slot].tolist(), strict=True)),
+        )
+
+    def _left_out(self) -> list[LeftOut]:
+        """Say of each of the model's workers that was not eligible, why."""
+        left_out = []
+        for slot, member in enumerate(self.seats):
+            if member is None or self.eligible[slot] or member.instance.card.name != self.model:
+                continue
+            condition = CONDITIONS[self.conditions[slot]]
+            if condition is None:
+                continue  # nothing was known of it yet
+            why = condition.value
+            if condition is Condition.READY:
+                why = "excluded" if member.worker_id in self.excluded else "busy"
+            left_out.append(LeftOut(worker=member.instance.name, why=why))
+        return left_out
+
+    def _name(self, slot: int) -> str:
+        member = self.seats[slot]
+        assert member is not None, f"slot {slot} was eligible"
+        return member.instance.name
+
+
+class Decisions:
+    """The latest, bounded by number and by memory. One event loop owns it."""
+
+    def __init__(self, config: ExplainConfig) -> None:
+        self._config = config
+        self._kept: deque[Decision] = deque()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, decision: Decision) -> None:
+        """Add the latest; the oldest goes where there is no room."""
+        kept, config = self._kept, self._config
+        kept.append(decision)
+        self._num_bytes += decision.num_bytes
+        while len(kept) > 1 and (len(kept) > config.decisions_max or self._num_bytes > config.bytes_max):
+            self._num_bytes -= kept.popleft().num_bytes
+
+    def of(self, request_id: str, now_s: float) -> tuple[Explanation, ...]:
+        """Explain the decisions about a request, oldest first: about one choice, or under an answer's id about all."""
+        first = f"{request_id}-"
+        found = [d for d in self._kept if d.request_id == request_id or d.request_id.startswith(first)]
+        return self._explained(found, now_s)
+
+    def latest(self, most: int, now_s: float) -> tuple[Explanation, ...]:
+        """Explain the latest decisions, oldest first."""
+        return self._explained(list(self._kept)[-most:], now_s)
+
+    def check(self) -> None:
+        """Raise AssertionError where more is kept than allowed, or miscounted."""
+        assert self._num_bytes == sum(decision.num_bytes for decision in self._kept), "decisions: bytes"
+        assert len(self._kept) <= self._config.decisions_max, f"{len(self._kept)} decisions: past the bound"
+        assert len(self._kept) <= 1 or self._num_bytes <= self._config.bytes_max, (
+            f"{self._num_bytes} bytes of decisions: past the bound"
+        )
+
+    def _explained(self, decisions: list[Decision], now_s: float) -> tuple[Explanation, ...]:
+        most = self._config.candidates_max
+        return tuple(decision.explain(now_s, most) for decision in decisions)

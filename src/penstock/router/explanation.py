@@ -1,0 +1,70 @@
+"""Why a request went where it went, in words and numbers for people; docs/routing.md says what each field is.
+
+Kept decisions are arrays; only what is asked for becomes one of these.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from penstock.core.types import Tier
+
+
+class RouteReason(StrEnum):
+    """What a decision came to, whatever the policy."""
+
+    ONLY_WORKER = "only_worker"
+    NO_PREFIX = "no_prefix"  # nobody holds any of it
+    LONGEST_PREFIX = "longest_prefix"  # nobody holds more of it than the chosen one
+    SHORTER_PREFIX = "shorter_prefix"  # somebody holds more of it, but cost more
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that might have got the request. `cost` is the sum of `terms` where the policy says any.
+
+    None is a cost that rules it out. `overlap_blocks` of the prompt are there, in `tier_blocks` by tier.
+    """
+
+    worker: str
+    cost: float | None
+    terms: dict[str, float]
+    overlap_blocks: int
+    tier_blocks: dict[Tier, int]
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker of the model that could not get the request: its condition, `busy` past a threshold, or `excluded`.
+
+    Excluded is who refused this request, was lost with it, or was named by a gateway.
+    """
+
+    worker: str
+    why: str
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice. `candidates`: the one chosen, then the cheapest, and whoever holds most of the prefix.
+
+    There were `num_candidates` and `num_left_out` in all. Costs and terms are in `unit`: `ms`, or `none` where they
+    are no times. `age_s` is how long ago it was.
+    """
+
+    request_id: str
+    model: str
+    policy: str
+    reason: RouteReason
+    unit: str
+    worker: str
+    next_worker: str | None
+    request_tokens: int
+    request_blocks: int
+    block_size: int
+    age_s: float
+    num_candidates: int
+    candidates: tuple[Candidate, ...]
+    num_left_out: int
+    left_out: tuple[LeftOut, ...]
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.candidates[0]

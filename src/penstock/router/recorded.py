@@ -1,0 +1,85 @@
+"""A decision's inputs as plain data for its log line, and back: the same numbers, to the last bit.
+
+It knows nothing of what a `RoutingContext` holds: fields are written by name, an array with its type and shape.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.seams import PriceColumns, RoutingContext
+
+EVENT = "request_routed"
+"""What the log line is called."""
+
+
+class RecordedDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """One log line's fields. `tie` settles equal prices; `workers` are by slot, None where there is none."""
+
+    request_id: str
+    model: str
+    policy: str
+    worker: str
+    slot: int
+    tie: int
+    workers: list[str | None]
+    context: dict[str, Any]
+
+
+def record_context(context: RoutingContext) -> dict[str, Any]:
+    """Write a context as plain data."""
+    return _record(context)
+
+
+def recorded_context(data: dict[str, Any]) -> RoutingContext:
+    """Make the context again.
+
+    Raises:
+        ValueError: it is not what this version writes.
+    """
+    return RoutingContext(**_values(data, RoutingContext))
+
+
+def _record(record: RoutingContext | PriceColumns) -> dict[str, Any]:
+    data = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, PriceColumns):
+            value = _record(value)
+        elif isinstance(value, np.ndarray):
+            value = _record_array(value)
+        data[field.name] = value
+    return data
+
+
+def _record_array(array: np.ndarray) -> list[Any]:
+    """Write [type, shape, values]: one value stands for all where they are equal, as most columns' are."""
+    if array.size and bool((array == array.flat[0]).all()):
+        return [array.dtype.name, list(array.shape), array.flat[0].item()]
+    return [array.dtype.name, list(array.shape), array.ravel().tolist()]
+
+
+def _values(data: Any, kind: type[RoutingContext | PriceColumns]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    if not isinstance(data, dict) or data.keys() != names:
+        differ = ", ".join(sorted(names ^ (data.keys() if isinstance(data, dict) else set())))
+        raise ValueError(f"written by another version: {differ} are not the fields of both")
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if isinstance(value, dict):
+            values[name] = PriceColumns(**_values(value, PriceColumns))
+        else:
+            values[name] = _array(name, value) if isinstance(value, list) else value
+    return values
+
+
+def _array(name: str, recorded: list[Any]) -> np.ndarray:
+    try:
+        kind, shape, content = recorded
+        if not isinstance(content, list):
+            return np.full(shape, content, dtype=kind)
+        return np.array(content, dtype=kind).reshape(shape)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: is no array as this version writes them: {error}") from error

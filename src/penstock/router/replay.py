@@ -1,0 +1,93 @@
+"""Decisions made again from their log lines, by the policy that made them or by another one."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock.core.errors import ConfigError
+from penstock.router.chooser import Chooser
+from penstock.router.policies import make_policy
+from penstock.router.recorded import EVENT, RecordedDecision, recorded_context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A decision made again. `costs_more` is what the logged choice costs beyond the new one by the new policy."""
+
+    request_id: str
+    policy: str
+    worker: str
+    again: str
+    costs_more: float
+    unit: str
+
+    @property
+    def differs(self) -> bool:
+        return self.worker != self.again
+
+
+@dataclass(slots=True)
+class Replay:
+    """Makes decisions again, in the order of their log. What a policy remembers, it remembers by process.
+
+    A policy that goes by its own past (`seams.HistoryPolicy`) is told what was chosen then: it repeats itself if the
+    log has all its decisions from the start.
+    """
+
+    policy: str | None = None
+    """What `router.policy` takes; None is the policy of each line."""
+    other_lines: Counter[str] = field(default_factory=Counter)
+    """Lines without a decision: `event` of another kind, and `text` that is no JSON."""
+    _choosers: dict[tuple[str, str], Chooser] = field(default_factory=dict)
+
+    def run(self, lines: Iterable[str]) -> Iterator[Replayed]:
+        """Make the decisions of these lines again.
+
+        Raises:
+            ConfigError: a line's decision cannot be read, or there is no such policy.
+        """
+        for number, line in enumerate(lines, 1):
+            found = self._read(line)
+            if found is None:
+                continue
+            process, data = found
+            try:
+                yield self._again(process, msgspec.convert(data, RecordedDecision))
+            except (msgspec.ValidationError, ValueError, IndexError) as error:
+                raise ConfigError(f"line {number}: a decision that cannot be read: {error}") from error
+
+    def _read(self, line: str) -> tuple[str, dict[str, object]] | None:
+        """Give a decision's process and fields; None for other lines."""
+        try:
+            data = json.loads(line)
+        except ValueError:
+            data = None
+        if not isinstance(data, dict):
+            if line.strip():
+                self.other_lines["text"] += 1
+            return None
+        if data.get("event") != EVENT:
+            self.other_lines["event"] += 1
+            return None
+        return str(data.get("process", "")), data
+
+    def _again(self, process: str, recorded: RecordedDecision) -> Replayed:
+        context = recorded_context(recorded.context)
+        name = self.policy or recorded.policy
+        chooser = self._choosers.get((process, name))
+        if chooser is None:
+            chooser = self._choosers[process, name] = Chooser(make_policy(name))
+        choice = chooser.choose(context, recorded.tie)
+        chooser.chosen(context, recorded.slot)
+        then, now = choice.prices[[recorded.slot, choice.slot]].tolist()
+        return Replayed(
+            request_id=recorded.request_id,
+            policy=name,
+            worker=recorded.worker,
+            again=recorded.workers[choice.slot] or "",
+            costs_more=(then - now) * chooser.scale if choice.slot != recorded.slot else 0.0,
+            unit=chooser.unit,
+        )

@@ -1,0 +1,217 @@
+"""Decisions that are kept, explained and logged, beside a fleet that goes on changing."""
+
+import asyncio
+import io
+import json
+from collections.abc import Awaitable, Callable
+
+import pytest
+import structlog
+
+from penstock.core import log
+from penstock.core.errors import ConfigError
+from penstock.core.hashing import block_hashes
+from penstock.core.ids import RequestId
+from penstock.core.types import BlockStored, Request, SamplingParams, Tier, WorkerLoad
+from penstock.core.wire import pack_hashes, pack_tokens
+from penstock.router.config import RouterConfig
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.explanation import Explanation, LeftOut, RouteReason
+from penstock.router.replay import Replay
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster
+from penstock.testing.hand_engine import HandEngine
+
+PROMPT = tuple(range(100, 121))
+HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]
+
+Engines = dict[str, HandEngine]
+Scene = Callable[[MemoryCluster, Dispatcher, Engines], Awaitable[None]]
+
+
+def play(scene: Scene, num_workers: int = 3, **config: object) -> None:
+    async def main() -> None:
+        settings = RouterConfig.parse(config, source="test")
+        async with MemoryCluster() as cluster, cluster.dispatcher(settings) as dispatcher:
+            engines = {f"w{number}": HandEngine() for number in range(1, num_workers + 1)}
+            for name, engine in engines.items():
+                await cluster.start(name, engine)
+            await asyncio.sleep(0.01)
+            await scene(cluster, dispatcher, engines)
+            dispatcher.check()
+
+    run_virtual(main())
+
+
+def make_request(request_id: str, prompt: tuple[int, ...] = PROMPT, session: str | None = None) -> Request:
+    return Request(
+        request_id=RequestId(request_id),
+        model="tiny",
+        token_ids=pack_tokens(prompt),
+        sampling=SamplingParams(max_tokens=9),
+        salt=b"tiny-1",
+        session=session,
+    )
+
+
+async def decide(dispatcher: Dispatcher, request_id: str, *prompt: tuple[int, ...]) -> Explanation:
+    async with dispatcher.open(make_request(request_id, *prompt)):
+        return dispatcher.explain(request_id)[-1]
+
+
+async def store(engine: HandEngine, start: int, stop: int, tier: Tier = Tier.DEVICE) -> None:
+    parent = int(HASHES[start - 1]) if start else None
+    event = BlockStored(
+        block_hashes=pack_hashes(HASHES[start:stop]), parent_block_hash=parent, block_size=4, tier=tier
+    )
+    engine.step(events=[event])
+    await asyncio.sleep(0.001)
+
+
+def test_overlap_is_told_by_tier_and_terms_in_milliseconds():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        await store(engines["w2"], 0, 2)
+        await store(engines["w2"], 2, 5, Tier.HOST)
+        decision = await decide(dispatcher, "a")
+        assert (decision.worker, decision.reason) == ("w2", RouteReason.LONGEST_PREFIX)
+        assert decision.chosen.tier_blocks == {"device": 2, "host": 3, "disk": 0, "object": 0}
+        assert decision.chosen.terms["onboard"] == pytest.approx(12 * 3.3e-6 * 1e3), "of an unpriced worker"
+        assert decision.chosen.cost == pytest.approx(sum(decision.chosen.terms.values()))
+        assert (decision.unit, decision.request_tokens, decision.block_size) == ("ms", 21, 4)
+
+    play(scene)
+
+
+def test_who_is_left_out_is_told_as_it_was_then():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        loads = dispatcher._shared.fleet.loads
+        loads.report(0, WorkerLoad(queued_prefill_tokens=99))
+        cluster.kill("w2")
+        await asyncio.sleep(0.001)
+        decision = await decide(dispatcher, "a")
+        assert decision.worker == "w3"
+        assert decision.left_out == (LeftOut(worker="w1", why="busy"), LeftOut(worker="w2", why="lost"))
+        await cluster.start("w4", HandEngine())
+        await asyncio.sleep(20)
+        loads.report(0, WorkerLoad())
+        assert dispatcher.explain("a")[0].left_out == decision.left_out, "w2 is gone, w4 in its slot, w1 idle"
+        assert dispatcher.explain("a")[0].age_s >= 20
+
+    play(scene, busy_queued_tokens=50)
+
+
+def test_a_request_that_moves_has_one_decision_for_each_worker():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        async with dispatcher.open(make_request("a-0")) as stream:
+            first = dispatcher.explain("a")[0].worker
+            await asyncio.sleep(0.001)
+            engines[first].emit("a-0", 1, cached_tokens=0)
+            await anext(stream)
+            cluster.kill(first)
+            reading = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(1)
+            one, two = dispatcher.explain("a")
+            assert (one.worker, two.request_tokens) == (first, 22)
+            assert two.left_out == (LeftOut(worker=first, why="lost"),)
+            reading.cancel()
+        assert [decision.worker for decision in dispatcher.explain("a-0")] == [one.worker, two.worker]
+        assert dispatcher.explain("a-1") == dispatcher.explain("b") == ()
+
+    play(scene)
+
+
+def test_of_many_workers_the_cheapest_are_named_and_whoever_holds_most():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        await store(engines["w9"], 0, 5)
+        loads = dispatcher._shared.fleet.loads
+        for slot in range(9):
+            loads.report(slot, WorkerLoad(queued_prefill_tokens=1000 * (slot + 1), total_blocks=9999))
+        decision = await decide(dispatcher, "a")
+        assert [c.worker for c in decision.candidates] == ["w1", "w2", "w3", "w9"]
+        assert (decision.num_candidates, decision.next_worker) == (9, "w2")
+        assert decision.reason is RouteReason.SHORTER_PREFIX
+
+    play(scene, num_workers=9, explain={"candidates_max": 3})
+
+
+@pytest.mark.parametrize("bound", [{"decisions_max": 3}, {"bytes_max": 4500}])
+def test_old_decisions_go(bound):
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        for number in range(9):
+            await decide(dispatcher, f"r{number}")
+            dispatcher.check()
+        assert [d.request_id for d in dispatcher.latest_decisions(99)] == ["r6", "r7", "r8"]
+        assert dispatcher.explain("r5") == ()
+
+    play(scene, num_workers=2, explain=bound)
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is logged at debug, as JSON; the log is as before afterwards."""
+    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "json")
+    stream = io.StringIO()
+    log.configure("debug", process="test", stream=stream)
+    yield lambda: [line for line in stream.getvalue().splitlines() if "request_routed" in line]
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+async def traffic(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+    """Prompts that share beginnings, of three sessions, some of them open together."""
+    del cluster, engines
+    for number in range(30):
+        prompt = PROMPT[: 5 + number % 16] + (number % 7,) * (number % 5)
+        one, other = (
+            make_request(f"a{number}", prompt, f"s{number % 3}"),
+            make_request(f"b{number}", PROMPT[::-1]),
+        )
+        async with dispatcher.open(one), dispatcher.open(other):
+            await asyncio.sleep(0.01 * (number % 4))
+
+
+POLICIES = [
+    "kv", "least-loaded", "power-of-two", "round-robin", "random", "session",
+    "baselines.product:Product", "baselines.explore_exploit:ExploreExploit",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_log_says_all_that_its_decisions_went_by(policy, lines):
+    play(traffic, policy=policy)
+    replayed = list(Replay().run(lines()))
+    assert len(replayed) == 60
+    assert [one.request_id for one in replayed if one.differs] == []
+    assert len({one.worker for one in replayed}) >= 2
+
+
+def test_another_policy_says_what_it_would_have_done(lines):
+    play(traffic, policy="round-robin")
+    replayed = list(Replay("kv").run(lines()))
+    differing = [one for one in replayed if one.differs]
+    assert 0 < len(differing) < 60
+    assert min(one.costs_more for one in differing) >= 0.0, "equal prices are settled by the hash"
+    assert max(one.costs_more for one in differing) > 0.0
+    assert {(one.policy, one.unit) for one in replayed} == {("kv", "ms")}
+    assert not any(one.costs_more for one in replayed if not one.differs)
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 15, 45), (1.0, 60, 60)])
+def test_a_share_of_the_decisions_is_logged(share, least, most, lines):
+    play(traffic, explain={"logged_share": share})
+    assert least <= len(lines()) <= most
+
+
+def test_lines_that_are_no_decisions_are_counted_and_broken_ones_named(lines):
+    play(traffic)
+    whole = lines()[0]
+    replay = Replay()
+    assert len(list(replay.run(["", "10:00 worker_lost", '{"event": "worker_lost"}', whole, "[]"]))) == 1
+    assert replay.other_lines == {"text": 2, "event": 1}
+    broken = json.loads(whole)
+    del broken["context"]["turn"]
+    with pytest.raises(ConfigError, match=r"line 2: .*another version: turn"):
+        list(Replay().run([whole, json.dumps(broken)]))
+    broken = json.loads(whole) | {"slot": "one"}
+    with pytest.raises(ConfigError, match=r"line 1: .*slot"):
+        list(Replay().run([json.dumps(broken)]))
