@@ -232,12 +232,15 @@ def _add_explain(commands: Any) -> None:
 
 def _explain(options: argparse.Namespace) -> int:
     from penstock.deploy.explain_command import ask, replay  # noqa: PLC0415
+    from penstock.frontend.explaining import LATEST_MAX  # noqa: PLC0415
 
     if options.replay is None:
         if options.policy is not None:
             raise ConfigError(
                 "--policy: is for --replay FILE, which decides again; what runs has decided already"
             )
+        if options.last is not None and not 1 <= options.last <= LATEST_MAX:
+            raise ConfigError(f"--last: must be 1 to {LATEST_MAX}, got {options.last}")
         ask(options.url, options.request_id, options.last, as_json=options.json)
         return 0
     if options.request_id is not None:

@@ -116,6 +116,7 @@ def deploy(runtime_dir: Path) -> Callable[..., None]:
         frontends: int = 1,
         timeout_s: float = 60.0,
         role: dict[str, Any] | None = None,
+        log_level: str = "warning",
         **fields: Any,
     ) -> None:
         roles = {"aggregated": {"replicas": workers, "engine": "mock"} | (role or {})}
@@ -123,7 +124,7 @@ def deploy(runtime_dir: Path) -> Callable[..., None]:
         graph = Graph.model_validate({"model": "demo", "frontend": frontend, "roles": roles} | fields)
 
         async def main() -> None:
-            async with asyncio.timeout(timeout_s), site_of(graph) as site:
+            async with asyncio.timeout(timeout_s), site_of(graph, log_level) as site:
                 await scenario(site)
 
         asyncio.run(main())
@@ -132,14 +133,17 @@ def deploy(runtime_dir: Path) -> Callable[..., None]:
 
 
 @asynccontextmanager
-async def site_of(graph: Graph) -> AsyncIterator[Site]:
+async def site_of(graph: Graph, log_level: str = "warning") -> AsyncIterator[Site]:
     said: list[str] = []
 
     def say(name: str, state: str, detail: str) -> None:
         said.append(f"{name} {state} {detail}".strip())
         print(said[-1])  # shown where the test fails
 
-    async with LocalDeployment(graph, say=say) as deployment, aiohttp.ClientSession() as http:
+    async with (
+        LocalDeployment(graph, log_level=log_level, say=say) as deployment,
+        aiohttp.ClientSession() as http,
+    ):
         site = Site(deployment, http, said)
         async with site.client:
             wanted = graph.roles.aggregated.replicas if graph.roles.aggregated else 0

@@ -67,6 +67,24 @@ def test_usage_is_named_in_every_chunk_and_given_in_the_last() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_the_chunk_that_ends_a_choice_may_say_why(include_usage: bool) -> None:
+    why = ({"request_id": "r"},)
+    (chunk,) = parse(stream(PLAIN, include_usage=include_usage).event(TextEvent(0, "a", "stop", (), why)))
+    assert chunk["penstock"] == {"decisions": [{"request_id": "r"}]}
+    assert chunk["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"}]
+    assert ("usage" in chunk) is include_usage
+
+
+def test_a_whole_answer_says_why_only_if_there_is_something_to_say() -> None:
+    for why in ((), ({"request_id": "r"},)):
+        answer = WholeAnswer(PLAIN, TOKEN_BYTES, choices=1, logprobs=False)
+        asyncio.run(answer.take(TextEvent(0, "a", "stop", (), why)))
+        body = json.loads(answer.body(USAGE))
+        assert body.get("penstock") == ({"decisions": [{"request_id": "r"}]} if why else None)
+        assert ("penstock" in body) is bool(why)
+
+
 def test_chat_logprobs() -> None:
     event = TextEvent(0, "a", None, (logprob(A, 0, (A, -0.5), (PART, float("-inf"))),))
     _, chunk = parse(stream(CHAT).event(event))
