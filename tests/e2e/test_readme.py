@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,12 +13,23 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def block(language: str, containing: str) -> str:
     (found,) = [b for b in re.findall(rf"(?ms)^```{language}\n(.*?)^```$", README) if containing in b]
     return found
+
+
+def run_as_shown(command: str, directory: Path) -> str:
+    """Run one line of the README in a directory with the examples."""
+    if not (directory / "examples").exists():
+        (directory / "examples").symlink_to(ROOT / "examples")
+    words = [sys.executable, "-m", *shlex.split(command)]
+    done = subprocess.run(words, cwd=directory, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 async def output_of(*command: str) -> str:
@@ -48,3 +61,16 @@ def test_curl_as_shown(deploy):
         assert "penstock_router_workers" in looks
 
     deploy(scenario)
+
+
+@pytest.mark.parametrize("command", re.findall(r"(?m)^penstock simulate .*$", README))
+def test_simulate_as_shown(command: str, tmp_path: Path):
+    assert "TTFT" in run_as_shown(command, tmp_path)
+    for name in re.findall(r"--html (\S+)", command):
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_the_prefix_index_as_shown():
+    code = block("python", "RadixTree")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"# {done.stdout.strip()}:" in code
