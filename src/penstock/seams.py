@@ -293,7 +293,11 @@ class RoutingPolicy(Protocol):
 
 @runtime_checkable
 class ExplainedPolicy(RoutingPolicy, Protocol):
-    """A routing policy whose costs are seconds, sums of terms, so that a decision can say what it was made of."""
+    """A routing policy whose costs are seconds, sums of terms, so that a decision can say what it was made of.
+
+    Terms named `queue` and `memory` say how long a request would wait there before its work begins: with them requests
+    can be held (`router.hold`).
+    """
 
     @property
     def term_names(self) -> Sequence[str]: ...

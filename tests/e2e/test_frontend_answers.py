@@ -24,6 +24,25 @@ def test_a_session_is_taken_from_its_header() -> None:
     run(test)
 
 
+def test_tenant_and_priority_are_taken_from_their_headers() -> None:
+    async def test() -> None:
+        async with serving(tenant_header="X-Team", priority_header="X-Urgency") as site:
+            path = "/v1/chat/completions"
+            for headers in (["X-Team: a", "X-Urgency: high"], ["X-Urgency: LOW", "X-Tenant-Id: b"], []):
+                assert (await site.ask("POST", path, chat(), *headers)).status == 200
+            opened = [(request.tenant, request.priority) for request in site.dispatcher.opened]
+            assert opened == [("a", 1), ("", -1), ("", 0)]
+            for header, message in (
+                ("X-Urgency: 9", "X-Urgency: must be one of high, normal, low, got '9'"),
+                ("X-Team: " + "t" * 257, "X-Team: must have at most 256 characters, got 257"),
+            ):
+                refused = await site.ask("POST", path, chat(), header)
+                assert refused.status == 400
+                assert refused.error["message"] == message
+
+    run(test)
+
+
 def test_a_chat_streams_and_does_not() -> None:
     async def test() -> None:
         async with serving() as site:

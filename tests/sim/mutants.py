@@ -15,6 +15,7 @@ from penstock.core.types import BlockRemoved, BlockStored
 from penstock.engine.scheduler import Scheduler
 from penstock.kv.pool import BlockPool
 from penstock.router.connector import Connector, MemberSink
+from penstock.router.gate import Gate
 from penstock.router.loads import LoadTracker
 from penstock.router.open_request import OpenRequest
 from penstock.router.progress import Progress
@@ -219,3 +220,34 @@ def lost_worker_not_noticed() -> Iterator[None]:
 
     with replaced(MemberSink, "lost", lost):
         yield
+
+
+@mutant
+def held_request_forgotten() -> Iterator[None]:
+    """Every fifth turn of those that wait, nobody is told."""
+    original, calls = Gate._tell, [0]
+
+    def tell(self, place):
+        calls[0] += 1
+        if calls[0] % 5:
+            original(self, place)
+
+    with replaced(Gate, "_tell", tell):
+        yield
+
+
+@mutant
+def turn_not_given_back() -> Iterator[None]:
+    """Who was told to go and left keeps all others from going."""
+    original = Gate.leave
+
+    def leave(self, place):
+        if not place.told:
+            original(self, place)
+
+    with replaced(Gate, "leave", leave):
+        yield
+
+
+HOLDING = frozenset({"held_request_forgotten", "turn_not_given_back"})
+"""Those that show only where routers hold requests."""

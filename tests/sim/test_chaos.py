@@ -39,6 +39,12 @@ def test_streams_survive_where_workers_send_no_events(seed):
     assert result.outcomes.total() == Trial().clients
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_survive_where_routers_hold_requests(seed):
+    trial = Trial(clients=60, hold_s=0.005)
+    assert run_trial(seed, trial).outcomes.total() == trial.clients
+
+
 def test_faults_of_every_kind_happen_and_few_requests_fail():
     outcomes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()

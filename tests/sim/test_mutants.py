@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.sim.loop import Deadlock
-from penstock.sim.trial import run_trial
+from penstock.sim.trial import Trial, run_trial
 
 SEEDS = range(8)
 
@@ -15,18 +15,19 @@ def _load_mutants():
     spec = importlib.util.spec_from_file_location("penstock_mutants", Path(__file__).parent / "mutants.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.MUTANTS
+    return module.MUTANTS, module.HOLDING
 
 
-MUTANTS = _load_mutants()
+MUTANTS, HOLDING = _load_mutants()
+HELD = Trial(clients=60, hold_s=0.005)
 
 
-def caught_by(plant) -> int | None:
+def caught_by(plant, trial: Trial) -> int | None:
     """Give the first seed whose trial fails."""
     for seed in SEEDS:
         try:
             with plant():
-                run_trial(seed)
+                run_trial(seed, trial)
         except (AssertionError, Deadlock):
             return seed
     return None
@@ -34,9 +35,11 @@ def caught_by(plant) -> int | None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_caught(name):
-    assert caught_by(MUTANTS[name]) is not None, f"{name} went through {len(SEEDS)} trials"
+    trial = HELD if name in HOLDING else Trial()
+    assert caught_by(MUTANTS[name], trial) is not None, f"{name} went through {len(SEEDS)} trials"
 
 
-def test_without_a_bug_the_same_trials_pass():
+@pytest.mark.parametrize("trial", [Trial(), HELD], ids=["usual", "held"])
+def test_without_a_bug_the_same_trials_pass(trial):
     for seed in SEEDS:
-        run_trial(seed)
+        run_trial(seed, trial)

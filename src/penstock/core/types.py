@@ -72,6 +72,7 @@ class Request(Wire, frozen=True):
     `block_hashes` holds (n, 2) uint64 row-major, one row per full block of `token_ids` under `salt`.
     `deadline_s` is what remains, since clocks differ between hosts; None means no deadline.
     `session` is the client's name for what belongs together, for policies that go by it.
+    `tenant` and `priority` (above 0: sooner, below: later) say whose turn it is where requests wait for a worker.
     """
 
     request_id: RequestId
@@ -85,6 +86,8 @@ class Request(Wire, frozen=True):
     deadline_s: float | None = None
     kv: KvHandle | None = None
     session: str | None = None
+    tenant: str = ""
+    priority: int = 0
 
 
 class TokenLogprob(Wire, frozen=True, array_like=True):

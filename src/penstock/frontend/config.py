@@ -16,6 +16,10 @@ class FrontendConfig(Config):
     """Requests under way at once in one process; the next one gets 503 with Retry-After."""
     session_header: str = pydantic.Field(default="X-Session-Id", pattern=r"^[A-Za-z0-9-]+$")
     """Header in which a client names its session, for the routing policy `session`."""
+    tenant_header: str = pydantic.Field(default="X-Tenant-Id", pattern=r"^[A-Za-z0-9-]+$")
+    """Header that names the tenant for which a request is counted where requests wait (docs/routing.md)."""
+    priority_header: str = pydantic.Field(default="X-Priority", pattern=r"^[A-Za-z0-9-]+$")
+    """Header that says `high`, `normal` or `low`, for requests that wait (docs/routing.md)."""
     explains: bool = True
     """Whether a client may ask, by `X-Penstock-Explain: 1`, why its request went where it did; answers name workers."""
     choices_max: int = pydantic.Field(default=128, ge=1)

@@ -150,6 +150,8 @@ class Preprocessor:
                         choice=len(requests),
                         deadline_s=deadline_s,
                         session=arrival.wishes.session,
+                        tenant=arrival.wishes.tenant,
+                        priority=arrival.wishes.priority,
                     )
                 )
         return Work(

@@ -5,6 +5,8 @@ from typing import NamedTuple
 from penstock.router.policies import Costs, cheapest, prices_of
 from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
 
+_WAITS = ("queue", "memory")
+
 
 class Choice(NamedTuple):
     """The slot that is cheapest, and what was asked everywhere.
@@ -24,6 +26,9 @@ class Chooser:
         self.policy = policy
         self._explained = policy if isinstance(policy, ExplainedPolicy) else None
         self.term_names = () if self._explained is None else tuple(self._explained.term_names)
+        names = self.term_names
+        self.wait_terms = [names.index(name) for name in _WAITS] if set(_WAITS) <= set(names) else []
+        """Rows of the terms that say how long a request waits at a worker before its work begins; all or none."""
         self.unit, self.scale = ("none", 1.0) if self._explained is None else ("ms", 1e3)
         """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
         self._history = policy if isinstance(policy, HistoryPolicy) else None

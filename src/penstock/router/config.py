@@ -59,6 +59,23 @@ class ExplainConfig(Config):
     """Of the decisions, how many are logged with all that they went by, where the log level is debug."""
 
 
+class HoldConfig(Config):
+    """When requests wait at the router, and whose turn it is. Only policies that predict waits, as `kv`, hold any."""
+
+    threshold_s: float | None = pydantic.Field(default=None, gt=0)
+    """A request waits here while each worker that may get it would have it wait longer than this; None: never."""
+    requests_max: int = pydantic.Field(default=4096, ge=2)
+    """Requests of one model that wait at once, past which come 503s; one tenant alone may have half, past which 429s."""
+    work_weight: float = pydantic.Field(default=10.0, ge=0)
+    """A second of predicted work counts as much as having come so many seconds later; 0: first come, first served."""
+    overtaken_s_max: float = pydantic.Field(default=60.0, ge=0)
+    """However much work it is, a request goes before those of its tenant that came so much later."""
+    looked_at_max: int = pydantic.Field(default=8, ge=1)
+    """So many of the first in turn are priced anew where there is room, and the first of those goes there."""
+    priority_factor: float = pydantic.Field(default=4.0, ge=1)
+    """How many times the share of the next lower priority one gets, while both have requests waiting."""
+
+
 class RouterConfig(Config):
     """One frontend process's view of the workers, and its requests."""
 
@@ -87,6 +104,8 @@ class RouterConfig(Config):
     """How long a worker may take to answer a new connection."""
     reconnect_s_max: float = pydantic.Field(default=5.0, gt=0)
     """The longest pause between two tries to reach a worker; it begins at a hundredth of this and doubles."""
+    hold: HoldConfig = HoldConfig()
+    """When requests wait here for a worker that has time, and whose turn it is."""
     retries: RetryConfig = RetryConfig()
     """What happens to a request whose worker is lost or refuses it."""
     explain: ExplainConfig = ExplainConfig()

@@ -18,6 +18,7 @@ from penstock.router.brakes import Brakes
 from penstock.router.config import RouterConfig
 from penstock.router.explanation import Explanation
 from penstock.router.fleet import Fleet
+from penstock.router.gate import Gate
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.open_request import OpenRequest, Shared
@@ -55,6 +56,7 @@ class Dispatcher:
             config=config,
             fleet=fleet,
             router=Router(fleet, config, metrics=metrics, rng=rng),
+            gate=Gate(fleet, config.hold, metrics),
             brakes=Brakes(config.retries, metrics=metrics, rng=rng),
             metrics=metrics,
             hash_key=hash_key,
@@ -129,5 +131,6 @@ class Dispatcher:
         shared.fleet.check()
         shared.router.check()
         shared.brakes.check()
+        shared.gate.check()
         in_fleet = sum(view.open_requests for view in shared.fleet.workers())
         assert in_fleet <= len(shared.requests), f"{in_fleet} requests are sent, {len(shared.requests)} open"

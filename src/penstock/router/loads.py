@@ -8,6 +8,7 @@ The `own` columns leave reports aside: what this router sent there and has not s
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -77,6 +78,8 @@ class LoadTracker:
     def __init__(self, num_slots: int = 1) -> None:
         self._show(np.zeros((_OWN_BLOCKS + 1, num_slots), dtype=np.int64))
         self._accounts = [_Account() for _ in range(num_slots)]
+        self.listener: Callable[[], None] | None = None
+        """Called when some worker may have less to do than before."""
 
     def _show(self, table: Column) -> None:
         self._table = table
@@ -155,6 +158,7 @@ class LoadTracker:
         table[_CONTEXT, slot] = load.context_tokens
         table[_TOTAL, slot] = load.total_blocks
         table[_QUEUED, slot] = load.queued_prefill_tokens + reserved.prefill_tokens
+        self._tell()
 
     def prefill_done(self, reservation: Reservation) -> None:
         """Note the first token: no prompt of this request is queued any more."""
@@ -167,6 +171,7 @@ class LoadTracker:
             self._accounts[slot].reserved.prefill_tokens -= tokens
             self._table[_QUEUED, slot] -= tokens
         reservation.prefill_tokens = reservation.prefill_pairs = 0
+        self._tell()
 
     def release(self, reservation: Reservation) -> None:
         """Note that the request has ended, in whatever way. Safe twice."""
@@ -184,6 +189,7 @@ class LoadTracker:
         table[_OWN_PAIRS, slot] -= reservation.prefill_pairs
         table[_OWN_BLOCKS, slot] -= reservation.blocks
         reservation.prefill_tokens = reservation.prefill_pairs = 0
+        self._tell()
 
     def open_requests(self, slot: int) -> int:
         """Count the requests sent to a worker that have not ended."""
@@ -239,6 +245,10 @@ class LoadTracker:
             assert all(part <= whole for part, whole in zip(sums, own, strict=True)), (
                 f"slot {slot}: what is reserved, {sums}, is part of what is open, {own}"
             )
+
+    def _tell(self) -> None:
+        if self.listener is not None:
+            self.listener()
 
     def _add_reserved(self, reservation: Reservation, sign: int) -> None:
         slot, prefill_tokens, blocks = (

@@ -46,6 +46,15 @@ class RouterMetrics:
         self.output_tokens = counter("output_tokens", "Tokens received from workers")
         self.requests = counter("requests", "Requests ended, by outcome", "outcome")
         self.open_requests = gauge("open_requests", "Requests under way", together="livesum")
+        self.held_requests = gauge(
+            "held_requests", "Requests that wait for a worker that has time", together="livesum"
+        )
+        self.held_s = histogram("held_seconds", "How long those waited that had to", _LATENCIES_S)
+        self.hold_refusals = counter(
+            "hold_refusals",
+            "Requests refused as too many wait: of all (full) or of their tenant (tenant)",
+            "reason",
+        )
         self.migrations = counter(
             "migrations", "Requests that had to leave their worker, by outcome", "outcome"
         )

@@ -27,10 +27,11 @@ from penstock.router.attempt import Attempt
 from penstock.router.brakes import Brakes
 from penstock.router.config import RouterConfig
 from penstock.router.fleet import Fleet
+from penstock.router.gate import Gate, Place
 from penstock.router.member import identity
 from penstock.router.metrics import RouterMetrics
 from penstock.router.progress import Progress
-from penstock.router.router import Route, Router
+from penstock.router.router import Quote, Route, Router
 from penstock.router.setbacks import Setbacks, quarantined
 
 
@@ -41,6 +42,7 @@ class Shared:
     config: RouterConfig
     fleet: Fleet
     router: Router
+    gate: Gate
     brakes: Brakes
     metrics: RouterMetrics
     hash_key: bytes
@@ -152,7 +154,7 @@ class OpenRequest:
         if self._error is None and self._finish_reason is None:
             self._error = error
             self._abort()
-            self._wake()
+            self.wake()
 
     # -- DeltaHandler
 
@@ -169,7 +171,7 @@ class OpenRequest:
             self._on_error(from_info(delta.error), attempt)
         elif delta.finish_reason is not None:
             self._finish(delta.finish_reason)
-        self._wake()
+        self.wake()
 
     def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
         attempt = self._attempt
@@ -181,36 +183,35 @@ class OpenRequest:
     # -- the life of an attempt
 
     async def _attempt_until_sent(self) -> None:
-        """Choose a worker and send the request there; wait for a worker where there is none."""
-        shared, setbacks = self._shared, self._setbacks
-        give_up_at_s = self._loop.time() + shared.config.no_worker_wait_s
-        while True:
-            if self._error is not None:
-                raise self._error
-            route = self._route()
-            if route is not None:
-                try:
-                    self._send(route)
-                except WorkerLost:
-                    setbacks.on_loss(route.worker_id, is_suspect=False)
+        """Choose a worker and send the request there; wait while none has time, and where there is none."""
+        with self._shared.gate.place(self) as place:
+            give_up_at_s: float | None = None
+            while True:
+                if self._error is not None:
+                    raise self._error
+                quote = self.quote()
+                if quote is not None:
+                    if self._is_held(place, quote):
+                        await self._wait_until(math.inf)
+                        give_up_at_s = None
+                    elif self._send_by(quote):
+                        return
                     continue
-                except Overloaded as error:
-                    setbacks.on_refusal(route.worker_id, error, self._loop.time())
-                    continue
-                return
-            refusal = setbacks.last_refusal
-            if refusal is not None and shared.router.has_ready(self.request.model):
-                raise Overloaded(
-                    f"model {self.request.model}: every worker that is ready has refused this request; the last one:"
-                    f" {refusal.message}",
-                    retry_after_s=refusal.retry_after_s or 1.0,
-                )
-            if self._loop.time() >= give_up_at_s:
-                raise self._no_worker()
-            with shared.fleet.telling(self._wake):
-                await self._wait_until(give_up_at_s)
+                place.leave()
+                self._check_refusals()
+                if give_up_at_s is None:
+                    give_up_at_s = self._loop.time() + self._shared.config.no_worker_wait_s
+                if self._loop.time() >= give_up_at_s:
+                    raise self._no_worker()
+                with self._shared.fleet.telling(self.wake):
+                    await self._wait_until(give_up_at_s)
 
-    def _route(self) -> Route | None:
+    def quote(self) -> Quote | None:
+        """Price the request on the workers that may get it; None where there are none.
+
+        Raises:
+            Unavailable: its model was replaced while it ran.
+        """
         shared = self._shared
         pool = shared.fleet.pools.get(self.request.model)
         if pool is None:
@@ -222,10 +223,38 @@ class OpenRequest:
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
         request, setbacks = self._progress.request(), self._setbacks
-        route = shared.router.route(request, exclude=setbacks.avoided | setbacks.lost)
-        if route is None and setbacks.lost:  # one that was lost and is back is better than none
-            route = shared.router.route(request, exclude=setbacks.avoided)
-        return route
+        quote = shared.router.quote(request, exclude=setbacks.avoided | setbacks.lost)
+        if quote is None and setbacks.lost:  # one that was lost and is back is better than none
+            quote = shared.router.quote(request, exclude=setbacks.avoided)
+        return quote
+
+    def _is_held(self, place: Place, quote: Quote) -> bool:
+        """Say whether it has to wait at the gate; what has begun, or was refused, does not wait again."""
+        setbacks = self._setbacks
+        return not (setbacks.avoided or setbacks.lost) and place.stops(quote)
+
+    def _send_by(self, quote: Quote) -> bool:
+        """Send the request where it is cheapest; False if that one does not take it."""
+        route = self._shared.router.take(quote)
+        try:
+            self._send(route)
+        except WorkerLost:
+            self._setbacks.on_loss(route.worker_id, is_suspect=False)
+        except Overloaded as error:
+            self._setbacks.on_refusal(route.worker_id, error, self._loop.time())
+        else:
+            return True
+        return False
+
+    def _check_refusals(self) -> None:
+        """Give up where every worker has refused."""
+        refusal = self._setbacks.last_refusal
+        if refusal is not None and self._shared.router.has_ready(self.request.model):
+            raise Overloaded(
+                f"model {self.request.model}: every worker that is ready has refused this request; the last one:"
+                f" {refusal.message}",
+                retry_after_s=refusal.retry_after_s or 1.0,
+            )
 
     def _send(self, route: Route) -> None:
         assert self._progress is not None, "a route was made for it"
@@ -247,7 +276,7 @@ class OpenRequest:
 
     async def _enter_probation(self) -> None:
         """Wait until no other suspect runs without having shown, by a token, that it does no harm."""
-        while not self._shared.brakes.probation.enter(self, self._wake):
+        while not self._shared.brakes.probation.enter(self, self.wake):
             if self._error is not None:
                 raise self._error
             await self._wait_until(math.inf)
@@ -300,7 +329,7 @@ class OpenRequest:
             self._finish(FinishReason.LENGTH)
         elif self._error is None:
             self._interruption = error
-        self._wake()
+        self.wake()
 
     def _finish(self, reason: FinishReason) -> None:
         self._finish_reason = reason
@@ -369,7 +398,8 @@ class OpenRequest:
 
     # -- waiting
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the reader see what has happened."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -15,7 +15,7 @@ from penstock.core.log import get_logger, is_debugging
 from penstock.core.radix import PrefixMatch
 from penstock.core.types import Request
 from penstock.core.wire import num_tokens, unpack_hashes
-from penstock.router.chooser import Chooser
+from penstock.router.chooser import Choice, Chooser
 from penstock.router.config import RouterConfig
 from penstock.router.decisions import Decision, Decisions
 from penstock.router.explanation import Explanation, RouteReason
@@ -43,6 +43,32 @@ class Route:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """What a request costs on every worker, good for this turn of the loop: loads are live.
+
+    `tie` settles equal prices, `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it
+    would wait, none where the policy does not predict that.
+    """
+
+    request: Request
+    context: RoutingContext
+    choice: Choice
+    tie: int
+    excluded: Collection[WorkerId]
+    wait_terms: Sequence[int]
+
+    def waits_s(self) -> NDArray[np.float64]:
+        """Give (num_slots,) seconds before its work would begin."""
+        waits_s: NDArray[np.float64] = self.choice.terms[self.wait_terms].sum(axis=0)
+        return waits_s
+
+    def work_s(self) -> NDArray[np.float64]:
+        """Give (num_slots,) seconds that it costs beside its own waiting; infinite where it may not go."""
+        work_s: NDArray[np.float64] = self.choice.prices - self.waits_s()
+        return work_s
+
+
 class Router:
     """Chooses by policy over what the fleet knows. Pure bookkeeping: it sends and waits for nothing."""
 
@@ -58,8 +84,8 @@ class Router:
         self._decisions = Decisions(config.explain)
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
-    def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:
-        """Choose a worker.
+    def quote(self, request: Request, exclude: Collection[WorkerId] = ()) -> Quote | None:
+        """Price a request on all workers.
 
         Args:
             request: with its block hashes.
@@ -82,16 +108,26 @@ class Router:
             return None
         hashes = unpack_hashes(request.block_hashes)[::2]
         now_s = asyncio.get_running_loop().time()
-        pool.traffic.arrived(now_s)
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
         tie = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
-        slot, terms, _ = self._chooser.choose(context, tie)
+        choice = self._chooser.choose(context, tie)
+        return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms)
+
+    def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:
+        """Price a request and take the cheapest worker at once."""
+        quote = self.quote(request, exclude)
+        return None if quote is None else self.take(quote)
+
+    def take(self, quote: Quote) -> Route:
+        """Take a quote's cheapest worker."""
+        request, context, slot = quote.request, quote.context, quote.choice.slot
+        self.fleet.pools[request.model].traffic.arrived(context.now_s)
         self._chooser.chosen(context, slot)
         self._turn += 1
-        overlap_blocks, reason = self._outcome(context, slot, num_eligible)
-        self._keep(request, context, terms, slot=slot, reason=reason, exclude=exclude)
+        overlap_blocks, reason = self._outcome(context, slot)
+        self._keep(quote, reason)
         if self._log_below and mix(self._turn) < self._log_below:
-            self._record(request, context, slot, tie)
+            self._record(quote)
         overlap_tokens = overlap_blocks * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
         metrics = self._metrics
@@ -185,51 +221,43 @@ class Router:
             now_s=now_s,
         )
 
-    def _outcome(self, context: RoutingContext, slot: int, num_eligible: int) -> tuple[int, RouteReason]:
+    def _outcome(self, context: RoutingContext, slot: int) -> tuple[int, RouteReason]:
         """Say how much of the prompt is cached in the slot, and what that makes of the choice."""
         overlaps = context.overlap_blocks * context.eligible
         best, overlap = int(overlaps.max()), int(overlaps[slot])
-        if num_eligible == 1:
+        if np.count_nonzero(context.eligible) == 1:
             return overlap, RouteReason.ONLY_WORKER
         if best == 0:
             return overlap, RouteReason.NO_PREFIX
         return overlap, RouteReason.LONGEST_PREFIX if overlap == best else RouteReason.SHORTER_PREFIX
 
-    def _keep(
-        self,
-        request: Request,
-        context: RoutingContext,
-        terms: NDArray[np.float64],
-        *,
-        slot: int,
-        reason: RouteReason,
-        exclude: Collection[WorkerId],
-    ) -> None:
+    def _keep(self, quote: Quote, reason: RouteReason) -> None:
         """Keep what a choice went by; of live columns that takes a copy."""
-        fleet = self.fleet
+        fleet, request, context = self.fleet, quote.request, quote.context
         self._decisions.keep(
             Decision(
                 request_id=request.request_id,
                 model=request.model,
                 chooser=self._chooser,
                 reason=reason,
-                slot=slot,
+                slot=quote.choice.slot,
                 request_tokens=context.request_tokens,
                 request_blocks=context.request_blocks,
                 block_size=context.block_size,
                 decided_s=context.now_s,
                 overlap_blocks=context.overlap_blocks,
                 tier_blocks=context.tier_blocks,
-                terms=terms,
+                terms=quote.choice.terms,
                 eligible=context.eligible.copy(),
                 conditions=fleet.conditions.copy(),
                 seats=fleet.seats(),
-                excluded=frozenset(exclude),
+                excluded=frozenset(quote.excluded),
             )
         )
 
-    def _record(self, request: Request, context: RoutingContext, slot: int, tie: int) -> None:
+    def _record(self, quote: Quote) -> None:
         """Log all that a choice went by, for replays."""
+        request, slot = quote.request, quote.choice.slot
         workers = [None if member is None else member.instance.name for member in self.fleet.seats()]
         recorded = RecordedDecision(
             request_id=request.request_id,
@@ -237,8 +265,8 @@ class Router:
             policy=self._config.policy,
             worker=workers[slot] or "",
             slot=slot,
-            tie=tie,
+            tie=quote.tie,
             workers=workers,
-            context=record_context(context),
+            context=record_context(quote.context),
         )
         _log.debug(EVENT, **msgspec.structs.asdict(recorded))

@@ -61,6 +61,7 @@ def check_at_rest(cluster: SimCluster) -> None:
 def _check_dispatcher_at_rest(dispatcher: Dispatcher, truth: dict[str, dict[tuple[int, Tier], int]]) -> None:
     shared = dispatcher._shared
     assert not shared.requests, f"still open: {list(shared.requests)}"
+    assert not shared.gate.num_held, f"{shared.gate.num_held} requests are still held"
     views = dispatcher.workers()
     ready = {view.name for view in views if view.condition is Condition.READY}
     assert ready == truth.keys(), f"ready are {sorted(ready)}, alive {sorted(truth)}"

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from penstock.core.errors import PenstockError
@@ -19,7 +20,7 @@ from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.hardware import find_hardware
 from penstock.perf.roofline import Roofline
 from penstock.perf.shape import shape_of
-from penstock.router.config import RouterConfig
+from penstock.router.config import HoldConfig, RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.chaos import Chaos, Fault, random_faults
 from penstock.sim.cluster import ClusterSpec, SimCluster, SimEngine
@@ -56,7 +57,10 @@ _CONVERGED_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How much happens in how long, whether engines take every step or jump, and whether workers send KV events."""
+    """How much happens in how long, and in what deployment.
+
+    `exact` engines take every step, others jump; workers send `kv_events` or not; routers hold requests past `hold_s`.
+    """
 
     clients: int = 30
     workers: int = 3
@@ -64,6 +68,7 @@ class Trial:
     duration_s: float = 5.0
     exact: bool = True
     kv_events: bool = True
+    hold_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -97,7 +102,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def small_spec(*, exact: bool = True, kv_events: bool = True) -> ClusterSpec:
+def small_spec(*, exact: bool = True, kv_events: bool = True, hold_s: float | None = None) -> ClusterSpec:
     """Describe a deployment of two frontends whose pools and queues are small enough to run out."""
     model = Roofline(shape_of(_SHAPE, name="trial"), find_hardware("h100"))
     info = RunnerInfo(num_blocks=48, block_size=_BLOCK_SIZE, context_length=160, vocab_size=VOCAB_SIZE)
@@ -113,7 +118,11 @@ def small_spec(*, exact: bool = True, kv_events: bool = True) -> ClusterSpec:
         card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),
         make_engine=make_engine,
         router=RouterConfig(
-            no_worker_wait_s=2.0, connect_timeout_s=1.0, reconnect_s_max=1.0, predicted_s=_CONVERGED_S / 2
+            no_worker_wait_s=2.0,
+            connect_timeout_s=1.0,
+            reconnect_s_max=1.0,
+            predicted_s=_CONVERGED_S / 2,
+            hold=HoldConfig(threshold_s=hold_s),
         ),
         worker=WorkerConfig(drain_timeout_s=0.5, kv_events=kv_events),
         network=NetworkConfig(latency_s=0.001, jitter_s=0.002, event_loss=0.05, lease_ttl_s=1.0),
@@ -138,7 +147,8 @@ class _Answered:
 
 async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
     result = TrialResult()
-    async with SimCluster(small_spec(exact=trial.exact, kv_events=trial.kv_events), rng) as cluster:
+    spec = small_spec(exact=trial.exact, kv_events=trial.kv_events, hold_s=trial.hold_s)
+    async with SimCluster(spec, rng) as cluster:
         for number in range(trial.workers):
             await cluster.start(f"worker-{number}")
         for dispatcher in cluster.dispatchers:
@@ -203,7 +213,11 @@ class _Client:
         shared = list(range(rng.choice([0, 8, 16, 24])))
         self._prompt = shared + [rng.randrange(500) for _ in range(rng.randrange(1, 20))]
         deadline_s = rng.choice([None, None, None, 0.2, 1.0, 5.0])
-        self._request = _request(f"request-{number}", self._prompt, rng.randrange(1, 60), deadline_s)
+        self._request = msgspec.structs.replace(
+            _request(f"request-{number}", self._prompt, rng.randrange(1, 60), deadline_s),
+            tenant="ab"[number % 2],
+            priority=number % 3 - 1,
+        )
         self._leaves_after = rng.choice([None, None, None, rng.randrange(20)])
         self._pause_s = rng.choice([0.0, 0.0, 0.02])
 

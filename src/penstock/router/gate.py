@@ -1,0 +1,253 @@
+"""Where requests wait while every worker has enough to do, and how one of them is let through when one has not.
+
+Nothing runs here: it looks, at most once a turn of the loop, after workers have reported or requests have ended, and
+tells a request that it may go. The request's own reader then sends it.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import Overloaded, PenstockError
+from penstock.core.types import Request
+from penstock.router.config import HoldConfig
+from penstock.router.fleet import Fleet
+from penstock.router.hold import Held, HoldQueue
+from penstock.router.metrics import RouterMetrics
+from penstock.router.router import Quote
+
+_PAUSE_S = 0.005
+"""After a look that found no room, the next comes this much later at the earliest: pricing takes a part of a millisecond."""
+_LOOK_AGAIN_S = 1.0
+"""Predictions also change by themselves, as answers turn out to be shorter; a look comes this often in any case."""
+
+
+class Waiting(Protocol):
+    """A request as its place sees it."""
+
+    @property
+    def request(self) -> Request: ...
+
+    def quote(self) -> Quote | None:
+        """Price it on the workers that may get it; None where there are none."""
+        ...
+
+    def wake(self) -> None:
+        """Have its reader look at its place again."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A request's place before the workers. `held` while it waits, `told` from its turn until it has been sent."""
+
+    gate: "Gate"
+    waiting: Waiting
+    held: Held | None = None
+    told: bool = False
+
+    def stops(self, quote: Quote) -> bool:
+        """Say whether the request has to wait, and have it wait if so; it is woken when it may go.
+
+        Raises:
+            Overloaded: too many wait already.
+        """
+        return self.gate.stops(self, quote)
+
+    def leave(self) -> None:
+        """Give it up, whatever it has come to. Safe twice."""
+        self.gate.leave(self)
+
+
+class Gate:
+    """Holds requests, a queue for each model. One event loop owns it."""
+
+    def __init__(self, fleet: Fleet, config: HoldConfig, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._metrics = metrics
+        self._queues: dict[str, HoldQueue] = {}
+        self._places: dict[Held, Place] = {}
+        self._told: dict[str, Place] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_s = 0.0
+        self._look_s = 0.0
+        self._listening = ExitStack()
+
+    @property
+    def num_held(self) -> int:
+        """Count those that wait, and those told to go that have not gone yet."""
+        return len(self._places) + len(self._told)
+
+    @contextmanager
+    def place(self, waiting: Waiting) -> Iterator[Place]:
+        """Give a request a place until it is sent or given up."""
+        place = Place(self, waiting)
+        try:
+            yield place
+        finally:
+            self.leave(place)
+
+    def stops(self, place: Place, quote: Quote) -> bool:
+        """Say whether a request has to wait, and have it wait if so; it is woken when it may go.
+
+        Raises:
+            Overloaded: too many wait already.
+        """
+        if place.told or self._config.threshold_s is None or not quote.wait_terms:
+            return False
+        if place.held is not None:
+            return True
+        model = place.waiting.request.model
+        is_first = model not in self._queues and model not in self._told
+        if is_first and self._room(quote).any():
+            return False
+        self._hold(place, quote)
+        return True
+
+    def _room(self, quote: Quote) -> NDArray[np.bool_]:
+        """Say which of the workers that may get a request have room for it; everyone who does nothing has."""
+        assert self._config.threshold_s is not None, "asked for only where some are held"
+        context = quote.context
+        room: NDArray[np.bool_] = quote.waits_s() <= self._config.threshold_s
+        room |= context.running_requests + context.waiting_requests == 0
+        room &= context.eligible
+        return room
+
+    def leave(self, place: Place) -> None:
+        """Give up a place, whatever it has come to. Safe twice."""
+        model, held = place.waiting.request.model, place.held
+        if held is not None:
+            self._queues[model].discard(held)
+            self._let_go(place, held)
+        if place.told:
+            place.told = False
+            del self._told[model]
+            if model in self._queues:
+                self._look_at(0.0)
+
+    def check(self) -> None:
+        """Raise AssertionError where queues and places disagree."""
+        for model, queue in self._queues.items():
+            queue.check()
+            assert len(queue), f"model {model}: a queue is kept without any request"
+        assert sum(map(len, self._queues.values())) == len(self._places), "each that is held has a place"
+        assert all(place.held is held and not place.told for held, place in self._places.items()), (
+            "its own place"
+        )
+        assert all(place.told and place.held is None for place in self._told.values()), "told only once"
+        listens = self._fleet.loads.listener is not None
+        assert listens == bool(self._places), (
+            f"{len(self._places)} are held, and load reports are heard: {listens}"
+        )
+        assert self._timer is not None or not self._places, (
+            f"{len(self._places)} are held and nobody will look"
+        )
+
+    def _hold(self, place: Place, quote: Quote) -> None:
+        model, work_s = quote.request.model, quote.work_s()
+        held = Held(
+            place.waiting.request,
+            since_s=quote.context.now_s,
+            work_s=float(work_s[quote.context.eligible].min()),
+        )
+        queue = self._queues.get(model) or HoldQueue(self._config)
+        try:
+            queue.put(held)
+        except Overloaded as error:
+            self._metrics.hold_refusals.labels("tenant" if error.http_status == 429 else "full").inc()
+            raise
+        self._queues[model] = queue
+        place.held = held
+        self._places[held] = place
+        self._metrics.held_requests.set(len(self._places))
+        if len(self._places) == 1:
+            self._fleet.loads.listener = self._on_news
+            self._listening.enter_context(self._fleet.telling(self._on_news))
+        if self._timer is None:
+            self._look_at(self._next_s)
+
+    def _let_go(self, place: Place, held: Held) -> None:
+        """Note that a request does not wait any more; it has left its queue."""
+        model = held.request.model
+        place.held = None
+        del self._places[held]
+        if not len(self._queues[model]):
+            del self._queues[model]
+        self._metrics.held_requests.set(len(self._places))
+        self._metrics.held_s.observe(asyncio.get_running_loop().time() - held.since_s)
+        if not self._places:
+            self._fleet.loads.listener = None
+            self._listening.close()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _on_news(self) -> None:
+        self._look_at(self._next_s)
+
+    def _look_at(self, time_s: float) -> None:
+        """Look at this time, or in the next turn if it has passed."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._look_s <= time_s:
+                return
+            self._timer.cancel()
+        self._look_s = max(time_s, loop.time())
+        self._timer = loop.call_at(self._look_s, self._look)
+
+    def _look(self) -> None:
+        """Let one request of each model go, if there is room."""
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        for model in tuple(self._queues):
+            if model not in self._told:
+                self._let_one_through(model, now_s)
+        if self._places:
+            self._next_s = now_s + _PAUSE_S
+            self._look_at(now_s + _LOOK_AGAIN_S)
+
+    def _let_one_through(self, model: str, now_s: float) -> None:
+        queue = self._queues[model]
+        held = self._next_of(queue)
+        if held is None:
+            return
+        place = self._places[held]
+        queue.take(held, now_s)
+        self._let_go(place, held)
+        self._tell(place)
+
+    def _tell(self, place: Place) -> None:
+        place.told = True
+        self._told[place.waiting.request.model] = place
+        place.waiting.wake()
+
+    def _next_of(self, queue: HoldQueue) -> Held | None:
+        """Choose who goes; where nobody may get it any more, the request's reader has to see to that.
+
+        The first in turn says whether there is room at all, so that a large one does not wait for ever while small
+        ones find some.
+        """
+        chosen, least = None, math.inf
+        for held in queue.candidates():
+            try:
+                quote = self._places[held].waiting.quote()
+            except PenstockError:
+                quote = None
+            if quote is None:
+                return held
+            room = self._room(quote)
+            if not room.any():
+                if chosen is None:
+                    return None
+                continue
+            turn_s = queue.turn_s(held, float(quote.work_s()[room].min()))
+            if turn_s < least:
+                chosen, least = held, turn_s
+        return chosen
