@@ -15,6 +15,7 @@ from penstock.perf.hardware import find_hardware
 from penstock.perf.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
 from penstock.perf.roofline import Parallel, Roofline
 from penstock.perf.shape import shape_of
+from penstock.perf.speculation import price_per_token
 from penstock.sim.engine import JumpEngine
 from penstock.sim.exact import ExactEngine
 from penstock.sim.loop import run_virtual
@@ -29,6 +30,9 @@ SHAPE = {
 H100 = Roofline(shape_of(SHAPE, name="8b"), find_hardware("h100"))
 WINDOWED = Roofline(shape_of(SHAPE | {"sliding_window": 512}, name="8b-window"), find_hardware("h100"))
 WIDE = Roofline(shape_of(SHAPE, name="8b-wide"), find_hardware("h100"), Parallel(dp=8))
+SPECULATIVE = price_per_token(
+    Roofline(shape_of(SHAPE, name="8b"), find_hardware("h100"), tokens_per_step=1.8)
+)
 PROFILED = ProfiledModel(
     Profile(
         engine="test",
@@ -143,7 +147,11 @@ def assert_equal(exact, jump):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("latency", [H100, WINDOWED, PROFILED], ids=["roofline", "windowed", "profiled"])
+@pytest.mark.parametrize(
+    "latency",
+    [H100, WINDOWED, PROFILED, SPECULATIVE],
+    ids=["roofline", "windowed", "profiled", "speculative"],
+)
 def test_first_and_last_tokens_come_at_the_same_moments(latency, seed):
     exact, jump = both(
         latency, seed=seed, input_tokens=400, output_tokens=100, shared_prefix_tokens=256, prefix_groups=3

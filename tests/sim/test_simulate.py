@@ -105,7 +105,7 @@ def test_a_report_says_what_it_is_of(tmp_path, capsys):
         "version": __version__, "workload": "azure_trace.csv", "played": {"requests": 3}, "seed": 7, "exact": False,
         "graph": SMALL.name, "set": {"router.policy": "random"}, "policy": "random",
         "slo": {"ttft_s": 2.0, "itl_s": 0.05, "percentile": inputs["slo"]["percentile"]},
-        "hardware": "h100", "devices": 8, "usd_per_hour": 3.0, "watts": 1275.0,
+        "hardware": "h100", "devices": 8, "usd_per_hour": 3.0, "watts": 1275.0, "tokens_per_step": 1.0,
     }  # fmt: skip
     assert (said["file"], said["model"], said["tensor_parallel"]) == (profile.name, "llama-3.1-70b", 4)
     assert f"engines on the profile {profile.name}" in page.read_text()
@@ -202,6 +202,33 @@ def test_energy_and_cost_are_those_of_all_devices_over_the_whole_time(tmp_path):
     assert report["tokens_per_joule"] == pytest.approx(2000 / (16 * 1275 * report["duration_s"]))
     assert report["usd_per_million_tokens"] == pytest.approx(report["gpu_hours"] * 3.0 / 2000 * 1e6)
     assert report["output_tokens_per_s"] == pytest.approx(2000 / report["duration_s"])
+
+
+def test_dollars_and_watts_of_ones_own_are_reckoned_with_and_shown(tmp_path, spec, capsys):
+    page = tmp_path / "report.html"
+    flags = ("--set", "roles.aggregated.usd_per_hour=1.5", "--set", "roles.aggregated.watts=700")
+    usual = simulated(tmp_path, spec, "--graph", SMALL)
+    own = simulated(tmp_path, spec, "--graph", SMALL, *flags, "--html", page)
+    assert own["usd_per_million_tokens"] == pytest.approx(usual["usd_per_million_tokens"] / 2)
+    assert own["tokens_per_joule"] == pytest.approx(usual["tokens_per_joule"] * 1275 / 700)
+    assert (own["inputs"]["usd_per_hour"], own["inputs"]["watts"]) == (1.5, 700.0)
+    assert "h100 at 1.5 USD an hour and 700 W a device" in page.read_text()
+    assert "h100 at 1.5 USD an hour and 700 W a device" in capsys.readouterr().out
+
+
+def test_speculation_shortens_the_time_between_tokens_and_no_prompt(tmp_path):
+    """One request alone: decode steps of 3 tokens take about as long as of one, as the weights' bytes bind."""
+    path, page = tmp_path / "trace.jsonl", tmp_path / "report.html"
+    path.write_text('{"timestamp": 0, "input_length": 1000, "output_length": 400}\n')
+    plain = simulated(tmp_path, path, "--graph", SMALL)
+    flags = ("--set", "roles.aggregated.tokens_per_step=3", "--html", page)
+    drafted = simulated(tmp_path, path, "--graph", SMALL, *flags)
+    exact = simulated(tmp_path, path, "--graph", SMALL, *flags, "--exact")
+    assert drafted["ttft_s"]["p50"] == pytest.approx(plain["ttft_s"]["p50"])
+    assert drafted["itl_s"]["p50"] == pytest.approx(plain["itl_s"]["p50"] / 3, rel=0.05)
+    assert exact["e2e_s"]["p50"] == pytest.approx(drafted["e2e_s"]["p50"], rel=1e-3)
+    assert drafted["inputs"]["tokens_per_step"] == 3
+    assert "3 tokens a decode step" in page.read_text()
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.6])

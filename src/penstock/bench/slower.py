@@ -1,8 +1,11 @@
 """An engine that is not what the router and the placements take it for, where no reference table is at hand."""
 
+from dataclasses import replace
+
 from penstock.core.errors import ConfigError
 from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
 from penstock.perf.roofline import Factors, Roofline
+from penstock.perf.speculation import price_per_token
 
 SLOWER = Factors(
     gemm=0.62,
@@ -30,16 +33,7 @@ def slower_profile(expected: Roofline, *, batch_max: int) -> Profile:
         expected: what the router takes it for.
         batch_max: sequences in its largest batch.
     """
-    engine = Roofline(
-        expected.shape,
-        expected.hardware,
-        expected.parallel,
-        expected.weight_dtype,
-        expected.kv_dtype,
-        SLOWER,
-        expected.tokens_per_step,
-        expected.expert_dtype,
-    )
+    engine = price_per_token(replace(expected, factors=SLOWER))
     if batch_max < 1:
         raise ConfigError(f"batch_max: must be >= 1, got {batch_max}")
     batches = [1 << power for power in range((batch_max - 1).bit_length() + 1)]

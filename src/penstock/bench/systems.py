@@ -34,7 +34,7 @@ class System:
     tensor: int | None = None
     """The table's tensor parallelism."""
     tokens_per_step: float = 1.0
-    """Above 1 with speculation; such a system is only calculated, not simulated."""
+    """Above 1 with speculation."""
 
     @property
     def likely(self) -> float:
@@ -96,6 +96,7 @@ class System:
             "weight_dtype": "bfloat16" if self.weights == "bf16" else self.weights,
             "expert_dtype": self.experts,
             "kv_dtype": self.kv,
+            "tokens_per_step": self.tokens_per_step,
             "max_running_requests": batch,
             "max_batch_tokens": batch + step_tokens,
         }

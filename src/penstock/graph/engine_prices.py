@@ -10,6 +10,7 @@ from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
 from penstock.perf.roofline import Parallel, Roofline
 from penstock.perf.shape import ModelShape, load_shape
+from penstock.perf.speculation import price_per_token
 
 _NAMED = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 
@@ -36,7 +37,7 @@ def make_latency(shape: ModelShape, role: RoleSpec) -> LatencyModel:
     """
     roofline = make_roofline(shape, role)
     if role.profile is None:
-        return roofline
+        return price_per_token(roofline)
     return ProfiledModel(Profile.load(Path(role.profile)), roofline)
 
 
@@ -58,6 +59,7 @@ def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:
         weight_dtype=_dtype(role.weight_dtype),
         kv_dtype=_dtype(role.kv_dtype),
         expert_dtype=_dtype(role.expert_dtype),
+        tokens_per_step=role.tokens_per_step,
     )
 
 

@@ -24,6 +24,10 @@ class RoleSpec(Config):
     """`paged` runs the model in PyTorch; `mock` answers with made-up text at a modelled speed."""
     hardware: str = "cpu"
     """What a worker's devices are, as the catalogue in `penstock.perf.hardware` names them."""
+    usd_per_hour: float | None = pydantic.Field(default=None, gt=0, le=1000)
+    """What one device costs, US dollars an hour; None is what the catalogue assumes. Only simulated."""
+    watts: float | None = pydantic.Field(default=None, gt=0, le=100_000)
+    """What one device draws with its share of host, network and cooling; None is what the catalogue says. Only simulated."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """Devices that share each layer of a worker's weights."""
     pipeline_parallel: int = pydantic.Field(default=1, ge=1)
@@ -46,6 +50,8 @@ class RoleSpec(Config):
     """Blocks in a worker's KV pool; None is the engine's own choice."""
     profile: str | None = pydantic.Field(default=None, min_length=1)
     """File that `penstock profile` wrote of such a worker, relative to the graph's; routers price work by it instead of by the hardware's data sheet alone."""
+    tokens_per_step: float = pydantic.Field(default=1.0, ge=1, le=32)
+    """Tokens that a decode step yields of each request on average: more than 1 where the engine speculates and drafts are accepted. Only simulated."""
     mock: MockConfig = MockConfig()
     """How the mock engine behaves."""
 
@@ -68,6 +74,21 @@ class RoleSpec(Config):
             return find_hardware(hardware).name
         except ConfigError as error:
             raise wrong(error.message.removeprefix("hardware: ")) from error
+
+    @pydantic.field_validator("tokens_per_step")
+    @classmethod
+    def _check_speculation(cls, tokens_per_step: float, info: pydantic.ValidationInfo) -> float:
+        if tokens_per_step > 1 and info.data.get("engine") == "paged":
+            raise wrong(
+                f"must be 1 with engine 'paged', which does not speculate, got {tokens_per_step:g}; engine 'mock' takes"
+                " any, to be simulated"
+            )
+        if tokens_per_step > 1 and (profile := info.data.get("profile")) is not None:
+            raise wrong(
+                f"must be 1 with a profile, got {tokens_per_step:g}: {profile} says the time between two tokens, what"
+                " speculation saves included; leave one of the two out"
+            )
+        return tokens_per_step
 
     @pydantic.field_validator("weight_dtype", "expert_dtype", "kv_dtype", mode="before")
     @classmethod

@@ -147,6 +147,13 @@ def _check_role(deployment: Deployment) -> None:
             f"roles.aggregated.max_batch_tokens: must be >= max_running_requests, a token of each in every step,"
             f" got {tokens} and {running}; raise it or lower roles.aggregated.max_running_requests"
         )
+    verified = running * role.tokens_per_step
+    if verified > tokens:
+        raise ConfigError(
+            f"roles.aggregated.tokens_per_step: {running} running requests x {role.tokens_per_step:g} tokens are"
+            f" {verified:,g} in a step, more than its max_batch_tokens of {tokens}; raise that, or lower"
+            " roles.aggregated.max_running_requests"
+        )
 
 
 def _check_outputs(options: argparse.Namespace, inputs: list[str | Path]) -> None:
@@ -211,11 +218,8 @@ def _play(name: str, deployment: Deployment, sessions: list[Session], options: a
 
 def _print_table(title: str, runs: list[Run]) -> None:
     is_compared = len(runs) > 1
-    costs = {
-        f"{d.hardware.name} at {d.hardware.usd_per_hour:g} USD an hour and {d.hardware.watts:,g} W a device"
-        for d in (run.deployment for run in runs)
-    }
-    caption = [*(["* best; % against the first"] if is_compared else []), *sorted(costs)]
+    expenses = {run.deployment.expenses for run in runs}
+    caption = [*(["* best; % against the first"] if is_compared else []), *sorted(expenses)]
     table = Table(title=title, show_header=is_compared, caption="\n".join(caption))
     table.add_column("")
     table.add_column("", style="dim")

@@ -20,6 +20,7 @@ from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
 from penstock.perf.roofline import Roofline
 from penstock.perf.shape import ModelShape
+from penstock.perf.speculation import price_per_token
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.cluster import ClusterSpec, SimEngine
 from penstock.sim.engine import JumpEngine
@@ -62,6 +63,12 @@ class Deployment:
     @property
     def devices(self) -> int:
         return self.role.replicas * self.role.devices
+
+    @property
+    def expenses(self) -> str:
+        """What a device costs and draws; for people."""
+        hardware = self.hardware
+        return f"{hardware.name} at {hardware.usd_per_hour:g} USD an hour and {hardware.watts:,g} W a device"
 
     def check_fits(self, longest_tokens: int) -> None:
         """Refuse a workload whose longest request can never run.
@@ -140,13 +147,16 @@ def plan_deployment(
     if role.replicas < 1:
         raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
     shape = find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
-    hardware = find_hardware(role.hardware)
+    own = {"usd_per_hour": role.usd_per_hour, "watts": role.watts}
+    hardware = find_hardware(role.hardware).model_copy(
+        update={name: value for name, value in own.items() if value is not None}
+    )
     roofline = make_roofline(shape, role)
-    latency: LatencyModel = roofline
+    latency = price_per_token(roofline)
     profile_path = engine_profile or role.profile
     profile = None if profile_path is None else Profile.load(Path(profile_path))
     if profile is not None:
-        latency = ProfiledModel(profile, roofline)
+        latency = ProfiledModel(profile, latency)
     capacity = latency.kv_capacity_tokens
     if profile is not None and profile.kv_capacity_tokens:
         arithmetic = f"kv_capacity_tokens of the profile is {capacity:,}"

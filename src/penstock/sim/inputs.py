@@ -51,6 +51,7 @@ class Inputs:
             "devices": deployment.devices,
             "usd_per_hour": hardware.usd_per_hour,
             "watts": hardware.watts,
+            "tokens_per_step": deployment.role.tokens_per_step,
             "engine_profile": profile
             and {
                 "file": file and Path(file).name,

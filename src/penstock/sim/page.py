@@ -53,11 +53,12 @@ def _several(runs: Sequence[Run], rows: list[Row]) -> str:
 
 
 def _about(run: Run) -> str:
-    graph, deployment = run.deployment.graph, run.deployment
+    graph, deployment, role = run.deployment.graph, run.deployment, run.deployment.role
     slo = "" if run.slo is None else f", targets: TTFT {say_s(run.slo.ttft_s)}, ITL {say_s(run.slo.itl_s)}"
+    speculation = "" if role.tokens_per_step == 1 else f", {role.tokens_per_step:g} tokens a decode step"
     return html.escape(
         f"{graph.model} on {deployment.devices:,} {deployment.hardware.name}, policy {graph.router.policy},"
-        f" blocks of {graph.block_size} tokens{slo}"
+        f" blocks of {graph.block_size} tokens{speculation}{slo}; {deployment.expenses}"
     )
 
 
