@@ -13,6 +13,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import Delta, EventMessage, Request, WorkerLoad
 from penstock.router.config import RouterConfig
+from penstock.router.drift import Drift
 from penstock.router.indexer import Indexer
 from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, Member
@@ -36,6 +37,7 @@ class Connector:
         metrics: RouterMetrics,
         rng: random.Random,
         on_change: Callable[[Member], None],
+        on_drift: Callable[[Member], None],
     ) -> None:
         """Connect to nobody yet; `keep_connected` does.
 
@@ -47,6 +49,7 @@ class Connector:
             metrics: told of ends and failures.
             rng: for jitter.
             on_change: called when a member was connected or lost.
+            on_drift: called when the factor of a member's `drift` has changed.
         """
         self._plane = plane
         self._indexer = indexer
@@ -55,6 +58,7 @@ class Connector:
         self._metrics = metrics
         self._rng = rng
         self._on_change = on_change
+        self._on_drift = on_drift
 
     async def keep_connected(self, member: Member) -> None:
         """Connect, and again whenever the connection is lost, for as long as the worker is listed."""
@@ -65,6 +69,8 @@ class Connector:
         while member.listed:
             sink = MemberSink(self, member)
             self._loads.reset(member.slot, total_blocks=member.instance.engine.total_blocks)
+            member.drift = Drift(member.instance.prices)
+            self._on_drift(member)
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     connection = await self._plane.connect(member.instance, sink)
@@ -214,7 +220,10 @@ class MemberSink:
 
     def push_load(self, worker_id: WorkerId, load: WorkerLoad) -> None:  # noqa: ARG002
         if not self.ended:
-            self._connector._loads.report(self._member.slot, load)
+            member, connector = self._member, self._connector
+            connector._loads.report(member.slot, load)
+            if member.drift.report(load, asyncio.get_running_loop().time()):
+                connector._on_drift(member)
 
     def lost(self, worker_id: WorkerId, error: WorkerLost) -> None:  # noqa: ARG002
         if not self.ended:

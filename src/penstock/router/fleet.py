@@ -29,6 +29,7 @@ from penstock.core.types import (
 )
 from penstock.router.config import RouterConfig
 from penstock.router.connector import Connector
+from penstock.router.drift import FORGOTTEN_S, Drift
 from penstock.router.indexer import Indexer
 from penstock.router.loads import LoadTracker
 from penstock.router.member import CONDITIONS, Condition, DeltaHandler, Member, WorkerView
@@ -66,6 +67,7 @@ class Fleet:
             metrics=metrics,
             rng=rng,
             on_change=self._note,
+            on_drift=self._note_drift,
         )
         self._discovery = discovery
         self._config = config
@@ -83,10 +85,12 @@ class Fleet:
         self._group: asyncio.TaskGroup | None = None
         for condition in Condition:
             metrics.workers.labels(condition).set(0)
+        self._show_drift()
 
     async def run(self) -> None:
         """Follow discovery, and keep a connection to everybody in it, until cancelled."""
         async with asyncio.TaskGroup() as self._group:
+            self._group.create_task(self._forget_drifts(), name="old drifts")
             # Cancelling arrives inside the iterator, as the body never waits: it cleans up by itself.
             async for change in self._discovery.watch():
                 match change:
@@ -232,6 +236,8 @@ class Fleet:
                 return
         else:
             model = member.instance.card.name
+            if member.instance.prices != instance.prices:
+                member.drift = Drift(instance.prices)
             member.instance, member.listed = instance, True
             if model != instance.card.name:
                 self._leave_pool(member, model)
@@ -323,6 +329,7 @@ class Fleet:
             self._note(changed)
         if not len(pool):
             del self.pools[model]
+        self._show_drift()
         self._tell_soon()
 
     def _note(self, member: Member) -> None:
@@ -333,6 +340,24 @@ class Fleet:
         if condition is not member.noted:
             self._recount(member, condition)
             self._tell_soon()
+
+    def _note_drift(self, member: Member) -> None:
+        """Price a worker anew: it was found to be slower or faster than it says."""
+        self.pools[member.instance.card.name].prices.correct(member.slot, member.drift.factor)
+        self._show_drift()
+
+    async def _forget_drifts(self) -> None:
+        while True:
+            await asyncio.sleep(FORGOTTEN_S / 3)
+            now_s = asyncio.get_running_loop().time()
+            for member in self._members.values():
+                if member.drift.forget_if_idle(now_s):
+                    self._note_drift(member)
+
+    def _show_drift(self) -> None:
+        factors = [pool.prices.factors for pool in self.pools.values()]
+        self._metrics.price_factor_min.set(min((low for low, _ in factors), default=1.0))
+        self._metrics.price_factor_max.set(max((high for _, high in factors), default=1.0))
 
     def _recount(self, member: Member, condition: Condition | None) -> None:
         for changed, by in ((member.noted, -1), (condition, +1)):
@@ -377,4 +402,6 @@ class Fleet:
             predicted=self.predicts(slot),
             event_sequence=None if subscriber is None else subscriber.sequence,
             event_resyncs=0 if subscriber is None else subscriber.resyncs,
+            price_factor=None if instance.prices is None else member.drift.factor,
+            price_trusted=member.drift.trusted,
         )

@@ -10,6 +10,7 @@ import msgspec
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import Delta, Instance, InstanceState, ModelCard, Role
+from penstock.router.drift import Drift
 from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.seams import Connection
 
@@ -63,6 +64,10 @@ class Member:
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     connections: int = 0
     noted: Condition | None = None
+    drift: Drift = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drift = Drift(self.instance.prices)
 
     @property
     def worker_id(self) -> WorkerId:
@@ -90,6 +95,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
     `load` is its own last report, None before the first; `reserved_*` is what this frontend sent since.
     `indexed_blocks` are what it is known to hold, or guessed to, if `predicted`. `event_sequence` is the last event batch applied, None before the first.
+    `price_factor`: its steps were found to take so many times what it says, None where it says nothing; `price_trusted` is
+    False where they are more than twice off even so.
     """
 
     worker_id: int
@@ -112,3 +119,5 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     predicted: bool
     event_sequence: int | None
     event_resyncs: int
+    price_factor: float | None
+    price_trusted: bool

@@ -21,7 +21,9 @@ class RouterMetrics:
         def counter(noun: str, text: str, *labels: str) -> Counter:
             return Counter(f"penstock_router_{noun}", text, labels, registry=registry)
 
-        def gauge(noun: str, text: str, *labels: str, together: Literal["livesum", "livemax"]) -> Gauge:
+        def gauge(
+            noun: str, text: str, *labels: str, together: Literal["livesum", "livemin", "livemax"]
+        ) -> Gauge:
             # `together` says what several frontend processes' values come to
             return Gauge(
                 f"penstock_router_{noun}", text, labels, registry=registry, multiprocess_mode=together
@@ -71,6 +73,16 @@ class RouterMetrics:
         self.evicted_blocks = counter("evicted_blocks", "Pairs forgotten because the index was full")
         self.kv_events = counter("kv_events", "KV events applied to the prefix index")
         self.event_snapshots = counter("event_snapshots", "Snapshots of a worker's blocks taken over")
+        self.price_factor_min = gauge(
+            "price_factor_min",
+            "Of the worker that is fastest, over what it says: what its prices are multiplied by",
+            together="livemin",
+        )
+        self.price_factor_max = gauge(
+            "price_factor_max",
+            "Of the worker that is slowest, over what it says: what its prices are multiplied by",
+            together="livemax",
+        )
         self.first_token_s = histogram(
             "first_token_seconds", "From opening a request to its first token", _LATENCIES_S
         )

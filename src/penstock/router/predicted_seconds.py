@@ -19,6 +19,8 @@ tokens, which readers notice, weigh as much as 100 ms of waiting."""
 _BUSY_PERIOD = 2.0
 """How long a worker stays busy, over the work that is before it now: those who come meanwhile bring work of their own.
 1 / (1 - load) of a queue; at half load, where decisions begin to matter."""
+_TOKEN_S_MIN = 1e-9
+"""No prompt token takes less: 100 PFLOP/s on a model of 50 million parameters."""
 _FOLLOWERS_MAX = 20.0
 """Past so many requests that would wait behind this one, others are long being sent elsewhere."""
 
@@ -78,9 +80,10 @@ class PredictedSeconds:
         more_s = prices.decode_sequence_s + (context.request_tokens + output / 2) * prices.decode_token_s
         slowdown = PACE_WEIGHT * running * (prefill / output + more_s)
 
-        num_eligible = max(int(np.count_nonzero(context.eligible)), 1)
-        busy_s = _BUSY_PERIOD * (queue + memory + prefill)
-        followers = context.request_rate_per_s / num_eligible * busy_s
+        # Requests come to a worker as it is fast: those twice as fast get twice as many.
+        speed = context.eligible / np.maximum(prices.prefill_token_s, _TOKEN_S_MIN)
+        rate_per_s = context.request_rate_per_s * speed / max(float(speed.sum()), 1.0)
+        followers = rate_per_s * _BUSY_PERIOD * (queue + memory + prefill)
         delayed = prefill * np.minimum(followers, _FOLLOWERS_MAX)
         return np.stack((queue, memory, onboard, prefill, PACE_WEIGHT * step_s, slowdown, delayed))
 

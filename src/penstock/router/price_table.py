@@ -1,4 +1,4 @@
-"""What each worker of a model says its work takes, as columns by slot."""
+"""What each worker of a model says its work takes, times how far it was found to be from that, as columns by slot."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,33 +33,49 @@ they still weigh work against work."""
 class PriceTable:
     """Prices by worker slot; who has said none is taken for the median of those who have. One event loop owns it.
 
-    A change costs O(1); medians are found anew when prices are next asked for.
+    A change costs O(1); medians, of what was said, are found anew when prices are next asked for.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._table = np.zeros((_TIERS + len(Tier), num_slots))
         self._known = np.zeros(num_slots, dtype=np.bool_)
+        self._factors = np.ones(num_slots)
+        self._filled = self._table
         self._columns: PriceColumns | None = None
 
-    def put(self, slot: int, instance: Instance) -> None:
-        """Take what a worker says."""
+    @property
+    def factors(self) -> tuple[float, float]:
+        """What the prices of the fastest worker, over what it says, and of the slowest one are multiplied by."""
+        return float(self._factors.min()), float(self._factors.max())
+
+    def put(self, slot: int, instance: Instance, factor: float = 1.0) -> None:
+        """Take what a worker says, and how far it is from that."""
         prices = instance.prices
+        self._factors[slot] = factor
         self._columns = None
         self._known[slot] = prices is not None
         if prices is not None:
             self._table[:, slot] = _row(prices)
         self._table[_BATCH, slot] = max(instance.engine.max_batch_tokens, 1)
 
+    def correct(self, slot: int, factor: float) -> None:
+        """Have all that a worker computes take so many times what it says; what it fetches comes at the same speed."""
+        self._factors[slot] = factor
+        if self._columns is not None and self._known[slot]:
+            self._filled[:_BATCH, slot] = self._table[:_BATCH, slot] * factor
+
     def remove(self, slot: int) -> None:
         """Forget a worker."""
         self._columns = None
         self._known[slot] = False
+        self._factors[slot] = 1.0
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
         more = num_slots - len(self._known)
         self._table = np.pad(self._table, ((0, 0), (0, more)))
         self._known = np.pad(self._known, (0, more))
+        self._factors = np.pad(self._factors, (0, more), constant_values=1.0)
         self._columns = None
 
     def columns(self) -> PriceColumns:
@@ -73,16 +89,24 @@ class PriceTable:
         table = self._table[:, self._known]
         assert np.isfinite(table).all(), "prices: finite"
         assert (table >= 0).all(), "prices: never below nothing"
+        assert (self._factors[~self._known] == 1.0).all(), "prices: who says none is not corrected"
+        if self._columns is not None:
+            corrected = table[:_BATCH] * self._factors[self._known]
+            assert (self._filled[:_BATCH, self._known] == corrected).all(), (
+                "prices: as said, times the factor"
+            )
 
     def _fill(self) -> PriceColumns:
         table, known = self._table.copy(), self._known
         batch = table[_BATCH].copy()
         others = np.median(table[:, known], axis=1) if known.any() else np.array(_row(UNKNOWN))
         table[:, ~known] = others[:, None]
+        table[:_BATCH] *= self._factors
         table[_BATCH] = np.maximum(batch, 1.0)
-        table.flags.writeable = False
-        scalars = {name: table[row] for row, name in enumerate(_SCALARS)}
-        return PriceColumns(**scalars, batch_tokens=table[_BATCH], onboard_token_s=table[_TIERS:])
+        self._filled, shown = table, table.view()
+        shown.flags.writeable = False
+        scalars = {name: shown[row] for row, name in enumerate(_SCALARS)}
+        return PriceColumns(**scalars, batch_tokens=shown[_BATCH], onboard_token_s=shown[_TIERS:])
 
 
 def _row(prices: Prices) -> NDArray[np.float64]:

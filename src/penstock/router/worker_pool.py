@@ -73,7 +73,7 @@ class WorkerPool:
         if old is not None:
             self._ballot.count(old, -1)
         instance = member.instance
-        self.prices.put(member.slot, instance)
+        self.prices.put(member.slot, instance, member.drift.factor)
         noted = _Noted(instance.card, member.listed and instance.state is InstanceState.READY)
         self._members[member] = noted
         self._ballot.count(noted, +1)

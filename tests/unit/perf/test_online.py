@@ -4,19 +4,7 @@ import random
 
 import pytest
 
-from penstock.perf.hardware import find_hardware
-from penstock.perf.online import FACTOR_MAX, CorrectedModel, Correction
-from penstock.perf.roofline import Roofline
-from penstock.perf.shape import shape_of
-
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-}
+from penstock.perf.online import FACTOR_MAX, Correction
 
 
 def test_a_worker_twice_as_slow_is_tracked_within_20_steps() -> None:
@@ -52,25 +40,19 @@ def test_one_outlier_changes_nothing() -> None:
     assert correction.factor == pytest.approx(1.0)
 
 
+def test_an_outlier_at_the_very_start_changes_nothing() -> None:
+    correction = Correction()
+    for measured_s in (50.0, 1.0, 1.0, 1.0):
+        correction.observe(1.0, measured_s)
+    assert correction.factor == pytest.approx(1.0)
+
+
 def test_clamped_and_distrusted() -> None:
     correction = Correction()
     for _ in range(50):
         correction.observe(1.0, 1000.0)
     assert correction.factor == pytest.approx(FACTOR_MAX)
     assert not correction.trusted
-    correction.observe(0.0, 1.0)
-    correction.observe(1.0, -1.0)
+    for predicted_s, measured_s in ((0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (float("inf"), 1.0)):
+        correction.observe(predicted_s, measured_s)
     assert correction.observations == 50
-
-
-def test_prefill_and_decode_are_corrected_apart() -> None:
-    base = Roofline(shape_of(LLAMA_8B, name="8b"), find_hardware("h100"))
-    model = CorrectedModel(base)
-    for _ in range(30):
-        model.observe_step([(4096, 0)], 0, 0, 2 * base.prefill_s(4096))
-        model.observe_step((), 16, 16_000, base.decode_step_s(16, 16_000))
-    assert model.prefill_s(1000) == pytest.approx(2 * base.prefill_s(1000), rel=0.01)
-    assert model.decode_step_s(8, 9000) == pytest.approx(base.decode_step_s(8, 9000), rel=0.01)
-    mixed, plain = model.mixed_step_s([(512, 0)], 8, 8000), base.mixed_step_s([(512, 0)], 8, 8000)
-    assert plain < mixed < 2 * plain
-    assert model.trusted

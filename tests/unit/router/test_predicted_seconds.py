@@ -111,6 +111,13 @@ def test_followers_wait_for_this_prefill_while_the_worker_is_busy():
     assert term("followers", **columns) == pytest.approx([0.2 * 0.001, 2 * 0.001, 20 * 0.001])
 
 
+def test_a_fast_worker_has_more_followers():
+    prices = make_prices(prefill_token_s=[2e-5, 2e-5, 1e-5])
+    # 200 requests a second: 50, 50 and 100; 2, 2 and 1 ms of prefill, twice that of being busy
+    found = term("followers", prices=prices, request_rate_per_s=200.0)
+    assert found == pytest.approx([0.2 * 0.002, 0.2 * 0.002, 0.2 * 0.001])
+
+
 def test_a_fast_worker_takes_more_than_a_slow_one():
     prices = make_prices(2, prefill_token_s=[1e-5, 4e-5])
     context = make_context(

@@ -82,6 +82,28 @@ def test_columns_cannot_be_written_to_and_hold_until_something_changes():
     assert np.isfinite(columns.prefill_token_s).all()
 
 
+def test_a_correction_shows_at_once_and_holds_until_the_worker_leaves():
+    table = PriceTable(3)
+    for slot, token_s in enumerate((1e-5, 3e-5)):
+        table.put(slot, instance(token_s, onboard_token_s=(0.0, 2e-6)))
+    columns = table.columns()
+    table.correct(0, 2.0)
+    assert table.columns() is columns
+    assert columns.prefill_token_s.tolist() == [2e-5, 3e-5, 2e-5]  # the median is of what was said
+    assert columns.decode_step_s.tolist() == [0.004, 0.002, 0.002]
+    assert columns.onboard_token_s[1].tolist() == [2e-6, 2e-6, 2e-6]
+    assert table.factors == (1.0, 2.0)
+    table.check()
+    table.grow(4)
+    table.put(0, instance(1e-5), factor=2.0)
+    assert table.columns().prefill_token_s.tolist()[:2] == [2e-5, 3e-5]
+    table.check()
+    table.remove(0)
+    assert table.columns().prefill_token_s.tolist() == [3e-5] * 4
+    assert table.factors == (1.0, 1.0)
+    table.check()
+
+
 def test_a_worker_of_before_there_were_prices_is_understood():
     new = instance(1e-5)
     old = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(new, prices=None)), type=Instance)
