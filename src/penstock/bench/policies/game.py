@@ -46,6 +46,7 @@ class Place:
             f"router.policy={policy}",
             f"router.indexed_blocks_max={_UNBOUNDED}",
             f"router.open_requests_max={_UNBOUNDED}",
+            f"router.hold.requests_max={_UNBOUNDED}",
         ]
         graph = load(str(self.graph), Overrides(settings))
         planned = plan_deployment(graph, beside=self.graph.parent, engine_profile=self.profile)
