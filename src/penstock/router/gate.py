@@ -170,8 +170,7 @@ class Gate:
         if len(self._places) == 1:
             self._fleet.loads.listener = self._on_news
             self._listening.enter_context(self._fleet.telling(self._on_news))
-        if self._timer is None:
-            self._look_at(self._next_s)
+        self._look_at(self._next_s)  # it may be the first in turn
 
     def _let_go(self, place: Place, held: Held) -> None:
         """Note that a request does not wait any more; it has left its queue."""
