@@ -16,8 +16,10 @@ from pydantic import Field, PositiveInt
 from penstock.core.config import Config
 from penstock.core.errors import ConfigError
 from penstock.core.types import Tier
+from penstock.perf.attention import Attention, causal_pairs
 from penstock.perf.hardware import Dtype, Hardware
 from penstock.perf.latency import Link
+from penstock.perf.product import Product
 from penstock.perf.shape import ModelShape
 
 _LOW_LATENCY_TOKENS = 256
@@ -97,7 +99,13 @@ class Roofline:
     """Tokens a decode step yields on average; above 1 with speculation, priced for the tokens yielded, not for those drafted."""
     expert_dtype: Dtype | None = None
     """Of routed experts; None is `weight_dtype` where that is given, else the checkpoint's own."""
-    _windows: tuple[tuple[int | None, int], ...] = ()
+    _attention: Attention = field(init=False, repr=False)
+    _dense: Product = field(init=False, repr=False)
+    """One dense layer."""
+    _shared: Product = field(init=False, repr=False)
+    """What every token takes of one layer with experts."""
+    _head: Product = field(init=False, repr=False)
+    _wide_bytes: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.expert_dtype is not None and self.shape.moe is None:
@@ -108,10 +116,31 @@ class Roofline:
         self.weight_dtype = self.weight_dtype or self.shape.weight_dtype
         wide = Dtype.FP8 if self.weight_dtype in {Dtype.FP8, Dtype.NVFP4, Dtype.MXFP4} else Dtype.BF16
         self.kv_dtype = self.kv_dtype or (Dtype.FP32 if self.weight_dtype is Dtype.FP32 else wide)
-        self._windows = tuple(Counter(self.shape.windows).items())
         self._check_parallel()
         if self.tokens_per_step < 1:
             raise ConfigError(f"tokens_per_step: must be >= 1, got {self.tokens_per_step}")
+        self._prepare(self.weight_dtype, self.kv_dtype)
+
+    def _prepare(self, dtype: Dtype, kv_dtype: Dtype) -> None:
+        """Work out what of each step's price is always the same."""
+        shape, hardware, factors, tp = self.shape, self.hardware, self.factors, self.parallel.tp
+        self._wide_bytes = self._wide.bytes
+        self._attention = Attention(
+            windows=tuple(Counter(shape.windows).items()),
+            flops_per_pair=shape.attention_flops_per_pair(),
+            decode_flops_per_pair=shape.attention_flops_per_pair(absorbed=True),
+            kv_elements_per_token=shape.kv_elements_per_token(),
+            kv_element_bytes=kv_dtype.bytes,
+            devices=tp,
+            kv_shards=self._kv_shards(),
+            flops_per_s=hardware.peak_flops_per_s(self._wide) * factors.attention,
+            kv_bytes_per_s=hardware.bandwidth_bytes_per_s * factors.kv_bandwidth,
+        )
+        attention = shape.attention_params() / tp
+        shared = 0 if shape.moe is None else shape.ffn_params(shape.moe.shared_intermediate)
+        self._dense = self._product(attention + shape.ffn_params(shape.intermediate) / tp, dtype)
+        self._shared = self._product(attention + shared / tp, dtype)
+        self._head = self._product(shape.head_params() / tp, self._wide)
 
     def _remedy(self) -> str:
         if self.shape.moe is None:
@@ -195,7 +224,7 @@ class Roofline:
         samples = max(len(chunks) / copies, min(len(chunks), 1) / pp) + queries / copies
         seconds = self._layers_s(rows, (new_tokens + queries) / pp) + self._head_s(samples)
         seconds += self._prefill_attention_s(chunks) / pp
-        seconds += self._decode_attention_s(queries / copies, batch / copies, context_tokens / copies)
+        seconds += self._attention.decode_s(queries / copies, batch / copies, context_tokens / copies)
         return seconds + self._pipeline_s(rows) + self.factors.step_s
 
     def transfer_s(self, num_bytes: float, link: Link) -> float:
@@ -246,36 +275,30 @@ class Roofline:
         """Devices that hold different parts of one sequence's KV; a KV head is not cut, a latent is copied."""
         return 1 if self.shape.mla is not None else min(self.parallel.tp, self.shape.kv_heads)
 
-    def _gemm_s(self, rows: float, params: float, dtype: Dtype, loaded_params: float | None = None) -> float:
-        """Multiply `rows` rows with `params` weights, of which `loaded_params` are read."""
-        if rows <= 0 or params <= 0:
-            return 0.0
-        factors = self.factors
-        peak = factors.gemm if dtype.bytes >= Dtype.BF16.bytes else factors.gemm_narrow
-        reached = peak * rows / (rows + factors.gemm_half_rows)
-        arithmetic = 2 * rows * params / (self.hardware.peak_flops_per_s(dtype) * reached)
+    def _product(self, params: float, dtype: Dtype, loaded_params: float | None = None) -> Product:
+        """Describe a product with `params` weights, of which `loaded_params` are read."""
+        hardware, factors = self.hardware, self.factors
         loaded = params if loaded_params is None else loaded_params
-        traffic = loaded * dtype.bytes / (self.hardware.bandwidth_bytes_per_s * factors.bandwidth)
-        larger, smaller = max(arithmetic, traffic), min(arithmetic, traffic)
-        return float(larger * (1 + (smaller / larger) ** factors.overlap) ** (1 / factors.overlap))
+        return Product(
+            params=params,
+            flops_per_s=hardware.peak_flops_per_s(dtype),
+            reached=factors.gemm if dtype.bytes >= Dtype.BF16.bytes else factors.gemm_narrow,
+            half_rows=factors.gemm_half_rows,
+            traffic_s=loaded * dtype.bytes / (hardware.bandwidth_bytes_per_s * factors.bandwidth),
+            overlap=factors.overlap,
+        )
 
     def _layers_s(self, rows: float, tokens: float) -> float:
         """Price all layers but their attention proper: `rows` on the fullest copy, of `tokens` on all copies."""
-        assert self.weight_dtype is not None
-        shape, factors, parallel = self.shape, self.factors, self.parallel
-        attention = shape.attention_params() / parallel.tp
+        shape, factors = self.shape, self.factors
         dense_layers = shape.layers - shape.moe_layers
         per_layer = factors.layer_s + factors.attention_s + self._activations_s(rows)
-        if parallel.tp > 1:
+        if self.parallel.tp > 1:
             per_layer += 2 * self._all_reduce_s(rows)
         seconds = shape.layers * per_layer
-        dense = attention + shape.ffn_params(shape.intermediate) / parallel.tp
-        seconds += dense_layers * self._gemm_s(rows, dense, self.weight_dtype)
+        seconds += dense_layers * self._dense.seconds(rows)
         if shape.moe is not None:
-            shared = attention + shape.ffn_params(shape.moe.shared_intermediate) / parallel.tp
-            seconds += shape.moe_layers * (
-                self._gemm_s(rows, shared, self.weight_dtype) + self._experts_s(rows, tokens)
-            )
+            seconds += shape.moe_layers * (self._shared.seconds(rows) + self._experts_s(rows, tokens))
         return seconds
 
     def _experts_s(self, rows: float, tokens: float) -> float:
@@ -296,7 +319,7 @@ class Roofline:
         params = hit * self.shape.expert_params()
         loaded = params / moe.num_experts * self._experts_per_device()
         params /= parallel.ep if parallel.ep > 1 else parallel.tp
-        seconds = self._gemm_s(pairs / hit, params, self.expert_dtype, loaded)
+        seconds = self._product(params, self.expert_dtype, loaded).seconds(pairs / hit)
         if parallel.ep > 1:
             seconds += self._all_to_all_s(rows / parallel.tp)
         return seconds
@@ -314,36 +337,18 @@ class Roofline:
         return max(loads)
 
     def _head_s(self, samples: float) -> float:
-        return self._gemm_s(samples, self.shape.head_params() / self.parallel.tp, self._wide)
+        return self._head.seconds(samples)
 
     def _activations_s(self, rows: float) -> float:
-        moved = self.factors.activation_passes * rows * self.shape.hidden * self._wide.bytes
+        moved = self.factors.activation_passes * rows * self.shape.hidden * self._wide_bytes
         return moved / (self.hardware.bandwidth_bytes_per_s * self.factors.bandwidth)
 
     def _prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Price the (query, key) pairs of all chunks in all layers, on the copy with the most."""
         pairs = 0.0
-        for window, count in self._windows:
-            each = [_causal_pairs(new, cached, window) for new, cached in chunks]
-            pairs += count * self._fullest(each)
-        flops = pairs * self.shape.attention_flops_per_pair() / self.parallel.tp
-        return flops / (self.hardware.peak_flops_per_s(self._wide) * self.factors.attention)
-
-    def _decode_attention_s(self, queries: float, batch: float, context_tokens: float) -> float:
-        """Price reading the batch's KV once; MLA's arithmetic on latents can outweigh it."""
-        assert self.kv_dtype is not None
-        if batch <= 0:
-            return 0.0
-        tokens = sum(
-            count * (context_tokens if window is None else min(context_tokens, batch * window))
-            for window, count in self._windows
-        )
-        kv_bytes = tokens * self.shape.kv_elements_per_token() * self.kv_dtype.bytes / self._kv_shards()
-        traffic = kv_bytes / (self.hardware.bandwidth_bytes_per_s * self.factors.kv_bandwidth)
-        flops = (
-            tokens * queries / batch * self.shape.attention_flops_per_pair(absorbed=True) / self.parallel.tp
-        )
-        return max(traffic, flops / (self.hardware.peak_flops_per_s(self._wide) * self.factors.attention))
+        for window, count in self._attention.windows:
+            pairs += count * self._fullest([causal_pairs(new, cached, window) for new, cached in chunks])
+        return self._attention.prefill_s(pairs)
 
     def _link_bytes_per_s(self, devices: int) -> float:
         """Give the slowest link among so many neighbours."""
@@ -353,7 +358,7 @@ class Roofline:
 
     def _all_reduce_s(self, rows: float) -> float:
         tp = self.parallel.tp
-        moved = rows * self.shape.hidden * self._wide.bytes * 2 * (tp - 1) / tp
+        moved = rows * self.shape.hidden * self._wide_bytes * 2 * (tp - 1) / tp
         return self.factors.collective_s + moved / self._link_bytes_per_s(tp)
 
     def _all_to_all_s(self, tokens: float) -> float:
@@ -382,14 +387,5 @@ class Roofline:
         hops = self.parallel.pp - 1
         if not hops:
             return 0.0
-        moved = rows * self.shape.hidden * self._wide.bytes / self.parallel.tp
+        moved = rows * self.shape.hidden * self._wide_bytes / self.parallel.tp
         return hops * (self.factors.collective_s + moved / self._link_bytes_per_s(self.parallel.devices))
-
-
-def _causal_pairs(new: int, cached: int, window: int | None) -> float:
-    """Count the keys that `new` queries after `cached` tokens see."""
-    end = cached + new
-    if window is None or end <= window:
-        return new * cached + new * (new + 1) / 2
-    growing = max(0, window - cached)  # queries that still see all that is before them
-    return growing * cached + growing * (growing + 1) / 2 + (new - growing) * window
