@@ -342,7 +342,7 @@ class RequestDispatcher(Protocol):
         ...
 
     def models(self) -> Mapping[str, ModelCard]:
-        """Name the models that at least one ready worker serves now."""
+        """Name the models that at least one ready worker serves now; a LoRA adapter is one whose card has a `parent`."""
         ...
 
     async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:

@@ -20,10 +20,13 @@ CARDS = st.sampled_from(
     ]
 )
 STATES = st.sampled_from(InstanceState)
+ADAPTERS = st.lists(st.sampled_from("abc"), unique=True).map(tuple)
 CONNECTION = object()
 
 
-def make_instance(number: int, card: ModelCard, state: InstanceState) -> Instance:
+def make_instance(
+    number: int, card: ModelCard, state: InstanceState, adapters: tuple[str, ...] = ()
+) -> Instance:
     info = EngineInfo(
         block_size=4, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
     )
@@ -35,6 +38,7 @@ def make_instance(number: int, card: ModelCard, state: InstanceState) -> Instanc
         card=card,
         engine=info,
         state=state,
+        adapters=adapters,
     )
 
 
@@ -46,22 +50,22 @@ class WorkerPoolMachine(RuleBasedStateMachine):
         self.card = None
         self.joined = 0
 
-    @rule(card=CARDS, state=STATES)
-    def join(self, card, state):
-        member = Member(make_instance(self.joined, card, state), slot=self.joined)
+    @rule(card=CARDS, state=STATES, adapters=ADAPTERS)
+    def join(self, card, state, adapters):
+        member = Member(make_instance(self.joined, card, state, adapters), slot=self.joined)
         member.connection = CONNECTION
         self.joined += 1
         if self.pool is None:
-            self.pool = WorkerPool(member, 1)
+            self.pool = WorkerPool(member, 1, adapters_max=3)
         self.pool.grow(max(self.joined, len(self.pool.ready)))
         self.members.append(member)
         self.put(member)
 
     @precondition(lambda self: self.members)
-    @rule(data=st.data(), card=CARDS, state=STATES, listed=st.booleans())
-    def change(self, data, card, state, listed):
+    @rule(data=st.data(), card=CARDS, state=STATES, listed=st.booleans(), adapters=ADAPTERS)
+    def change(self, data, card, state, listed, adapters):
         member = data.draw(st.sampled_from(self.members))
-        member.instance = msgspec.structs.replace(member.instance, card=card, state=state)
+        member.instance = msgspec.structs.replace(member.instance, card=card, state=state, adapters=adapters)
         member.listed = listed
         self.put(member)
 
@@ -99,8 +103,35 @@ class WorkerPoolMachine(RuleBasedStateMachine):
         assert self.pool.card == self.card
         expected = [m.slot for m in self.members if m.condition is Condition.READY]
         assert np.flatnonzero(self.pool.ready).tolist() == sorted(expected)
+        for adapter in "abc":
+            holders = [m.slot for m in self.members if m.slot in expected and adapter in m.instance.adapters]
+            assert np.flatnonzero(self.pool.ready_with(adapter)).tolist() == sorted(holders)
+            listed = [card for card in self.pool.cards() if card.name == adapter]
+            assert listed == ([self.card.adapted(adapter)] if holders else [])
         for member in self.members:
             assert member.matching == (member.identity == identity(self.card))
+
+
+def test_adapters_past_the_bound_are_left_out_until_there_is_room():
+    members = [
+        Member(
+            make_instance(
+                n, ModelCard(name="m", context_length=9, block_size=4, salt=b""), InstanceState.READY, a
+            ),
+            slot=n,
+        )
+        for n, a in enumerate([("a", "b"), ("b", "c"), ("c",)])
+    ]
+    pool = WorkerPool(members[0], 3, adapters_max=2)
+    for member in members:
+        pool.put(member)
+        pool.set_ready(member.slot, is_ready=True)
+        pool.check()
+    assert [pool.ready_with(name).tolist().count(True) for name in "abc"] == [1, 2, 0]
+    pool.remove(members[0])
+    pool.put(members[2])
+    pool.check()
+    assert np.flatnonzero(pool.ready_with("c")).tolist() == [2], "b still takes one of two places"
 
 
 TestWorkerPoolMachine = WorkerPoolMachine.TestCase

@@ -13,6 +13,7 @@ import pytest
 
 from penstock import __version__
 from penstock.cli import main
+from penstock.core.errors import ConfigError
 from penstock.graph import Overrides, load
 from penstock.router.router import Router
 from penstock.sim.deployment import plan_deployment
@@ -271,15 +272,15 @@ def _played(policy, monkeypatch, *, exact, seed):
     )  # fmt: skip
     deployment = plan_deployment(load(SMALL, Overrides(settings)), beside=GRAPHS, exact=exact)
     workers: dict[str, list[int]] = {}
-    route = Router.route
+    take = Router.take
 
-    def noted(self, request, exclude=()):
-        chosen = route(self, request, exclude)
-        workers.setdefault(request.request_id, []).append(chosen.worker_id)
+    def noted(self, quote):
+        chosen = take(self, quote)
+        workers.setdefault(quote.request.request_id, []).append(chosen.worker_id)
         return chosen
 
     with monkeypatch.context() as patch:
-        patch.setattr(Router, "route", noted)
+        patch.setattr(Router, "take", noted)
         recording = simulate(deployment, make_sessions(workload, random.Random(seed)), seed=seed)
     ttft_s, _, e2e_s = latencies_s(recording)
     order = np.argsort(recording.sent_s)
@@ -297,6 +298,49 @@ def test_a_whole_deployment_jumps_as_it_steps(monkeypatch, policy, seed):
     assert jump[1] == pytest.approx(exact[1], rel=1e-3)
     assert (jump[2] == exact[2]).all()
     assert jump[2].sum() > 100_000
+
+
+def test_adapters_are_asked_for_where_they_are(monkeypatch):
+    settings = [
+        "roles.aggregated.engine=mock", "roles.aggregated.replicas=4",
+        "roles.aggregated.adapters=[a,b,c]", "roles.aggregated.adapters_per_worker=1",
+    ]  # fmt: skip
+    deployment = plan_deployment(load(SMALL, Overrides(settings)), beside=GRAPHS)
+    went: dict[str | None, set[int]] = {}
+    take = Router.take
+
+    def noted(self, quote):
+        chosen = take(self, quote)
+        went.setdefault(quote.request.adapter, set()).add(int(chosen.worker_id))
+        return chosen
+
+    monkeypatch.setattr(Router, "take", noted)
+
+    def cached_tokens(**fields):
+        workload = WorkloadConfig(
+            requests=120,
+            rate_per_s=20,
+            input_tokens=300,
+            output_tokens=20,
+            shared_prefix_tokens=1024,
+            **fields,
+        )
+        recording = simulate(deployment, make_sessions(workload, random.Random(1)), seed=1)
+        assert recording.failed == 0
+        return sum(recording.cached_tokens)
+
+    apart = cached_tokens(adapters=3)
+    assert went.pop("a") <= {1, 4}, "4 workers with one of 3 adapters each"
+    assert went == {"b": {2}, "c": {3}}
+    prefixes = 120 - apart / 1024
+    assert 3 <= prefixes < 12, (
+        "each worker computes the prefix once for its adapter, or for a few requests at once"
+    )
+    assert cached_tokens() > apart
+    with pytest.raises(
+        ConfigError, match=r"roles.aggregated.adapters: the workload asks for 4 of them, and 3 are"
+    ):
+        deployment.check_adapters(4)
 
 
 def test_a_copied_latent_is_part_of_the_arithmetic(capsys):

@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+import msgspec
+
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
@@ -71,7 +73,8 @@ class Request(Wire, frozen=True):
     moved to another worker continues there): penalties, stops, positions and usage count them.
     `block_hashes` holds (n, 2) uint64 row-major, one row per full block of `token_ids` under `salt`.
     `deadline_s` is what remains, since clocks differ between hosts; None means no deadline.
-    `session` is the client's name for what belongs together, for policies that go by it.
+    `session` is the client's name for what belongs together, for policies that go by it. `adapter` names the LoRA
+    adapter of `model` to run with; `salt` differs by it.
     `tenant` and `priority` (above 0: sooner, below: later) say whose turn it is where requests wait for a worker.
     """
 
@@ -88,6 +91,7 @@ class Request(Wire, frozen=True):
     session: str | None = None
     tenant: str = ""
     priority: int = 0
+    adapter: str | None = None
 
 
 class TokenLogprob(Wire, frozen=True, array_like=True):
@@ -231,7 +235,7 @@ class ModelCard(Wire, frozen=True):
     """What a frontend on another host needs to serve a model; the files come over the request plane.
 
     `salt` starts every block-hash chain: model revision and KV dtype. `default_sampling` holds the model's own
-    (name, value) defaults, such as temperature.
+    (name, value) defaults, such as temperature. `parent` is the model that a LoRA adapter of this name belongs to.
     """
 
     name: str
@@ -242,6 +246,13 @@ class ModelCard(Wire, frozen=True):
     files: tuple[CardFile, ...] = ()
     created_s: int = 0
     default_sampling: tuple[tuple[str, float], ...] = ()
+    parent: str | None = None
+
+    def adapted(self, adapter: str) -> "ModelCard":
+        """Describe the model with a LoRA adapter: all the same but its KV, so its blocks are named apart."""
+        name = adapter.encode()
+        salt = self.salt + b"|adapter=%d:" % len(name) + name
+        return msgspec.structs.replace(self, name=adapter, parent=self.name, salt=salt)
 
 
 class InstanceState(StrEnum):
@@ -250,7 +261,10 @@ class InstanceState(StrEnum):
 
 
 class Instance(Wire, frozen=True):
-    """A worker's registration; it lives as long as its lease. `prices` where somebody can tell what its steps take."""
+    """A worker's registration; it lives as long as its lease. `prices` where somebody can tell what its steps take.
+
+    `adapters` are the LoRA adapters it takes requests for: loaded, or loaded by its engine when one is asked for.
+    """
 
     worker_id: WorkerId
     name: str
@@ -262,6 +276,7 @@ class Instance(Wire, frozen=True):
     pid: int = 0
     host: str = ""
     prices: Prices | None = None
+    adapters: tuple[str, ...] = ()
 
 
 class InstancePut(Wire, frozen=True, tag="put"):

@@ -144,6 +144,7 @@ class LocalDeployment:
                 card=card,
                 model_dir=model_dir,
                 device_index=index,
+                adapters=self._role.adapters_of(index),
             )
 
         def front() -> FrontendJob:

@@ -11,13 +11,17 @@ from penstock.core.wire import Wire
 
 
 class WorkerJob(Wire, frozen=True, tag="worker"):
-    """`card` says what it serves, from the files in `model_dir`; `device_index` is its GPU on this machine, if it uses one."""
+    """`card` says what it serves, from the files in `model_dir`; `device_index` is its GPU on this machine, if it uses one.
+
+    `adapters` are the LoRA adapters that it has.
+    """
 
     worker_id: WorkerId
     role: Role
     card: ModelCard
     model_dir: str
     device_index: int = 0
+    adapters: tuple[str, ...] = ()
 
 
 class FrontendJob(Wire, frozen=True, tag="frontend"):

@@ -55,6 +55,7 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
             ),
             card=job.card,
             prices=_prices(role, Path(job.model_dir)),
+            adapters=job.adapters,
             read_file=ModelFiles(Path(job.model_dir), job.card.files).read,
             config=graph.worker,
         )

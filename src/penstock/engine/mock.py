@@ -1,6 +1,6 @@
 """An engine without a model: made-up text, honest scheduling, blocks and events, and time from a small formula.
 
-The token at an output position is a function of (prompt, seed, choice, position) only, so that a request which
+The token at an output position is a function of (prompt, adapter, seed, choice, position) only, so that a request which
 moves to another worker goes on exactly; with temperature 0 seed and choice play no part.
 """
 
@@ -126,6 +126,8 @@ class MockText:
     def _begin(self, slot: int, request: Request, prompt: bytes) -> None:
         sampling = request.sampling
         noise = (sampling.seed, request.choice) if sampling.temperature > 0 else None
+        if request.adapter is not None:
+            prompt += b"|" + request.adapter.encode()
         digest = hashlib.blake2b(prompt, digest_size=16, key=repr(noise).encode()).digest()
         length = self._answer_tokens // 2 + int.from_bytes(digest[8:], "little") % self._answer_tokens
         self._requests[slot] = request

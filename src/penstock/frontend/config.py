@@ -33,4 +33,4 @@ class FrontendConfig(Config):
     write_buffer_bytes: int = pydantic.Field(default=64 << 10, ge=4096)
     """What is buffered for a client that reads slowly, before its stream waits; as much again in the kernel."""
     models_max: int = pydantic.Field(default=16, ge=1)
-    """Tokenizers and chat templates kept in memory, by model."""
+    """Tokenizers and chat templates kept in memory, by model; of as many LoRA adapters it is known that they were served lately."""

@@ -146,4 +146,6 @@ class Frontend:
 
 
 def _entry(card: ModelCard) -> ModelEntry:
-    return ModelEntry(id=card.name, created=card.created_s, max_model_len=card.context_length)
+    return ModelEntry(
+        id=card.name, created=card.created_s, max_model_len=card.context_length, parent=card.parent
+    )

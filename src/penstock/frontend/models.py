@@ -4,6 +4,7 @@ A card's files are fetched from its workers once, named by their content, and ke
 """
 
 import asyncio
+import copy
 from collections import OrderedDict
 
 from tokenizers import Tokenizer
@@ -48,6 +49,12 @@ class ServedModel:
         self.defaults = dict(card.default_sampling)
         self.num_token_ids = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def adapted(self, card: ModelCard) -> "ServedModel":
+        """Give the model as one of its LoRA adapters has it: under another card, and all else shared."""
+        model = copy.copy(self)
+        model.card = card
+        return model
+
 
 class ModelShelf:
     """Loads served models on first use and keeps the most recent ones. One event loop owns it."""
@@ -56,6 +63,7 @@ class ModelShelf:
         self._dispatcher = dispatcher
         self._models_max = models_max
         self._models: OrderedDict[ModelCard, ServedModel] = OrderedDict()
+        self._adapters: OrderedDict[str, ModelCard] = OrderedDict()
         self._loading = asyncio.Lock()
 
     async def get(self, name: str) -> ServedModel:
@@ -70,6 +78,10 @@ class ModelShelf:
             ConfigError: its files are malformed.
         """
         card = self._dispatcher.models().get(name) or self._remembered(name) or self.card(name)
+        if card.parent is not None:
+            parent = await self.get(card.parent)
+            self._remember_adapter(card)
+            return parent.adapted(card)
         model = self._models.get(card)
         if model is None:
             async with self._loading:  # the others wait, and then find it
@@ -94,7 +106,14 @@ class ModelShelf:
         return cards[name]
 
     def _remembered(self, name: str) -> ModelCard | None:
-        return next((card for card in reversed(self._models) if card.name == name), None)
+        adapter = self._adapters.get(name)
+        return adapter or next((card for card in reversed(self._models) if card.name == name), None)
+
+    def _remember_adapter(self, card: ModelCard) -> None:
+        self._adapters[card.name] = card
+        self._adapters.move_to_end(card.name)
+        if len(self._adapters) > self._models_max:
+            self._adapters.popitem(last=False)
 
     async def _load(self, card: ModelCard) -> ServedModel:
         names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)

@@ -176,13 +176,14 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 class ModelEntry(msgspec.Struct, kw_only=True):
-    """A model; `max_model_len` is its context length, named as other servers name it."""
+    """A model, or a LoRA adapter of its `parent`; `max_model_len` is its context length. Both named as other servers name them."""
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "penstock"
     max_model_len: int
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct, kw_only=True):

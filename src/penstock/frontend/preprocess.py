@@ -142,7 +142,8 @@ class Preprocessor:
                 requests.append(
                     Request(
                         request_id=RequestId(f"{arrival.id}-{len(requests)}"),
-                        model=card.name,
+                        model=card.parent or card.name,
+                        adapter=None if card.parent is None else card.name,
                         token_ids=packed_tokens,
                         sampling=sampling,
                         block_hashes=packed_hashes,

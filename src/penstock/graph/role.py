@@ -1,6 +1,7 @@
 """What the workers of one role are: how many, which engine, on what, with how much KV."""
 
-from typing import Any, Literal, get_args
+import re
+from typing import Any, Literal, Self, get_args
 
 import pydantic
 
@@ -12,6 +13,7 @@ from penstock.engine.registry import engine_dtypes, engine_names
 from penstock.perf.hardware import find_hardware
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp4", "nvfp4"]
+_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -52,6 +54,10 @@ class RoleSpec(Config):
     """File that `penstock profile` wrote of such a worker, relative to the graph's; routers price work by it instead of by the hardware's data sheet alone."""
     tokens_per_step: float = pydantic.Field(default=1.0, ge=1, le=32)
     """Tokens that a decode step yields of each request on average: more than 1 where the engine speculates and drafts are accepted. Only simulated."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters by name, which clients ask for as they ask for a model; the mock engine takes any, the paged one has none yet."""
+    adapters_per_worker: int | None = pydantic.Field(default=None, ge=1)
+    """How many of them each worker has, spread evenly over the replicas; None is all."""
     mock: MockConfig = MockConfig()
     """How the mock engine behaves."""
 
@@ -59,6 +65,34 @@ class RoleSpec(Config):
     def devices(self) -> int:
         """Devices of one worker."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    def adapters_of(self, index: int) -> tuple[str, ...]:
+        """Name the adapters of one of the replicas."""
+        names = self.adapters
+        if self.adapters_per_worker is None or self.adapters_per_worker >= len(names):
+            return names
+        first = index * self.adapters_per_worker
+        return tuple(names[(first + number) % len(names)] for number in range(self.adapters_per_worker))
+
+    @pydantic.model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        if self.adapters and self.engine != "mock":
+            raise wrong(f"adapters: engine {self.engine!r} runs none yet; engine 'mock' takes any")
+        for name in self.adapters:
+            if not _ADAPTER.fullmatch(name):
+                raise wrong(
+                    f"adapters: must be up to 128 letters, digits, '.', '_', '-', '/' or ':', the first a letter or digit,"
+                    f" got {name!r}"
+                )
+            if self.adapters.count(name) > 1:
+                raise wrong(f"adapters: {name!r} is named twice; keep one")
+        per_worker = self.adapters_per_worker
+        if per_worker is not None and self.replicas and per_worker * self.replicas < len(self.adapters):
+            raise wrong(
+                f"adapters_per_worker: {self.replicas} workers with {per_worker} adapters each cannot have all"
+                f" {len(self.adapters)}; raise it or replicas"
+            )
+        return self
 
     @pydantic.field_validator("engine")
     @classmethod

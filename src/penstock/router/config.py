@@ -92,6 +92,8 @@ class RouterConfig(Config):
     """A worker with more prompt tokens than this queued gets requests only if all are as busy; None is no limit."""
     workers_max: int = pydantic.Field(default=1024, ge=1)
     """Workers known at once; further ones are left out."""
+    adapters_max: int = pydantic.Field(default=4096, ge=0)
+    """LoRA adapters of one model known at once; requests for further ones find none."""
     indexed_blocks_max: int = pydantic.Field(default=1_000_000, ge=1)
     """(worker, block) pairs in the prefix index; then the leaf unused for longest is forgotten."""
     predicted_s: float = pydantic.Field(default=120.0, gt=0)

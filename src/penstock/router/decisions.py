@@ -26,6 +26,7 @@ class Decision:
 
     request_id: str
     model: str
+    adapter: str | None
     chooser: Chooser
     reason: RouteReason
     slot: int
@@ -55,6 +56,7 @@ class Decision:
         return Explanation(
             request_id=self.request_id,
             model=self.model,
+            adapter=self.adapter,
             policy=self.chooser.policy.name,
             reason=self.reason,
             unit=self.chooser.unit,
@@ -106,9 +108,15 @@ class Decision:
                 continue  # nothing was known of it yet
             why = condition.value
             if condition is Condition.READY:
-                why = "excluded" if member.worker_id in self.excluded else "busy"
+                why = self._why_not(member)
             left_out.append(LeftOut(worker=member.instance.name, why=why))
         return left_out
+
+    def _why_not(self, member: Member) -> str:
+        """Say why a worker that was ready could not get the request."""
+        if self.adapter is not None and self.adapter not in member.instance.adapters:
+            return "without_adapter"
+        return "excluded" if member.worker_id in self.excluded else "busy"
 
     def _name(self, slot: int) -> str:
         member = self.seats[slot]

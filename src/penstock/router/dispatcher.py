@@ -5,7 +5,7 @@ All logic is here and none in HTTP, so that it runs alike over sockets, in one p
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -93,8 +93,8 @@ class Dispatcher:
         """
         return OpenRequest(self._shared, request)
 
-    def models(self) -> dict[str, ModelCard]:
-        """Name the models that at least one ready worker serves now."""
+    def models(self) -> Mapping[str, ModelCard]:
+        """Name the models and adapters that at least one ready worker serves now."""
         return self._shared.fleet.models()
 
     async def serving(self) -> None:

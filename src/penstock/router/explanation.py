@@ -33,9 +33,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker of the model that could not get the request: its condition, `busy` past a threshold, or `excluded`.
+    """A worker of the model that could not get the request: its condition, or `busy`, `excluded`, `without_adapter`.
 
-    Excluded is who refused this request, was lost with it, or was named by a gateway.
+    Busy is past a threshold; excluded is who refused this request, was lost with it, or was named by a gateway.
     """
 
     worker: str
@@ -51,6 +51,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     model: str
+    adapter: str | None
     policy: str
     reason: RouteReason
     unit: str

@@ -6,9 +6,10 @@ so that a thousand that come at once are no different from one.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from heapq import heappop, heappush
+from types import MappingProxyType
 from typing import assert_never
 
 import msgspec
@@ -77,6 +78,7 @@ class Fleet:
         self._by_slot: list[Member | None] = []
         self._show(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint8))
         self._seats: tuple[Member | None, ...] | None = None
+        self._models: Mapping[str, ModelCard] | None = None  # as of the last change
         self._free_slots: list[int] = []  # heap
         self._left_out: dict[WorkerId, Instance] = {}
         self._counts = dict.fromkeys(Condition, 0)
@@ -103,9 +105,15 @@ class Fleet:
                     case _:
                         assert_never(change)
 
-    def models(self) -> dict[str, ModelCard]:
-        """Name the models that some worker can take requests for now."""
-        return {name: pool.card for name, pool in self.pools.items() if pool.num_ready}
+    def models(self) -> Mapping[str, ModelCard]:
+        """Name the models that some worker can take requests for now, and their adapters; a model's name comes first."""
+        if self._models is None:
+            cards = sorted((card for pool in self.pools.values() for card in pool.cards()), key=_is_adapter)
+            models: dict[str, ModelCard] = {}
+            for card in cards:
+                models.setdefault(card.name, card)
+            self._models = MappingProxyType(models)
+        return self._models
 
     def at(self, slot: int) -> Member:
         """Give the worker in a slot that a pool named."""
@@ -318,7 +326,7 @@ class Fleet:
         model = member.instance.card.name
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = WorkerPool(member, self.loads.num_slots)
+            pool = self.pools[model] = WorkerPool(member, self.loads.num_slots, self._config.adapters_max)
         for changed in pool.put(member):
             self._note(changed)
         self._tell_soon()
@@ -368,6 +376,7 @@ class Fleet:
         self._conditions[member.slot] = CONDITIONS.index(condition)
 
     def _tell_soon(self) -> None:
+        self._models = None
         if not self._tell_is_due:
             self._tell_is_due = True
             asyncio.get_running_loop().call_soon(self._tell)
@@ -400,8 +409,13 @@ class Fleet:
             reserved_blocks=reserved.blocks,
             indexed_blocks=self.tree.held_blocks(slot),
             predicted=self.predicts(slot),
+            adapters=instance.adapters,
             event_sequence=None if subscriber is None else subscriber.sequence,
             event_resyncs=0 if subscriber is None else subscriber.resyncs,
             price_factor=None if instance.prices is None else member.drift.factor,
             price_trusted=member.drift.trusted,
         )
+
+
+def _is_adapter(card: ModelCard) -> bool:
+    return card.parent is not None

@@ -28,6 +28,10 @@ _LOOK_AGAIN_S = 1.0
 """Predictions also change by themselves, as answers turn out to be shorter; a look comes this often in any case."""
 
 
+Lane = tuple[str, str | None]
+"""A model, and an adapter of it or None."""
+
+
 class Waiting(Protocol):
     """A request as its place sees it."""
 
@@ -66,15 +70,15 @@ class Place:
 
 
 class Gate:
-    """Holds requests, a queue for each model. One event loop owns it."""
+    """Holds requests, a queue for each model and each LoRA adapter, whose workers differ. One event loop owns it."""
 
     def __init__(self, fleet: Fleet, config: HoldConfig, metrics: RouterMetrics) -> None:
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
-        self._queues: dict[str, HoldQueue] = {}
+        self._queues: dict[Lane, HoldQueue] = {}
         self._places: dict[Held, Place] = {}
-        self._told: dict[str, Place] = {}
+        self._told: dict[Lane, Place] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._next_s = 0.0
         self._look_s = 0.0
@@ -104,8 +108,8 @@ class Gate:
             return False
         if place.held is not None:
             return True
-        model = place.waiting.request.model
-        is_first = model not in self._queues and model not in self._told
+        lane = _lane(place.waiting.request)
+        is_first = lane not in self._queues and lane not in self._told
         if is_first and self._room(quote).any():
             return False
         self._hold(place, quote)
@@ -122,21 +126,21 @@ class Gate:
 
     def leave(self, place: Place) -> None:
         """Give up a place, whatever it has come to. Safe twice."""
-        model, held = place.waiting.request.model, place.held
+        lane, held = _lane(place.waiting.request), place.held
         if held is not None:
-            self._queues[model].discard(held)
+            self._queues[lane].discard(held)
             self._let_go(place, held)
         if place.told:
             place.told = False
-            del self._told[model]
-            if model in self._queues:
+            del self._told[lane]
+            if lane in self._queues:
                 self._look_at(0.0)
 
     def check(self) -> None:
         """Raise AssertionError where queues and places disagree."""
-        for model, queue in self._queues.items():
+        for lane, queue in self._queues.items():
             queue.check()
-            assert len(queue), f"model {model}: a queue is kept without any request"
+            assert len(queue), f"{lane}: a queue is kept without any request"
         assert sum(map(len, self._queues.values())) == len(self._places), "each that is held has a place"
         assert all(place.held is held and not place.told for held, place in self._places.items()), (
             "its own place"
@@ -151,19 +155,19 @@ class Gate:
         )
 
     def _hold(self, place: Place, quote: Quote) -> None:
-        model, work_s = quote.request.model, quote.work_s()
+        lane, work_s = _lane(quote.request), quote.work_s()
         held = Held(
             place.waiting.request,
             since_s=quote.context.now_s,
             work_s=float(work_s[quote.context.eligible].min()),
         )
-        queue = self._queues.get(model) or HoldQueue(self._config)
+        queue = self._queues.get(lane) or HoldQueue(self._config)
         try:
             queue.put(held)
         except Overloaded as error:
             self._metrics.hold_refusals.labels("tenant" if error.http_status == 429 else "full").inc()
             raise
-        self._queues[model] = queue
+        self._queues[lane] = queue
         place.held = held
         self._places[held] = place
         self._metrics.held_requests.set(len(self._places))
@@ -174,11 +178,11 @@ class Gate:
 
     def _let_go(self, place: Place, held: Held) -> None:
         """Note that a request does not wait any more; it has left its queue."""
-        model = held.request.model
+        lane = _lane(held.request)
         place.held = None
         del self._places[held]
-        if not len(self._queues[model]):
-            del self._queues[model]
+        if not len(self._queues[lane]):
+            del self._queues[lane]
         self._metrics.held_requests.set(len(self._places))
         self._metrics.held_s.observe(asyncio.get_running_loop().time() - held.since_s)
         if not self._places:
@@ -202,18 +206,18 @@ class Gate:
         self._timer = loop.call_at(self._look_s, self._look)
 
     def _look(self) -> None:
-        """Let one request of each model go, if there is room."""
+        """Let one request of each queue go, if there is room."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
-        for model in tuple(self._queues):
-            if model not in self._told:
-                self._let_one_through(model, now_s)
+        for lane in tuple(self._queues):
+            if lane not in self._told:
+                self._let_one_through(lane, now_s)
         if self._places:
             self._next_s = now_s + _PAUSE_S
             self._look_at(now_s + _LOOK_AGAIN_S)
 
-    def _let_one_through(self, model: str, now_s: float) -> None:
-        queue = self._queues[model]
+    def _let_one_through(self, lane: Lane, now_s: float) -> None:
+        queue = self._queues[lane]
         held = self._next_of(queue)
         if held is None:
             return
@@ -224,7 +228,7 @@ class Gate:
 
     def _tell(self, place: Place) -> None:
         place.told = True
-        self._told[place.waiting.request.model] = place
+        self._told[_lane(place.waiting.request)] = place
         place.waiting.wake()
 
     def _next_of(self, queue: HoldQueue) -> Held | None:
@@ -250,3 +254,7 @@ class Gate:
             if turn_s < least:
                 chosen, least = held, turn_s
         return chosen
+
+
+def _lane(request: Request) -> Lane:
+    return request.model, request.adapter

@@ -117,6 +117,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     reserved_blocks: int
     indexed_blocks: int
     predicted: bool
+    adapters: tuple[str, ...]
     event_sequence: int | None
     event_resyncs: int
     price_factor: float | None

@@ -351,7 +351,7 @@ class OpenRequest:
     def _no_worker(self) -> Unavailable:
         models = ", ".join(sorted(self._shared.fleet.models())) or "none"
         return Unavailable(
-            f"model {self.request.model}: no worker was ready within {self._shared.config.no_worker_wait_s:g} s; models"
+            f"model {self.request.adapter or self.request.model}: no worker was ready within {self._shared.config.no_worker_wait_s:g} s; models"
             f" with ready workers: {models}; start a worker, or try again later",
             retry_after_s=1.0,
         )

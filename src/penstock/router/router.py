@@ -98,6 +98,9 @@ class Router:
         if pool is None:
             return None
         eligible, num_eligible = pool.ready, pool.num_ready
+        if request.adapter is not None:
+            eligible = pool.ready_with(request.adapter)
+            num_eligible = int(np.count_nonzero(eligible))
         if exclude:
             eligible = self._without(eligible, exclude)
             num_eligible = int(np.count_nonzero(eligible))
@@ -238,6 +241,7 @@ class Router:
             Decision(
                 request_id=request.request_id,
                 model=request.model,
+                adapter=request.adapter,
                 chooser=self._chooser,
                 reason=reason,
                 slot=quote.choice.slot,

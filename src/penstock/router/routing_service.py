@@ -66,7 +66,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One server, as its gateway describes it.
 
     `total_blocks` is its KV cache's size in blocks; 0 is unknown. `prices` are what its work takes; without, it is
-    taken to be like the others.
+    taken to be like the others. `adapters` are the LoRA adapters that it serves, each as a model of its own.
     """
 
     url: str
@@ -74,11 +74,15 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     total_blocks: int = 0
     state: InstanceState = InstanceState.READY
     prices: Prices | None = None
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """A request that needs a server: its prompt, as token ids or as text. `exclude` are names not to give."""
+    """A request that needs a server: its prompt, as token ids or as text. `exclude` are names not to give.
+
+    `model` may be an adapter's name.
+    """
 
     model: str
     prompt: TokenArray | str
@@ -232,11 +236,7 @@ class RoutingService:
                 " finished",
                 retry_after_s=1.0,
             )
-        pool = self._fleet.pools.get(query.model)
-        if pool is None:
-            models = ", ".join(sorted(self._fleet.pools)) or "none"
-            raise RequestError(f"model {query.model!r}: no worker has it; known: {models}", http_status=404)
-        request = self._request(query, pool.card)
+        request = self._request(query, self._card_of(query.model))
         excluded = {self._servers[name][0].worker_id for name in query.exclude if name in self._servers}
         route = self._router.route(request, exclude=excluded)
         if route is None:
@@ -247,7 +247,7 @@ class RoutingService:
         reservation = self._fleet.loads.reserve(
             route.slot, route.prefill_tokens, route.blocks, route.cached_tokens
         )
-        routed = _Routed(route, reservation, asyncio.get_running_loop().time(), query.model)
+        routed = _Routed(route, reservation, asyncio.get_running_loop().time(), request.model)
         self._fleet.submit(route.slot, request, routed)
         self._open[request.request_id] = routed
         self._set_timer()
@@ -333,7 +333,22 @@ class RoutingService:
             ),
             state=server.state,
             prices=server.prices,
+            adapters=server.adapters,
         )
+
+    def _card_of(self, model: str) -> ModelCard:
+        """Find a model, also one whose workers may get no requests now, or an adapter.
+
+        Raises:
+            RequestError: no worker has it (404).
+        """
+        models = self._fleet.models()
+        if model in models:
+            return models[model]
+        if model in self._fleet.pools:
+            return self._fleet.pools[model].card
+        known = ", ".join(sorted({*models, *self._fleet.pools})) or "none"
+        raise RequestError(f"model {model!r}: no worker has it; known: {known}", http_status=404)
 
     async def _shown(self, instance: Instance) -> WorkerView:
         """Wait until the fleet goes by what is said of a server."""
@@ -357,7 +372,8 @@ class RoutingService:
             units, salt = query.prompt, card.salt
         return Request(
             request_id=RequestId(f"{self._rng.getrandbits(96):024x}"),
-            model=query.model,
+            model=card.parent or card.name,
+            adapter=None if card.parent is None else card.name,
             token_ids=pack_tokens(units),
             sampling=_SAMPLING,
             block_hashes=pack_hashes(block_hashes(units, card.block_size, salt)),

@@ -5,16 +5,19 @@ are named otherwise must not share requests: one card rules, and whoever differs
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.types import InstanceState, ModelCard
+from penstock.core.log import get_logger
+from penstock.core.types import Instance, InstanceState, ModelCard
 from penstock.router.member import Member, identity
 from penstock.router.price_table import PriceTable
 from penstock.router.traffic import Traffic
+
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class _Noted:
 
     card: ModelCard
     is_staying: bool
+    adapters: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,9 +54,11 @@ class WorkerPool:
     written to.
     """
 
-    def __init__(self, first: Member, num_slots: int) -> None:
-        """Make a pool under the card of its first worker, which has yet to be `put`."""
+    def __init__(self, first: Member, num_slots: int, adapters_max: int) -> None:
+        """Make a pool under the card of its first worker, which has yet to be `put`; it knows so many adapters."""
         self.card = first.instance.card
+        self._adapters_max = adapters_max
+        self._holders: dict[str, NDArray[np.bool_]] = {}
         self._show(np.zeros(num_slots, dtype=np.bool_))
         self.num_ready = 0
         self.prices = PriceTable(num_slots)
@@ -72,11 +78,14 @@ class WorkerPool:
         old = self._members.get(member)
         if old is not None:
             self._ballot.count(old, -1)
+            self._drop_adapters(member.slot, old.adapters)
         instance = member.instance
         self.prices.put(member.slot, instance, member.drift.factor)
-        noted = _Noted(instance.card, member.listed and instance.state is InstanceState.READY)
+        is_staying = member.listed and instance.state is InstanceState.READY
+        noted = _Noted(instance.card, is_staying, instance.adapters)
         self._members[member] = noted
         self._ballot.count(noted, +1)
+        self._add_adapters(member.slot, instance)
         member.matching = member.identity == identity(self.card)
         return self._choose_card() or (member,)
 
@@ -86,10 +95,25 @@ class WorkerPool:
         Returns:
             Those of the others whose `matching` may have changed.
         """
-        self._ballot.count(self._members.pop(member), -1)
+        noted = self._members.pop(member)
+        self._ballot.count(noted, -1)
+        self._drop_adapters(member.slot, noted.adapters)
         self.set_ready(member.slot, is_ready=False)
         self.prices.remove(member.slot)
         return self._choose_card()
+
+    def ready_with(self, adapter: str) -> NDArray[np.bool_]:
+        """Say who may get requests for an adapter: (num_slots,), an array of its own."""
+        holders = self._holders.get(adapter)
+        return np.zeros_like(self._ready) if holders is None else self._ready & holders
+
+    def cards(self) -> Iterator[ModelCard]:
+        """Give the model's card, and that of each adapter, which some worker may get requests for."""
+        if self.num_ready:
+            yield self.card
+            for adapter in self._holders:
+                if self.ready_with(adapter).any():
+                    yield self.card.adapted(adapter)
 
     def set_ready(self, slot: int, *, is_ready: bool) -> None:
         if bool(self.ready[slot]) is not is_ready:
@@ -98,7 +122,9 @@ class WorkerPool:
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
-        self._show(np.pad(self._ready, (0, num_slots - len(self._ready))))
+        more = (0, num_slots - len(self._ready))
+        self._show(np.pad(self._ready, more))
+        self._holders = {adapter: np.pad(holders, more) for adapter, holders in self._holders.items()}
         self.prices.grow(num_slots)
 
     def check(self) -> None:
@@ -106,6 +132,13 @@ class WorkerPool:
         self.prices.check()
         self.traffic.check()
         assert self.num_ready == np.count_nonzero(self.ready), f"{self.num_ready} of {self.ready} are ready"
+        assert len(self._holders) <= self._adapters_max, f"{len(self._holders)} adapters: past the bound"
+        for adapter, holders in self._holders.items():
+            expected = {member.slot for member, noted in self._members.items() if adapter in noted.adapters}
+            slots = set(np.flatnonzero(holders).tolist())
+            assert slots, f"adapter {adapter}: nobody has it"
+            # one that came when there were too many is known with those that came since
+            assert slots <= expected, f"adapter {adapter}: {slots} are said to have it, {expected} have"
         for of, counted in (
             (list(self._members.values()), self._ballot.of_all),
             ([noted for noted in self._members.values() if noted.is_staying], self._ballot.of_staying),
@@ -116,6 +149,29 @@ class WorkerPool:
             assert member.matching == (member.identity == identity(self.card)), (
                 f"{member.instance.name}: matches"
             )
+
+    def _add_adapters(self, slot: int, instance: Instance) -> None:
+        for adapter in instance.adapters:
+            holders = self._holders.get(adapter)
+            if holders is None:
+                if len(self._holders) >= self._adapters_max:
+                    _log.warning(
+                        "adapter_left_out",
+                        adapter=adapter,
+                        worker=instance.name,
+                        adapters_max=self._adapters_max,
+                    )
+                    continue
+                holders = self._holders[adapter] = np.zeros_like(self._ready)
+            holders[slot] = True
+
+    def _drop_adapters(self, slot: int, adapters: Sequence[str]) -> None:
+        for adapter in adapters:
+            holders = self._holders.get(adapter)
+            if holders is not None:
+                holders[slot] = False
+                if not holders.any():
+                    del self._holders[adapter]
 
     def _show(self, ready: NDArray[np.bool_]) -> None:
         self._ready = ready

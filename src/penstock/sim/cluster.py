@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -39,7 +39,7 @@ MakeEngine = Callable[[Pace], SimEngine]
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What a simulated deployment is made of, each worker alike."""
+    """What a simulated deployment is made of, each worker alike but for `adapters`, by the number it is started as."""
 
     card: ModelCard
     make_engine: MakeEngine
@@ -49,6 +49,7 @@ class ClusterSpec:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     plane: PlaneConfig = field(default_factory=PlaneConfig)
     frontends: int = 1
+    adapters_of: Callable[[int], Sequence[str]] = lambda _: ()
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +131,7 @@ class SimCluster:
             card=self.spec.card,
             read_file=lambda _: None,
             prices=self.spec.prices,
+            adapters=self.spec.adapters_of(self._numbers - 1),
             config=self.spec.worker,
         )
         task = self._group.create_task(self._run(name, host, worker), name=f"worker {host}")

@@ -91,9 +91,11 @@ def _run(options: argparse.Namespace) -> int:
             _check_role(deployments[name])
     sessions = _load_sessions(options, block_size=max(graph.block_size for graph in graphs.values()))
     longest_tokens = max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns)
+    num_adapters = max((s.adapter + 1 for s in sessions if s.adapter is not None), default=0)
     for name, deployment in deployments.items():
         with _blamed(named[name], deployment.graph, options):
             deployment.check_fits(longest_tokens)
+            deployment.check_adapters(num_adapters)
     profiles = [options.engine_profile, *(deployment.role.profile for deployment in deployments.values())]
     _check_outputs(options, [options.workload, *paths, *filter(None, profiles)])
     for name, deployment in deployments.items():

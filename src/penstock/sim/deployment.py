@@ -83,6 +83,18 @@ class Deployment:
                 f" {self.arithmetic}; {self.remedy}, or take a shorter trace"
             )
 
+    def check_adapters(self, num_adapters: int) -> None:
+        """Refuse a workload that asks for more adapters than there are.
+
+        Raises:
+            ConfigError: with both numbers.
+        """
+        if num_adapters > len(self.role.adapters):
+            raise ConfigError(
+                f"roles.aggregated.adapters: the workload asks for {num_adapters} of them, and {len(self.role.adapters)}"
+                " are listed; list more, or lower the workload's adapters"
+            )
+
     def cluster_spec(self, streams: Mapping[RequestId, Stream]) -> ClusterSpec:
         """Describe the cluster.
 
@@ -122,6 +134,7 @@ class Deployment:
             network=self.network,
             plane=PlaneConfig(window_tokens=_WHOLE_ANSWER),
             frontends=graph.frontend.processes,
+            adapters_of=self.role.adapters_of,
         )
 
 

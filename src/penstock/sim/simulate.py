@@ -181,7 +181,7 @@ class _Player:
             request_id = RequestId(f"r{self._numbers}")
             self._streams[request_id] = session.prompt
             try:
-                await self._send(self._make(request_id, turn, session.prompt), dispatcher)
+                await self._send(self._make(request_id, turn, session), dispatcher)
             except PenstockError as error:
                 recording = self._recording
                 recording.failures[error.code] = recording.failures.get(error.code, 0) + 1
@@ -210,9 +210,9 @@ class _Player:
         recording.prompt_tokens.append(num_tokens(request.token_ids))
         recording.cached_tokens.append(stream.cached_tokens)
 
-    def _make(self, request_id: RequestId, turn: Turn, prompt: Prompt) -> Request:
-        size = self._deployment.graph.block_size
-        hashes = prompt.block_hashes(size, 0, turn.input_tokens // size)
+    def _make(self, request_id: RequestId, turn: Turn, session: Session) -> Request:
+        size, adapter = self._deployment.graph.block_size, session.adapter
+        hashes = session.prompt.block_hashes(size, 0, turn.input_tokens // size)
         return Request(
             request_id=request_id,
             model=self._deployment.graph.model,
@@ -220,6 +220,7 @@ class _Player:
             sampling=SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True),
             block_hashes=PackedHashes(hashes.tobytes()),
             salt=SALT,
+            adapter=None if adapter is None else self._deployment.role.adapters[adapter],
         )
 
     def _note_end(self) -> None:

@@ -38,6 +38,8 @@ class Session:
     at_s: float
     turns: tuple[Turn, ...]
     prompt: Prompt
+    adapter: int | None = None
+    """Which of the deployment's LoRA adapters it asks for."""
 
 
 class WorkloadConfig(Config):
@@ -63,6 +65,8 @@ class WorkloadConfig(Config):
     """Prompt tokens that all sessions of a group begin with."""
     prefix_groups: int = Field(default=1, ge=1, le=1_000_000)
     """Groups, equally likely."""
+    adapters: int = Field(default=0, ge=0, le=10_000)
+    """LoRA adapters that sessions ask for, equally likely: the first ones that the graph's role lists. 0: the model itself."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -80,7 +84,7 @@ class WorkloadConfig(Config):
                 f" a second would take {span_s / _DAY_S:,.3g} days, must be <= {SPAN_MAX_S / _DAY_S:.0f};"
                 " raise rate_per_s, or lower requests or think_s"
             )
-        prefix_tokens = self.shared_prefix_tokens * self.prefix_groups
+        prefix_tokens = self.shared_prefix_tokens * self.prefix_groups * max(self.adapters, 1)
         if prefix_tokens > _PREFIX_TOKENS_MAX:
             raise wrong(
                 f"prefix_groups: {self.prefix_groups:,} prefixes of {self.shared_prefix_tokens:,} tokens are"
@@ -95,15 +99,17 @@ def make_sessions(config: WorkloadConfig, rng: random.Random) -> Iterator[Sessio
     shape = 1.0 / config.burstiness
     unit = _SHARED_UNIT_TOKENS
     prefix_tokens = config.shared_prefix_tokens // unit * unit
-    groups: dict[int, np.ndarray] = {}
+    groups: dict[tuple[int, ...], np.ndarray] = {}
     run = rng.getrandbits(62)
     for number in range(math.ceil(config.requests / config.turns)):
-        group = rng.randrange(config.prefix_groups)
+        adapter = rng.randrange(config.adapters) if config.adapters else None
+        # The same text has other KV under another adapter, and so another name.
+        group = (rng.randrange(config.prefix_groups), *(() if adapter is None else (adapter,)))
         if prefix_tokens and group not in groups:
-            groups[group] = named_units(named(run, 1, group), prefix_tokens // unit)
+            groups[group] = named_units(named(run, 1, *group), prefix_tokens // unit)
         own = named(run, 2, number)
         prompt = Prompt(own, groups[group], unit) if prefix_tokens else Prompt(own)
-        yield Session(at_s, tuple(_make_turns(config, rng)), prompt)
+        yield Session(at_s, tuple(_make_turns(config, rng)), prompt, adapter)
         at_s += rng.gammavariate(shape, 1.0 / (shape * config.rate_per_s))
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -65,6 +65,7 @@ class MemoryCluster:
         card: ModelCard | None = None,
         config: WorkerConfig | None = None,
         files: dict[str, bytes] | None = None,
+        adapters: Sequence[str] = (),
     ) -> Worker:
         """Run a worker; returns once it is registered or has failed."""
         self._numbers += 1
@@ -76,6 +77,7 @@ class MemoryCluster:
             identity=WorkerIdentity(WorkerId(self._numbers), name),
             card=card or small_card(),
             read_file=(files or {}).get,
+            adapters=adapters,
             config=config,
         )
         task = self._group.create_task(self._run(name, worker), name=name)

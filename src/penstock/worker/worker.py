@@ -85,6 +85,7 @@ class Worker:
         card: ModelCard,
         read_file: Callable[[str], bytes | None],
         prices: Prices | None = None,
+        adapters: Sequence[str] = (),
         config: WorkerConfig | None = None,
     ) -> None:
         """Start nothing yet; `run` does.
@@ -97,6 +98,7 @@ class Worker:
             card: the model as a frontend has to know it; a smaller context of the engine's is put in.
             read_file: gives a card's file by its content hash, such as `ModelFiles.read`.
             prices: what the engine's work takes, for routers; None where nobody can tell.
+            adapters: LoRA adapters that the engine runs requests with.
             config: times and bounds.
         """
         self.config = config or WorkerConfig()
@@ -112,6 +114,7 @@ class Worker:
         self._card = card
         self._read_file = read_file
         self._prices = prices
+        self._adapters = tuple(adapters)
         self._info: EngineInfo | None = None
         self._frontends: dict[FrontendSink, _Frontend] = {}
         self._requests: dict[RequestId, _Running] = {}
@@ -240,6 +243,7 @@ class Worker:
             pid=identity.pid,
             host=identity.host,
             prices=self._prices,
+            adapters=self._adapters,
         )
 
     # -- serving
@@ -347,6 +351,8 @@ class Worker:
             )
         if request.deadline_s is not None and math.isnan(request.deadline_s):
             raise RequestError("deadline_s: must be a number of seconds, or none, got nan")
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise Unavailable(f"{self._name} does not have adapter {request.adapter!r}; try another worker")
         assert self._info is not None, "started"
         have = len(request.block_hashes) // 16
         expected = num_tokens(request.token_ids) // self._info.block_size

@@ -111,3 +111,24 @@ def test_malformed_files_are_named(files: dict[str, bytes], says: str) -> None:
             await ModelShelf(source, models_max=2).get("a")
 
     asyncio.run(main())
+
+
+def test_adapters_share_all_that_was_loaded_of_their_model() -> None:
+    async def main() -> None:
+        source = dispatcher("a")
+        for name in ("x", "y", "z"):
+            source.cards[name] = source.cards["a"].adapted(name)
+        shelf = ModelShelf(source, models_max=2)
+        base, x, y = await shelf.get("a"), await shelf.get("x"), await shelf.get("y")
+        assert source.fetches == 2
+        assert x.tokenizer is y.tokenizer is base.tokenizer
+        assert [(m.card.name, m.card.parent) for m in (base, x, y)] == [("a", None), ("x", "a"), ("y", "a")]
+        del source.cards["x"]
+        assert (await shelf.get("x")).card == x.card, "its workers may be back soon"
+        await shelf.get("z")
+        await shelf.get("x")
+        del source.cards["y"]
+        with pytest.raises(UnknownModelError, match=r"model: 'y' does not exist here; models: a, z"):
+            await shelf.get("y")
+
+    asyncio.run(main())

@@ -302,3 +302,20 @@ def test_workers_of_a_role_with_a_profile_say_what_was_measured(tmp_path: Path, 
     for name in ("prefill_step_s", "prefill_token_s", "prefill_pair_s", "decode_step_s", "decode_token_s"):
         expected = 3 * getattr(engine_prices(plain, MODEL_DIR), name)
         assert getattr(measured, name) == pytest.approx(expected, rel=1e-3, abs=1e-15), name
+
+
+def test_adapters_are_spread_over_the_replicas() -> None:
+    def role(**fields: object) -> RoleSpec:
+        return RoleSpec.parse({"engine": "mock", "adapters": ["a", "b", "c"], **fields}, source="role")
+
+    assert [role(replicas=2).adapters_of(index) for index in (0, 1)] == [("a", "b", "c")] * 2
+    spread = role(replicas=3, adapters_per_worker=2)
+    assert [spread.adapters_of(index) for index in range(3)] == [("a", "b"), ("c", "a"), ("b", "c")]
+    for fields, text in (
+        ({"adapters": ["a", "a"]}, "adapters: 'a' is named twice"),
+        ({"adapters": ["-a"]}, "adapters: must be up to 128 letters"),
+        ({"engine": "paged"}, "adapters: engine 'paged' runs none yet"),
+        ({"replicas": 2, "adapters_per_worker": 1}, "2 workers with 1 adapters each cannot have all 3"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            role(**fields)
