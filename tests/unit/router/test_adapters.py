@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import RequestId
-from penstock.core.types import FinishReason, Request, SamplingParams
+from penstock.core.types import FinishReason, Request, SamplingParams, WorkerLoad
 from penstock.core.wire import pack_tokens
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
@@ -159,3 +159,19 @@ def test_the_router_alone_takes_an_adapter_for_a_model():
             service.check()
 
     run_virtual(main())
+
+
+def test_who_waits_for_one_adapter_holds_nobody_up_who_asks_for_another():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        busy = WorkerLoad(running_requests=1, queued_prefill_tokens=1_000_000)
+        dispatcher._shared.fleet.loads.report(0, busy)
+        waiting = asyncio.ensure_future(dispatcher.open(make_request("r", "a")).__aenter__())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert await answered(dispatcher, engines, make_request("s", "b")) == "w2"
+        dispatcher._shared.fleet.loads.report(0, WorkerLoad())
+        await asyncio.sleep(0.1)
+        assert dispatcher.explain("r")[0].worker == "w1"
+        await waiting.result().__aexit__(None, None, None)
+
+    play(scene, {"w1": ("a",), "w2": ("b",)}, hold={"threshold_s": 1.0})
