@@ -16,6 +16,7 @@ from penstock.core.wire import HashArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _OTHER_HALF = np.uint64(0xD1B54A32D192ED03)
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Stream(Protocol):
@@ -79,11 +80,15 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def named(*parts: int) -> int:
-    """Make a 64-bit name of a few numbers."""
-    name = np.array([0], dtype=np.uint64)
+    """Make a 64-bit name of a few numbers, each `mix`ed in."""
+    golden, other_half = int(_GOLDEN), int(_OTHER_HALF)
+    x = 0
     for part in parts:
-        name = mix(name * _GOLDEN + np.uint64(part & 0xFFFF_FFFF_FFFF_FFFF) + _OTHER_HALF)
-    return int(name[0])
+        x = (x * golden + part + other_half) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        x ^= x >> 31
+    return x
 
 
 def named_units(group: int, count: int) -> NDArray[np.uint64]:

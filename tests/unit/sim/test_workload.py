@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.sim.prompt import Prompt, named_units
+from penstock.sim.prompt import Prompt, mix, named, named_units
 from penstock.sim.trace import TraceRow, read_trace
 from penstock.sim.workload import WorkloadConfig, make_sessions, rescaled, trace_sessions
 
@@ -44,6 +44,14 @@ def test_blocks_are_equal_exactly_as_far_as_streams_are():
     assert (wide[0] == other.block_hashes(32, 0, 1)[0]).all()
     assert len(np.unique(a)) == 2 * 6
     assert (wide == a[1::2]).all()
+
+
+def test_a_name_is_its_parts_mixed_in_one_after_the_other():
+    golden, other_half = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+    name = np.zeros(1, dtype=np.uint64)
+    for part in (2**62 - 5, 2, 0):
+        name = mix(name * golden + np.uint64(part) + other_half)
+    assert named(2**62 - 5, 2, 0) == int(name[0])
 
 
 def test_no_block_is_common_beyond_what_the_ids_say():
