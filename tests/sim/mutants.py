@@ -21,6 +21,7 @@ from penstock.router.open_request import OpenRequest
 from penstock.router.progress import Progress
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
+from penstock.worker.frontends import Frontends
 from penstock.worker.worker import Worker
 
 MUTANTS: dict[str, Callable[[], Any]] = {}
@@ -84,6 +85,37 @@ def leaked_reservation() -> Iterator[None]:
             self._table[-4:, reservation.slot] -= own
 
     with replaced(LoadTracker, "release", release):
+        yield
+
+
+@mutant
+def leaked_reservation_of_a_peer() -> Iterator[None]:
+    """A worker goes on telling routers of another's request that ended before its first token."""
+    original = Frontends.forget
+
+    def forget(self, request_id):
+        running = self.requests.get(request_id)
+        if running is not None:
+            running.prefill = None
+        return original(self, request_id)
+
+    with replaced(Frontends, "forget", forget):
+        yield
+
+
+@mutant
+def reservation_of_a_peer_told_late() -> Iterator[None]:
+    """What is told of other routers' requests is only ever taken upwards."""
+    original = LoadTracker.report
+
+    def report(self, slot, load):
+        before = self._accounts[slot].load
+        if before is not None:
+            most = max(before.peer_requests, load.peer_requests)
+            load = msgspec.structs.replace(load, peer_requests=most)
+        return original(self, slot, load)
+
+    with replaced(LoadTracker, "report", report):
         yield
 
 
@@ -205,7 +237,7 @@ def requests_of_a_gone_frontend_kept() -> Iterator[None]:
     """A worker goes on with what a frontend had asked for that is gone."""
 
     def disconnected(self, sink):
-        self._frontends.pop(sink, None)
+        self._frontends.disconnect(sink)
 
     with replaced(Worker, "disconnected", disconnected):
         yield

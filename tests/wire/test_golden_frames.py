@@ -78,6 +78,8 @@ REQUEST = types.Request(
     num_emitted=2,
     deadline_s=30.5,
     kv=HANDLE,
+    expected_cached_tokens=4,
+    known_peer_arrivals=7,
 )
 DELTA = types.Delta(
     request_id="r-0",

@@ -9,6 +9,7 @@ PenstockError (code, http_status, retryable)
     WorkerLost            the worker's process or connection is gone
     PinExpired            blocks held for a reader were given up
     TransferError         bytes did not arrive
+  Outrun                  503: requests of other routers reached the worker first; the router chooses again
   EngineError             500: the engine failed on this request
   ProtocolError           502: a peer spoke another language
 """
@@ -98,6 +99,12 @@ class TransferError(Unavailable):
     code = "transfer_error"
 
 
+class Outrun(PenstockError):  # noqa: N818
+    code = "outrun"
+    http_status = 503
+    retryable = True
+
+
 class EngineError(PenstockError):
     code = "engine_error"
 
@@ -111,7 +118,7 @@ _BY_CODE: dict[str, type[PenstockError]] = {
     kind.code: kind
     for kind in (
         ConfigError, RequestError, Overloaded, DeadlineExceeded, Unavailable,
-        WorkerLost, PinExpired, TransferError, EngineError, ProtocolError,
+        WorkerLost, PinExpired, TransferError, Outrun, EngineError, ProtocolError,
     )
 }  # fmt: skip
 

@@ -32,11 +32,12 @@ class RoutingContext:
     blocks lie, at best, in each `Tier`. The load columns are the worker's own report plus what this router has
     reserved since; `cached_blocks` (with content that can be found, in use or not) only the report. The `own` columns are what
     this router sent there that has not ended: requests, prompt tokens to compute until the first token is here and the
-    pairs of one of them with a token before it, and blocks of prompts. `eligible` masks slots that are free, lost,
+    pairs of one of them with a token before it, and blocks of prompts. The `peer` columns are the same of all other
+    routers, as the worker told. `eligible` masks slots that are free, lost,
     draining, excluded, or busy while others are not. `worker_ids` tells a slot's worker from the one that had it
     before, and is 0 where it is free; `session` is what the client calls its session, if it does. `prices` is what work
-    takes on each worker; `request_rate_per_s` and `mean_output_tokens` are what this router has lately seen of the
-    model's requests. All columns are live
+    takes on each worker; `request_rate_per_s` and `mean_output_tokens` are what this router has lately seen or
+    heard of the model's requests. All columns are live
     and cannot be written to: copy what is to be kept beyond the call.
     """
 
@@ -53,6 +54,9 @@ class RoutingContext:
     waiting_requests: NDArray[np.int64]
     queued_prefill_tokens: NDArray[np.int64]
     context_tokens: NDArray[np.int64]
+    peer_requests: NDArray[np.int64]
+    peer_prefill_tokens: NDArray[np.int64]
+    peer_prefill_pairs: NDArray[np.int64]
     own_requests: NDArray[np.int64]
     own_prefill_tokens: NDArray[np.int64]
     own_prefill_pairs: NDArray[np.int64]

@@ -76,6 +76,9 @@ class Request(Wire, frozen=True):
     `session` is the client's name for what belongs together, for policies that go by it. `adapter` names the LoRA
     adapter of `model` to run with; `salt` differs by it.
     `tenant` and `priority` (above 0: sooner, below: later) say whose turn it is where requests wait for a worker.
+    `expected_cached_tokens` is how much of the prompt its router takes to be cached where it sends it: what is left,
+    the worker tells other routers. `known_peer_arrivals` is the worker's `peer_arrivals` that the choice of it was made
+    by: if more have come, it sends the request back for another choice; None has it stay.
     """
 
     request_id: RequestId
@@ -92,6 +95,8 @@ class Request(Wire, frozen=True):
     tenant: str = ""
     priority: int = 0
     adapter: str | None = None
+    expected_cached_tokens: int = 0
+    known_peer_arrivals: int | None = None
 
 
 class TokenLogprob(Wire, frozen=True, array_like=True):
@@ -143,8 +148,11 @@ class WorkerLoad(Wire, frozen=True):
 
     `active_blocks` are held by live requests (cached but unused ones do not count).
     `queued_prefill_tokens` are prompt tokens not computed yet, of waiting and running requests.
-    `steps` to `generated_tokens` count since start. `accepted_requests` is set for each frontend: how many of the
-    requests it sent on this connection are in these figures, so that it stops adding its own reservations for them.
+    `steps` to `generated_tokens` count since start. What follows is set for each frontend. `accepted_requests`: how many of
+    the requests it sent on this connection are in these figures, so that it stops adding its own reservations for them.
+    The `peer` figures are of the other frontends that are connected (`peers` of them): their requests that have not ended,
+    what these had to compute, by their routers' expectation, as long as they have no token (and the pairs of one
+    of these tokens and one that it attends to), and how many it has taken of them since its start.
     """
 
     running_requests: int = 0
@@ -160,6 +168,11 @@ class WorkerLoad(Wire, frozen=True):
     prefix_hit_tokens: int = 0
     generated_tokens: int = 0
     accepted_requests: int = 0
+    peers: int = 0
+    peer_requests: int = 0
+    peer_prefill_tokens: int = 0
+    peer_prefill_pairs: int = 0
+    peer_arrivals: int = 0
 
 
 class Step(Wire, frozen=True):

@@ -7,6 +7,7 @@ its handler, and with it the request on its workers, before the first token as w
 import ipaddress
 import logging
 import math
+import os
 from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -213,7 +214,7 @@ class HttpSurface:
 
     async def _workers(self, request: web.Request) -> web.Response:
         _check_local(request)
-        return json_response(encode({"workers": self._frontend.dispatcher.workers()}))
+        return json_response(encode({"pid": os.getpid(), "workers": self._frontend.dispatcher.workers()}))
 
 
 class _SseResponse(web.StreamResponse):

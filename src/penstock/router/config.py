@@ -19,6 +19,8 @@ class RetryConfig(Config):
     """Times one request may go on elsewhere because its worker was lost."""
     refusals_max: int = pydantic.Field(default=3, ge=0)
     """Times one request may be tried elsewhere because a worker refused it."""
+    outruns_max: int = pydantic.Field(default=8, ge=0)
+    """Times a worker may send one request back as other frontends' came there first, for a choice that knows of them; then it stays."""
     burst: int = pydantic.Field(default=1024, ge=1)
     """Retries of all requests together that may happen at once: what one worker's loss may cost."""
     per_s: float = pydantic.Field(default=10.0, ge=0)

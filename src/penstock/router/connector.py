@@ -38,6 +38,7 @@ class Connector:
         rng: random.Random,
         on_change: Callable[[Member], None],
         on_drift: Callable[[Member], None],
+        on_arrivals: Callable[[Member, int], None],
     ) -> None:
         """Connect to nobody yet; `keep_connected` does.
 
@@ -50,6 +51,7 @@ class Connector:
             rng: for jitter.
             on_change: called when a member was connected or lost.
             on_drift: called when the factor of a member's `drift` has changed.
+            on_arrivals: called with the number of requests that other routers have sent to a member.
         """
         self._plane = plane
         self._indexer = indexer
@@ -59,6 +61,7 @@ class Connector:
         self._rng = rng
         self._on_change = on_change
         self._on_drift = on_drift
+        self._on_arrivals = on_arrivals
 
     async def keep_connected(self, member: Member) -> None:
         """Connect, and again whenever the connection is lost, for as long as the worker is listed."""
@@ -176,6 +179,13 @@ class Connector:
         self._detach(member, error)
         member.closing.set()
 
+    def _on_load(self, member: Member, load: WorkerLoad) -> None:
+        arrivals = self._loads.report(member.slot, load)
+        if arrivals:
+            self._on_arrivals(member, arrivals)
+        if member.drift.report(load, asyncio.get_running_loop().time()):
+            self._on_drift(member)
+
     def _detach(self, member: Member, error: WorkerLost) -> None:
         """Forget what only the connection kept true, and end what ran on it."""
         if member.connection is None:
@@ -220,10 +230,7 @@ class MemberSink:
 
     def push_load(self, worker_id: WorkerId, load: WorkerLoad) -> None:  # noqa: ARG002
         if not self.ended:
-            member, connector = self._member, self._connector
-            connector._loads.report(member.slot, load)
-            if member.drift.report(load, asyncio.get_running_loop().time()):
-                connector._on_drift(member)
+            self._connector._on_load(self._member, load)
 
     def lost(self, worker_id: WorkerId, error: WorkerLost) -> None:  # noqa: ARG002
         if not self.ended:

@@ -69,6 +69,7 @@ class Fleet:
             rng=rng,
             on_change=self._note,
             on_drift=self._note_drift,
+            on_arrivals=self._note_arrivals,
         )
         self._discovery = discovery
         self._config = config
@@ -366,6 +367,11 @@ class Fleet:
         factors = [pool.prices.factors for pool in self.pools.values()]
         self._metrics.price_factor_min.set(min((low for low, _ in factors), default=1.0))
         self._metrics.price_factor_max.set(max((high for _, high in factors), default=1.0))
+
+    def _note_arrivals(self, member: Member, requests: int) -> None:
+        """Count what other routers have sent."""
+        now_s = asyncio.get_running_loop().time()
+        self.pools[member.instance.card.name].traffic.arrived(now_s, requests)
 
     def _recount(self, member: Member, condition: Condition | None) -> None:
         for changed, by in ((member.noted, -1), (condition, +1)):

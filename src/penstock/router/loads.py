@@ -4,7 +4,8 @@ A report says how many of this frontend's requests it includes (`WorkerLoad.acce
 to a worker in order, so the reservations it covers are exactly the first that many. A reservation therefore
 counts from the moment of the decision until the first report that knows of it, and never twice.
 
-The `own` columns leave reports aside: what this router sent there and has not seen the end of.
+The `own` columns leave reports aside: what this router sent there and has not seen the end of. The `peer` columns are
+the same of all other routers, as of the worker's last report: it tells each router what it has from the others.
 """
 
 from collections import deque
@@ -26,11 +27,14 @@ Column = NDArray[np.int64]
     _CONTEXT,
     _TOTAL,
     _QUEUED,
+    _PEER,
+    _PEER_PREFILL,
+    _PEER_PAIRS,
     _OWN,
     _OWN_PREFILL,
     _OWN_PAIRS,
     _OWN_BLOCKS,
-) = range(11)
+) = range(14)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +70,7 @@ class _Account:
     sent: int = 0
     reserved: Reserved = field(default_factory=Reserved)
     uncovered: deque[Reservation] = field(default_factory=deque)
+    peer_arrivals: int | None = None  # as of the last report
 
 
 class LoadTracker:
@@ -96,6 +101,9 @@ class LoadTracker:
         self.total_blocks: Column = columns[_TOTAL]
         """0 where a worker has not said how many it has."""
         self.queued_prefill_tokens: Column = columns[_QUEUED]
+        self.peer_requests: Column = columns[_PEER]
+        self.peer_prefill_tokens: Column = columns[_PEER_PREFILL]
+        self.peer_prefill_pairs: Column = columns[_PEER_PAIRS]
         self.own_requests: Column = columns[_OWN]
         """Requests of this router that have not ended."""
         self.own_prefill_tokens: Column = columns[_OWN_PREFILL]
@@ -139,10 +147,16 @@ class LoadTracker:
         table[_OWN_BLOCKS, slot] += blocks
         return reservation
 
-    def report(self, slot: int, load: WorkerLoad) -> None:
-        """Take a worker's newest account; it replaces the reservations it includes."""
+    def report(self, slot: int, load: WorkerLoad) -> int:
+        """Take a worker's newest account; it replaces the reservations it includes.
+
+        Returns:
+            How many requests other routers have sent there since its last report.
+        """
         account = self._accounts[slot]
         account.load = load
+        arrivals = 0 if account.peer_arrivals is None else load.peer_arrivals - account.peer_arrivals
+        account.peer_arrivals = load.peer_arrivals
         reserved, uncovered = account.reserved, account.uncovered
         while uncovered and uncovered[0].number <= load.accepted_requests:
             reservation = uncovered.popleft()
@@ -158,7 +172,11 @@ class LoadTracker:
         table[_CONTEXT, slot] = load.context_tokens
         table[_TOTAL, slot] = load.total_blocks
         table[_QUEUED, slot] = load.queued_prefill_tokens + reserved.prefill_tokens
+        table[_PEER, slot] = load.peer_requests
+        table[_PEER_PREFILL, slot] = load.peer_prefill_tokens
+        table[_PEER_PAIRS, slot] = load.peer_prefill_pairs
         self._tell()
+        return max(arrivals, 0)
 
     def prefill_done(self, reservation: Reservation) -> None:
         """Note the first token: no prompt of this request is queued any more."""
@@ -203,6 +221,10 @@ class LoadTracker:
         """Give a worker's last report on this connection."""
         return self._accounts[slot].load
 
+    def peer_arrivals(self, slot: int) -> int | None:
+        """Count the requests that a worker has taken from other routers, as it says; None before its first report."""
+        return self._accounts[slot].peer_arrivals
+
     def reserved(self, slot: int) -> Reserved:
         """Sum what a worker's report does not include yet."""
         return replace(self._accounts[slot].reserved)
@@ -230,15 +252,19 @@ class LoadTracker:
             numbers = [r.number for r in uncovered]
             assert numbers == sorted(set(numbers)), f"slot {slot}: in the order sent, got {numbers}"
             requests, prefill_tokens, blocks = sums
-            *columns, _, queued = self._table[:_OWN, slot].tolist()
-            assert [*columns, queued] == [
+            *columns, _, queued = self._table[:_PEER, slot].tolist()
+            peers = self._table[_PEER:_OWN, slot].tolist()
+            assert [*columns, queued, *peers] == [
                 load.running_requests + requests,
                 load.waiting_requests,
                 load.active_blocks + blocks,
                 load.cached_blocks,
                 load.context_tokens,
                 load.queued_prefill_tokens + prefill_tokens,
-            ], f"slot {slot}: {columns} and {queued} are not what was reported plus {sums}"
+                load.peer_requests,
+                load.peer_prefill_tokens,
+                load.peer_prefill_pairs,
+            ], f"slot {slot}: {columns}, {queued} and {peers} are not what was reported plus {sums}"
             *own, pairs, blocks_of_prompts = self._table[_OWN:, slot].tolist()
             assert (pairs > 0) == (own[1] > 0), f"slot {slot}: {pairs} pairs of {own[1]} tokens to compute"
             own.append(blocks_of_prompts)

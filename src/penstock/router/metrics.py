@@ -61,6 +61,9 @@ class RouterMetrics:
             "migrations", "Requests that had to leave their worker, by outcome", "outcome"
         )
         self.refusals = counter("refusals", "Requests refused by a worker")
+        self.outruns = counter(
+            "outruns", "Requests sent back for another choice: other routers' came to the worker first"
+        )
         self.quarantined = counter(
             "quarantined_requests", "Requests refused because their content kills workers"
         )

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.core.errors import (
     DeadlineExceeded,
+    Outrun,
     Overloaded,
     PenstockError,
     RequestError,
@@ -72,6 +73,7 @@ class OpenRequest:
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._setbacks = Setbacks(request, shared.brakes)
+        self._has_waited = False
 
     async def __aenter__(self) -> Self:
         """Send the request to a worker; waits for one where its model has none.
@@ -90,6 +92,7 @@ class OpenRequest:
         shared.requests[self.request.request_id] = self
         shared.metrics.open_requests.set(len(shared.requests))
         shared.brakes.budget.earn()
+        shared.router.arrived(self.request.model)
         if self._deadline_at_s is not None:
             self._deadline_timer = self._loop.call_at(self._deadline_at_s, self._expire)
         try:
@@ -195,6 +198,7 @@ class OpenRequest:
                         await self._wait_until(math.inf)
                         give_up_at_s = None
                     elif self._send_by(quote):
+                        self._has_waited |= place.told
                         return
                     continue
                 place.leave()
@@ -229,9 +233,9 @@ class OpenRequest:
         return quote
 
     def _is_held(self, place: Place, quote: Quote) -> bool:
-        """Say whether it has to wait at the gate; what has begun, or was refused, does not wait again."""
+        """Say whether it has to wait at the gate; what has begun, was refused or has waited does not wait again."""
         setbacks = self._setbacks
-        return not (setbacks.avoided or setbacks.lost) and place.stops(quote)
+        return not (setbacks.avoided or setbacks.lost or self._has_waited) and place.stops(quote)
 
     def _send_by(self, quote: Quote) -> bool:
         """Send the request where it is cheapest; False if that one does not take it."""
@@ -258,16 +262,22 @@ class OpenRequest:
 
     def _send(self, route: Route) -> None:
         assert self._progress is not None, "a route was made for it"
-        request = self._progress.request()
+        remaining_s = None
         if self._deadline_at_s is not None:
             remaining_s = max(self._deadline_at_s - self._loop.time(), 0.0)
-            request = msgspec.structs.replace(request, deadline_s=remaining_s)
+        known = self._shared.fleet.loads.peer_arrivals(route.slot)
+        request = msgspec.structs.replace(
+            self._progress.request(),
+            deadline_s=remaining_s,
+            expected_cached_tokens=route.cached_tokens,
+            known_peer_arrivals=known if self._setbacks.may_be_outrun else None,
+        )
         self._attempt = Attempt(self._shared.fleet, route, request, self)
 
     async def _go_on_after(self, interruption: PenstockError) -> None:
         """Take the request elsewhere, if it may."""
         now_s = self._loop.time()
-        if not isinstance(interruption, Overloaded):
+        if not isinstance(interruption, (Overloaded, Outrun)):
             delay_s = self._setbacks.migrate(interruption, now_s, self.output_tokens)
             await self._wait_until(now_s + delay_s)
         if self._setbacks.needs_probation:
@@ -317,6 +327,9 @@ class OpenRequest:
                 self.fail(error)
             else:
                 self._interrupt(error)
+        elif isinstance(error, Outrun):
+            self._setbacks.on_outrun()
+            self._interrupt(error)
         elif isinstance(error, Unavailable):
             self._setbacks.avoided.add(attempt.route.worker_id)
             self._interrupt(error)

@@ -91,11 +91,13 @@ class PredictedSeconds:
 def _queued(context: RoutingContext) -> tuple[Column, Column]:
     """Say how many prompt tokens are before this one on each worker, and how many pairs they attend to.
 
-    A report counts waiting prompts whole, while this router knows what of its own was cached: its own account holds
-    for its own, as far as a report does not say that less is left, and the report for other routers'.
+    A report counts waiting prompts whole, while the router that sent one knows what of it was cached: the routers'
+    account holds for what they sent, as far as a report does not say that less is left, and the report for the rest.
     """
-    queued, mine = context.queued_prefill_tokens, context.own_prefill_tokens
-    left = np.minimum(mine, queued)
+    queued = context.queued_prefill_tokens
+    known = context.own_prefill_tokens + context.peer_prefill_tokens
+    left = np.minimum(known, queued)
     requests = np.maximum(context.running_requests + context.waiting_requests, 1)
-    others = 1.0 - np.minimum(context.own_requests / requests, 1.0)
-    return left + (queued - left) * others, context.own_prefill_pairs * (left / np.maximum(mine, 1))
+    others = 1.0 - np.minimum((context.own_requests + context.peer_requests) / requests, 1.0)
+    pairs = context.own_prefill_pairs + context.peer_prefill_pairs
+    return left + (queued - left) * others, pairs * (left / np.maximum(known, 1))

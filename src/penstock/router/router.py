@@ -123,8 +123,7 @@ class Router:
 
     def take(self, quote: Quote) -> Route:
         """Take a quote's cheapest worker."""
-        request, context, slot = quote.request, quote.context, quote.choice.slot
-        self.fleet.pools[request.model].traffic.arrived(context.now_s)
+        context, slot = quote.context, quote.choice.slot
         self._chooser.chosen(context, slot)
         self._turn += 1
         overlap_blocks, reason = self._outcome(context, slot)
@@ -145,6 +144,12 @@ class Router:
             overlap_blocks=overlap_blocks,
             blocks=context.request_blocks,
         )
+
+    def arrived(self, model: str) -> None:
+        """Count a request, however often it is routed."""
+        pool = self.fleet.pools.get(model)
+        if pool is not None:
+            pool.traffic.arrived(asyncio.get_running_loop().time())
 
     def has_ready(self, model: str) -> bool:
         """Say whether any worker of the model may get requests."""
@@ -211,6 +216,9 @@ class Router:
             waiting_requests=loads.waiting_requests,
             queued_prefill_tokens=loads.queued_prefill_tokens,
             context_tokens=loads.context_tokens,
+            peer_requests=loads.peer_requests,
+            peer_prefill_tokens=loads.peer_prefill_tokens,
+            peer_prefill_pairs=loads.peer_prefill_pairs,
             own_requests=loads.own_requests,
             own_prefill_tokens=loads.own_prefill_tokens,
             own_prefill_pairs=loads.own_prefill_pairs,

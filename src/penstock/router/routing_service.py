@@ -238,6 +238,7 @@ class RoutingService:
             )
         request = self._request(query, self._card_of(query.model))
         excluded = {self._servers[name][0].worker_id for name in query.exclude if name in self._servers}
+        self._router.arrived(request.model)
         route = self._router.route(request, exclude=excluded)
         if route is None:
             raise Unavailable(

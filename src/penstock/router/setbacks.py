@@ -29,12 +29,23 @@ class Setbacks:
         self._request = request
         self._brakes = brakes
         self._refusals = 0
+        self._outruns = 0
         self._suspicions = 0  # losses of workers that it may have caused
 
     @property
     def needs_probation(self) -> bool:
         """Whether one more loss that it may have caused puts its content in quarantine."""
         return self._suspicions + 1 >= self._brakes.config.deaths_max
+
+    @property
+    def may_be_outrun(self) -> bool:
+        """Whether it may be sent back once more as requests of other routers came first."""
+        return self._outruns < self._brakes.config.outruns_max
+
+    def on_outrun(self) -> None:
+        """Note that it was sent back, having done nothing wrong."""
+        self._outruns += 1
+        self._brakes.metrics.outruns.inc()
 
     def on_loss(self, worker_id: WorkerId, *, is_suspect: bool) -> None:
         """Note that its worker was lost, and whether it may have been the cause."""

@@ -25,9 +25,9 @@ class Traffic:
     def mean_output_tokens(self) -> float:
         return self._tokens / self._answers
 
-    def arrived(self, now_s: float) -> None:
-        """Count a request."""
-        self._arrivals = self._arrivals * _kept(now_s - self._arrivals_at_s, _RATE_WINDOW_S) + 1.0
+    def arrived(self, now_s: float, requests: int = 1) -> None:
+        """Count requests."""
+        self._arrivals = self._arrivals * _kept(now_s - self._arrivals_at_s, _RATE_WINDOW_S) + requests
         self._arrivals_at_s = now_s
 
     def ended(self, output_tokens: int, now_s: float) -> None:

@@ -69,6 +69,9 @@ def _check_dispatcher_at_rest(dispatcher: Dispatcher, truth: dict[str, dict[tupl
         assert view.open_requests == 0, f"{view.name}: {view.open_requests} requests are open"
         reserved = (view.reserved_requests, view.reserved_prefill_tokens, view.reserved_blocks)
         assert reserved == (0, 0, 0), f"{view.name}: {reserved} is reserved for nobody"
+        load = view.load or {}
+        peers = (load.get("peer_requests"), load.get("peer_prefill_tokens"), load.get("peer_prefill_pairs"))
+        assert peers == (0, 0, 0), f"{view.name}: {peers} is told of other routers that have nothing there"
         slot = shared.fleet.slot_of(WorkerId(view.worker_id))
         assert slot is not None, f"{view.name} has no slot"
         held = set(shared.fleet.tree.hashes_of(slot).tolist())

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -158,12 +158,11 @@ class _Player:
     async def _play(self, sessions: Iterable[Session], cluster: SimCluster) -> None:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
-            for number, session in enumerate(sessions):
+            for session in sessions:
                 wait_s = self._start_s + session.at_s - loop.time()
                 if wait_s > 0:
                     await asyncio.sleep(wait_s)
-                dispatcher = cluster.dispatchers[number % len(cluster.dispatchers)]
-                group.create_task(self._run(session, dispatcher))
+                group.create_task(self._run(session, cluster.dispatchers))
 
     async def _sample(self, cluster: SimCluster) -> None:
         samples = self._recording.samples
@@ -173,13 +172,15 @@ class _Player:
             await asyncio.sleep(samples.interval_s)
             samples.take(asyncio.get_running_loop().time() - self._start_s, cluster)
 
-    async def _run(self, session: Session, dispatcher: Dispatcher) -> None:
+    async def _run(self, session: Session, dispatchers: Sequence[Dispatcher]) -> None:
+        """Send a session's turns, each to the frontend whose turn it is."""
         for turn in session.turns:
             if turn.think_s:
                 await asyncio.sleep(turn.think_s)
             self._numbers += 1
             request_id = RequestId(f"r{self._numbers}")
             self._streams[request_id] = session.prompt
+            dispatcher = dispatchers[self._numbers % len(dispatchers)]
             try:
                 await self._send(self._make(request_id, turn, session), dispatcher)
             except PenstockError as error:

@@ -18,7 +18,7 @@ class LoadReports:
 
     A worker that becomes busy or idle says so at once; any other change in what runs is told `load_interval_s` after
     the last report, or at once if that is long ago; a busy worker where nothing changes reports every `load_refresh_s`.
-    Idle ones are silent.
+    Idle ones are silent. What other frontends could not know otherwise is told with the loop's next turn (`hurry`).
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class LoadReports:
         self._was_busy = False
         self._due_s = math.inf  # when to report at the latest
         self._timer: asyncio.TimerHandle | None = None
+        self._hurried: asyncio.Handle | None = None
 
     def note(self, load: WorkerLoad | None = None) -> None:
         """See whether there is something to tell, after a step or a request that came or went.
@@ -58,11 +59,17 @@ class LoadReports:
         elif changed:
             self._arm(due_s)
 
+    def hurry(self) -> None:
+        """Report once what comes in this turn of the loop is taken."""
+        if self._hurried is None:
+            self._hurried = asyncio.get_running_loop().call_soon(self._report)
+
     def close(self) -> None:
         """Send nothing more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._hurried is not None:
+            self._hurried.cancel()
+            self._hurried = None
+        self._disarm()
 
     def _report(self, load: WorkerLoad | None = None) -> None:
         """Send the load; it is read anew unless that was done this moment."""
@@ -71,6 +78,9 @@ class LoadReports:
         self._told = self._what_runs(load)
         self._was_busy = _is_busy(load)
         self._due_s = math.inf
+        if self._hurried is not None:
+            self._hurried.cancel()
+            self._hurried = None
         if self._was_busy:
             self._arm(self._sent_s + self._config.load_refresh_s)
         self._send(load)
@@ -79,8 +89,13 @@ class LoadReports:
         """Report by then. A timer that is set for earlier stays: it finds out when it rings, and is set anew."""
         self._due_s = min(self._due_s, due_s)
         if self._timer is None or self._timer.when() > self._due_s:
-            self.close()
+            self._disarm()
             self._timer = asyncio.get_running_loop().call_at(self._due_s, self._ring)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _ring(self) -> None:
         self._timer = None

@@ -7,7 +7,7 @@ KV events, load reports, deadlines, draining and death.
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -15,6 +15,7 @@ from penstock.core.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineError,
+    Outrun,
     Overloaded,
     PenstockError,
     RequestError,
@@ -41,24 +42,10 @@ from penstock.core.wire import num_tokens
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.seams import Discovery, Engine, EventSink, FrontendSink, Registration, RequestPlane
 from penstock.worker.config import WorkerConfig
+from penstock.worker.frontends import Frontend, Frontends
 from penstock.worker.reports import LoadReports
 
 _log = get_logger()
-
-
-@dataclass(slots=True, eq=False)
-class _Frontend:
-    """`accepted` counts the requests it has sent on its connection, refused ones included."""
-
-    sink: FrontendSink
-    accepted: int = 0
-    requests: set[RequestId] = field(default_factory=set)
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    frontend: _Frontend
-    deadline: asyncio.TimerHandle | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +103,7 @@ class Worker:
         self._prices = prices
         self._adapters = tuple(adapters)
         self._info: EngineInfo | None = None
-        self._frontends: dict[FrontendSink, _Frontend] = {}
-        self._requests: dict[RequestId, _Running] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._frontends = Frontends()
         self._stopping = asyncio.Event()
         self._refusal: PenstockError | None = None
         self._reports = LoadReports(self.config, engine.load, self._push_load)
@@ -159,17 +143,20 @@ class Worker:
     # -- WorkerService
 
     def connected(self, sink: FrontendSink) -> None:
-        self._frontends[sink] = frontend = _Frontend(sink)
-        self._push_load_to(frontend, self._engine.load())
+        self._push_load_to(self._frontends.connect(sink), self._engine.load())
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
-        frontend = self._frontends[sink]
-        frontend.accepted += 1
+        frontend = self._frontends.at(sink)
+        frontend.sent += 1
         self._reports.accepted += 1
         try:
             self._check(request, frontend)
             self._engine.submit(request)
         except PenstockError as error:
+            if isinstance(error, Outrun):
+                self._push_load_to(
+                    frontend, self._engine.load()
+                )  # what it did not know comes before its request
             self._push_error(frontend, request.request_id, error)
             return
         except Exception as error:  # noqa: BLE001 - an engine's bug must not take the others' requests along
@@ -177,24 +164,23 @@ class Worker:
             refusal = EngineError(f"request {request.request_id}: the engine could not take it: {error!r}")
             self._push_error(frontend, request.request_id, refusal)
             return
-        deadline = None
+        running = self._frontends.take(request, frontend)
         if request.deadline_s is not None:
             loop = asyncio.get_running_loop()
-            deadline = loop.call_later(
+            running.deadline = loop.call_later(
                 request.deadline_s, self._expire, request.request_id, request.deadline_s
             )
-        self._requests[request.request_id] = _Running(frontend, deadline)
-        frontend.requests.add(request.request_id)
-        self._idle.clear()
         self._reports.note()
+        if len(self._frontends) > 1:
+            self._reports.hurry()
 
     def abort(self, request_id: RequestId) -> None:
-        if self._forget(request_id) is not None:
+        if self._frontends.forget(request_id) is not None:
             self._engine.abort(request_id)
             self._reports.note()
 
     def disconnected(self, sink: FrontendSink) -> None:
-        frontend = self._frontends.pop(sink, None)
+        frontend = self._frontends.disconnect(sink)
         if frontend is not None:
             for request_id in tuple(frontend.requests):
                 self.abort(request_id)
@@ -213,11 +199,7 @@ class Worker:
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree; for tests and simulations."""
-        by_frontend = {r: f for f in self._frontends.values() for r in f.requests}
-        assert by_frontend == {r: running.frontend for r, running in self._requests.items()}, (
-            "requests: each belongs to the frontend that sent it, which is connected"
-        )
-        assert self._idle.is_set() == (not self._requests), "idle: set exactly while nothing runs"
+        self._frontends.check()
         self.publisher.check()
 
     # -- starting
@@ -272,9 +254,9 @@ class Worker:
                 self._on_step(step)
         except Exception as error:  # noqa: BLE001 - the engine's own failure, of any kind, ends the worker
             problem = error
-            _log.exception("engine_died", worker=self._name, requests=len(self._requests))
+            _log.exception("engine_died", worker=self._name, requests=len(self._frontends.requests))
         else:
-            _log.error("engine_died", worker=self._name, requests=len(self._requests))
+            _log.error("engine_died", worker=self._name, requests=len(self._frontends.requests))
         refusal = WorkerLost(f"the engine ended: {problem!r}" if problem else "the engine ended by itself")
         refusal.__cause__ = problem
         self._refusal = refusal
@@ -282,14 +264,16 @@ class Worker:
 
     def _on_step(self, step: Step) -> None:
         """Send each frontend its part of a step at once."""
-        parts: dict[_Frontend, list[Delta]] = {}
+        parts: dict[Frontend, list[Delta]] = {}
         for delta in step.deltas:
-            running = self._requests.get(delta.request_id)
+            running = self._frontends.requests.get(delta.request_id)
             if running is None:
                 continue  # aborted meanwhile
             parts.setdefault(running.frontend, []).append(delta)
+            if delta.token_ids and running.prefill is not None:
+                self._frontends.prefilled(running)
             if delta.finish_reason is not None or delta.error is not None:
-                self._forget(delta.request_id)
+                self._frontends.forget(delta.request_id)
         # Deltas go last: whoever sees an answer end, and asks at once again, is routed by what it left behind.
         assert self._info is not None, "started"
         if self._info.kv_events:
@@ -301,7 +285,7 @@ class Worker:
     async def _drain(self, registration: Registration) -> None:
         """Take nothing new, wait for what runs, hand the rest to other workers."""
         assert self.instance is not None, "registered"
-        _log.info("worker_draining", worker=self._name, requests=len(self._requests))
+        _log.info("worker_draining", worker=self._name, requests=len(self._frontends.requests))
         self.instance = msgspec.structs.replace(self.instance, state=InstanceState.DRAINING)
         try:
             await registration.update(self.instance)
@@ -314,10 +298,10 @@ class Worker:
             )
         try:
             async with asyncio.timeout(self.config.drain_timeout_s):
-                await self._idle.wait()
+                await self._frontends.idle.wait()
         except TimeoutError:
-            _log.warning("requests_handed_over", worker=self._name, requests=len(self._requests))
-            aborted = tuple(self._requests)
+            _log.warning("requests_handed_over", worker=self._name, requests=len(self._frontends.requests))
+            aborted = tuple(self._frontends.requests)
             self._hand_over(
                 Unavailable(f"{self._name} stops, after {self.config.drain_timeout_s:g} s of draining")
             )
@@ -327,8 +311,8 @@ class Worker:
 
     def _hand_over(self, error: PenstockError) -> None:
         """End every request with an error that has its frontend go on elsewhere."""
-        for request_id in tuple(self._requests):
-            running = self._forget(request_id)
+        for request_id in tuple(self._frontends.requests):
+            running = self._frontends.forget(request_id)
             if running is not None:
                 self._push_error(running.frontend, request_id, error)
 
@@ -338,10 +322,10 @@ class Worker:
 
     # -- requests
 
-    def _check(self, request: Request, frontend: _Frontend) -> None:
+    def _check(self, request: Request, frontend: Frontend) -> None:
         if self._refusal is not None:
             raise self._refusal
-        running = self._requests.get(request.request_id)
+        running = self._frontends.requests.get(request.request_id)
         if running is not None:
             if running.frontend is frontend:  # it could not tell one's deltas from the other's: both end
                 self.abort(request.request_id)
@@ -362,19 +346,15 @@ class Worker:
                 " use the model card it serves",
                 param="block_hashes",
             )
-
-    def _forget(self, request_id: RequestId) -> _Running | None:
-        running = self._requests.pop(request_id, None)
-        if running is not None:
-            running.frontend.requests.discard(request_id)
-            if running.deadline is not None:
-                running.deadline.cancel()
-            if not self._requests:
-                self._idle.set()
-        return running
+        unknown = self._frontends.unknown_arrivals(request, frontend)
+        if unknown:
+            raise Outrun(
+                f"request {request.request_id}: its router chose {self._name} without knowing of {unknown} requests that"
+                " others have sent there since; it chooses again by the load that comes with this"
+            )
 
     def _expire(self, request_id: RequestId, deadline_s: float) -> None:
-        running = self._forget(request_id)
+        running = self._frontends.forget(request_id)
         if running is not None:
             self._engine.abort(request_id)
             error = DeadlineExceeded(
@@ -384,7 +364,7 @@ class Worker:
             self._reports.note()
 
     @staticmethod
-    def _push_error(frontend: _Frontend, request_id: RequestId, error: PenstockError) -> None:
+    def _push_error(frontend: Frontend, request_id: RequestId, error: PenstockError) -> None:
         frontend.sink.push(
             (Delta(request_id=request_id, finish_reason=FinishReason.ERROR, error=error.to_info()),)
         )
@@ -392,9 +372,8 @@ class Worker:
     # -- load
 
     def _push_load(self, load: WorkerLoad) -> None:
-        for frontend in self._frontends.values():
+        for frontend in self._frontends.everybody():
             self._push_load_to(frontend, load)
 
-    @staticmethod
-    def _push_load_to(frontend: _Frontend, load: WorkerLoad) -> None:
-        frontend.sink.push_load(msgspec.structs.replace(load, accepted_requests=frontend.accepted))
+    def _push_load_to(self, frontend: Frontend, load: WorkerLoad) -> None:
+        frontend.sink.push_load(self._frontends.load_for(frontend, load))

@@ -488,7 +488,7 @@ def test_refusals_are_bounded():
             sum(worker.instance is not None for worker in map(setting.cluster.worker, setting.engines)) == 6
         )
         accepted = [setting.cluster.worker(name)._frontends for name in setting.engines]
-        assert sum(f.accepted for frontends in accepted for f in frontends.values()) == 4
+        assert sum(f.sent for frontends in accepted for f in frontends.everybody()) == 4
 
     play(scene, num_workers=6)
 
@@ -666,3 +666,66 @@ def test_a_model_replaced_by_one_with_other_blocks_ends_what_would_move():
                 await anext(stream)
 
     play(scene, num_workers=1)
+
+
+async def spread_of_a_burst(config: RouterConfig) -> tuple[list[int], list[Dispatcher]]:
+    """Have four routers get two requests each at the same moment; give how many each of eight workers has."""
+    async with MemoryCluster() as cluster, AsyncExitStack() as stack:
+        engines = [HandEngine() for _ in range(8)]
+        for number, engine in enumerate(engines):
+            await cluster.start(f"w{number}", engine)
+        dispatchers = [await stack.enter_async_context(cluster.dispatcher(config)) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        streams = [
+            dispatcher.open(make_request(f"r{n}-{m}"))
+            for n, dispatcher in enumerate(dispatchers)
+            for m in (1, 2)
+        ]
+        async with asyncio.TaskGroup() as readers:
+            tasks = [readers.create_task(read_one(stream)) for stream in streams]
+            await asyncio.sleep(0.01)
+            spread = sorted(len(engine.requests) for engine in engines)
+            for dispatcher in dispatchers:
+                dispatcher.check()
+            outruns = sum(d._shared.metrics.outruns._value.get() for d in dispatchers)
+            for task in tasks:
+                task.cancel()
+        return spread, outruns
+
+
+async def read_one(stream: OpenRequest) -> None:
+    async with stream:
+        await anext(stream)
+
+
+def test_routers_that_choose_at_the_same_moment_choose_again_where_others_came_first():
+    spread, outruns = run_virtual(spread_of_a_burst(RouterConfig()))
+    assert spread == [1] * 8
+    assert outruns > 0
+
+
+def test_a_request_that_was_outrun_often_enough_stays():
+    spread, outruns = run_virtual(spread_of_a_burst(RouterConfig(retries=RetryConfig(outruns_max=0))))
+    assert spread == [0] * 6 + [4, 4], "equal prompts on equal workers: all routers choose alike"
+    assert outruns == 0
+
+
+def test_a_router_hears_of_its_peers_requests_and_of_how_many_come():
+    async def scene(setting: Setting) -> None:
+        async with setting.cluster.dispatcher() as other:
+            await asyncio.sleep(0.01)
+            async with setting.dispatcher.open(make_request("a")):
+                await settle()
+                name = setting.holder("a")
+                (load,) = (view.load for view in other.workers() if view.name == name)
+                assert (load["peers"], load["peer_requests"], load["peer_prefill_tokens"]) == (
+                    1,
+                    1,
+                    len(PROMPT),
+                )
+                assert other._shared.fleet.pools["tiny"].traffic.rate_per_s(0.0) > 0
+            await asyncio.sleep(0.1)
+            for dispatcher in (other, setting.dispatcher):
+                assert not any(view.load["peer_requests"] for view in dispatcher.workers())
+
+    play(scene)

@@ -107,3 +107,24 @@ def test_what_was_sent_counts_whatever_the_reports_say():
         0,
     ]
     loads.check()
+
+
+def test_what_a_worker_tells_of_other_routers_replaces_what_it_told_before():
+    loads = LoadTracker(2)
+    loads.reserve(1, 40, 3)
+    assert loads.peer_arrivals(1) is None
+    peers = {"peer_requests": 3, "peer_prefill_tokens": 500, "peer_prefill_pairs": 9000}
+    assert (
+        loads.report(1, report(0, running_requests=3, peer_arrivals=30, **peers)) == 0
+    )  # since when, nobody knows
+    assert loads.peer_requests.tolist() == [0, 3]
+    assert loads.peer_prefill_tokens.tolist() == [0, 500]
+    assert loads.peer_prefill_pairs.tolist() == [0, 9000]
+    assert loads.running_requests.tolist() == [0, 4]
+    assert loads.own_requests.tolist() == [0, 1]
+    loads.check()
+    assert loads.report(1, report(1, running_requests=2, peer_requests=1, peer_arrivals=32)) == 2
+    assert (loads.peer_requests[1], loads.peer_prefill_tokens[1], loads.peer_arrivals(1)) == (1, 0, 32)
+    loads.reset(1)
+    assert (loads.peer_requests[1], loads.peer_arrivals(1)) == (0, None)
+    loads.check()

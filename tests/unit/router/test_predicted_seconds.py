@@ -173,3 +173,17 @@ def test_costs_are_finite_whatever_the_columns():
             terms = POLICY.terms(context)
             assert np.isfinite(terms).all()
             assert (terms >= 0).all()
+
+
+def test_what_other_routers_sent_counts_as_what_this_one_sent():
+    report = {
+        "queued_prefill_tokens": [1000, 1000],  # whole, though 600 of them are cached
+        "running_requests": [2, 2],
+        "prices": make_prices(2, prefill_pair_s=[1e-6] * 2),
+    }
+    mine = {"requests": [2, 1], "prefill_tokens": [400, 100], "prefill_pairs": [90_000, 30_000]}
+    theirs = {"requests": [0, 1], "prefill_tokens": [0, 300], "prefill_pairs": [0, 60_000]}
+    columns = {f"own_{name}": column for name, column in mine.items()}
+    columns |= {f"peer_{name}": column for name, column in theirs.items()}
+    first, second = term("queue", num_slots=2, **report, **columns)
+    assert first == pytest.approx(second) == pytest.approx(400 * 1e-5 + 90_000 * 1e-6)

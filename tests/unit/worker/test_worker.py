@@ -474,3 +474,42 @@ def test_an_engine_that_cannot_start_leaves_nothing():
         assert not len(stage.discovery._table)
 
     run_virtual(main())
+
+
+def test_what_one_frontend_sends_the_others_hear_with_the_next_turn():
+    async def scene(stage: Stage) -> None:
+        first, second = stage.sink(), stage.sink()
+        for number in range(3):
+            stage.worker.submit(make_request(f"r{number}"), first)
+        told = len(second.loads)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(second.loads) <= told + 1, "those of one turn are told together"
+        load = second.loads[-1]
+        assert (load.peers, load.peer_requests, load.peer_prefill_tokens) == (1, 3, 15)
+        assert first.loads[-1].peer_requests == 0
+        stage.worker.disconnected(first)
+        await asyncio.sleep(0.06)
+        load = second.loads[-1]
+        assert (load.peers, load.peer_requests, load.peer_prefill_tokens, load.peer_arrivals) == (0, 0, 0, 3)
+
+    play(scene)
+
+
+def test_a_request_sent_without_knowing_of_others_comes_back_behind_the_load_it_lacked():
+    async def scene(stage: Stage) -> None:
+        first, second = stage.sink(), stage.sink()
+        stage.worker.submit(make_request("a", known_peer_arrivals=0), first)
+        seen = []
+        second.push_load = seen.append
+        second.push = seen.extend
+        stage.worker.submit(make_request("b", known_peer_arrivals=0), second)
+        load, delta = seen[-2:]
+        assert (load.peer_arrivals, load.accepted_requests) == (1, 1)
+        assert delta.error.code == "outrun"
+        assert "1 requests" in delta.error.message
+        stage.worker.submit(make_request("b", known_peer_arrivals=1), second)
+        stage.worker.submit(make_request("c"), second)
+        assert list(stage.engine.requests) == ["a", "b", "c"]
+
+    play(scene)
