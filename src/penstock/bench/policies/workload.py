@@ -22,12 +22,12 @@ GROUPS = 64
 ZIPF = 1.1
 GROUP_TOKENS = (2_000, 16_000)
 """A group's prefix is as long; over the groups, evenly spread on a logarithmic scale."""
-GROUPED_SHARE = 0.2
+GROUPED_SHARE = 0.1
 """Of the sessions; the others begin with nothing known."""
-TURNS = (0.6, 0.2, 0.2)
-"""Shares of sessions with one, two and three turns."""
-NEW_TOKENS, OUTPUT_TOKENS = 1_520, 800
-"""Means of each turn; with the above, 4,000 prompt tokens on average, of which 63 % could be reused."""
+TURNS = (0.3, 0.3, 0.2, 0.1, 0.1)
+"""Shares of sessions with one turn, two and so on; 2.4 on average."""
+NEW_TOKENS, OUTPUT_TOKENS = 1_210, 800
+"""Means of each turn; with the above, 4,000 prompt tokens on average, of which 68 % could be reused."""
 SPREAD = 0.7
 """Standard deviation of the lengths' logarithm."""
 THINK_S = 20.0
@@ -79,7 +79,7 @@ def _synthetic(workload: Workload, rate_per_s: float) -> Iterator[Session]:
     turns_mean = sum(share * (n + 1) for n, share in enumerate(TURNS))
     at_s, number, left = 0.0, 0, workload.requests
     while left > 0:
-        (turns,) = rng.choices((1, 2, 3), TURNS)
+        (turns,) = rng.choices(range(1, len(TURNS) + 1), TURNS)
         shared = groups[0][:0]
         if rng.random() < GROUPED_SHARE:
             (shared,) = rng.choices(groups, cum_weights=weights)
