@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
+from penstock.core.routing_context import RoutingContext
 
 Change: TypeAlias = tuple[int, bytes, int | None]
 
@@ -29,6 +30,13 @@ def decode_attention(
     scale: float,
     softcap: float,
 ) -> None: ...
+def predicted_seconds(
+    context: RoutingContext,
+    pace_weight: float,
+    busy_period: float,
+    followers_max: float,
+    token_s_min: float,
+) -> NDArray[np.float64]: ...
 
 class Pool:
     def __init__(self, num_blocks: int) -> None: ...

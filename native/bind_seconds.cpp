@@ -1,0 +1,113 @@
+// The function penstock._native.predicted_seconds.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "predicted_seconds.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace penstock {
+namespace {
+
+using Terms = nb::ndarray<nb::numpy, double, nb::shape<kTerms, -1>, nb::c_contig>;
+
+template <class Element>
+using Column = nb::ndarray<const Element, nb::c_contig, nb::device::cpu>;
+
+// An attribute that has `rows` entries for each slot.
+template <class Element>
+Column<Element> column(nb::handle source, const char* name, std::size_t slots, std::size_t rows = 1) {
+    auto found = nb::cast<Column<Element>>(source.attr(name));
+    if (found.size() != rows * slots) {
+        const std::string text = std::string(name) + ": must have an entry for each slot";
+        throw nb::value_error(text.c_str());
+    }
+    return found;
+}
+
+Terms price(nb::handle context, double pace_weight, double busy_period, double followers_max, double token_s_min) {
+    const auto number = [&](const char* name) { return nb::cast<std::int64_t>(context.attr(name)); };
+    const Asked asked{
+        .request_tokens = number("request_tokens"),
+        .request_blocks = number("request_blocks"),
+        .block_size = number("block_size"),
+        .output_tokens = std::max(nb::cast<double>(context.attr("mean_output_tokens")), 1.0),
+        .request_rate_per_s = nb::cast<double>(context.attr("request_rate_per_s")),
+        .pace_weight = pace_weight,
+        .busy_period = busy_period,
+        .followers_max = followers_max,
+        .token_s_min = token_s_min,
+    };
+    const auto eligible = nb::cast<Column<bool>>(context.attr("eligible"));
+    const std::size_t slots = eligible.size();
+    const auto count = [&](const char* name) { return column<std::int64_t>(context, name, slots); };
+    const auto overlap = column<std::int32_t>(context, "overlap_blocks", slots);
+    const auto tiers = column<std::int32_t>(context, "tier_blocks", slots, kTiers);
+    const auto active = count("active_blocks");
+    const auto total = count("total_blocks");
+    const auto running = count("running_requests");
+    const auto waiting = count("waiting_requests");
+    const auto queued = count("queued_prefill_tokens");
+    const auto decoded = count("context_tokens");
+    const auto own = count("own_requests");
+    const auto own_prefill = count("own_prefill_tokens");
+    const auto own_pairs = count("own_prefill_pairs");
+    const auto peer = count("peer_requests");
+    const auto peer_prefill = count("peer_prefill_tokens");
+    const auto peer_pairs = count("peer_prefill_pairs");
+    const nb::object prices = context.attr("prices");
+    const auto seconds = [&](const char* name) { return column<double>(prices, name, slots); };
+    const auto prefill_step_s = seconds("prefill_step_s");
+    const auto prefill_token_s = seconds("prefill_token_s");
+    const auto prefill_pair_s = seconds("prefill_pair_s");
+    const auto decode_step_s = seconds("decode_step_s");
+    const auto decode_sequence_s = seconds("decode_sequence_s");
+    const auto decode_token_s = seconds("decode_token_s");
+    const auto batch_tokens = seconds("batch_tokens");
+    const auto onboard_token_s = column<double>(prices, "onboard_token_s", slots, kTiers);
+    const Columns columns{
+        .eligible = {eligible.data(), slots},
+        .overlap_blocks = overlap.data(),
+        .tier_blocks = tiers.data(),
+        .active_blocks = active.data(),
+        .total_blocks = total.data(),
+        .running_requests = running.data(),
+        .waiting_requests = waiting.data(),
+        .queued_prefill_tokens = queued.data(),
+        .context_tokens = decoded.data(),
+        .own_requests = own.data(),
+        .own_prefill_tokens = own_prefill.data(),
+        .own_prefill_pairs = own_pairs.data(),
+        .peer_requests = peer.data(),
+        .peer_prefill_tokens = peer_prefill.data(),
+        .peer_prefill_pairs = peer_pairs.data(),
+        .prefill_step_s = prefill_step_s.data(),
+        .prefill_token_s = prefill_token_s.data(),
+        .prefill_pair_s = prefill_pair_s.data(),
+        .decode_step_s = decode_step_s.data(),
+        .decode_sequence_s = decode_sequence_s.data(),
+        .decode_token_s = decode_token_s.data(),
+        .batch_tokens = batch_tokens.data(),
+        .onboard_token_s = onboard_token_s.data(),
+    };
+    auto terms = std::make_unique_for_overwrite<double[]>(kTerms * slots);
+    predicted_seconds(asked, columns, terms.get());
+    double* data = terms.release();
+    const nb::capsule owner(data, [](void* pointer) noexcept { delete[] static_cast<double*>(pointer); });
+    return Terms(data, {kTerms, slots}, owner);
+}
+
+}  // namespace
+
+void bind_seconds(nb::module_& module) {
+    module.def("predicted_seconds", &price, "context"_a, "pace_weight"_a, "busy_period"_a, "followers_max"_a,
+               "token_s_min"_a);
+}
+
+}  // namespace penstock

@@ -1,0 +1,75 @@
+#include "predicted_seconds.hpp"
+
+#include <algorithm>
+
+namespace penstock {
+
+void predicted_seconds(const Asked& asked, const Columns& columns, double* terms) {
+    const std::size_t slots = columns.eligible.size();
+    const auto size = static_cast<double>(asked.block_size);
+    const double output = asked.output_tokens;
+    const auto speed_of = [&](std::size_t i) {
+        return (columns.eligible[i] ? 1.0 : 0.0) / std::max(columns.prefill_token_s[i], asked.token_s_min);
+    };
+    double speeds = 0.0;
+    for (std::size_t i = 0; i < slots; ++i) {
+        speeds += speed_of(i);
+    }
+    const double speeds_min_1 = std::max(speeds, 1.0);
+
+    for (std::size_t i = 0; i < slots; ++i) {
+        const auto running = static_cast<double>(columns.running_requests[i]);
+        double step_s = columns.decode_step_s[i] + running * columns.decode_sequence_s[i];
+        step_s += static_cast<double>(columns.context_tokens[i]) * columns.decode_token_s[i];
+        const double token_s = columns.prefill_token_s[i] + step_s / columns.batch_tokens[i];
+
+        const std::int64_t reported = columns.queued_prefill_tokens[i];
+        const std::int64_t known = columns.own_prefill_tokens[i] + columns.peer_prefill_tokens[i];
+        const std::int64_t left = std::min(known, reported);
+        const std::int64_t present = columns.running_requests[i] + columns.waiting_requests[i];
+        const double requests = static_cast<double>(std::max<std::int64_t>(present, 1));
+        const auto routed = static_cast<double>(columns.own_requests[i] + columns.peer_requests[i]);
+        const double others = 1.0 - std::min(routed / requests, 1.0);
+        const double queued = static_cast<double>(left) + static_cast<double>(reported - left) * others;
+        const double part = static_cast<double>(left) / static_cast<double>(std::max<std::int64_t>(known, 1));
+        const std::int64_t known_pairs = columns.own_prefill_pairs[i] + columns.peer_prefill_pairs[i];
+        const double pairs = static_cast<double>(known_pairs) * part;
+        const double queue = queued * token_s + pairs * columns.prefill_pair_s[i];
+
+        const auto cached = static_cast<double>(
+            std::min(std::int64_t{columns.overlap_blocks[i]} * asked.block_size, asked.request_tokens - 1));
+        const double uncached = static_cast<double>(asked.request_tokens) - cached;
+        const double attended = uncached * (cached + (uncached + 1) / 2);
+        const double prefill =
+            columns.prefill_step_s[i] + uncached * token_s + attended * columns.prefill_pair_s[i];
+        double fetched = 0.0;
+        for (std::size_t tier = 0; tier < kTiers; ++tier) {
+            const std::size_t at = tier * slots + i;
+            fetched += columns.tier_blocks[at] * std::min(columns.onboard_token_s[at], token_s);
+        }
+
+        const double growing = static_cast<double>(present) * (output / 2 / size);
+        double wanted = static_cast<double>(columns.active_blocks[i]) + queued / size + growing;
+        wanted += static_cast<double>(asked.request_blocks - columns.tier_blocks[i]);
+        const auto total = static_cast<double>(columns.total_blocks[i]);
+        const double lacking = total > 0 ? std::max(wanted - total, 0.0) / std::max(total, 1.0) : 0.0;
+        const double memory = lacking * (output * step_s);
+
+        const double more_s = columns.decode_sequence_s[i] +
+                              (static_cast<double>(asked.request_tokens) + output / 2) * columns.decode_token_s[i];
+        const double slowdown = asked.pace_weight * running * (prefill / output + more_s);
+
+        const double rate_per_s = asked.request_rate_per_s * speed_of(i) / speeds_min_1;
+        const double followers = rate_per_s * asked.busy_period * (queue + memory + prefill);
+        const double delayed = prefill * std::min(followers, asked.followers_max);
+
+        const std::array<double, kTerms> column = {
+            queue, memory, size * fetched, prefill, asked.pace_weight * step_s, slowdown, delayed,
+        };
+        for (std::size_t term = 0; term < kTerms; ++term) {
+            terms[term * slots + i] = column[term];
+        }
+    }
+}
+
+}  // namespace penstock

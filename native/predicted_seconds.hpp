@@ -1,0 +1,62 @@
+// The `kv` policy's sums: what a request costs everybody on each worker, in seconds.
+//
+// The oracle is the Python twin in src/penstock/router/predicted_seconds.py, which says why: equal input gives equal
+// output, to the last bit, so that additions and products are in the same order.
+
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "holders.hpp"
+
+namespace penstock {
+
+constexpr std::size_t kTerms = 7;
+
+// What is asked, and the policy's weights.
+struct Asked {
+    std::int64_t request_tokens;
+    std::int64_t request_blocks;
+    std::int64_t block_size;  // > 0
+    double output_tokens;     // of a mean answer, >= 1
+    double request_rate_per_s;
+    double pace_weight;
+    double busy_period;
+    double followers_max;
+    double token_s_min;  // > 0
+};
+
+// Columns by worker slot, all as long as the first; tiers one after the other.
+struct Columns {
+    std::span<const bool> eligible;
+    const std::int32_t* overlap_blocks;
+    const std::int32_t* tier_blocks;
+    const std::int64_t* active_blocks;
+    const std::int64_t* total_blocks;
+    const std::int64_t* running_requests;
+    const std::int64_t* waiting_requests;
+    const std::int64_t* queued_prefill_tokens;
+    const std::int64_t* context_tokens;
+    const std::int64_t* own_requests;
+    const std::int64_t* own_prefill_tokens;
+    const std::int64_t* own_prefill_pairs;
+    const std::int64_t* peer_requests;
+    const std::int64_t* peer_prefill_tokens;
+    const std::int64_t* peer_prefill_pairs;
+    const double* prefill_step_s;
+    const double* prefill_token_s;
+    const double* prefill_pair_s;
+    const double* decode_step_s;
+    const double* decode_sequence_s;
+    const double* decode_token_s;
+    const double* batch_tokens;
+    const double* onboard_token_s;
+};
+
+// Write (kTerms, slots) seconds: queue, memory, onboard, prefill, pace, slowdown, followers.
+void predicted_seconds(const Asked& asked, const Columns& columns, double* terms);
+
+}  // namespace penstock

@@ -1,0 +1,31 @@
+"""The `kv` policy's prices: native against its Python twin."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from penstock.core.native import native
+from penstock.router.predicted_seconds import PredictedSeconds, terms_python
+from penstock.testing.routing_policy import make_context, make_prices, some_contexts
+
+pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_native_and_twin_give_equal_seconds(seed):
+    for context in some_contexts(seed):
+        np.testing.assert_array_equal(PredictedSeconds().terms(context), terms_python(context))
+
+
+def test_columns_of_a_log_line_may_be_wider():
+    context = next(some_contexts())
+    wider = dataclasses.replace(context, overlap_blocks=context.overlap_blocks.astype(np.int64))
+    np.testing.assert_array_equal(PredictedSeconds().terms(wider), terms_python(context))
+
+
+def test_columns_of_other_lengths_are_refused():
+    with pytest.raises(ValueError, match="running_requests"):
+        PredictedSeconds().terms(make_context(3, running_requests=[0, 0]))
+    with pytest.raises(ValueError, match="onboard_token_s"):
+        PredictedSeconds().terms(make_context(3, prices=make_prices(3, onboard_token_s=[[0.0] * 3])))
