@@ -93,18 +93,16 @@ def _add_serve(commands: Any) -> None:
     )
     for flag, (place, metavar, text) in _SERVE_FLAGS.items():
         parser.add_argument(flag, dest=place, metavar=metavar, help=text)
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="set any field of the graph, as roles.aggregated.kv_blocks=512",
-    )
+    _add_set(parser, "set any field of the graph, as roles.aggregated.kv_blocks=512")
     parser.add_argument(
         "--first-chat", action="store_true", help="send one chat when ready, and show what to try next"
     )
     _add_log_level(parser)
     parser.set_defaults(run=_serve)
+
+
+def _add_set(parser: Any, text: str) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="K=V", help=text)
 
 
 def _add_log_level(parser: Any) -> None:
@@ -166,13 +164,7 @@ def _add_router(commands: Any) -> None:
     )
     for flag, (place, metavar, text) in _ROUTER_FLAGS.items():
         parser.add_argument(flag, dest=place, metavar=metavar, help=text)
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="set any other field, as service.router.predicted_s=60",
-    )
+    _add_set(parser, "set any other field, as service.router.predicted_s=60")
     _add_log_level(parser)
     parser.set_defaults(run=_router)
 
@@ -259,7 +251,7 @@ def _add_graph(commands: Any) -> None:
         description="Say whether a graph is valid, every mistake in one line.",
     )
     check.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
-    check.add_argument("--set", action="append", default=[], metavar="K=V", help="set a field, as for serve")
+    _add_set(check, "set a field, as for serve")
     check.set_defaults(run=_check_graph)
 
 
@@ -275,60 +267,16 @@ def _check_graph(options: argparse.Namespace) -> int:
 
 
 def _add_simulate(commands: Any) -> None:
+    from penstock.sim.arguments import add_arguments  # noqa: PLC0415
+
     parser = commands.add_parser(
         "simulate",
         help="play a workload on a simulated deployment",
         description="Play a workload on a simulated deployment: the real router and workers, on virtual time.",
         epilog="Exit code: 0 simulated, 1 no request completed, 2 wrong input, 130 interrupted. See docs/simulation.md.",
     )
-    parser.add_argument(
-        "workload",
-        metavar="TRACE_OR_SPEC",
-        help="a trace (Mooncake JSONL or Azure CSV, plain or gzipped), or a made-up workload (.yaml)",
-    )
-    parser.add_argument("--graph", metavar="FILE", help="the deployment")
-    parser.add_argument(
-        "--compare", nargs="+", default=[], metavar="FILE", help="several deployments, side by side"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="K=V", help="set a field of the graph, as for serve"
-    )
-    parser.add_argument("--policy", metavar="NAME", help="how a worker is chosen, such as kv or round-robin")
-    parser.add_argument(
-        "--slo-ttft", type=float, metavar="S", help="target for the time to the first token, in seconds"
-    )
-    parser.add_argument(
-        "--slo-itl", type=float, metavar="S", help="target for the mean time between tokens, in seconds"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default 0)")
-    parser.add_argument("--requests", type=int, metavar="N", help="only the first N of a trace")
-    parser.add_argument("--speed", type=float, metavar="X", help="play a trace X times as fast")
-    parser.add_argument(
-        "--rate", type=float, metavar="R", help="play a trace with R requests a second on average"
-    )
-    parser.add_argument(
-        "--hit-ratio",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="share of prompt tokens that a large cache would find, for a trace without prefixes (default 0)",
-    )
-    parser.add_argument("--skip-bad", action="store_true", help="count lines that cannot be read, and go on")
-    parser.add_argument(
-        "--engine-profile",
-        type=Path,
-        metavar="FILE",
-        help="run the simulated engines on a measured profile instead of the roofline",
-    )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="take every step of every engine: far slower, to check results by",
-    )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file, as JSON")
-    parser.add_argument(
-        "--html", type=Path, metavar="OUT", help="write the report with charts; it opens offline"
-    )
+    add_arguments(parser)
+    _add_set(parser, "set a field of the graph, as for serve")
     parser.set_defaults(run=_simulate)
 
 
@@ -341,49 +289,16 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _add_profile(commands: Any) -> None:
+    from penstock.bench.profiling.arguments import add_arguments  # noqa: PLC0415
+
     parser = commands.add_parser(
         "profile",
         help="measure an engine, and fit the latency model to it",
         description="Measure an engine in this process, or an OpenAI-compatible endpoint by URL, and fit the latency"
         " model that the router and the simulator price by.",
     )
-    add = parser.add_argument
-    add("target", metavar="ENGINE_OR_URL", help="paged or mock, or a URL such as http://127.0.0.1:8000")
-    add("--out", type=Path, required=True, metavar="FILE", help="write the profile to this file (JSON)")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="write the page of charts here (default beside --out, .html)",
-    )
-    add(
-        "--model",
-        metavar="M",
-        help="of an engine: a checkpoint's directory or hub name (default: the demo model); of a URL: the name"
-        " as listed there (default: the only one)",
-    )
-    add("--hardware", metavar="NAME", help="what it runs on, such as h100 (default cpu for an engine)")
-    add("--set", action="append", default=[], metavar="K=V", help="set a field of the engine, as for serve")
-    add("--api-key", metavar="KEY", help="sent to a URL as a bearer token")
-    add("--prompt-tokens", metavar="N,N", help="lengths of prompts to measure")
-    add("--contexts", metavar="N,N", help="tokens of context to decode at, and of cached prefixes")
-    add("--batches", metavar="N,N", help="sequences to decode at once")
-    add("--repeats", type=int, metavar="N", help="measurements of each cell (default 7; 3 with --quick)")
-    add(
-        "--held-out",
-        type=int,
-        metavar="N",
-        help="points kept back, of each kind (default 12; 6 with --quick)",
-    )
-    add("--max-seconds", type=float, metavar="S", help="measure no longer (default 900; 40 with --quick)")
-    add(
-        "--request-timeout",
-        type=float,
-        metavar="S",
-        help="of a URL: it has stopped answering when one request takes longer (default 60)",
-    )
-    add("--quick", action="store_true", help="few cells, in less than a minute")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, order and points kept back (default 0)")
+    add_arguments(parser)
+    _add_set(parser, "set a field of the engine, as for serve")
     parser.set_defaults(run=_profile)
 
 

@@ -1,9 +1,5 @@
 """Native against its Python twin, where the properties' sizes do not reach."""
 
-import sys
-import threading
-import time
-
 import numpy as np
 import pytest
 
@@ -49,28 +45,9 @@ def test_the_result_owns_its_memory():
     assert hashes.flags.c_contiguous
 
 
-def test_long_input_lets_other_threads_run(monkeypatch):
-    """With the GIL held, the main thread would see nothing of the call but its end."""
+def test_long_input_lets_other_threads_run(others_run_beside):
     tokens = np.zeros(20_000_000, dtype=np.int32)
-    started, ended = threading.Event(), threading.Event()
-
-    def hash_tokens():
-        started.set()
-        native.block_hashes(tokens, 16, FIRST, {}, DEFAULT_KEY)
-        ended.set()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(60.0)  # no thread is made to give way: it has to do so itself
-    try:
-        thread = threading.Thread(target=hash_tokens)
-        thread.start()
-        started.wait()
-        time.sleep(0.002)
-        seen_running = not ended.is_set()
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert seen_running
+    assert others_run_beside(lambda: native.block_hashes(tokens, 16, FIRST, {}, DEFAULT_KEY))
 
 
 @pytest.mark.parametrize(

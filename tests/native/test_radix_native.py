@@ -1,8 +1,6 @@
 """The native prefix index where the state machine does not reach: sizes, odd input, threads."""
 
-import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -118,29 +116,10 @@ def test_more_copies_than_are_counted():
         tree.check()
 
 
-def test_long_calls_let_other_threads_run():
-    """With the GIL held, the main thread would see nothing of the call but its end."""
+def test_long_calls_let_other_threads_run(others_run_beside):
     tree = RadixTree(None)
     hashes = random_hashes(1_000_000)
-    started, ended = threading.Event(), threading.Event()
-
-    def store():
-        started.set()
-        tree.store(0, hashes)
-        ended.set()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(60.0)  # no thread is made to give way: it has to do so itself
-    try:
-        thread = threading.Thread(target=store)
-        thread.start()
-        started.wait()
-        time.sleep(0.002)
-        seen_running = not ended.is_set()
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert seen_running
+    assert others_run_beside(lambda: tree.store(0, hashes))
 
 
 def test_readers_beside_a_writer_see_whole_events():

@@ -53,15 +53,6 @@ def simulated(tmp_path, *arguments):
     return json.loads(out.read_text())
 
 
-def refusal(capsys, *arguments):
-    code = main(["simulate", *map(str, arguments)])
-    error = capsys.readouterr().err
-    assert code == 2, error
-    assert error.startswith("penstock: ")
-    assert "Traceback" not in error
-    return error
-
-
 def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
     report = simulated(tmp_path, spec, "--graph", SMALL, "--set", "roles.aggregated.replicas=2")
     assert list(report) == [
@@ -341,19 +332,6 @@ def test_adapters_are_asked_for_where_they_are(monkeypatch):
         ConfigError, match=r"roles.aggregated.adapters: the workload asks for 4 of them, and 3 are"
     ):
         deployment.check_adapters(4)
-
-
-def test_a_copied_latent_is_part_of_the_arithmetic(capsys):
-    settings = {
-        "model": "deepseek-r1", "roles.aggregated.hardware": "h200", "roles.aggregated.tensor_parallel": 8,
-        "roles.aggregated.kv_blocks": 50_000,
-    }  # fmt: skip
-    flags = [flag for path, value in settings.items() for flag in ("--set", f"{path}={value}")]
-    error = refusal(capsys, DATA / "mooncake_trace.jsonl", "--graph", SMALL, *flags)
-    assert (
-        "126.9 GB of a device less 84.1 GB of weights, on 8 devices, at 35.1 kB a token on 8 of them each"
-        in error
-    )
 
 
 def test_devices_of_every_parallelism_are_counted(tmp_path):

@@ -107,6 +107,19 @@ def test_what_cannot_be_is_refused_in_a_line(capsys, arguments, message):
     assert any(part in error for part in message.split("|")), error
 
 
+def test_a_copied_latent_is_part_of_the_arithmetic(capsys):
+    settings = {
+        "model": "deepseek-r1", "roles.aggregated.hardware": "h200", "roles.aggregated.tensor_parallel": 8,
+        "roles.aggregated.kv_blocks": 50_000,
+    }  # fmt: skip
+    flags = [flag for path, value in settings.items() for flag in ("--set", f"{path}={value}")]
+    error = refusal(capsys, DATA / "mooncake_trace.jsonl", "--graph", SMALL, *flags)
+    assert (
+        "126.9 GB of a device less 84.1 GB of weights, on 8 devices, at 35.1 kB a token on 8 of them each"
+        in error
+    )
+
+
 def test_absurd_workloads_are_refused(capsys, spec):
     spec.write_text("rate_per_s: -3\nturn: 2\n")
     error = refusal(capsys, spec, "--graph", SMALL)

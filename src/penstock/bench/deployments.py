@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from penstock.bench.arguments import add_directory
 from penstock.bench.curves import TTFT_S, USER_TOKENS_PER_S, curves, describe
 from penstock.bench.goodput import Goodput, Search
 from penstock.bench.report import Report
@@ -41,13 +42,7 @@ _HOUR_S = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--profiles",
-        type=Path,
-        default=Path("examples/profiles"),
-        metavar="DIR",
-        help="the engines' reference tables (default: %(default)s)",
-    )
+    add_directory(parser, "--profiles", "examples/profiles", "the engines' reference tables")
     parser.add_argument(
         "--only",
         default="",

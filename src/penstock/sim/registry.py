@@ -1,12 +1,11 @@
 """Discovery over the simulated network: a registry on a host of its own, with leases that can be lost."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Self
+from collections.abc import Callable
 
 from penstock.core.ids import WorkerId
-from penstock.core.types import Instance, InstanceChange
-from penstock.runtime.discovery.table import InstanceTable, TableCursor
+from penstock.core.types import Instance
+from penstock.runtime.discovery.table import InstanceTable, TableCursor, TableWatch
 from penstock.sim.network import REGISTRY, SimNetwork
 
 _RENEWALS_A_LEASE = 3
@@ -68,33 +67,19 @@ class HostDiscovery:
             wakeup.set()
 
 
-class HostWatch:
-    """What `HostDiscovery.watch` gives. A cancelled wait loses nothing."""
+class HostWatch(TableWatch):
+    """What `HostDiscovery.watch` gives: news take their way through the network."""
 
     def __init__(self, discovery: HostDiscovery, cursor: TableCursor, wakeup: asyncio.Event) -> None:
+        super().__init__(discovery, cursor, wakeup)
         self._discovery = discovery
-        self._cursor = cursor
-        self._wakeup = wakeup
-        self._changes: Iterator[InstanceChange] = iter(())
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> InstanceChange:
-        discovery = self._discovery
-        while not discovery.is_closed:
-            change = next(self._changes, None)
-            if change is not None:
-                return change
-            await self._wakeup.wait()
-            if not discovery.is_closed:
-                await discovery.registry.network.reach(REGISTRY, discovery.host)
-            self._wakeup.clear()
-            self._changes = self._cursor.changes()
-        raise StopAsyncIteration
+    async def _hear(self) -> None:
+        if not self._discovery.is_closed:
+            await self._discovery.registry.network.reach(REGISTRY, self._discovery.host)
 
     def __del__(self) -> None:
-        self._cursor.close()  # an `async for` that was left needs no other end
+        super().__del__()
         self._discovery._wakeups.remove(self._wakeup)
 
 

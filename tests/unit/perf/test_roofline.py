@@ -9,8 +9,9 @@ from penstock.core.errors import ConfigError
 from penstock.core.types import Tier
 from penstock.perf.hardware import HARDWARE, Dtype, find_hardware
 from penstock.perf.latency import Link
-from penstock.perf.roofline import Factors, Parallel, Roofline
+from penstock.perf.roofline import Parallel, Roofline
 from penstock.perf.shape import ModelShape, load_shape, shape_of
+from penstock.testing.ideal import IDEAL
 
 TABLES = json.loads((Path(__file__).parents[2] / "data" / "latency_tables.json").read_text())
 LLAMA_8B = {
@@ -48,22 +49,6 @@ DEEPSEEK_R1 = {
     "max_position_embeddings": 163840,
     "quantization_config": {"quant_method": "fp8"},
 }
-# Nothing but bytes and FLOPs: what can be worked out by hand.
-IDEAL = Factors(
-    gemm=1,
-    gemm_narrow=1,
-    gemm_half_rows=0,
-    attention=1,
-    bandwidth=1,
-    kv_bandwidth=1,
-    collective_bandwidth=1,
-    collective_s=0,
-    attention_s=0,
-    layer_s=0,
-    step_s=0,
-    overlap=64,
-    activation_passes=0,
-)
 
 
 def roofline_of(table: dict) -> Roofline:

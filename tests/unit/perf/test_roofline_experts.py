@@ -5,8 +5,9 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Dtype, Hardware, find_hardware
-from penstock.perf.roofline import Factors, Parallel, Roofline
+from penstock.perf.roofline import Parallel, Roofline
 from penstock.perf.shape import shape_of
+from penstock.testing.ideal import IDEAL
 
 R1 = find_shape("deepseek-r1")
 LAYERS, MOE_LAYERS, HIDDEN = 61, 58, 7168
@@ -16,22 +17,6 @@ ATTENTION = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * (12
 DENSE_LAYERS, GATE, SHARED = 3 * 3 * 7168 * 18432, 7168 * 256, 3 * 7168 * 2048
 HEAD = 129280 * 7168
 ENDLESS = 1e30
-# Nothing but bytes and FLOPs.
-IDEAL = Factors(
-    gemm=1,
-    gemm_narrow=1,
-    gemm_half_rows=0,
-    attention=1,
-    bandwidth=1,
-    kv_bandwidth=1,
-    collective_bandwidth=1,
-    collective_s=0,
-    attention_s=0,
-    layer_s=0,
-    step_s=0,
-    overlap=64,
-    activation_passes=0,
-)
 
 
 def engine(hardware: Hardware | str, dtype: Dtype | None = None, **parallel: int) -> Roofline:

@@ -3,25 +3,14 @@
 import pytest
 
 from penstock.core.types import Tier
+from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import find_hardware
 from penstock.perf.latency import Link
 from penstock.perf.published import publish
 from penstock.perf.roofline import Roofline
-from penstock.perf.shape import shape_of
 from penstock.perf.speculation import price_per_token
 
-SHAPE = shape_of(
-    {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 32,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-    },
-    name="8b",
-)
+SHAPE = find_shape("llama-3.1-8b")
 H100 = find_hardware("h100")
 PLAIN = Roofline(SHAPE, H100)
 STEP = Roofline(SHAPE, H100, tokens_per_step=2.5)

@@ -1,55 +1,18 @@
 """Connections to workers: made, lost, made again, and given up."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
 
-import numpy as np
 from structlog.testing import capture_logs
 
 from penstock.core.errors import ProtocolError
-from penstock.core.hashing import block_hashes
-from penstock.core.types import BlockStored
-from penstock.core.wire import pack_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.member import Condition, WorkerView
+from penstock.router.member import Condition
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster
 from penstock.testing.hand_engine import HandEngine
-
-PROMPT = tuple(range(100, 121))
-HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]
-
-
-def stored(hashes: np.ndarray) -> BlockStored:
-    return BlockStored(block_hashes=pack_hashes(hashes), parent_block_hash=None, block_size=4)
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-Scene = Callable[[MemoryCluster, Dispatcher, dict[str, HandEngine]], Awaitable[None]]
-
-
-def play(scene: Scene, num_workers: int = 3) -> None:
-    async def main() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            engines = {f"w{number}": HandEngine() for number in range(1, num_workers + 1)}
-            for name, engine in engines.items():
-                await cluster.start(name, engine)
-            await asyncio.sleep(0.01)
-            await scene(cluster, dispatcher, engines)
-            dispatcher.check()
-
-    run_virtual(main())
-
-
-def view(dispatcher: Dispatcher, name: str) -> WorkerView:
-    (found,) = (worker for worker in dispatcher.workers() if worker.name == name)
-    return found
+from penstock.testing.scene import HASHES, play, settle, stored, view
 
 
 def test_a_broken_connection_is_made_again_and_content_asked_for_anew():

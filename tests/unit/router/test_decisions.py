@@ -3,55 +3,21 @@
 import asyncio
 import io
 import json
-from collections.abc import Awaitable, Callable
 
 import pytest
 import structlog
 
 from penstock.core import log
 from penstock.core.errors import ConfigError
-from penstock.core.hashing import block_hashes
-from penstock.core.ids import RequestId
-from penstock.core.types import BlockStored, Request, SamplingParams, Tier, WorkerLoad
-from penstock.core.wire import pack_hashes, pack_tokens
-from penstock.router.config import RouterConfig
+from penstock.core.types import BlockStored, Tier, WorkerLoad
+from penstock.core.wire import pack_hashes
+from penstock.router.config import ExplainConfig, RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.explanation import Explanation, LeftOut, RouteReason
 from penstock.router.replay import Replay
-from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster
 from penstock.testing.hand_engine import HandEngine
-
-PROMPT = tuple(range(100, 121))
-HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]
-
-Engines = dict[str, HandEngine]
-Scene = Callable[[MemoryCluster, Dispatcher, Engines], Awaitable[None]]
-
-
-def play(scene: Scene, num_workers: int = 3, **config: object) -> None:
-    async def main() -> None:
-        settings = RouterConfig.parse(config, source="test")
-        async with MemoryCluster() as cluster, cluster.dispatcher(settings) as dispatcher:
-            engines = {f"w{number}": HandEngine() for number in range(1, num_workers + 1)}
-            for name, engine in engines.items():
-                await cluster.start(name, engine)
-            await asyncio.sleep(0.01)
-            await scene(cluster, dispatcher, engines)
-            dispatcher.check()
-
-    run_virtual(main())
-
-
-def make_request(request_id: str, prompt: tuple[int, ...] = PROMPT, session: str | None = None) -> Request:
-    return Request(
-        request_id=RequestId(request_id),
-        model="tiny",
-        token_ids=pack_tokens(prompt),
-        sampling=SamplingParams(max_tokens=9),
-        salt=b"tiny-1",
-        session=session,
-    )
+from penstock.testing.scene import HASHES, PROMPT, Engines, make_request, play
 
 
 async def decide(dispatcher: Dispatcher, request_id: str, *prompt: tuple[int, ...]) -> Explanation:
@@ -97,7 +63,7 @@ def test_who_is_left_out_is_told_as_it_was_then():
         assert dispatcher.explain("a")[0].left_out == decision.left_out, "w2 is gone, w4 in its slot, w1 idle"
         assert dispatcher.explain("a")[0].age_s >= 20
 
-    play(scene, busy_queued_tokens=50)
+    play(scene, config=RouterConfig(busy_queued_tokens=50))
 
 
 def test_a_request_that_moves_has_one_decision_for_each_worker():
@@ -131,7 +97,7 @@ def test_of_many_workers_the_cheapest_are_named_and_whoever_holds_most():
         assert (decision.num_candidates, decision.next_worker) == (9, "w2")
         assert decision.reason is RouteReason.SHORTER_PREFIX
 
-    play(scene, num_workers=9, explain={"candidates_max": 3})
+    play(scene, 9, RouterConfig(explain=ExplainConfig(candidates_max=3)))
 
 
 @pytest.mark.parametrize("bound", [{"decisions_max": 3}, {"bytes_max": 4500}])
@@ -143,7 +109,7 @@ def test_old_decisions_go(bound):
         assert [d.request_id for d in dispatcher.latest_decisions(99)] == ["r6", "r7", "r8"]
         assert dispatcher.explain("r5") == ()
 
-    play(scene, num_workers=2, explain=bound)
+    play(scene, 2, RouterConfig(explain=ExplainConfig(**bound)))
 
 
 @pytest.fixture
@@ -163,7 +129,7 @@ async def traffic(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engin
     for number in range(30):
         prompt = PROMPT[: 5 + number % 16] + (number % 7,) * (number % 5)
         one, other = (
-            make_request(f"a{number}", prompt, f"s{number % 3}"),
+            make_request(f"a{number}", prompt, session=f"s{number % 3}"),
             make_request(f"b{number}", PROMPT[::-1]),
         )
         async with dispatcher.open(one), dispatcher.open(other):
@@ -178,7 +144,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_log_says_all_that_its_decisions_went_by(policy, lines):
-    play(traffic, policy=policy)
+    play(traffic, config=RouterConfig(policy=policy))
     replayed = list(Replay().run(lines()))
     assert len(replayed) == 60
     assert [one.request_id for one in replayed if one.differs] == []
@@ -186,7 +152,7 @@ def test_a_log_says_all_that_its_decisions_went_by(policy, lines):
 
 
 def test_another_policy_says_what_it_would_have_done(lines):
-    play(traffic, policy="round-robin")
+    play(traffic, config=RouterConfig(policy="round-robin"))
     replayed = list(Replay("kv").run(lines()))
     differing = [one for one in replayed if one.differs]
     assert 0 < len(differing) < 60
@@ -198,7 +164,7 @@ def test_another_policy_says_what_it_would_have_done(lines):
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 15, 45), (1.0, 60, 60)])
 def test_a_share_of_the_decisions_is_logged(share, least, most, lines):
-    play(traffic, explain={"logged_share": share})
+    play(traffic, config=RouterConfig(explain=ExplainConfig(logged_share=share)))
     assert least <= len(lines()) <= most
 
 

@@ -3,82 +3,35 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
 import pytest
 
 from penstock.core.errors import Unavailable
-from penstock.core.hashing import block_hashes
-from penstock.core.ids import RequestId
 from penstock.core.types import (
     AllBlocksCleared,
     BlockRemoved,
-    BlockStored,
     CardFile,
     EngineInfo,
     FinishReason,
     InstanceState,
     Request,
     Role,
-    SamplingParams,
     WorkerLoad,
 )
-from penstock.core.wire import pack_hashes, pack_tokens
+from penstock.core.wire import pack_hashes
 from penstock.router.chooser import Chooser
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.explanation import RouteReason
-from penstock.router.member import Condition, WorkerView
+from penstock.router.member import Condition
 from penstock.seams import RoutingContext
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, small_card
 from penstock.testing.hand_engine import HandEngine
+from penstock.testing.scene import HASHES, PROMPT, make_request, play, settle, stored, view
 from penstock.worker.config import WorkerConfig
-
-PROMPT = tuple(range(100, 121))
-HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]
-
-
-def make_request(request_id: str = "r", prompt: tuple[int, ...] = PROMPT) -> Request:
-    return Request(
-        request_id=RequestId(request_id),
-        model="tiny",
-        token_ids=pack_tokens(prompt),
-        sampling=SamplingParams(max_tokens=9),
-        salt=b"tiny-1",
-    )
-
-
-def stored(hashes: np.ndarray) -> BlockStored:
-    return BlockStored(block_hashes=pack_hashes(hashes), parent_block_hash=None, block_size=4)
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-Scene = Callable[[MemoryCluster, Dispatcher, dict[str, HandEngine]], Awaitable[None]]
-
-
-def play(scene: Scene, num_workers: int = 3, config: RouterConfig | None = None) -> None:
-    async def main() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
-            engines = {f"w{number}": HandEngine() for number in range(1, num_workers + 1)}
-            for name, engine in engines.items():
-                await cluster.start(name, engine)
-            await asyncio.sleep(0.01)
-            await scene(cluster, dispatcher, engines)
-            dispatcher.check()
-
-    run_virtual(main())
-
-
-def view(dispatcher: Dispatcher, name: str) -> WorkerView:
-    (found,) = (worker for worker in dispatcher.workers() if worker.name == name)
-    return found
 
 
 async def route(dispatcher: Dispatcher, request: Request) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from penstock.bench.arguments import add_directory
 from penstock.bench.policies.arena import Arena, Files, Results, default_jobs
 from penstock.bench.policies.cells import DEPLOYMENTS, Effort, all_cells, select
 from penstock.bench.policies.ledger import Ledger
@@ -71,20 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
     )
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw mean TTFT by load as SVG")
-    parser.add_argument(
-        "--examples",
-        type=Path,
-        default=Path("examples"),
-        metavar="DIR",
-        help="graphs and profiles (default %(default)s)",
-    )
-    parser.add_argument(
-        "--baselines",
-        type=Path,
-        default=Path("benchmarks"),
-        metavar="DIR",
-        help="where the package `baselines` is (default %(default)s)",
-    )
+    add_directory(parser, "--examples", "examples", "graphs and profiles")
+    add_directory(parser, "--baselines", "benchmarks", "where the package `baselines` is")
 
 
 def run(options: argparse.Namespace) -> Report:

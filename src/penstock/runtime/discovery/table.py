@@ -7,7 +7,7 @@ by the number of instances however slow its reader is, and quick changes in betw
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Self
+from typing import Protocol, Self
 
 from penstock.core.errors import Overloaded
 from penstock.core.ids import WorkerId
@@ -119,11 +119,19 @@ class TableCursor:
         self._table._wakeups.pop(self, None)
 
 
+class WatchOwner(Protocol):
+    """Whose end is the end of its watches."""
+
+    @property
+    def is_closed(self) -> bool: ...
+
+
 class TableWatch:
     """The iterator that `Discovery.watch` gives. A cancelled wait loses nothing: take the next change later."""
 
-    def __init__(self, table: InstanceTable, cursor: TableCursor, wakeup: asyncio.Event) -> None:
-        self._table = table
+    def __init__(self, owner: "WatchOwner", cursor: TableCursor, wakeup: asyncio.Event) -> None:
+        """Follow a cursor until the owner is closed; `wakeup` is set when either may have news."""
+        self._owner = owner
         self._cursor = cursor
         self._wakeup = wakeup
         self._changes: Iterator[InstanceChange] = iter(())
@@ -132,14 +140,18 @@ class TableWatch:
         return self
 
     async def __anext__(self) -> InstanceChange:
-        while not self._table.is_closed:
+        while not self._owner.is_closed:
             change = next(self._changes, None)
             if change is not None:
                 return change
             await self._wakeup.wait()
+            await self._hear()
             self._wakeup.clear()
             self._changes = self._cursor.changes()
         raise StopAsyncIteration
+
+    async def _hear(self) -> None:
+        """Wait until the news are here; in one process they are at once."""
 
     def __del__(self) -> None:
         self._cursor.close()  # an `async for` that was left needs no other end
