@@ -35,6 +35,14 @@ nb::list take_changes(Pool& pool) {
     return changes;
 }
 
+nb::list make_room(Pool& pool, std::size_t count) {
+    nb::list given_up;
+    for (const GivenUp& gone : pool.make_room(count)) {
+        given_up.append(nb::make_tuple(gone.ids, as_bytes(gone.hashes), gone.parent));
+    }
+    return given_up;
+}
+
 nb::dict references(const Pool& pool) {
     nb::dict held;
     for (const auto& [id, count] : pool.references()) {
@@ -61,6 +69,7 @@ void bind_pool(nb::module_& module) {
         .def("match", [](const Pool& pool, const Hashes& hashes) { return pool.match(as_span(hashes)); }, "hashes"_a)
         .def("count_idle", [](const Pool& pool, const Ids& ids) { return pool.count_idle(ids); }, "ids"_a)
         .def("acquire", [](Pool& pool, const Ids& ids) { pool.acquire(ids); }, "ids"_a)
+        .def("make_room", &make_room, "count"_a)
         .def("allocate", &Pool::allocate, "count"_a)
         .def("release", [](Pool& pool, const Ids& ids) { pool.release(ids); }, "ids"_a)
         .def(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <ranges>
 #include <string>
 
 namespace penstock {
@@ -98,13 +99,35 @@ void Pool::acquire(std::span<const BlockId> ids) {
     }
 }
 
+std::vector<GivenUp> Pool::make_room(std::size_t count) {
+    std::vector<GivenUp> given_up;
+    if (count > num_available() || count <= num_without_eviction()) {
+        return given_up;
+    }
+    count -= num_without_eviction();
+    std::vector<BlockId> victims;
+    for (BlockId id = first_idle_; victims.size() < count; id = at(id).after) {
+        victims.push_back(id);
+    }
+    for (const BlockId id : std::views::reverse(victims)) {  // of one sequence the first block is unused for the least time
+        const Block& block = at(id);
+        if (given_up.empty() || !block.has_parent || block.parent != given_up.back().hashes.back().low) {
+            given_up.push_back({{}, {}, block.has_parent ? std::optional(block.parent) : std::nullopt});
+        }
+        given_up.back().ids.push_back(id);
+        given_up.back().hashes.push_back(block.hash);
+    }
+    std::ranges::reverse(given_up);
+    evict(count);
+    return given_up;
+}
+
 std::optional<std::vector<BlockId>> Pool::allocate(std::size_t count) {
     if (count > num_available()) {
         return std::nullopt;
     }
-    const std::size_t without_eviction = num_available() - num_idle_;
-    if (count > without_eviction) {
-        evict(count - without_eviction);
+    if (count > num_without_eviction()) {
+        evict(count - num_without_eviction());
     }
     std::vector<BlockId> ids(count);
     for (BlockId& id : ids) {
@@ -154,8 +177,11 @@ void Pool::commit(std::span<const BlockId> ids, std::span<const Hash> hashes, st
         if (block.is_cached || block.references == 0) {
             throw Broken(name(id) + " was committed before, or is held by nobody");
         }
+        const auto before = index > 0 ? std::optional(hashes[index - 1].low) : parent;
         block.hash = hashes[index];
         block.is_cached = true;
+        block.has_parent = before.has_value();
+        block.parent = before.value_or(0);
         index_.insert(block.hash, id);
     }
     tell_stored(hashes, run_begin, hashes.size(), parent);

@@ -33,6 +33,13 @@ struct Change {
     std::vector<std::uint64_t> hashes;
 };
 
+// Blocks that went to make room, each the parent of the next; their content is in place until they are written to.
+struct GivenUp {
+    std::vector<BlockId> ids;
+    std::vector<Hash> hashes;
+    std::optional<std::uint64_t> parent;  // low half of the block before the first
+};
+
 // Finds blocks by their hash: open addressing with linear probing, never more than half full.
 //
 // A slot holds 32 bits of the hash, which say where it belongs and are all that most probes read, and a block's id.
@@ -107,6 +114,9 @@ class Pool {
     // Reference blocks once more each. Throws Broken at one that is free.
     void acquire(std::span<const BlockId> ids);
 
+    // Have as many free blocks, if there are as many available; gives what went for it, the chain unused for longest first.
+    std::vector<GivenUp> make_room(std::size_t count);
+
     // Take blocks with one reference each, evicting as needed; nothing if there are not as many.
     std::optional<std::vector<BlockId>> allocate(std::size_t count);
 
@@ -138,8 +148,10 @@ class Pool {
         Hash hash{};
         std::int32_t references = 0;
         bool is_cached = false;
+        bool has_parent = false;
         BlockId before = kNone;  // in the idle list
         BlockId after = kNone;
+        std::uint64_t parent = 0;
 
         bool is_idle() const { return references == 0 && is_cached; }
     };
@@ -149,6 +161,7 @@ class Pool {
     BlockId find(Hash hash) const;
     void append_idle(BlockId id);
     void unlink_idle(BlockId id);
+    std::size_t num_without_eviction() const { return num_available() - num_idle_; }
     void evict(std::size_t count);
     void tell_stored(std::span<const Hash> hashes, std::size_t begin, std::size_t end,
                      std::optional<std::uint64_t> parent);

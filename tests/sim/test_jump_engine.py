@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types import Request, SamplingParams, Tier
 from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.hardware import find_hardware
 from penstock.perf.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.roofline import Factors, Parallel, Roofline
 from penstock.perf.shape import shape_of
 from penstock.perf.speculation import price_per_token
 from penstock.sim.engine import JumpEngine
@@ -33,6 +33,18 @@ WIDE = Roofline(shape_of(SHAPE, name="8b-wide"), find_hardware("h100"), Parallel
 SPECULATIVE = price_per_token(
     Roofline(shape_of(SHAPE, name="8b"), find_hardware("h100"), tokens_per_step=1.8)
 )
+
+
+def with_storage(host, disk=5e9, objects=1e9):
+    rates = {Tier.HOST: host, Tier.DISK: disk, Tier.OBJECT: objects}
+    return Roofline(
+        shape_of(SHAPE, name="8b"), find_hardware("h100"), factors=Factors(storage_bytes_per_s=rates)
+    )
+
+
+SLOW_HOST = with_storage(10e9)  # computing takes hardly longer than fetching
+QUICK_TIERS = with_storage(40e9, 30e9, 20e9)
+NO_USE = with_storage(1e9)
 PROFILED = ProfiledModel(
     Profile(
         engine="test",
@@ -117,9 +129,12 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=()):
 
 def both(
     latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0,
-    disturb=lambda _: (), **fields,
+    disturb=lambda _: (), lower_blocks=(), **fields,
 ):  # fmt: skip
-    info = RunnerInfo(num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16)
+    info = RunnerInfo(
+        num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16,
+        lower_blocks=lower_blocks,
+    )  # fmt: skip
     scheduler = scheduler or SchedulerConfig(max_batch_tokens=512, max_running_requests=64)
     work = list(requests(seed, count, **fields))
     streams = {f"r{number}": item[3] for number, item in enumerate(work)}
@@ -142,7 +157,9 @@ def assert_equal(exact, jump):
     assert times.keys() == jumped.keys()
     for name, expected in times.items():
         assert jumped[name] == pytest.approx(expected, rel=1e-3), name
-    for column in ("preemptions", "prefix_hit_tokens", "active_blocks", "cached_blocks"):
+    for column in (
+        "preemptions", "prefix_hit_tokens", "active_blocks", "cached_blocks", "onboarded_tokens", "steps",
+    ):  # fmt: skip
         assert getattr(jumped_load, column) == getattr(load, column), column
 
 
@@ -190,6 +207,63 @@ def test_they_agree_where_a_prompt_runs_on_one_of_several_ranks():
     scheduler = SchedulerConfig.of_ranks(8, max_batch_tokens=128, max_running_requests=6)
     exact, jump = both(WIDE, scheduler=scheduler, input_tokens=900, output_tokens=60, num_blocks=4096)
     assert_equal(exact, jump)
+
+
+HOST = ((Tier.HOST, 2048),)
+SHARED = {
+    "input_tokens": 200, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20, "rate_per_s": 12.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_they_agree_where_the_host_holds_what_the_device_gave_up(seed):
+    exact, jump = both(H100, seed=seed, lower_blocks=HOST, **SHARED)
+    assert_equal(exact, jump)
+    (without, _) = both(H100, seed=seed, **SHARED)
+    assert exact[1].onboarded_tokens[0] > 20_000
+    assert exact[1].prefix_hit_tokens > without[1].prefix_hit_tokens + 20_000
+    assert exact[1].prefilled_tokens < without[1].prefilled_tokens - 20_000
+    ttft_s = [np.mean([first for first, *_ in times.values()]) for times, _ in (exact, without)]
+    assert ttft_s[0] < ttft_s[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_they_agree_on_three_lower_tiers_that_all_run_full(seed):
+    lower = ((Tier.HOST, 300), (Tier.DISK, 500), (Tier.OBJECT, 600))
+    exact, jump = both(QUICK_TIERS, seed=seed, lower_blocks=lower, num_blocks=300, **SHARED)
+    assert_equal(exact, jump)
+    assert all(tokens > 2000 for tokens in exact[1].onboarded_tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_they_agree_where_fetches_are_slow_and_blocks_run_out(seed):
+    fields = SHARED | {"output_tokens": 300, "rate_per_s": 20.0}
+    exact, jump = both(SLOW_HOST, seed=seed, lower_blocks=HOST, num_blocks=300, count=100, **fields)
+    assert_equal(exact, jump)
+    assert exact[1].onboarded_tokens[0] > 10_000
+    assert exact[1].preemptions > 3
+
+
+def test_they_agree_when_requests_are_aborted_while_their_prefix_comes():
+    exact, jump = both(SLOW_HOST, abort_every=3, lower_blocks=HOST, **SHARED)
+    for name, times in exact[0].items():
+        if times != ("aborted",):
+            assert jump[0][name] == pytest.approx(times, rel=1e-3), name
+    assert exact[1].onboarded_tokens == jump[1].onboarded_tokens
+
+
+def test_they_agree_on_a_host_that_stops_and_slows_down_while_prefixes_come():
+    exact, jump = both(SLOW_HOST, disturb=disturbed, lower_blocks=HOST, **SHARED)
+    assert_equal(exact, jump)
+    assert exact[1].onboarded_tokens[0] > 10_000
+
+
+def test_what_takes_longer_to_fetch_than_to_compute_is_computed():
+    exact, jump = both(NO_USE, lower_blocks=HOST, **SHARED)
+    assert_equal(exact, jump)
+    assert exact[1].onboarded_tokens == (0, 0, 0)
+    without, _ = both(NO_USE, **SHARED)
+    assert exact[0] == without[0]
 
 
 def set_factor(pace, factor):

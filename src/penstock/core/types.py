@@ -153,6 +153,8 @@ class WorkerLoad(Wire, frozen=True):
     The `peer` figures are of the other frontends that are connected (`peers` of them): their requests that have not ended,
     what these had to compute, by their routers' expectation, as long as they have no token (and the pairs of one
     of these tokens and one that it attends to), and how many it has taken of them since its start.
+    `onboarded_tokens`, by the engine again: those that requests found in each `Tier` beneath the device when they were
+    first taken in, host first; empty where there is no such tier.
     """
 
     running_requests: int = 0
@@ -173,6 +175,7 @@ class WorkerLoad(Wire, frozen=True):
     peer_prefill_tokens: int = 0
     peer_prefill_pairs: int = 0
     peer_arrivals: int = 0
+    onboarded_tokens: tuple[int, ...] = ()
 
 
 class Step(Wire, frozen=True):

@@ -16,7 +16,9 @@ from penstock.engine.runner import Runner, end_tokens_within
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import SequenceLimits, StepPlan
+from penstock.kv.onboarding import Mover
 from penstock.kv.pool import BlockPool
+from penstock.kv.tiers import TieredPool
 
 _log = get_logger()
 
@@ -29,12 +31,26 @@ class BatchedEngine:
     """
 
     def __init__(
-        self, runner: Runner, config: SchedulerConfig | None = None, *, hash_key: bytes = DEFAULT_KEY
+        self,
+        runner: Runner,
+        config: SchedulerConfig | None = None,
+        *,
+        hash_key: bytes = DEFAULT_KEY,
+        mover: Mover | None = None,
     ) -> None:
+        """Start nothing.
+
+        Args:
+            runner: computes the steps.
+            config: the scheduler's.
+            hash_key: of the deployment's block hashes.
+            mover: copies blocks between tiers; needed where the runner has any beneath the device.
+        """
         self._runner = runner
+        self._mover = mover
         self._config = config or SchedulerConfig()
         self._hash_key = hash_key
-        self._started: tuple[EngineInfo, BlockPool, Scheduler] | None = None
+        self._started: tuple[EngineInfo, BlockPool | TieredPool, Scheduler] | None = None
         self._wake = asyncio.Event()
         self._closed = False
         self._failed_steps = 0  # in a row
@@ -55,9 +71,9 @@ class BatchedEngine:
             vocab_size=runner.vocab_size,
             hash_key=self._hash_key,
         )
-        pool = BlockPool(runner.num_blocks, runner.block_size)
+        pool, onboarding = runner.make_pool(self._mover, self._wake.set)
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
-        scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids)
+        scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, onboarding=onboarding)
         info = EngineInfo(
             block_size=runner.block_size,
             total_blocks=runner.num_blocks,
@@ -84,6 +100,7 @@ class BatchedEngine:
 
     def abort(self, request_id: RequestId) -> None:
         self.scheduler.abort(request_id)
+        self._wake.set()  # what it held may be what another waits for
 
     async def steps(self) -> AsyncIterator[Step]:
         """Yield what each step changed, until `close`.
@@ -163,7 +180,7 @@ class BatchedEngine:
         return self._started[2]
 
     @property
-    def pool(self) -> BlockPool:
+    def pool(self) -> BlockPool | TieredPool:
         """The engine's blocks; for tests and reports."""
         assert self._started is not None, "used before start"
         return self._started[1]

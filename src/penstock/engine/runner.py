@@ -5,7 +5,7 @@ where they differ. It owns the model and the memory of the blocks, and knows nei
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.log import get_logger
+from penstock.core.types import Tier
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
+from penstock.kv.onboarding import Mover, Onboarding
+from penstock.kv.pool import BlockPool
+from penstock.kv.tiers import TieredPool
 
 _log = get_logger()
 
@@ -23,7 +27,8 @@ _log = get_logger()
 class RunnerInfo:
     """What a runner says once its model is loaded.
 
-    `context_length` is the model's own limit; the engine lowers it to what `num_blocks` can hold.
+    `context_length` is the model's own limit; the engine lowers it to what `num_blocks` can hold. `lower_blocks` are
+    those of each tier beneath the device, nearest first.
     """
 
     num_blocks: int
@@ -32,6 +37,24 @@ class RunnerInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     kv_bytes_per_block: int = 0
+    lower_blocks: tuple[tuple[Tier, int], ...] = ()
+
+    def make_pool(
+        self, mover: Mover | None, on_arrival: Callable[[], None]
+    ) -> tuple[BlockPool | TieredPool, Onboarding | None]:
+        """Make the pool of an engine of this kind, and with lower tiers what brings their blocks back.
+
+        Args:
+            mover: copies blocks between tiers; needed where there are several.
+            on_arrival: called when a request's prefix has come from a lower tier.
+        """
+        device = BlockPool(self.num_blocks, self.block_size)
+        if not self.lower_blocks:
+            return device, None
+        assert mover is not None, "an engine with lower tiers moves blocks between them"
+        lower = [BlockPool(count, self.block_size, tier=tier) for tier, count in self.lower_blocks]
+        pool = TieredPool(device, lower, mover)
+        return pool, Onboarding(pool, mover, on_arrival)
 
 
 def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types import Delta, FinishReason, Request, Step, WorkerLoad
+from penstock.core.types import Delta, FinishReason, Request, Step, Tier, WorkerLoad
 from penstock.core.wire import PackedTokens
 from penstock.engine.queue import WaitingQueue
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
 from penstock.engine.slots import Int32s, Slots
+from penstock.kv.onboarding import Onboarding
 from penstock.kv.pool import BlockPool
+from penstock.kv.tiers import TierBlocks, TieredPool
 
 
 class Scheduler:
@@ -36,13 +38,24 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: BlockPool | TieredPool,
         limits: SequenceLimits,
         config: SchedulerConfig,
         *,
         eos_token_ids: Iterable[int] = (),
+        onboarding: Onboarding | None = None,
     ) -> None:
+        """Begin empty.
+
+        Args:
+            pool: the engine's.
+            limits: what every request must keep to.
+            config: how much is taken on at once.
+            eos_token_ids: what ends an answer.
+            onboarding: of the same pool; None where it has no tiers beneath the device.
+        """
         self._pool = pool
+        self._onboarding = onboarding
         self._limits = limits
         self._config = config
         is_eos = np.zeros(limits.vocab_size, dtype=np.bool_)
@@ -97,9 +110,12 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Choose what to compute next; None while there is nothing to do (`take_step` may still have something)."""
         self.check_between_steps()
+        self._take_arrived()
         table = self.table
         slots = self._slots.running_array()
         remaining = table.num_tokens[slots] - table.num_computed[slots]
+        if self._onboarding is not None:
+            remaining[self._is_onboarding(slots)] = 0
         num_new = self._share_budget(remaining)
         kept = self._grow(slots, num_new)
         if kept == len(slots):
@@ -167,6 +183,9 @@ class Scheduler:
         table, pool = self.table, self._pool
         running = self._slots.running_array()
         remaining = table.num_tokens[running] - table.num_computed[running]
+        if self._onboarding is not None:
+            fetched = table.num_tokens[running] - table.num_blocks[running] * self._limits.block_size
+            remaining = np.where(self._is_onboarding(running), fetched, remaining)
         return WorkerLoad(
             running_requests=len(running),
             waiting_requests=len(self._waiting),
@@ -180,6 +199,7 @@ class Scheduler:
             prefilled_tokens=self._prefilled_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             generated_tokens=self._generated_tokens,
+            onboarded_tokens=() if self._onboarding is None else self._onboarding.tokens,
         )
 
     def check(self) -> None:
@@ -187,6 +207,8 @@ class Scheduler:
         self._pool.check()
         self._slots.check()
         self._waiting.check()
+        if self._onboarding is not None:
+            self._onboarding.check()
         assert self._slots.holders() == self._pool.references(), (
             "sequences hold other blocks than the pool thinks"
         )
@@ -250,17 +272,22 @@ class Scheduler:
             cacheable = (known - 1) // size  # the last token is always computed: it is sampled from
             sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
             hits = self._pool.match(sequence.block_hashes[:cacheable])
-            needed = known // size + 1 - len(hits)
-            room = self._pool.num_available - self._pool.count_idle(hits)
+            runs = self._worth_fetching(sequence, hits)
+            held = hits + [block_id for run in runs if run.tier is Tier.DEVICE for block_id in run.block_ids]
+            needed = known // size + 1 - len(held)
+            room = self._pool.num_available - self._pool.count_idle(held)
             if needed + reserved > room:
                 self._head_blocked = True
                 break
-            count = min(budget, self._config.prompt_budget, known - len(hits) * size)
-            slot = self._take_in(sequence, hits, count)
+            if runs:
+                slot = self._take_in_to_onboard(sequence, hits, runs)
+            else:
+                count = min(budget, self._config.prompt_budget, known - len(hits) * size)
+                slot = self._take_in(sequence, hits, count)
+                budget -= count
+                slots.append(slot)
+                counts.append(count)
             reserved += 1 + known // size + 1 - int(self.table.num_blocks[slot])
-            budget -= count
-            slots.append(slot)
-            counts.append(count)
         return slots, counts
 
     def _blocks_reserved(self) -> int:
@@ -274,16 +301,20 @@ class Scheduler:
     def _take_in(self, sequence: Sequence, hits: list[BlockId], num_new: int) -> int:
         """Give a waiting request a slot, the cached blocks it hits, and blocks for its first tokens."""
         cached = len(hits) * self._limits.block_size
+        slot = self._seat(sequence, hits, cached)
+        block_ids = self._pool.allocate(self._limits.blocks_for(cached + num_new) - len(hits))
+        assert block_ids is not None, "admitted without room"
+        self._slots.add_blocks(slot, block_ids)
+        return slot
+
+    def _seat(self, sequence: Sequence, hits: list[BlockId], cached: int) -> int:
+        """Give a waiting request a slot and the blocks that the device has of it; `cached` tokens it need not compute."""
         self._prefix_hit_tokens += cached
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(cached, sequence.num_prompt)
         self._waiting.remove(sequence)
         self._pool.acquire(hits)
-        slot = self._slots.seat(sequence, hits)
-        block_ids = self._pool.allocate(self._limits.blocks_for(cached + num_new) - len(hits))
-        assert block_ids is not None, "admitted without room"
-        self._slots.add_blocks(slot, block_ids)
-        return slot
+        return self._slots.seat(sequence, hits)
 
     def _preempt(self, slot: int) -> None:
         """Put a running request back to the front of the queue; its blocks stay cached for as long as they can."""
@@ -291,6 +322,43 @@ class Scheduler:
         self._vacate(slot)
         self._waiting.push_front(sequence)
         self._preemptions += 1
+
+    # ---- lower tiers ----------------------------------------------------------------------------------
+
+    def _worth_fetching(self, sequence: Sequence, hits: list[BlockId]) -> list[TierBlocks]:
+        """Find what to bring into the device for a waiting request before it is computed."""
+        if self._onboarding is None:
+            return []
+        known = len(sequence.token_ids)
+        cacheable = (known - 1) // self._limits.block_size
+        return self._onboarding.worth(sequence.block_hashes[:cacheable], hits, known)
+
+    def _take_in_to_onboard(self, sequence: Sequence, hits: list[BlockId], runs: list[TierBlocks]) -> int:
+        """Give a waiting request a slot, and begin to fetch what lower tiers have of it; until then it only holds blocks."""
+        assert self._onboarding is not None, "found runs"
+        size = self._limits.block_size
+        if sequence.cached_tokens is None:
+            self._onboarding.count(runs, sequence.num_prompt - len(hits) * size)
+        cached = (len(hits) + sum(len(run.block_ids) for run in runs)) * size
+        slot = self._seat(sequence, hits, cached)
+        self._slots.add_blocks(slot, self._onboarding.begin(sequence.request.request_id, runs))
+        return slot
+
+    def _take_arrived(self) -> None:
+        """Publish what was fetched; those it was for are computed from there on."""
+        if self._onboarding is None:
+            return
+        for request_id in self._onboarding.take_arrived():
+            slot = self._by_id[request_id].slot
+            assert slot is not None, "it runs"
+            self.table.num_computed[slot] = self.table.num_blocks[slot] * self._limits.block_size
+            self._publish(np.array([slot], dtype=np.int32))
+
+    def _is_onboarding(self, slots: Int32s) -> NDArray[np.bool_]:
+        """Mask those that wait for their prefix."""
+        assert self._onboarding is not None, "asked only where there are lower tiers"
+        is_under_way, ids = self._onboarding.is_under_way, self._slots.request_ids
+        return np.array([is_under_way(ids[slot]) for slot in slots.tolist()], dtype=np.bool_)
 
     # ---- outcomes -------------------------------------------------------------------------------------
 
@@ -371,6 +439,8 @@ class Scheduler:
 
     def _vacate(self, slot: int) -> None:
         """Give a slot and its blocks back."""
+        if self._onboarding is not None:
+            self._onboarding.cancel(self._slots.request_ids[slot])
         self._pool.release(self._slots.vacate(slot))
         self._head_blocked = False
 

@@ -5,7 +5,7 @@ nobody, to be evicted when free ones run out). The states are kept by a native c
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,18 @@ from penstock.kv.pool_twin import Change, ChangeKind, PoolTwin
 
 if TYPE_CHECKING:
     from penstock._native import Pool
+
+
+class GivenUp(NamedTuple):
+    """Blocks that went to make room, each the parent of the next. Their content is in place until they are written to.
+
+    block_hashes: (n, 2) uint64
+    parent:       low64 of the block before the first, None at the root
+    """
+
+    block_ids: list[BlockId]
+    block_hashes: HashArray
+    parent: int | None
 
 
 class BlockPool:
@@ -57,6 +69,11 @@ class BlockPool:
         self._states = _make_states(num_blocks, eviction if eviction is not None else Lru())
 
     @property
+    def tiers(self) -> "tuple[BlockPool, ...]":
+        """This pool; it stands alone."""
+        return (self,)
+
+    @property
     def num_available(self) -> int:
         """How many blocks `allocate` can give: free ones and idle ones."""
         return self._states.num_available
@@ -86,6 +103,17 @@ class BlockPool:
     def acquire(self, block_ids: Sequence[BlockId]) -> None:
         """Reference blocks that `match` found, once more each."""
         self._states.acquire(block_ids)
+
+    def make_room(self, count: int) -> list[GivenUp]:
+        """Have at least `count` free blocks, if as many are available.
+
+        Returns:
+            What went for it, the chain unused for longest first; `allocate` alone would not tell.
+        """
+        return [
+            GivenUp(block_ids, np.frombuffer(hashes, dtype="<u8").reshape(-1, 2), parent)
+            for block_ids, hashes, parent in self._states.make_room(count)
+        ]
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """Take `count` blocks with one reference each, evicting idle ones as needed; None if there are not as many."""

@@ -14,6 +14,7 @@ from penstock.core.wire import HashArray
 from penstock.kv.eviction import EvictionPolicy
 
 _LOW64_BYTES = 8
+_HASH_BYTES = 16
 
 
 class ChangeKind(IntEnum):
@@ -27,6 +28,9 @@ class ChangeKind(IntEnum):
 Change = tuple[int, bytes, int | None]
 """(kind, packed low64 of its hashes, parent: low64 of the block before a stored run)."""
 
+GivenUp = tuple[list[BlockId], bytes, int | None]
+"""(blocks that went to make room, each the parent of the next; their hashes of 16 bytes; parent of the first)."""
+
 
 class PoolTwin:
     """Reference-counted blocks with a prefix cache; `BlockPool` says what each method is for.
@@ -39,6 +43,7 @@ class PoolTwin:
         self._eviction = eviction
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._parent_of: list[int | None] = [None] * num_blocks
         self._by_hash: dict[bytes, BlockId] = {}
         self._free = [BlockId(index) for index in reversed(range(num_blocks))]
         self._idle: OrderedDict[BlockId, None] = OrderedDict()  # longest unused first
@@ -76,6 +81,19 @@ class PoolTwin:
                     raise AssertionError(f"block {block_id} is free: only what match found can be acquired")
                 del self._idle[block_id]
             self._references[block_id] += 1
+
+    def make_room(self, count: int) -> list[GivenUp]:
+        if not len(self._free) < count <= self.num_available:
+            return []
+        chains: list[GivenUp] = []
+        for block_id, key in reversed(self._evict(count - len(self._free))):
+            parent = self._parent_of[block_id]
+            if chains and parent == int.from_bytes(chains[-1][1][-_HASH_BYTES:][:_LOW64_BYTES], "little"):
+                ids, keys, first_parent = chains[-1]
+                chains[-1] = ([*ids, block_id], keys + key, first_parent)
+            else:
+                chains.append(([block_id], key, parent))
+        return chains[::-1]
 
     def allocate(self, count: int) -> list[BlockId] | None:
         if count > self.num_available:
@@ -116,6 +134,7 @@ class PoolTwin:
                     raise AssertionError(f"block {block_id} was committed before, or is held by nobody")
                 self._by_hash[key] = block_id
                 self._hash_of[block_id] = key
+                self._parent_of[block_id] = int(hashes[index - 1, 0]) if index else parent
         self._tell_stored(hashes, run_start, len(keys), parent)
 
     def reset(self) -> None:
@@ -158,12 +177,13 @@ class PoolTwin:
         named = sum(key is not None for key in self._hash_of)
         assert named == len(self._by_hash), f"{len(self._by_hash)} hashes name {named} blocks"
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int) -> list[tuple[BlockId, bytes]]:
         victims = self._eviction.victims(self._idle.keys(), count)
         if len(victims) != count or not self._idle.keys() >= set(victims) or len(set(victims)) != count:
             raise AssertionError(
                 f"{type(self._eviction).__name__}.victims: must give {count} different candidates, got {victims}"
             )
+        gone = []
         for block_id in victims:
             del self._idle[block_id]
             key = self._hash_of[block_id]
@@ -172,6 +192,8 @@ class PoolTwin:
             self._hash_of[block_id] = None
             self._free.append(block_id)
             self._removed.append(key[:_LOW64_BYTES])
+            gone.append((block_id, key))
+        return gone
 
     def _tell_stored(self, hashes: HashArray, start: int, end: int, parent: int | None) -> None:
         if start == end:

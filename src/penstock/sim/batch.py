@@ -68,6 +68,8 @@ class Batch:
         """Oldest arrival first."""
         self.prefilling: list[SimSequence] = []
         """Those of them whose prompt is not computed yet, oldest arrival first."""
+        self.onboarding: list[SimSequence] = []
+        """Those whose prompt is computed once its prefix has come from lower tiers."""
         self.tick = 0
         self._size = block_size
         self._context = 0  # over the decoding: known - joined
@@ -106,6 +108,16 @@ class Batch:
         insort(self.running, sequence, key=_arrival)
         insort(self.prefilling, sequence, key=_arrival)
 
+    def admit_to_onboard(self, sequence: SimSequence) -> None:
+        """Take a sequence in, to wait for its prefix."""
+        insort(self.running, sequence, key=_arrival)
+        self.onboarding.append(sequence)
+
+    def has_arrived(self, sequence: SimSequence) -> None:
+        """Have the rest of its prompt computed."""
+        self.onboarding.remove(sequence)
+        insort(self.prefilling, sequence, key=_arrival)
+
     def join(self, sequence: SimSequence) -> None:
         """Have a sequence decode from now on: its prompt has given the first token."""
         self.prefilling.remove(sequence)
@@ -119,7 +131,7 @@ class Batch:
         """Take a sequence out; `known` is what it has now, and `computed` one less where it decoded."""
         self.running.remove(sequence)
         if sequence.joined is None:
-            self.prefilling.remove(sequence)
+            (self.onboarding if sequence in self.onboarding else self.prefilling).remove(sequence)
             return
         del self._phases[bisect_left(self._phases, (self._begins_at(sequence), sequence.arrival))]
         self._context -= sequence.known - sequence.joined
@@ -148,7 +160,10 @@ class Batch:
             "phases: of all that decode"
         )
         assert self._context == sum(s.known - (s.joined or 0) for s in decoding), "context: summed up"
-        assert [s for s in self.running if s.joined is None] == self.prefilling, "prefilling: the others"
+        others = sorted(self.prefilling + self.onboarding, key=_arrival)
+        assert [s for s in self.running if s.joined is None] == others, (
+            "prefilling and onboarding: the others"
+        )
         arrivals = [s.arrival for s in self.running]
         assert arrivals == sorted(arrivals), "running: oldest first"
         assert {s for *_, s in self._ends} >= {s for s in decoding if not s.is_aborted}, "ends: of all"

@@ -14,8 +14,8 @@ from penstock.core.ids import RequestId
 from penstock.core.types import EngineInfo, Request, Step, WorkerLoad
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.kv.pool import BlockPool
 from penstock.perf.latency import LatencyModel
+from penstock.sim.mover import TimedMover
 from penstock.sim.prices import DecodePrices
 from penstock.sim.prompt import StreamOf
 from penstock.sim.scheduler import JumpPlan, JumpScheduler
@@ -59,7 +59,8 @@ class JumpEngine:
         self._latency = latency
         self._prices = prices or DecodePrices(latency, info.context_length)
         self._pace = pace or Pace()
-        self._pace.watch(self._on_pace)
+        self._mover = TimedMover(latency, info.block_size, self._pace) if info.lower_blocks else None
+        self._pace.watch(self._on_pace)  # after the mover, whose news the next plan takes in
         context_length = min(info.context_length, info.num_blocks * info.block_size)
         self._info = EngineInfo(
             block_size=info.block_size,
@@ -68,8 +69,9 @@ class JumpEngine:
             max_batch_tokens=config.max_batch_tokens,
             max_running_requests=config.max_running_requests,
         )
-        pool = BlockPool(info.num_blocks, info.block_size)
-        self._scheduler = JumpScheduler(pool, context_length, config, stream_of)
+        self.pool, onboarding = info.make_pool(self._mover, self._interrupt)
+        """For reports and checks."""
+        self._scheduler = JumpScheduler(self.pool, context_length, config, stream_of, onboarding)
         self._loop = asyncio.get_running_loop()
         self._under: _Under | None = None
         self._is_late = False  # what is under way has had its time, and the host stands still
@@ -99,11 +101,13 @@ class JumpEngine:
         """Yield what each event changed."""
         while not self._closed:
             step, self._step = self._step, None
+            if step is None and (self._under is not None or not self._begin()):
+                step = self._scheduler.take_step() if self._under is None else None
+                if step is None:
+                    self._waiter = self._loop.create_future()
+                    await self._waiter
             if step is not None:
                 yield step
-            elif self._under is not None or not self._begin():
-                self._waiter = self._loop.create_future()
-                await self._waiter
 
     def load(self) -> WorkerLoad:
         under = self._under
@@ -127,6 +131,8 @@ class JumpEngine:
     async def close(self) -> None:
         self._closed = True
         self._is_late = False
+        if self._mover is not None:
+            self._mover.close()
         if self._under is not None:
             self._under.timer.cancel()
             self._under = None

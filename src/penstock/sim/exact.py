@@ -7,6 +7,7 @@ from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.latency import LatencyModel
+from penstock.sim.mover import TimedMover
 from penstock.sim.prompt import StreamOf
 from penstock.sim.timing import Pace, TimingRunner
 
@@ -31,7 +32,9 @@ class ExactEngine(BatchedEngine):
             pace: the host's; None for one that is never disturbed.
             stream_of: names the blocks of what a request is answered; None to hash its tokens.
         """
-        super().__init__(TimingRunner(latency, info, pace or Pace()), config)
+        pace = pace or Pace()
+        self._timed = TimedMover(latency, info.block_size, pace) if info.lower_blocks else None
+        super().__init__(TimingRunner(latency, info, pace), config, mover=self._timed)
         self._block_size = info.block_size
         self._stream_of = stream_of
 
@@ -44,6 +47,11 @@ class ExactEngine(BatchedEngine):
         if end > first:
             names = self._stream_of(request).block_hashes(self._block_size, first, end)
             sequence.block_hashes = np.concatenate((sequence.block_hashes, names))
+
+    async def close(self) -> None:
+        if self._timed is not None:
+            self._timed.close()
+        await super().close()
 
     def so_far(self) -> None:
         """Have nothing left to tell: every step is told at its end."""

@@ -12,11 +12,13 @@ from itertools import count
 import numpy as np
 
 from penstock.core.errors import Overloaded, RequestError
-from penstock.core.ids import RequestId
-from penstock.core.types import Delta, FinishReason, Request, Step, WorkerLoad
+from penstock.core.ids import BlockId, RequestId
+from penstock.core.types import Delta, FinishReason, Request, Step, Tier, WorkerLoad
 from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
 from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.kv.onboarding import Onboarding
 from penstock.kv.pool import BlockPool
+from penstock.kv.tiers import TierBlocks, TieredPool
 from penstock.sim.batch import Batch, SimSequence
 from penstock.sim.prompt import StreamOf
 
@@ -42,7 +44,12 @@ class JumpScheduler:
     """Owns an engine's requests and its pool. A plan is committed before the next is made; one task owns it."""
 
     def __init__(
-        self, pool: BlockPool, context_length: int, config: SchedulerConfig, stream_of: StreamOf
+        self,
+        pool: BlockPool | TieredPool,
+        context_length: int,
+        config: SchedulerConfig,
+        stream_of: StreamOf,
+        onboarding: Onboarding | None = None,
     ) -> None:
         """Begin empty.
 
@@ -51,6 +58,7 @@ class JumpScheduler:
             context_length: tokens that a request may have.
             config: its batch holds every running request in one step.
             stream_of: names a request's blocks.
+            onboarding: of the same pool; None where it has no tiers beneath the device.
         """
         if config.max_running_requests > config.max_batch_tokens:
             raise ValueError(
@@ -61,6 +69,7 @@ class JumpScheduler:
         self._context_length = context_length
         self._config = config
         self._stream_of = stream_of
+        self._onboarding = onboarding
         self._positions = _positions(context_length)
         self._arrivals = count()
         self._by_id: dict[RequestId, SimSequence] = {}
@@ -122,13 +131,15 @@ class JumpScheduler:
     @property
     def wants_plan(self) -> bool:
         """Whether the next plan may differ from going on: somebody may be taken in, or has gone."""
-        return bool(self._aborted) or self._may_admit()
+        return bool(self._aborted) or self._has_arrived() or self._may_admit()
 
     # ---- one plan ---------------------------------------------------------------------------------------
 
     def plan(self) -> JumpPlan | None:
         """Choose what comes next; None while there is nothing to do."""
         self._drop_aborted()
+        if self._has_arrived():
+            self._take_arrived()
         batch = self._batch
         budget = self._config.max_batch_tokens - batch.num_decoding
         prompts: list[tuple[SimSequence, int]] = []
@@ -141,10 +152,11 @@ class JumpScheduler:
         singles = [s for s, _ in prompts if s.known - s.computed == 1]
         if len(batch.running) == num_running and budget > 0 and self._may_admit():
             prompts += self._admit(budget)
-        if not batch.running:
+        if not prompts and not batch.num_decoding:
             return None
         context = batch.context_tokens(batch.tick)
-        steps = 1 if prompts else self._longest_jump()
+        # Who was preempted just now may be taken in again with the next step.
+        steps = 1 if prompts or self._may_admit() else self._longest_jump()
         return JumpPlan(steps, batch.num_decoding, context, prompts, singles)
 
     def commit(self, plan: JumpPlan, steps: int) -> Step | None:
@@ -175,10 +187,16 @@ class JumpScheduler:
         deltas, self._deltas = self._deltas, []
         return Step(deltas=tuple(deltas), events=self._pool.take_events())
 
+    def take_step(self) -> Step | None:
+        """Hand over what happened without a step: blocks that were moved to make room."""
+        events = self._pool.take_events()
+        return Step(events=events) if events else None
+
     def load(self, steps: int = 0) -> WorkerLoad:
         """Say how busy it is once `steps` steps of the plan under way are done."""
         pool, batch = self._pool, self._batch
         prefilling = batch.prefilling
+        onboarding = batch.onboarding
         return WorkerLoad(
             running_requests=len(batch.running),
             waiting_requests=len(self._waiting),
@@ -186,14 +204,17 @@ class JumpScheduler:
             cached_blocks=pool.num_cached,
             total_blocks=pool.num_blocks,
             queued_prefill_tokens=self._waiting_tokens
-            + (sum(s.known - s.computed for s in prefilling) if prefilling else 0),
+            + (sum(s.known - s.computed for s in prefilling) if prefilling else 0)
+            + (sum(s.known - len(s.blocks) * self._size for s in onboarding) if onboarding else 0),
             context_tokens=batch.context_tokens(batch.tick + steps)
-            + (sum(s.computed for s in prefilling) if prefilling else 0),
+            + (sum(s.computed for s in prefilling) if prefilling else 0)
+            + (sum(s.computed for s in onboarding) if onboarding else 0),
             steps=self._steps + steps,
             preemptions=self._preemptions,
             prefilled_tokens=self._prefilled_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             generated_tokens=self._generated_tokens + steps * batch.num_decoding,
+            onboarded_tokens=() if self._onboarding is None else self._onboarding.tokens,
         )
 
     def check(self) -> None:
@@ -205,6 +226,8 @@ class JumpScheduler:
                 held[block_id] = held.get(block_id, 0) + 1
         assert held == self._pool.references(), "sequences hold other blocks than the pool thinks"
         self._batch.check()
+        if self._onboarding is not None:
+            self._onboarding.check()
         assert self._waiting_tokens == sum(s.known for s in self._waiting.values()), (
             "waiting tokens: summed up"
         )
@@ -282,32 +305,69 @@ class JumpScheduler:
         admitted: list[tuple[SimSequence, int]] = []
         pool, size, batch = self._pool, self._size, self._batch
         reserved = len(batch.running) + batch.blocks_due(batch.tick + 1, 1)
-        reserved += sum(max(s.known // size + 1 - len(s.blocks), 0) for s in batch.prefilling)
+        reserved += sum(
+            max(s.known // size + 1 - len(s.blocks), 0) for s in (*batch.prefilling, *batch.onboarding)
+        )
         while self._waiting and budget > 0 and len(batch.running) < self._config.max_running_requests:
             sequence = next(iter(self._waiting.values()))
             known = sequence.known
-            hits = pool.match(sequence.name_blocks((known - 1) // size, size))
-            room = pool.num_available - pool.count_idle(hits)
-            if batch.running and known // size + 1 - len(hits) + reserved > room:
+            names = sequence.name_blocks((known - 1) // size, size)
+            hits = pool.match(names)
+            held, runs = hits, list[TierBlocks]()
+            if self._onboarding is not None:
+                runs = self._onboarding.worth(names, hits, known)
+                held = hits + [b for run in runs if run.tier is Tier.DEVICE for b in run.block_ids]
+            room = pool.num_available - pool.count_idle(held)
+            if batch.running and known // size + 1 - len(held) + reserved > room:
                 self._head_blocked = True
                 break
-            cached = len(hits) * size
-            new = min(budget, self._config.prompt_budget, known - cached)
-            self._waiting.popitem(last=False)
-            self._waiting_tokens -= known
-            pool.acquire(hits)
-            sequence.blocks = hits
-            sequence.published = len(hits)
-            sequence.computed = cached
+            self._take_in(sequence, hits)
+            if runs:
+                self._begin_fetch(sequence, runs)
+            else:
+                cached = len(hits) * size
+                new = min(budget, self._config.prompt_budget, known - cached)
+                self._extend([(sequence, -(-(cached + new) // size) - len(hits))])
+                batch.admit(sequence)
+                budget -= new
+                admitted.append((sequence, new))
             if sequence.cached_tokens is None:
-                sequence.cached_tokens = min(cached, sequence.num_prompt)
-            self._prefix_hit_tokens += cached
-            self._extend([(sequence, -(-(cached + new) // size) - len(hits))])
-            batch.admit(sequence)
+                sequence.cached_tokens = min(len(hits) * size, sequence.num_prompt)
             reserved += 1 + known // size + 1 - len(sequence.blocks)
-            budget -= new
-            admitted.append((sequence, new))
         return admitted
+
+    def _take_in(self, sequence: SimSequence, hits: list[BlockId]) -> None:
+        """Give the oldest waiting sequence the blocks that the device has of it."""
+        self._waiting.popitem(last=False)
+        self._waiting_tokens -= sequence.known
+        self._pool.acquire(hits)
+        sequence.blocks = hits
+        sequence.published = len(hits)
+        sequence.computed = len(hits) * self._size
+        self._prefix_hit_tokens += sequence.computed
+
+    def _begin_fetch(self, sequence: SimSequence, runs: list[TierBlocks]) -> None:
+        """Begin to fetch what lower tiers have of a sequence; until then it only holds blocks."""
+        assert self._onboarding is not None, "found runs"
+        fetched = sum(len(run.block_ids) for run in runs) * self._size
+        if sequence.cached_tokens is None:
+            self._onboarding.count(runs, sequence.num_prompt - sequence.computed)
+            sequence.cached_tokens = min(sequence.computed + fetched, sequence.num_prompt)
+        self._prefix_hit_tokens += fetched
+        sequence.blocks = sequence.blocks + self._onboarding.begin(sequence.request.request_id, runs)
+        self._batch.admit_to_onboard(sequence)
+
+    def _has_arrived(self) -> bool:
+        return self._onboarding is not None and self._onboarding.has_arrived
+
+    def _take_arrived(self) -> None:
+        """Publish what was fetched; those it was for are computed from there on."""
+        assert self._onboarding is not None, "something arrived"
+        for request_id in self._onboarding.take_arrived():
+            sequence = self._by_id[request_id]
+            sequence.computed = len(sequence.blocks) * self._size
+            self._publish(sequence, sequence.computed)
+            self._batch.has_arrived(sequence)
 
     def _preempt(self, sequence: SimSequence) -> None:
         """Put a running sequence back to the front of the queue."""
@@ -355,6 +415,8 @@ class JumpScheduler:
     def _leave(self, sequence: SimSequence) -> None:
         """Take a sequence out of the batch, and give its blocks back."""
         self._batch.leave(sequence)
+        if self._onboarding is not None:
+            self._onboarding.cancel(sequence.request.request_id)
         self._publish(sequence, sequence.computed)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
