@@ -41,6 +41,10 @@ class PoolPair(RuleBasedStateMachine):
     def allocate(self, count):
         self.held += self.both("allocate", count) or []
 
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
+    def make_room(self, count):
+        self.both("make_room", count)
+
     @rule(hashes=st.lists(names, max_size=4), parent=st.none() | halves, data=st.data())
     def commit(self, hashes, parent, data):
         if self.held:
@@ -145,6 +149,7 @@ def test_arrays_need_not_be_writable_or_contiguous():
         ("release", [[1 << 31]], TypeError),
         ("count_idle", [[8]], AssertionError),
         ("allocate", [-1], TypeError),
+        ("make_room", [-1], TypeError),
         ("commit", [[0], np.zeros((2, 2), dtype=np.uint64), None], ValueError),
         ("commit", [[0], np.zeros((1, 2), dtype=np.uint64), -1], TypeError),
         ("commit", [[8], np.zeros((1, 2), dtype=np.uint64), None], AssertionError),

@@ -132,6 +132,21 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 self.clock += 1
                 self.unused_since[prefix] = self.clock
 
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
+    def make_room(self, count):
+        before, parents = dict(self.cache), []
+        if count <= self.available():
+            self.expect_allocated(count)
+        gone = {prefix: block_id for prefix, block_id in before.items() if prefix not in self.cache}
+        told = {}
+        for chain in self.pool.make_room(count):
+            names = [tuple(row) for row in chain.block_hashes.tolist()]
+            told.update(zip(names, chain.block_ids, strict=True))
+            parents += zip(names, [chain.parent, *(low for low, _ in names)], strict=False)
+        assert told == {tuple(hashes_of(prefix)[-1].tolist()): block for prefix, block in gone.items()}
+        assert all(self.parents[low] == parent for (low, _), parent in parents)
+        assert count > self.available() or self.pool.num_available - len(self.idle()) >= count
+
     @rule()
     def reset(self):
         self.pool.reset()
