@@ -11,9 +11,10 @@ from unittest import mock
 import msgspec
 
 from penstock.core.radix import RadixTree
-from penstock.core.types import BlockRemoved, BlockStored
+from penstock.core.types import BlockRemoved, BlockStored, Tier
 from penstock.engine.scheduler import Scheduler
 from penstock.kv.pool import BlockPool
+from penstock.kv.tiers import TieredPool
 from penstock.router.connector import Connector, MemberSink
 from penstock.router.gate import Gate
 from penstock.router.loads import LoadTracker
@@ -281,5 +282,27 @@ def turn_not_given_back() -> Iterator[None]:
         yield
 
 
+@mutant
+def host_content_untold() -> Iterator[None]:
+    """What goes to the host is told to nobody."""
+    original = TieredPool.take_events
+
+    def take_events(self):
+        return tuple(event for event in original(self) if getattr(event, "tier", None) is not Tier.HOST)
+
+    with replaced(TieredPool, "take_events", take_events):
+        yield
+
+
+@mutant
+def fetch_never_over() -> Iterator[None]:
+    """What a fetch has read stays held."""
+
+    with replaced(TieredPool, "end", lambda self, fetch: None):
+        yield
+
+
+TIERED = frozenset({"host_content_untold", "fetch_never_over"})
+"""Those that show only where hosts hold what devices gave up."""
 HOLDING = frozenset({"held_request_forgotten", "turn_not_given_back"})
 """Those that show only where routers hold requests."""

@@ -45,6 +45,17 @@ def test_streams_survive_where_routers_hold_requests(seed):
     assert run_trial(seed, trial).outcomes.total() == trial.clients
 
 
+@pytest.mark.parametrize("exact", [True, False], ids=["step by step", "jumping"])
+def test_streams_survive_where_hosts_hold_what_devices_gave_up(exact):
+    trial = Trial(clients=60, host_blocks=64, exact=exact)
+    onboarded = 0
+    for seed in range(8):
+        result = run_trial(seed, trial)
+        assert result.outcomes.total() == trial.clients
+        onboarded += result.onboarded_tokens
+    assert onboarded > 100
+
+
 def test_faults_of_every_kind_happen_and_few_requests_fail():
     outcomes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()

@@ -15,11 +15,12 @@ def _load_mutants():
     spec = importlib.util.spec_from_file_location("penstock_mutants", Path(__file__).parent / "mutants.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.MUTANTS, module.HOLDING
+    return module.MUTANTS, module.HOLDING, module.TIERED
 
 
-MUTANTS, HOLDING = _load_mutants()
+MUTANTS, HOLDING, TIERED = _load_mutants()
 HELD = Trial(clients=60, hold_s=0.005)
+HOSTED = Trial(clients=60, host_blocks=64)
 
 
 def caught_by(plant, trial: Trial) -> int | None:
@@ -35,11 +36,11 @@ def caught_by(plant, trial: Trial) -> int | None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_caught(name):
-    trial = HELD if name in HOLDING else Trial()
+    trial = HELD if name in HOLDING else HOSTED if name in TIERED else Trial()
     assert caught_by(MUTANTS[name], trial) is not None, f"{name} went through {len(SEEDS)} trials"
 
 
-@pytest.mark.parametrize("trial", [Trial(), HELD], ids=["usual", "held"])
+@pytest.mark.parametrize("trial", [Trial(), HELD, HOSTED], ids=["usual", "held", "hosted"])
 def test_without_a_bug_the_same_trials_pass(trial):
     for seed in SEEDS:
         run_trial(seed, trial)

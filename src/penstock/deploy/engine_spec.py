@@ -1,5 +1,6 @@
 """What a graph says of one worker's engine."""
 
+from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import EngineSpec
@@ -26,8 +27,14 @@ def engine_spec(
         hash_key: of the deployment's block hashes.
 
     Raises:
-        ConfigError: the checkpoint does not say what the engine needs.
+        ConfigError: the checkpoint does not say what the engine needs, or the engine cannot do what the role says.
     """
+    if role.kv_tiers.present():
+        raise ConfigError(
+            f"kv_tiers: engine {role.engine!r} keeps KV on its device alone, expected every tier to be 0, got"
+            f" {', '.join(f'{tier} {size:g}' for tier, size in role.kv_tiers.present().items())}; `penstock simulate`"
+            " can tell what more tiers would give"
+        )
     return EngineSpec(
         model=str(checkpoint.path),
         block_size=graph.block_size,

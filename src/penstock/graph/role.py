@@ -7,7 +7,7 @@ import pydantic
 
 from penstock.core.config import Config, nearest, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.types import Role
+from penstock.core.types import Role, Tier
 from penstock.engine.mock import MockConfig
 from penstock.engine.registry import engine_dtypes, engine_names
 from penstock.perf.hardware import find_hardware
@@ -15,6 +15,25 @@ from penstock.perf.hardware import find_hardware
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp4", "nvfp4"]
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+_TIER_MAX = 10_000.0
+
+
+class KvTiers(Config):
+    """KV that workers keep beneath their devices, in blocks for each block on the device; 0 is none."""
+
+    host: float = pydantic.Field(default=0.0, ge=0, le=_TIER_MAX)
+    """In the host's memory: what the devices give up goes here first."""
+    disk: float = pydantic.Field(default=0.0, ge=0, le=_TIER_MAX)
+    """On a local drive: what host memory gives up."""
+    object: float = pydantic.Field(default=0.0, ge=0, le=_TIER_MAX)
+    """In an object store: what the drive gives up."""
+
+    def present(self) -> dict[Tier, float]:
+        """Return the tiers that are there, nearest first."""
+        sizes = {Tier.HOST: self.host, Tier.DISK: self.disk, Tier.OBJECT: self.object}
+        return {tier: size for tier, size in sizes.items() if size}
 
 
 class RoleSpec(Config):
@@ -50,6 +69,8 @@ class RoleSpec(Config):
     """Requests in the batch of each data-parallel rank; None is the engine's own choice."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)
     """Blocks in a worker's KV pool; None is the engine's own choice."""
+    kv_tiers: KvTiers = KvTiers()
+    """KV beneath the devices of each worker; in this version simulated engines alone have any."""
     profile: str | None = pydantic.Field(default=None, min_length=1)
     """File that `penstock profile` wrote of such a worker, relative to the graph's; routers price work by it instead of by the hardware's data sheet alone."""
     tokens_per_step: float = pydantic.Field(default=1.0, ge=1, le=32)

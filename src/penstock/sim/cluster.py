@@ -10,6 +10,8 @@ from typing import Protocol, Self
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
 from penstock.core.types import ModelCard, Prices, Step
+from penstock.kv.pool import BlockPool
+from penstock.kv.tiers import TieredPool
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.runtime.config import PlaneConfig
@@ -24,6 +26,11 @@ from penstock.worker.worker import Worker, WorkerIdentity
 
 class SimEngine(Engine, Protocol):
     """An engine that can check itself, and that may tell of steps later than they are done."""
+
+    @property
+    def pool(self) -> BlockPool | TieredPool:
+        """Its blocks; they are there once it was started."""
+        ...
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""

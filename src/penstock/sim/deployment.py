@@ -1,13 +1,13 @@
 """What a graph says, as a simulated deployment: prices, capacities, and the cluster that has them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
-from penstock.core.types import ModelCard, Request
+from penstock.core.types import ModelCard, Request, Tier
 from penstock.demo import MODEL_DIR
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
@@ -57,6 +57,8 @@ class Deployment:
     exact: bool = False
     """Whether engines take every step, instead of jumping from event to event."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    lower_blocks: tuple[tuple[Tier, int], ...] = ()
+    """Of each tier beneath a worker's device, nearest first."""
     slowness: tuple[float, ...] = ()
     """The first workers to be started take so many times as long for everything, which nobody tells the router."""
 
@@ -77,10 +79,11 @@ class Deployment:
             ConfigError: with the arithmetic.
         """
         capacity = self.num_blocks * self.graph.block_size
+        beneath = "; lower tiers hold only what does not run" if self.lower_blocks else ""
         if longest_tokens > capacity:
             raise ConfigError(
                 f"KV: the longest request has {longest_tokens:,} tokens, and a worker's KV holds {capacity:,}:"
-                f" {self.arithmetic}; {self.remedy}, or take a shorter trace"
+                f" {self.arithmetic}{beneath}; {self.remedy}, or take a shorter trace"
             )
 
     def check_adapters(self, num_adapters: int) -> None:
@@ -107,6 +110,7 @@ class Deployment:
             block_size=size,
             context_length=self.context_length,
             vocab_size=VOCAB_SIZE,
+            lower_blocks=self.lower_blocks,
         )
         scheduler = SchedulerConfig.of_ranks(
             self.role.data_parallel,
@@ -206,7 +210,19 @@ def plan_deployment(
         remedy,
         profile,
         exact,
+        lower_blocks=tuple(_lower_blocks(role, num_blocks, latency.kv_bytes_per_token * graph.block_size)),
     )
+
+
+def _lower_blocks(role: RoleSpec, num_blocks: int, block_bytes: float) -> Iterator[tuple[Tier, int]]:
+    for tier, size in role.kv_tiers.present().items():
+        count = int(size * num_blocks)
+        if count < 1:
+            raise ConfigError(
+                f"roles.aggregated.kv_tiers.{tier}: {size:g} x {num_blocks:,} blocks on the device ({num_blocks * block_bytes / 1e9:.3g}"
+                f" GB) is less than one of {block_bytes / 1e6:.3g} MB; expected >= {1 / num_blocks:.2g}, or 0 for none"
+            )
+        yield tier, count
 
 
 def _memory_arithmetic(roofline: Roofline, role: RoleSpec) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, PenstockError, Unavailable
 from penstock.core.ids import WorkerId
 from penstock.core.types import Delta, FinishReason, Request, Tier
-from penstock.core.wire import token_list
+from penstock.core.wire import token_list, unpack_hashes
+from penstock.kv.pool import BlockPool
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.member import Condition
 from penstock.sim.cluster import SimCluster
@@ -51,9 +52,13 @@ def check_at_rest(cluster: SimCluster) -> None:
         if not worker.worker.instance.engine.kv_events:
             assert not truth[worker.name], f"{worker.host}: sends events though it says that it does not"
             continue
-        assert load.cached_blocks == len(truth[worker.name]), (
-            f"{worker.host}: {load.cached_blocks} blocks are cached, and its events tell of {len(truth[worker.name])}"
-        )
+        told = truth[worker.name].keys()
+        for tier in Tier:
+            held = {h for pool in worker.engine.pool.tiers if pool.tier is tier for h in _names(pool)}
+            says = {block_hash for block_hash, of in told if of is tier}
+            assert held == says, (
+                f"{worker.host}: {len(held)} blocks are cached on {tier}, and its events tell of {len(says)}"
+            )
     for dispatcher in cluster.dispatchers:
         _check_dispatcher_at_rest(dispatcher, truth)
 
@@ -74,12 +79,18 @@ def _check_dispatcher_at_rest(dispatcher: Dispatcher, truth: dict[str, dict[tupl
         assert peers == (0, 0, 0), f"{view.name}: {peers} is told of other routers that have nothing there"
         slot = shared.fleet.slot_of(WorkerId(view.worker_id))
         assert slot is not None, f"{view.name} has no slot"
-        held = set(shared.fleet.tree.hashes_of(slot).tolist())
-        expected = {block_hash for block_hash, _ in truth[view.name]}
+        chains = shared.fleet.tree.snapshot(slot)
+        held = {(name, chain.tier) for chain in chains for name in unpack_hashes(chain.hashes).tolist()}
+        expected = truth[view.name].keys()
         assert held == expected, (
             f"{view.name}: {len(held - expected)} blocks are indexed that it does not hold, and "
             f"{len(expected - held)} are not that it holds"
         )
+
+
+def _names(pool: BlockPool) -> list[int]:
+    names: list[int] = pool.resident_hashes()[:, 0].tolist()
+    return names
 
 
 async def touch_every_worker(cluster: SimCluster, requests: Sequence[Request]) -> None:

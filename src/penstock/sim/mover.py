@@ -38,12 +38,12 @@ class TimedMover(Mover):
         """Take it as done."""
 
     def worth(self, runs: Sequence[TierBlocks], cached_tokens: int, known_tokens: int) -> int:
-        best, best_s = 0, self._latency.prefill_s(known_tokens - cached_tokens, cached_tokens)
+        best, best_s = 0, self._compute_s(known_tokens, cached_tokens)
         fetched_s = 0.0
         for count, (tier, block_ids) in enumerate(runs, 1):
             fetched_s = max(fetched_s, self._wait_s(tier)) + self._price_s(tier, len(block_ids))
             cached_tokens += len(block_ids) * self._block_size
-            total_s = fetched_s + self._latency.prefill_s(known_tokens - cached_tokens, cached_tokens)
+            total_s = fetched_s + self._compute_s(known_tokens, cached_tokens)
             if total_s < best_s:
                 best, best_s = count, total_s
         return best
@@ -83,6 +83,9 @@ class TimedMover(Mover):
 
     def _wait_s(self, tier: Tier) -> float:
         return max(self._free_at_s[tier] - self._loop.time(), 0.0)
+
+    def _compute_s(self, known_tokens: int, cached_tokens: int) -> float:
+        return self._pace.factor * self._latency.prefill_s(known_tokens - cached_tokens, cached_tokens)
 
     def _price_s(self, tier: Tier, blocks: int) -> float:
         if tier is Tier.DEVICE:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.types import Tier
 from penstock.graph import Slo
 from penstock.sim.deployment import Deployment
 from penstock.sim.simulate import Recording
@@ -23,7 +24,8 @@ def make_report(
     `requests`, `completed`, `failed`; `duration_s` from the first request to the last one's end; `ttft_s`,
     `itl_s` (per request: mean time between its tokens) and `e2e_s`, each with `mean`, `p50`, `p90`, `p99`;
     `output_tokens_per_s`; `goodput_rps`, requests a second within both targets of the SLO; `kv_hit_ratio`,
-    cached prompt tokens over prompt tokens; `gpu_hours`; `tokens_per_joule` and `usd_per_million_tokens`, of
+    cached prompt tokens over prompt tokens, and `kv_hit_ratio_by_tier`, its parts by the tier that had them;
+    `gpu_hours`; `tokens_per_joule` and `usd_per_million_tokens`, of
     output tokens, at the power and price of the hardware's entry. `wall` is about this run and not repeatable.
 
     Args:
@@ -52,6 +54,7 @@ def make_report(
         "output_tokens_per_s": _ratio(output_tokens, duration_s),
         "goodput_rps": None if good is None else _ratio(good, duration_s),
         "kv_hit_ratio": _ratio(int(np.asarray(recording.cached_tokens).sum()), prompt_tokens),
+        "kv_hit_ratio_by_tier": _hit_ratios(recording, deployment, prompt_tokens),
         "gpu_hours": gpu_hours,
         "tokens_per_joule": _ratio(output_tokens, joules),
         "usd_per_million_tokens": _ratio(1e6 * usd, output_tokens),
@@ -61,6 +64,15 @@ def make_report(
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         },
     }
+
+
+def _hit_ratios(recording: Recording, deployment: Deployment, prompt_tokens: int) -> dict[str, float | None]:
+    """Split the hit ratio by tier, None for those that no worker has."""
+    device, *lower = Tier
+    there = {device, *(tier for tier, _ in deployment.lower_blocks)}
+    found = dict(zip(lower, recording.onboarded_tokens, strict=False))
+    found[device] = int(np.asarray(recording.cached_tokens).sum()) - sum(found.values())
+    return {tier: _ratio(found[tier], prompt_tokens) if tier in there else None for tier in Tier}
 
 
 def latencies_s(

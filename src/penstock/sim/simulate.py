@@ -73,6 +73,8 @@ class Recording:
     output_tokens: "array[int]" = field(default_factory=lambda: array("q"))
     prompt_tokens: "array[int]" = field(default_factory=lambda: array("q"))
     cached_tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    onboarded_tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    """Of all `cached_tokens`, those that lay in each tier beneath the device, host first; none without such tiers."""
     failures: dict[str, int] = field(default_factory=dict)
     """Requests that failed, by error code."""
     example: dict[str, str] = field(default_factory=dict)
@@ -153,6 +155,8 @@ class _Player:
                 sampling = around.create_task(self._sample(cluster), name="samples")
                 await self._play(sessions, cluster)
                 sampling.cancel()
+            loads = [worker.engine.load().onboarded_tokens for worker in cluster.workers.values()]
+            self._recording.onboarded_tokens.extend(sum(tier) for tier in zip(*loads, strict=True))
         return self._recording
 
     async def _play(self, sessions: Iterable[Session], cluster: SimCluster) -> None:

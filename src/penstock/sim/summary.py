@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.core.types import Tier
+
 Report = dict[str, Any]
 
 
@@ -31,12 +33,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """One line: where its value is, its unit, and whether more (1) or less (-1) of it is better, or neither (0)."""
+    """One line: where its value is, its unit, and whether more (1) or less (-1) of it is better, or neither (0).
+
+    An optional one is left out where no lower tier is in any report.
+    """
 
     name: str
     path: tuple[str, ...]
     unit: str
     better: int = 0
+    is_optional: bool = False
 
 
 _LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("end to end", "e2e_s"))
@@ -53,6 +59,7 @@ _FIGURES = (
     _Figure("output", ("output_tokens_per_s",), "tokens/s", 1),
     _Figure("goodput", ("goodput_rps",), "requests/s", 1),
     _Figure("KV hit ratio", ("kv_hit_ratio",), "%", 1),
+    *(_Figure(f"of it, on {tier}", ("kv_hit_ratio_by_tier", tier), "%", is_optional=True) for tier in Tier),
     _Figure("GPU time", ("gpu_hours",), "GPU-hours", -1),
     _Figure("energy", ("tokens_per_joule",), "tokens/J", 1),
     _Figure("cost", ("usd_per_million_tokens",), "USD/1M tokens", -1),
@@ -66,6 +73,7 @@ _SCALES = {"%": 100.0, "MB": 1e-6}
 
 def summarize(reports: Sequence[Report]) -> list[Row]:
     """Put reports side by side; the rows of a family, as the percentiles of one latency, share their unit."""
+    tiers = _tiers(reports)
     slowest_s: dict[str, float] = {}
     for figure in _FIGURES:
         if figure.unit == "s":
@@ -78,7 +86,19 @@ def summarize(reports: Sequence[Report]) -> list[Row]:
             in_ms=slowest_s.get(figure.path[0], 0.0) < 1.0,
         )
         for figure in _FIGURES
+        if not figure.is_optional or figure.path[-1] in tiers
     ]
+
+
+def _tiers(reports: Sequence[Report]) -> set[str]:
+    """Name the tiers that any deployment has, where that is more than the device."""
+    tiers = {
+        tier
+        for report in reports
+        for tier, hits in report["kv_hit_ratio_by_tier"].items()
+        if hits is not None
+    }
+    return tiers if tiers - {Tier.DEVICE} else set()
 
 
 def _value(report: Report, path: tuple[str, ...]) -> float | None:

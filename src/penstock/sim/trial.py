@@ -13,12 +13,12 @@ import numpy as np
 from penstock.core.errors import PenstockError
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
-from penstock.core.types import ModelCard, Request, SamplingParams
+from penstock.core.types import ModelCard, Request, SamplingParams, Tier
 from penstock.core.wire import HashArray, pack_tokens, unpack_tokens
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.hardware import find_hardware
-from penstock.perf.roofline import Roofline
+from penstock.perf.roofline import Factors, Roofline
 from penstock.perf.shape import shape_of
 from penstock.router.config import HoldConfig, RouterConfig
 from penstock.runtime.config import PlaneConfig
@@ -59,7 +59,8 @@ _CONVERGED_S = 40.0
 class Trial:
     """How much happens in how long, and in what deployment.
 
-    `exact` engines take every step, others jump; workers send `kv_events` or not; routers hold requests past `hold_s`.
+    `exact` engines take every step, others jump; workers send `kv_events` or not; routers hold requests past `hold_s`;
+    with `host_blocks` engines compute slowly, and fetch slowly what their hosts have, and prompts are of several kinds.
     """
 
     clients: int = 30
@@ -69,6 +70,7 @@ class Trial:
     exact: bool = True
     kv_events: bool = True
     hold_s: float | None = None
+    host_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class TrialResult:
     faults: list[Fault] = field(default_factory=list)
     migrations: int = 0
     streamed_tokens: int = 0
+    onboarded_tokens: int = 0
     end_s: float = 0.0
 
 
@@ -102,15 +105,23 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def small_spec(*, exact: bool = True, kv_events: bool = True, hold_s: float | None = None) -> ClusterSpec:
+def small_spec(trial: Trial | None = None) -> ClusterSpec:
     """Describe a deployment of two frontends whose pools and queues are small enough to run out."""
-    model = Roofline(shape_of(_SHAPE, name="trial"), find_hardware("h100"))
-    info = RunnerInfo(num_blocks=48, block_size=_BLOCK_SIZE, context_length=160, vocab_size=VOCAB_SIZE)
+    trial = trial or Trial()
+    factors = Factors(gemm=0.06, storage_bytes_per_s={Tier.HOST: 2e9}) if trial.host_blocks else Factors()
+    model = Roofline(shape_of(_SHAPE, name="trial"), find_hardware("h100"), factors=factors)
+    info = RunnerInfo(
+        num_blocks=48,
+        block_size=_BLOCK_SIZE,
+        context_length=160,
+        vocab_size=VOCAB_SIZE,
+        lower_blocks=((Tier.HOST, trial.host_blocks),) if trial.host_blocks else (),
+    )
     scheduler = SchedulerConfig(max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12)
 
     def make_engine(pace: Pace) -> SimEngine:
         pace.factor = _SLOWNESS
-        if exact:
+        if trial.exact:
             return ExactEngine(model, info, scheduler, pace)
         return JumpEngine(model, info, scheduler, _Answered, pace=pace)
 
@@ -122,9 +133,9 @@ def small_spec(*, exact: bool = True, kv_events: bool = True, hold_s: float | No
             connect_timeout_s=1.0,
             reconnect_s_max=1.0,
             predicted_s=_CONVERGED_S / 2,
-            hold=HoldConfig(threshold_s=hold_s),
+            hold=HoldConfig(threshold_s=trial.hold_s),
         ),
-        worker=WorkerConfig(drain_timeout_s=0.5, kv_events=kv_events),
+        worker=WorkerConfig(drain_timeout_s=0.5, kv_events=trial.kv_events),
         network=NetworkConfig(latency_s=0.001, jitter_s=0.002, event_loss=0.05, lease_ttl_s=1.0),
         plane=PlaneConfig(window_tokens=8, heartbeat_timeout_s=1.0),
         frontends=2,
@@ -147,8 +158,7 @@ class _Answered:
 
 async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
     result = TrialResult()
-    spec = small_spec(exact=trial.exact, kv_events=trial.kv_events, hold_s=trial.hold_s)
-    async with SimCluster(spec, rng) as cluster:
+    async with SimCluster(small_spec(trial), rng) as cluster:
         for number in range(trial.workers):
             await cluster.start(f"worker-{number}")
         for dispatcher in cluster.dispatchers:
@@ -173,6 +183,8 @@ async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
         await asyncio.sleep(_CONVERGED_S)
         check_at_rest(cluster)
         result.faults = chaos.done
+        engines = [worker.engine.load() for worker in cluster.workers.values()]
+        result.onboarded_tokens = sum(sum(load.onboarded_tokens) for load in engines)
         result.end_s = asyncio.get_running_loop().time()
     check_no_task_left()
     return result
@@ -210,7 +222,9 @@ class _Client:
         self._rng = rng
         self._exact = trial.exact
         self._start_s = rng.uniform(0.0, trial.duration_s)
-        shared = list(range(rng.choice([0, 8, 16, 24])))
+        # Several kinds of prompt, so that what one begins with has left the device when it is next asked for.
+        first = 24 * rng.randrange(8) if trial.host_blocks else 0
+        shared = list(range(first, first + rng.choice([0, 8, 16, 24])))
         self._prompt = shared + [rng.randrange(500) for _ in range(rng.randrange(1, 20))]
         deadline_s = rng.choice([None, None, None, 0.2, 1.0, 5.0])
         self._request = msgspec.structs.replace(

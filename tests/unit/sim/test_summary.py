@@ -10,6 +10,7 @@ def report(**fields):
         "requests": 12_031, "completed": 12_000, "failed": 31, "duration_s": 100.0,
         "ttft_s": SPREAD, "itl_s": SPREAD, "e2e_s": SPREAD,
         "output_tokens_per_s": 1500.0, "goodput_rps": None, "kv_hit_ratio": 0.366, "gpu_hours": 2.0,
+        "kv_hit_ratio_by_tier": {"device": 0.366, "host": None, "disk": None, "object": None},
         "tokens_per_joule": 0.5, "usd_per_million_tokens": 3.0,
         "wall": {"seconds": 1.5, "requests_per_s": 8000.0, "peak_rss_bytes": 250_000_000},
     } | fields  # fmt: skip
@@ -17,6 +18,13 @@ def report(**fields):
 
 def rows(*reports):
     return {row.name: row for row in summarize(reports)}
+
+
+def test_hits_are_told_by_tier_where_any_worker_has_several():
+    by_tier = {"device": 0.3, "host": 0.066, "disk": None, "object": None}
+    split = rows(report(), report(kv_hit_ratio_by_tier=by_tier))
+    assert [cell.value for cell in split["of it, on host"].cells] == ["-", "6.6"]
+    assert not any(name.startswith("of it") for name in rows(report(), report()))
 
 
 @pytest.mark.parametrize(
