@@ -90,7 +90,8 @@ DELTA = types.Delta(
     error=ERROR,
     kv=HANDLE,
 )
-LOAD = types.WorkerLoad(**{name: i + 1 for i, name in enumerate(types.WorkerLoad.__struct_fields__)})
+_COUNTS = types.WorkerLoad.__struct_fields__[:-1]
+LOAD = types.WorkerLoad(**{name: i + 1 for i, name in enumerate(_COUNTS)}, onboarded_tokens=(14, 15, 16))
 STORED = types.BlockStored(
     block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=types.Tier.HOST
 )
