@@ -321,39 +321,36 @@ class JumpScheduler:
             if batch.running and known // size + 1 - len(held) + reserved > room:
                 self._head_blocked = True
                 break
-            self._take_in(sequence, hits)
+            self._take_in(sequence, hits, runs)
             if runs:
                 self._begin_fetch(sequence, runs)
             else:
-                cached = len(hits) * size
-                new = min(budget, self._config.prompt_budget, known - cached)
-                self._extend([(sequence, -(-(cached + new) // size) - len(hits))])
+                new = min(budget, self._config.prompt_budget, known - sequence.computed)
+                self._extend([(sequence, -(-(sequence.computed + new) // size) - len(hits))])
                 batch.admit(sequence)
                 budget -= new
                 admitted.append((sequence, new))
-            if sequence.cached_tokens is None:
-                sequence.cached_tokens = min(len(hits) * size, sequence.num_prompt)
             reserved += 1 + known // size + 1 - len(sequence.blocks)
         return admitted
 
-    def _take_in(self, sequence: SimSequence, hits: list[BlockId]) -> None:
-        """Give the oldest waiting sequence the blocks that the device has of it."""
+    def _take_in(self, sequence: SimSequence, hits: list[BlockId], runs: list[TierBlocks]) -> None:
+        """Give the oldest waiting sequence the blocks that the device has of it, and count what is cached."""
         self._waiting.popitem(last=False)
         self._waiting_tokens -= sequence.known
         self._pool.acquire(hits)
         sequence.blocks = hits
         sequence.published = len(hits)
         sequence.computed = len(hits) * self._size
-        self._prefix_hit_tokens += sequence.computed
+        cached = sequence.computed + sum(len(run.block_ids) for run in runs) * self._size
+        self._prefix_hit_tokens += cached
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(cached, sequence.num_prompt)
+            if self._onboarding is not None:
+                self._onboarding.count(runs, sequence.num_prompt - sequence.computed)
 
     def _begin_fetch(self, sequence: SimSequence, runs: list[TierBlocks]) -> None:
         """Begin to fetch what lower tiers have of a sequence; until then it only holds blocks."""
         assert self._onboarding is not None, "found runs"
-        fetched = sum(len(run.block_ids) for run in runs) * self._size
-        if sequence.cached_tokens is None:
-            self._onboarding.count(runs, sequence.num_prompt - sequence.computed)
-            sequence.cached_tokens = min(sequence.computed + fetched, sequence.num_prompt)
-        self._prefix_hit_tokens += fetched
         sequence.blocks = sequence.blocks + self._onboarding.begin(sequence.request.request_id, runs)
         self._batch.admit_to_onboard(sequence)
 
