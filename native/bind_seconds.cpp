@@ -31,7 +31,8 @@ Column<Element> column(nb::handle source, const char* name, std::size_t slots, s
     return found;
 }
 
-Terms price(nb::handle context, double pace_weight, double busy_period, double followers_max, double token_s_min) {
+Terms price(nb::handle context, double pace_weight, double busy_period, double followers_max, double token_s_min,
+            double request_bytes) {
     const auto number = [&](const char* name) { return nb::cast<std::int64_t>(context.attr(name)); };
     const Asked asked{
         .request_tokens = number("request_tokens"),
@@ -43,6 +44,7 @@ Terms price(nb::handle context, double pace_weight, double busy_period, double f
         .busy_period = busy_period,
         .followers_max = followers_max,
         .token_s_min = token_s_min,
+        .request_bytes = request_bytes,
     };
     const auto eligible = nb::cast<Column<bool>>(context.attr("eligible"));
     const std::size_t slots = eligible.size();
@@ -71,6 +73,8 @@ Terms price(nb::handle context, double pace_weight, double busy_period, double f
     const auto decode_token_s = seconds("decode_token_s");
     const auto batch_tokens = seconds("batch_tokens");
     const auto onboard_token_s = column<double>(prices, "onboard_token_s", slots, kTiers);
+    const auto round_trip_s = seconds("round_trip_s");
+    const auto byte_s = seconds("byte_s");
     const Columns columns{
         .eligible = {eligible.data(), slots},
         .overlap_blocks = overlap.data(),
@@ -95,6 +99,8 @@ Terms price(nb::handle context, double pace_weight, double busy_period, double f
         .decode_token_s = decode_token_s.data(),
         .batch_tokens = batch_tokens.data(),
         .onboard_token_s = onboard_token_s.data(),
+        .round_trip_s = round_trip_s.data(),
+        .byte_s = byte_s.data(),
     };
     auto terms = std::make_unique_for_overwrite<double[]>(kTerms * slots);
     predicted_seconds(asked, columns, terms.get());
@@ -107,7 +113,7 @@ Terms price(nb::handle context, double pace_weight, double busy_period, double f
 
 void bind_seconds(nb::module_& module) {
     module.def("predicted_seconds", &price, "context"_a, "pace_weight"_a, "busy_period"_a, "followers_max"_a,
-               "token_s_min"_a);
+               "token_s_min"_a, "request_bytes"_a);
 }
 
 }  // namespace penstock

@@ -63,8 +63,10 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         const double followers = rate_per_s * asked.busy_period * (queue + memory + prefill);
         const double delayed = prefill * std::min(followers, asked.followers_max);
 
+        const double network = columns.round_trip_s[i] + asked.request_bytes * columns.byte_s[i];
+
         const std::array<double, kTerms> column = {
-            queue, memory, size * fetched, prefill, asked.pace_weight * step_s, slowdown, delayed,
+            queue, memory, size * fetched, prefill, asked.pace_weight * step_s, slowdown, delayed, network,
         };
         for (std::size_t term = 0; term < kTerms; ++term) {
             terms[term * slots + i] = column[term];

@@ -14,7 +14,7 @@
 
 namespace penstock {
 
-constexpr std::size_t kTerms = 7;
+constexpr std::size_t kTerms = 8;
 
 // What is asked, and the policy's weights.
 struct Asked {
@@ -27,6 +27,7 @@ struct Asked {
     double busy_period;
     double followers_max;
     double token_s_min;  // > 0
+    double request_bytes;
 };
 
 // Columns by worker slot, all as long as the first; tiers one after the other.
@@ -54,6 +55,8 @@ struct Columns {
     const double* decode_token_s;
     const double* batch_tokens;
     const double* onboard_token_s;
+    const double* round_trip_s;
+    const double* byte_s;
 };
 
 // Write (kTerms, slots) seconds: queue, memory, onboard, prefill, pace, slowdown, followers.

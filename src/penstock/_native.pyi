@@ -37,6 +37,7 @@ def predicted_seconds(
     busy_period: float,
     followers_max: float,
     token_s_min: float,
+    request_bytes: float,
 ) -> NDArray[np.float64]: ...
 
 class Pool:

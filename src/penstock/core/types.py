@@ -280,6 +280,7 @@ class Instance(Wire, frozen=True):
     """A worker's registration; it lives as long as its lease. `prices` where somebody can tell what its steps take.
 
     `adapters` are the LoRA adapters it takes requests for: loaded, or loaded by its engine when one is asked for.
+    `host`, `rack`, `zone` and `region` are where it runs, as far as is known.
     """
 
     worker_id: WorkerId
@@ -293,6 +294,9 @@ class Instance(Wire, frozen=True):
     host: str = ""
     prices: Prices | None = None
     adapters: tuple[str, ...] = ()
+    rack: str = ""
+    zone: str = ""
+    region: str = ""
 
 
 class InstancePut(Wire, frozen=True, tag="put"):

@@ -6,6 +6,7 @@ import signal
 
 from prometheus_client import CollectorRegistry
 
+from penstock.deploy.location import location_here
 from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.server import FrontendServer
@@ -33,7 +34,7 @@ async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: async
         discovery,
         TcpPlane(identity),
         rng=rng,
-        config=graph.router,
+        config=graph.router.model_copy(update={"location": location_here(graph.router.location)}),
         hash_key=common.hash_key,
         registry=registry,
     )

@@ -143,7 +143,7 @@ class LocalDeployment:
                 role=Role.AGGREGATED,
                 card=card,
                 model_dir=model_dir,
-                device_index=index,
+                index=index,
                 adapters=self._role.adapters_of(index),
             )
 

@@ -11,7 +11,7 @@ from penstock.core.wire import Wire
 
 
 class WorkerJob(Wire, frozen=True, tag="worker"):
-    """`card` says what it serves, from the files in `model_dir`; `device_index` is its GPU on this machine, if it uses one.
+    """`card` says what it serves, from the files in `model_dir`; `index` is its number among its role's workers.
 
     `adapters` are the LoRA adapters that it has.
     """
@@ -20,7 +20,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
     role: Role
     card: ModelCard
     model_dir: str
-    device_index: int = 0
+    index: int = 0
     adapters: tuple[str, ...] = ()
 
 

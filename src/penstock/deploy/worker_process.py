@@ -3,13 +3,13 @@
 import asyncio
 import os
 import random
-import socket
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.types import Prices
 from penstock.deploy.engine_spec import engine_spec
+from penstock.deploy.location import location_here
 from penstock.deploy.messages import Assignment, Ready, Tell, WorkerJob
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine
@@ -44,14 +44,18 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
                     graph,
                     role,
                     Checkpoint.open(job.model_dir),
-                    device_index=job.device_index,
+                    device_index=job.index,
                     hash_key=common.hash_key,
                 ),
             ),
             discovery,
             TcpPlane(identity, listen=f"unix://{common.runtime_dir}/{name}.sock"),
             identity=WorkerIdentity(
-                worker_id=job.worker_id, name=name, role=job.role, pid=os.getpid(), host=socket.gethostname()
+                worker_id=job.worker_id,
+                name=name,
+                role=job.role,
+                pid=os.getpid(),
+                location=location_here(role.location_of(job.index)),
             ),
             card=job.card,
             prices=_prices(role, Path(job.model_dir)),

@@ -7,6 +7,7 @@ import pydantic
 
 from penstock.core.config import Config, nearest, wrong
 from penstock.core.errors import ConfigError
+from penstock.core.location import Location
 from penstock.core.types import Role, Tier
 from penstock.engine.mock import MockConfig
 from penstock.engine.registry import engine_dtypes, engine_names
@@ -73,6 +74,8 @@ class RoleSpec(Config):
     """KV beneath the devices of each worker; in this version simulated engines alone have any."""
     profile: str | None = pydantic.Field(default=None, min_length=1)
     """File that `penstock profile` wrote of such a worker, relative to the graph's; routers price work by it instead of by the hardware's data sheet alone."""
+    locations: tuple[Location, ...] = ()
+    """Where the workers are, each at the next location of this list, over and over; the environment of a worker's process overrides it (`PENSTOCK_REGION`, `_ZONE`, `_RACK`, `_HOST`)."""
     tokens_per_step: float = pydantic.Field(default=1.0, ge=1, le=32)
     """Tokens that a decode step yields of each request on average: more than 1 where the engine speculates and drafts are accepted. Only simulated."""
     adapters: tuple[str, ...] = ()
@@ -86,6 +89,10 @@ class RoleSpec(Config):
     def devices(self) -> int:
         """Devices of one worker."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    def location_of(self, index: int) -> Location:
+        """Say where the worker of this number, from 0, is to be."""
+        return self.locations[index % len(self.locations)] if self.locations else Location()
 
     def adapters_of(self, index: int) -> tuple[str, ...]:
         """Name the adapters of one of the replicas."""

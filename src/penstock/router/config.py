@@ -7,6 +7,8 @@ import pydantic
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
+from penstock.core.location import Location
+from penstock.perf.topology import Topology
 from penstock.router.policies import make_policy
 from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX, SessionAffinity
 from penstock.seams import RoutingPolicy
@@ -108,6 +110,10 @@ class RouterConfig(Config):
     """How long a worker may take to answer a new connection."""
     reconnect_s_max: float = pydantic.Field(default=5.0, gt=0)
     """The longest pause between two tries to reach a worker; it begins at a hundredth of this and doubles."""
+    location: Location = Location()
+    """Where this router runs; the environment of its process overrides it (`PENSTOCK_REGION`, `_ZONE`, `_RACK`, `_HOST`)."""
+    topology: Topology = Topology()
+    """What lies between locations, so that a far worker costs what it takes to reach it."""
     hold: HoldConfig = HoldConfig()
     """When requests wait here for a worker that has time, and whose turn it is."""
     retries: RetryConfig = RetryConfig()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import RequestId, WorkerId
+from penstock.core.location import Location
 from penstock.core.log import get_logger
 from penstock.core.types import (
     CardFile,
@@ -328,7 +329,8 @@ class Fleet:
         pool = self.pools.get(model)
         if pool is None:
             pool = self.pools[model] = WorkerPool(member, self.loads.num_slots, self._config.adapters_max)
-        for changed in pool.put(member):
+        way = self._config.topology.way(self._config.location, Location.of(member.instance))
+        for changed in pool.put(member, way):
             self._note(changed)
         self._tell_soon()
 
@@ -406,6 +408,9 @@ class Fleet:
             problem=None if member.problem is None else member.problem.message,
             address=instance.address,
             host=instance.host,
+            rack=instance.rack,
+            zone=instance.zone,
+            region=instance.region,
             pid=instance.pid,
             connections=member.connections,
             open_requests=len(member.requests),

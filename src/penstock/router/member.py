@@ -108,6 +108,9 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None
     address: str
     host: str
+    rack: str
+    zone: str
+    region: str
     pid: int
     connections: int
     open_requests: int

@@ -20,6 +20,8 @@ tokens, which readers notice, weigh as much as 100 ms of waiting."""
 _BUSY_PERIOD = 2.0
 """How long a worker stays busy, over the work that is before it now: those who come meanwhile bring work of their own.
 1 / (1 - load) of a queue; at half load, where decisions begin to matter."""
+_TOKEN_BYTES, _HASH_BYTES = 4, 16
+"""What of a request grows with its prompt: a token's id and a block's hash."""
 _TOKEN_S_MIN = 1e-9
 """No prompt token takes less: 100 PFLOP/s on a model of 50 million parameters."""
 _FOLLOWERS_MAX = 20.0
@@ -43,6 +45,7 @@ class PredictedSeconds:
         "pace",
         "slowdown",
         "followers",
+        "network",
     )
 
     def costs(self, context: RoutingContext) -> Column:
@@ -55,7 +58,7 @@ class PredictedSeconds:
         if native is None:
             return terms_python(context)
         terms: Column = native.predicted_seconds(
-            context, PACE_WEIGHT, _BUSY_PERIOD, _FOLLOWERS_MAX, _TOKEN_S_MIN
+            context, PACE_WEIGHT, _BUSY_PERIOD, _FOLLOWERS_MAX, _TOKEN_S_MIN, _request_bytes(context)
         )
         return terms
 
@@ -96,7 +99,14 @@ def terms_python(context: RoutingContext) -> Column:
     rate_per_s = context.request_rate_per_s * speed / max(float(speed.cumsum()[-1]), 1.0)
     followers = rate_per_s * _BUSY_PERIOD * (queue + memory + prefill)
     delayed = prefill * np.minimum(followers, _FOLLOWERS_MAX)
-    return np.stack((queue, memory, onboard, prefill, PACE_WEIGHT * step_s, slowdown, delayed))
+
+    network = prices.round_trip_s + _request_bytes(context) * prices.byte_s
+    return np.stack((queue, memory, onboard, prefill, PACE_WEIGHT * step_s, slowdown, delayed, network))
+
+
+def _request_bytes(context: RoutingContext) -> float:
+    """Say about how long the request is on its way to a worker."""
+    return float(_TOKEN_BYTES * context.request_tokens + _HASH_BYTES * context.request_blocks)
 
 
 def _queued(context: RoutingContext) -> tuple[Column, Column]:

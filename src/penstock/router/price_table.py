@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.types import Instance, Prices, Tier
+from penstock.perf.topology import Way
 from penstock.seams import PriceColumns
 
 _SCALARS = (
@@ -15,7 +16,8 @@ _SCALARS = (
     "decode_token_s",
 )
 _BATCH = len(_SCALARS)
-_TIERS = _BATCH + 1
+_ROUND_TRIP, _BYTE = _BATCH + 1, _BATCH + 2
+_TIERS = _BATCH + 3
 
 UNKNOWN = Prices(
     prefill_step_s=3.5e-3,
@@ -48,8 +50,8 @@ class PriceTable:
         """What the prices of the fastest worker, over what it says, and of the slowest one are multiplied by."""
         return float(self._factors.min()), float(self._factors.max())
 
-    def put(self, slot: int, instance: Instance, factor: float = 1.0) -> None:
-        """Take what a worker says, and how far it is from that."""
+    def put(self, slot: int, instance: Instance, factor: float = 1.0, way: Way | None = None) -> None:
+        """Take what a worker says, how far it is from that, and what lies between it and here; None is nothing."""
         prices = instance.prices
         self._factors[slot] = factor
         self._columns = None
@@ -57,6 +59,8 @@ class PriceTable:
         if prices is not None:
             self._table[:, slot] = _row(prices)
         self._table[_BATCH, slot] = max(instance.engine.max_batch_tokens, 1)
+        self._table[_ROUND_TRIP, slot] = 0.0 if way is None else 2 * way.latency_s
+        self._table[_BYTE, slot] = 0.0 if way is None else 1 / way.bandwidth_bytes_per_s
 
     def correct(self, slot: int, factor: float) -> None:
         """Have all that a worker computes take so many times what it says; what it fetches comes at the same speed."""
@@ -98,19 +102,26 @@ class PriceTable:
 
     def _fill(self) -> PriceColumns:
         table, known = self._table.copy(), self._known
-        batch = table[_BATCH].copy()
+        own = table[_BATCH:_TIERS].copy()
         others = np.median(table[:, known], axis=1) if known.any() else np.array(_row(UNKNOWN))
         table[:, ~known] = others[:, None]
         table[:_BATCH] *= self._factors
-        table[_BATCH] = np.maximum(batch, 1.0)
+        table[_BATCH:_TIERS] = own
+        table[_BATCH] = np.maximum(own[0], 1.0)
         self._filled, shown = table, table.view()
         shown.flags.writeable = False
         scalars = {name: shown[row] for row, name in enumerate(_SCALARS)}
-        return PriceColumns(**scalars, batch_tokens=shown[_BATCH], onboard_token_s=shown[_TIERS:])
+        return PriceColumns(
+            **scalars,
+            batch_tokens=shown[_BATCH],
+            onboard_token_s=shown[_TIERS:],
+            round_trip_s=shown[_ROUND_TRIP],
+            byte_s=shown[_BYTE],
+        )
 
 
 def _row(prices: Prices) -> NDArray[np.float64]:
     """Lay prices out as rows; what is not finite or below nothing counts as nothing."""
     tiers = (*prices.onboard_token_s, *(0.0,) * len(Tier))[: len(Tier)]
-    row = np.array([*(getattr(prices, name) for name in _SCALARS), 0.0, *tiers])
+    row = np.array([*(getattr(prices, name) for name in _SCALARS), 0.0, 0.0, 0.0, *tiers])
     return np.where(np.isfinite(row), np.maximum(row, 0.0), 0.0)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.core.log import get_logger
 from penstock.core.types import Instance, InstanceState, ModelCard
+from penstock.perf.topology import Way
 from penstock.router.member import Member, identity
 from penstock.router.price_table import PriceTable
 from penstock.router.traffic import Traffic
@@ -69,8 +70,12 @@ class WorkerPool:
     def __len__(self) -> int:
         return len(self._members)
 
-    def put(self, member: Member) -> Sequence[Member]:
+    def put(self, member: Member, way: Way | None = None) -> Sequence[Member]:
         """Take in a worker, or what discovery says anew about one.
+
+        Args:
+            member: the worker.
+            way: what lies between it and this router; None is nothing.
 
         Returns:
             Those whose `matching` may have changed.
@@ -80,7 +85,7 @@ class WorkerPool:
             self._ballot.count(old, -1)
             self._drop_adapters(member.slot, old.adapters)
         instance = member.instance
-        self.prices.put(member.slot, instance, member.drift.factor)
+        self.prices.put(member.slot, instance, member.drift.factor, way)
         is_staying = member.listed and instance.state is InstanceState.READY
         noted = _Noted(instance.card, is_staying, instance.adapters)
         self._members[member] = noted

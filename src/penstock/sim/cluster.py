@@ -9,6 +9,7 @@ from typing import Protocol, Self
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
+from penstock.core.location import Location
 from penstock.core.types import ModelCard, Prices, Step
 from penstock.kv.pool import BlockPool
 from penstock.kv.tiers import TieredPool
@@ -57,6 +58,8 @@ class ClusterSpec:
     plane: PlaneConfig = field(default_factory=PlaneConfig)
     frontends: int = 1
     adapters_of: Callable[[int], Sequence[str]] = lambda _: ()
+    location_of: Callable[[int], Location] = lambda _: Location()
+    """Where a worker is started; a host that is not named is one of its own. Frontends are where `router` says."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +80,7 @@ class SimCluster:
 
     def __init__(self, spec: ClusterSpec, rng: random.Random) -> None:
         self.spec = spec
-        self.network = SimNetwork(random.Random(rng.getrandbits(64)), spec.network)
+        self.network = SimNetwork(random.Random(rng.getrandbits(64)), spec.network, spec.router.topology)
         self.plane = SimPlane(self.network, spec.plane)
         self.registry = SimRegistry(self.network)
         self.dispatchers: list[Dispatcher] = []
@@ -106,6 +109,7 @@ class SimCluster:
     async def add_frontend(self, config: RouterConfig) -> Dispatcher:
         """Run one more dispatcher, on the next host of `frontend_hosts`."""
         host = f"frontend-{len(self.dispatchers) + 1}"
+        config = config.model_copy(update={"location": self._locate(host, config.location)})
         dispatcher = Dispatcher(
             self.registry.at(host),
             self.plane.at(host),
@@ -129,12 +133,13 @@ class SimCluster:
         """Run a worker on a new host; returns once it is registered or has failed."""
         self._numbers += 1
         host, pace = f"{name}-{self._numbers}", Pace()
+        location = self._locate(host, self.spec.location_of(self._numbers - 1))
         engine = self.spec.make_engine(pace)
         worker = Worker(
             engine,
             self.registry.at(host),
             self.plane.at(host),
-            identity=WorkerIdentity(WorkerId(self._numbers), name, host=host),
+            identity=WorkerIdentity(WorkerId(self._numbers), name, location=location),
             card=self.spec.card,
             read_file=lambda _: None,
             prices=self.spec.prices,
@@ -147,6 +152,13 @@ class SimCluster:
         await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return running
+
+    def _locate(self, host: str, location: Location) -> Location:
+        """Put a host where it is to be; one of which nothing is said is nowhere."""
+        located = location if location.host else location.model_copy(update={"host": host})
+        if location != Location():
+            self.network.locate(host, located)
+        return located
 
     def settle(self, name: str) -> None:
         """Have a worker's frontends hear what they would have heard by now from an engine that tells every step."""

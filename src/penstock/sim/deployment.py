@@ -139,6 +139,7 @@ class Deployment:
             plane=PlaneConfig(window_tokens=_WHOLE_ANSWER),
             frontends=graph.frontend.processes,
             adapters_of=self.role.adapters_of,
+            location_of=self.role.location_of,
         )
 
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from penstock.core.config import Config
+from penstock.core.location import Location
+from penstock.perf.topology import Topology, Way
 
 REGISTRY = "registry"
 """The host where discovery lives."""
@@ -24,11 +26,11 @@ class NetworkConfig(Config):
     """What lies between the hosts of a simulation."""
 
     latency_s: float = Field(default=0.0002, ge=0)
-    """One way, between any two hosts."""
+    """One way, between any two hosts of which it is not known where they are."""
     jitter_s: float = Field(default=0.0, ge=0)
     """A random part of this is added to each message's latency; the order is kept."""
     bandwidth_bytes_per_s: float = Field(default=1.25e9, gt=0)
-    """Of each direction of each connection."""
+    """Of each direction of each connection, likewise."""
     event_loss: float = Field(default=0.0, ge=0, lt=1)
     """Share of KV event messages that never arrive."""
     load_delay_s: float = Field(default=0.0, ge=0)
@@ -51,8 +53,16 @@ class Link(Protocol):
 class SimNetwork:
     """The paths between hosts, and all randomness on them. One event loop owns it."""
 
-    def __init__(self, rng: random.Random, config: NetworkConfig | None = None) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        config: NetworkConfig | None = None,
+        topology: Topology | None = None,
+    ) -> None:
         self.config = config or NetworkConfig()
+        self._way = Way(
+            latency_s=self.config.latency_s, bandwidth_bytes_per_s=self.config.bandwidth_bytes_per_s
+        )
         self.rng = rng
         self.event_loss = self.config.event_loss
         """May be changed while it runs."""
@@ -60,6 +70,17 @@ class SimNetwork:
         self._frozen: dict[str, int] = {}
         self._links: dict[Link, None] = {}
         self._news = asyncio.Event()
+        self._topology = topology or Topology()
+        self._locations: dict[str, Location] = {}
+
+    def locate(self, host: str, location: Location) -> None:
+        """Say where a host is; between two that are somewhere lies what the topology says, and not what `config` does."""
+        self._locations[host] = location
+
+    def way(self, one: str, other: str) -> Way:
+        """Say what lies between two hosts."""
+        here, there = self._locations.get(one), self._locations.get(other)
+        return self._way if here is None or there is None else self._topology.way(here, there)
 
     def is_open(self, one: str, other: str) -> bool:
         """Say whether two hosts can reach each other now."""
@@ -67,14 +88,18 @@ class SimNetwork:
 
     async def reach(self, one: str, other: str) -> None:
         """Go one way over a path, waiting for as long as it is cut."""
-        await asyncio.sleep(self.latency_s())
+        await asyncio.sleep(self.latency_s(one, other))
         while not self.is_open(one, other):
             await self._news.wait()
 
-    def latency_s(self) -> float:
-        """Draw the latency of one message."""
-        config = self.config
-        return config.latency_s + (self.rng.random() * config.jitter_s if config.jitter_s else 0.0)
+    def latency_s(self, one: str, other: str) -> float:
+        """Draw the latency of one message between two hosts."""
+        return self.way(one, other).latency_s + self.jitter_s()
+
+    def jitter_s(self) -> float:
+        """Draw what one message is later than others."""
+        jitter_s = self.config.jitter_s
+        return self.rng.random() * jitter_s if jitter_s else 0.0
 
     def cut(self, one: str, other: str) -> None:
         """Let nothing pass between two hosts until `mend`, as often as it was cut."""
@@ -128,10 +153,12 @@ class _Burst:
 class Pipe:
     """One direction of a connection: what is sent arrives in order, or waits while the path is cut."""
 
-    def __init__(self, network: SimNetwork) -> None:
+    def __init__(self, network: SimNetwork, ends: tuple[str, str]) -> None:
         self.is_deaf = False
         """Set once nobody listens at the far end: what arrives is lost."""
         self._network = network
+        way = network.way(*ends)
+        self._latency_s, self._bandwidth_bytes_per_s = way.latency_s, way.bandwidth_bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._bursts: deque[_Burst] = deque()
         self._newest: _Burst | None = None  # while more may join it
@@ -143,13 +170,13 @@ class Pipe:
 
     def send(self, num_bytes: int, call: Callable[..., None], *args: Any) -> None:
         """Make `call` at the far end once `num_bytes` have arrived there."""
-        network, now_s = self._network, self._loop.time()
+        now_s = self._loop.time()
         wire_s = max(now_s, self._wire_free_s)
-        self._wire_free_s = wire_s = wire_s + num_bytes / network.config.bandwidth_bytes_per_s
+        self._wire_free_s = wire_s = wire_s + num_bytes / self._bandwidth_bytes_per_s
         burst = self._newest
         if burst is None or self._sent_s != now_s:
             self._sent_s = now_s
-            self._newest = burst = _Burst(0.0, network.latency_s(), [])
+            self._newest = burst = _Burst(0.0, self._latency_s + self._network.jitter_s(), [])
             self._bursts.append(burst)
         burst.calls.append((call, args))
         burst.arrival_s = self._last_s = max(self._last_s, wire_s + burst.latency_s)

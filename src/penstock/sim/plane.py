@@ -118,8 +118,8 @@ class _Link:
         self.worker_id = worker_id
         self.ends = (server.host, frontend_host)
         self.worker_up = self.frontend_up = True
-        self.up = Pipe(server.network)
-        self.down = Pipe(server.network)
+        self.up = Pipe(server.network, self.ends)
+        self.down = Pipe(server.network, self.ends)
         self._sink = sink
         self._is_greeted = False
         self._untold: dict[RequestId, int] = {}  # tokens taken of the open requests, and not granted yet

@@ -141,7 +141,7 @@ class SimRegistration:
         elif is_open and self._is_listed:
             self._stop()
         elif is_open and self._timer is None:
-            self._start(self._registry.network.latency_s(), self._return)
+            self._start(self._registry.network.latency_s(*self.ends), self._return)
 
     def _return(self) -> None:
         self._timer = None

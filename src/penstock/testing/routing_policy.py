@@ -120,6 +120,8 @@ def _some_prices(num_slots: int, rng: np.random.Generator) -> PriceColumns:
         decode_token_s=some(1e-6),
         batch_tokens=rng.integers(1, 1 << 14, num_slots).astype(np.float64),
         onboard_token_s=np.stack([0.0 * some(1.0), some(1e-5), some(1e-4), some(1e-3)]),
+        round_trip_s=some(0.1),
+        byte_s=some(1e-8),
     )
 
 

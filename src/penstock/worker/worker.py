@@ -7,7 +7,7 @@ KV events, load reports, deadlines, draining and death.
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -23,6 +23,7 @@ from penstock.core.errors import (
     WorkerLost,
 )
 from penstock.core.ids import RequestId, WorkerId
+from penstock.core.location import Location
 from penstock.core.log import get_logger
 from penstock.core.types import (
     Delta,
@@ -56,7 +57,7 @@ class WorkerIdentity:
     name: str
     role: Role = Role.AGGREGATED
     pid: int = 0
-    host: str = ""
+    location: Location = field(default_factory=Location)
 
 
 class Worker:
@@ -223,9 +224,9 @@ class Worker:
             card=card,
             engine=info,
             pid=identity.pid,
-            host=identity.host,
             prices=self._prices,
             adapters=self._adapters,
+            **identity.location.model_dump(),
         )
 
     # -- serving

@@ -118,6 +118,19 @@ def test_a_fast_worker_has_more_followers():
     assert found == pytest.approx([0.2 * 0.002, 0.2 * 0.002, 0.2 * 0.001])
 
 
+def test_network_is_there_and_back_and_the_bytes_of_the_prompt():
+    prices = make_prices(round_trip_s=[0.0, 0.08, 0.08], byte_s=[0.0, 0.0, 1e-4])
+    # 100 tokens of 4 bytes and 7 hashes of 16
+    assert term("network", prices=prices) == pytest.approx([0.0, 0.08, 0.08 + 512e-4])
+
+
+def test_a_far_holder_is_chosen_where_it_saves_more_than_the_way_there():
+    prices = make_prices(2, round_trip_s=[0.0, 0.0005])
+    for overlap, expected in ((2, 0), (4, 1)):  # 32 and 64 tokens: 0.32 and 0.64 ms
+        context = make_context(2, prices=prices, overlap_blocks=[0, overlap])
+        assert choose(POLICY.costs(context), context.eligible, 1) == expected
+
+
 def test_a_fast_worker_takes_more_than_a_slow_one():
     prices = make_prices(2, prefill_token_s=[1e-5, 4e-5])
     context = make_context(

@@ -4,6 +4,7 @@ import pytest
 
 from penstock.core.ids import WorkerId
 from penstock.core.types import EngineInfo, Instance, ModelCard, Prices, Role
+from penstock.perf.topology import Way
 from penstock.router.price_table import UNKNOWN, PriceTable
 
 
@@ -102,6 +103,16 @@ def test_a_correction_shows_at_once_and_holds_until_the_worker_leaves():
     assert table.columns().prefill_token_s.tolist() == [3e-5] * 4
     assert table.factors == (1.0, 1.0)
     table.check()
+
+
+def test_the_way_to_a_worker_is_its_own_though_its_prices_are_others():
+    table = PriceTable(3)
+    table.put(0, instance(1e-5))
+    table.put(1, instance(None), way=Way(latency_s=0.04, bandwidth_bytes_per_s=1e8))
+    columns = table.columns()
+    assert columns.round_trip_s.tolist() == [0.0, 0.08, 0.0]
+    assert columns.byte_s.tolist() == [0.0, 1e-8, 0.0]
+    assert columns.prefill_token_s.tolist() == [1e-5] * 3
 
 
 def test_a_worker_of_before_there_were_prices_is_understood():

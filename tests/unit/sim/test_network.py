@@ -27,7 +27,7 @@ def arrivals(config, sends, faults=(), seed=0):
     async def main(rng: random.Random):
         loop = asyncio.get_running_loop()
         network = SimNetwork(rng, config)
-        pipe = Pipe(network)
+        pipe = Pipe(network, ("a", "b"))
         network.add(Ends(pipe))
         got = []
         for number, (at_s, num_bytes) in enumerate(sends):
@@ -73,7 +73,7 @@ def test_what_is_sent_in_one_moment_arrives_together_once_all_of_it_has():
 
 def test_nothing_is_delivered_to_an_end_that_has_gone():
     async def main(rng: random.Random):
-        pipe = Pipe(SimNetwork(rng, NetworkConfig(latency_s=1.0)))
+        pipe = Pipe(SimNetwork(rng, NetworkConfig(latency_s=1.0)), ("a", "b"))
         got = []
 
         def leave() -> None:

@@ -1,0 +1,78 @@
+"""What lies between two locations: the widest level at which they differ decides."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.errors import ConfigError
+from penstock.core.location import Location
+from penstock.perf.topology import RegionPair, Topology, Way
+
+names = st.sampled_from(["", "a", "b"])
+locations = st.builds(Location, host=names, rack=names, zone=names, region=names)
+TOPOLOGY = Topology(pairs=(RegionPair(one="a", other="b", latency_s=0.03, bandwidth_bytes_per_s=2e8),))
+
+
+def at(host: str = "h", rack: str = "r", zone: str = "z", region: str = "eu") -> Location:
+    return Location(host=host, rack=rack, zone=zone, region=region)
+
+
+@pytest.mark.parametrize(
+    ("other", "level"),
+    [
+        (at(), "same_host"),
+        (at(host="h2"), "same_rack"),
+        (at(host="h2", rack="r2"), "same_zone"),
+        (at(host="h2", rack="r2", zone="z2"), "same_region"),
+        (at(zone="z2"), "same_region"),
+        (at(region="us"), "between_regions"),
+        (Location(), "same_host"),
+        (Location(host="h2"), "same_rack"),
+        (Location(region="us"), "between_regions"),
+    ],
+)
+def test_the_widest_level_at_which_they_differ(other: Location, level: str) -> None:
+    topology = Topology()
+    assert topology.way(at(), other) is getattr(topology, level)
+
+
+@given(locations, locations)
+def test_it_is_as_far_back(one: Location, other: Location) -> None:
+    assert TOPOLOGY.way(one, other) == TOPOLOGY.way(other, one)
+    assert TOPOLOGY.way(one, one) is TOPOLOGY.same_host
+
+
+def test_a_named_pair_of_regions_holds_both_ways() -> None:
+    a, b, c = (Location(region=name) for name in "abc")
+    assert TOPOLOGY.way(a, b).latency_s == TOPOLOGY.way(b, a).latency_s == 0.03
+    assert TOPOLOGY.way(a, c) is TOPOLOGY.between_regions
+
+
+def test_farther_is_slower_by_default() -> None:
+    topology = Topology()
+    ways: list[Way] = [
+        topology.same_host, topology.same_rack, topology.same_zone, topology.same_region, topology.between_regions,
+    ]  # fmt: skip
+    assert [way.latency_s for way in ways] == sorted(way.latency_s for way in ways)
+    assert [-way.bandwidth_bytes_per_s for way in ways] == sorted(-way.bandwidth_bytes_per_s for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ([("eu", "eu")], "pairs.0: one and other: must be two regions, got 'eu' twice"),
+        ([("eu", "us"), ("us", "eu")], "pairs: us and eu are described twice"),
+        ([("eu", "")], "pairs.0.other"),
+    ],
+)
+def test_pairs_that_are_none(pairs: list[tuple[str, str]], said: str) -> None:
+    data = [{"one": a, "other": b, "latency_s": 0.1, "bandwidth_bytes_per_s": 1e8} for a, b in pairs]
+    with pytest.raises(ConfigError, match=said):
+        Topology.parse({"pairs": data}, source="graph.yaml")
+
+
+def test_absurd_ways_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"same_zone\.latency_s: must be >= 0.*, got -1"):
+        Topology.parse({"same_zone": {"latency_s": -1, "bandwidth_bytes_per_s": 1e9}}, source="g")
+    with pytest.raises(ConfigError, match=r"same_zone\.bandwidth_bytes_per_s: must be > 0.*, got 0"):
+        Topology.parse({"same_zone": {"latency_s": 0, "bandwidth_bytes_per_s": 0}}, source="g")
