@@ -19,10 +19,11 @@ STAMP = $(VENV)/.installed-native-$(NATIVE)
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/native/test_radix_native.py
-CHECKED_TESTS = $(wildcard tests/unit tests/properties tests/conformance tests/wire tests/native)
+# Beside tests/unit: about as long, so that two jobs end together.
+OTHER_FAST_TESTS = $(wildcard tests/properties tests/conformance tests/wire tests/native)
 
 .DEFAULT_GOAL = help
-.PHONY: help venv demo test check lint types floors test-fast fuzz sanitize bench format clean
+.PHONY: help venv demo test check lint types floors test-unit test-other fuzz sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
@@ -41,7 +42,7 @@ demo: venv
 test: venv
 	$(BIN)/pytest
 
-check: lint types floors test-fast
+check: lint types floors test-unit test-other
 
 lint: venv
 	$(BIN)/ruff format --check
@@ -53,8 +54,11 @@ types: venv
 floors: venv
 	$(BIN)/lint-imports
 
-test-fast: venv
-	$(BIN)/pytest -q -m 'not slow' $(CHECKED_TESTS)
+test-unit: venv
+	$(BIN)/pytest -q -m 'not slow' tests/unit
+
+test-other: venv
+	$(BIN)/pytest -q -m 'not slow' $(OTHER_FAST_TESTS)
 
 fuzz: venv
 	@$(BIN)/pip install -q 'cmake>=3.24' ninja
