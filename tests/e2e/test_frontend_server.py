@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 
 import openai
@@ -37,7 +38,8 @@ def test_workers_are_shown_to_this_machine_only() -> None:
     async def test() -> None:
         async with serving() as site:
             answer = await site.ask("GET", "/admin/workers")
-            assert json.loads(answer.body) == {"workers": [{"name": "scripted", "models": ["tiny"]}]}
+            shown = {"pid": os.getpid(), "workers": [{"name": "scripted", "models": ["tiny"]}]}
+            assert json.loads(answer.body) == shown
             answer = await site.ask("GET", "/admin/workers", b"", "X-Forwarded-For: 203.0.113.9")
             assert (answer.status, answer.error["code"]) == (403, "forbidden")
 

@@ -7,6 +7,7 @@ import signal
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from penstock.deploy.location import location_here
 from penstock.deploy.serve import say
 from penstock.frontend.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.router.routing_service import RoutingService
@@ -27,7 +28,10 @@ async def _serve(config: RoutingHttpConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     registry = CollectorRegistry()
-    async with RoutingService(rng=random.Random(), config=config.service, registry=registry) as service:
+    router = config.service.router
+    router = router.model_copy(update={"location": location_here(router.location)})
+    service_config = config.service.model_copy(update={"router": router})
+    async with RoutingService(rng=random.Random(), config=service_config, registry=registry) as service:
         server = RoutingServer(service, config, registry)
         host, port = await server.start()
         try:

@@ -66,7 +66,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One server, as its gateway describes it.
 
     `total_blocks` is its KV cache's size in blocks; 0 is unknown. `prices` are what its work takes; without, it is
-    taken to be like the others. `adapters` are the LoRA adapters that it serves, each as a model of its own.
+    taken to be like the others. `adapters` are the LoRA adapters that it serves, each as a model of its own. `host` to
+    `region` say where it is, as far as is known.
     """
 
     url: str
@@ -75,6 +76,10 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     state: InstanceState = InstanceState.READY
     prices: Prices | None = None
     adapters: tuple[str, ...] = ()
+    host: str = ""
+    rack: str = ""
+    zone: str = ""
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +340,10 @@ class RoutingService:
             state=server.state,
             prices=server.prices,
             adapters=server.adapters,
+            host=server.host,
+            rack=server.rack,
+            zone=server.zone,
+            region=server.region,
         )
 
     def _card_of(self, model: str) -> ModelCard:

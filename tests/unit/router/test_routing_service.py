@@ -82,6 +82,18 @@ def test_a_longer_text_finds_its_beginning_whatever_its_length_and_letters():
     play(scene)
 
 
+def test_the_nearer_of_two_idle_servers_is_named():
+    async def scene(service: RoutingService) -> None:
+        for near, far in (("a", "b"), ("b", "a")):
+            await service.put(near, Server(url=f"http://{near}", model="m", region="eu"))
+            await service.put(far, Server(url=f"http://{far}", model="m", region="us"))
+            worker, request_id = ask(service, f"a prompt for {near} " * 5)
+            service.feedback(request_id, Stage.FINISHED)
+            assert worker == near
+
+    play(scene, router={"location": {"region": "eu"}})
+
+
 def test_what_is_open_counts_as_load_until_its_first_token_and_its_end():
     async def scene(service: RoutingService) -> None:
         def load() -> tuple[int, int]:
