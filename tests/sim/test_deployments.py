@@ -48,8 +48,11 @@ def test_no_goodput_where_no_request_can_meet_the_targets() -> None:
     assert (found.rate_per_s, found.good_per_s) == (0, 0)
 
 
-def test_the_other_engine_is_slower_at_everything() -> None:
-    expected = BY_NAME["671b-gb200"].price(Parallel(dp=32, ep=32))
+@pytest.mark.parametrize(
+    ("name", "parallel"), [("671b-gb200", Parallel(dp=32, ep=32)), ("70b-gb300", Parallel(tp=2))]
+)
+def test_the_other_engine_is_slower_at_everything(name: str, parallel: Parallel) -> None:
+    expected = BY_NAME[name].price(parallel)
     profile = slower_profile(expected, batch_max=5000)
     for point in profile.prefill:
         assert 1.15 < point.seconds / expected.prefill_s(point.new_tokens) < 1.7

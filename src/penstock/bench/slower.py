@@ -38,8 +38,9 @@ def slower_profile(expected: Roofline, *, batch_max: int) -> Profile:
         raise ConfigError(f"batch_max: must be >= 1, got {batch_max}")
     batches = [1 << power for power in range((batch_max - 1).bit_length() + 1)]
     parallel = expected.parallel
+    experts = f" experts {expected.expert_dtype}," if expected.shape.moe else ""
     return Profile(
-        engine=f"{expected.shape.name}, weights {expected.weight_dtype}, experts {expected.expert_dtype}, KV {expected.kv_dtype},"
+        engine=f"{expected.shape.name}, weights {expected.weight_dtype},{experts} KV {expected.kv_dtype},"
         f" tp {parallel.tp} pp {parallel.pp} dp {parallel.dp} ep {parallel.ep}",
         prefill=tuple(PrefillPoint(new_tokens=n, seconds=engine.prefill_s(n)) for n in _PROMPTS),
         decode=tuple(

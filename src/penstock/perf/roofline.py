@@ -98,7 +98,8 @@ class Roofline:
     tokens_per_step: float = 1.0
     """Tokens a decode step yields on average; above 1 with speculation, priced for the tokens yielded, not for those drafted."""
     expert_dtype: Dtype | None = None
-    """Of routed experts; None is `weight_dtype` where that is given, else the checkpoint's own."""
+    """Of routed experts; None is `weight_dtype` where that is given, else the checkpoint's own, and what a model without
+    experts has."""
     _attention: Attention = field(init=False, repr=False)
     _dense: Product = field(init=False, repr=False)
     """One dense layer."""
@@ -108,11 +109,12 @@ class Roofline:
     _wide_bytes: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.expert_dtype is not None and self.shape.moe is None:
+        if self.shape.moe is not None:
+            self.expert_dtype = self.expert_dtype or self.weight_dtype or self.shape.expert_dtype
+        elif self.expert_dtype is not None:
             raise ConfigError(
                 f"expert_dtype: {self.expert_dtype} needs a model with experts; {self.shape.name} has none"
             )
-        self.expert_dtype = self.expert_dtype or self.weight_dtype or self.shape.expert_dtype
         self.weight_dtype = self.weight_dtype or self.shape.weight_dtype
         wide = Dtype.FP8 if self.weight_dtype in {Dtype.FP8, Dtype.NVFP4, Dtype.MXFP4} else Dtype.BF16
         self.kv_dtype = self.kv_dtype or (Dtype.FP32 if self.weight_dtype is Dtype.FP32 else wide)
@@ -246,10 +248,10 @@ class Roofline:
     def weight_bytes_per_device(self) -> float:
         """Weights on the fullest device; embeddings and head stay 16 bits wide."""
         assert self.weight_dtype is not None
-        assert self.expert_dtype is not None
         parallel, shape = self.parallel, self.shape
         body = shape.dense_params() / parallel.tp * self.weight_dtype.bytes
         if shape.moe is not None:
+            assert self.expert_dtype is not None
             experts = shape.moe_layers * self._experts_per_device() * shape.expert_params()
             body += experts * self.expert_dtype.bytes
         head = shape.head_params() * (1 if shape.tied_embeddings else 2) / parallel.tp
