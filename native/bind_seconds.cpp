@@ -31,8 +31,8 @@ Column<Element> column(nb::handle source, const char* name, std::size_t slots, s
     return found;
 }
 
-Terms price(nb::handle context, double pace_weight, double busy_period, double followers_max, double token_s_min,
-            double request_bytes) {
+Terms price(nb::handle context, double pace_weight, double ttft_target_s, double itl_target_s, double busy_period,
+            double followers_max, double token_s_min, double request_bytes) {
     const auto number = [&](const char* name) { return nb::cast<std::int64_t>(context.attr(name)); };
     const Asked asked{
         .request_tokens = number("request_tokens"),
@@ -41,6 +41,8 @@ Terms price(nb::handle context, double pace_weight, double busy_period, double f
         .output_tokens = std::max(nb::cast<double>(context.attr("mean_output_tokens")), 1.0),
         .request_rate_per_s = nb::cast<double>(context.attr("request_rate_per_s")),
         .pace_weight = pace_weight,
+        .ttft_target_s = ttft_target_s,
+        .itl_target_s = itl_target_s,
         .busy_period = busy_period,
         .followers_max = followers_max,
         .token_s_min = token_s_min,
@@ -112,8 +114,8 @@ Terms price(nb::handle context, double pace_weight, double busy_period, double f
 }  // namespace
 
 void bind_seconds(nb::module_& module) {
-    module.def("predicted_seconds", &price, "context"_a, "pace_weight"_a, "busy_period"_a, "followers_max"_a,
-               "token_s_min"_a, "request_bytes"_a);
+    module.def("predicted_seconds", &price, "context"_a, "pace_weight"_a, "ttft_target_s"_a, "itl_target_s"_a,
+               "busy_period"_a, "followers_max"_a, "token_s_min"_a, "request_bytes"_a);
 }
 
 }  // namespace penstock

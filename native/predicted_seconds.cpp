@@ -3,6 +3,11 @@
 #include <algorithm>
 
 namespace penstock {
+namespace {
+
+double missed(double predicted_s, double target_s) { return std::min(std::max(predicted_s - target_s, 0.0), target_s); }
+
+}  // namespace
 
 void predicted_seconds(const Asked& asked, const Columns& columns, double* terms) {
     const std::size_t slots = columns.eligible.size();
@@ -65,8 +70,12 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
 
         const double network = columns.round_trip_s[i] + asked.request_bytes * columns.byte_s[i];
 
+        const double onboard = size * fetched;
+        const double late_s = missed(queue + memory + onboard + prefill + network, asked.ttft_target_s);
+        const double miss = late_s + asked.pace_weight * missed(step_s + more_s, asked.itl_target_s);
+
         const std::array<double, kTerms> column = {
-            queue, memory, size * fetched, prefill, asked.pace_weight * step_s, slowdown, delayed, network,
+            queue, memory, onboard, prefill, asked.pace_weight * step_s, slowdown, delayed, network, miss,
         };
         for (std::size_t term = 0; term < kTerms; ++term) {
             terms[term * slots + i] = column[term];

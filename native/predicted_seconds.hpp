@@ -14,7 +14,7 @@
 
 namespace penstock {
 
-constexpr std::size_t kTerms = 8;
+constexpr std::size_t kTerms = 9;
 
 // What is asked, and the policy's weights.
 struct Asked {
@@ -24,6 +24,8 @@ struct Asked {
     double output_tokens;     // of a mean answer, >= 1
     double request_rate_per_s;
     double pace_weight;
+    double ttft_target_s;  // infinite: none
+    double itl_target_s;   // infinite: none
     double busy_period;
     double followers_max;
     double token_s_min;  // > 0
@@ -59,7 +61,7 @@ struct Columns {
     const double* byte_s;
 };
 
-// Write (kTerms, slots) seconds: queue, memory, onboard, prefill, pace, slowdown, followers.
+// Write (kTerms, slots) seconds: queue, memory, onboard, prefill, pace, slowdown, followers, network, miss.
 void predicted_seconds(const Asked& asked, const Columns& columns, double* terms);
 
 }  // namespace penstock

@@ -34,6 +34,8 @@ def decode_attention(
 def predicted_seconds(
     context: RoutingContext,
     pace_weight: float,
+    ttft_target_s: float,
+    itl_target_s: float,
     busy_period: float,
     followers_max: float,
     token_s_min: float,

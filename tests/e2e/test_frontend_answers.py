@@ -24,6 +24,28 @@ def test_a_session_is_taken_from_its_header() -> None:
     run(test)
 
 
+def test_targets_are_taken_from_their_headers() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            path, ttft, itl = "/v1/chat/completions", "X-Penstock-SLO-TTFT-Ms", "X-Penstock-SLO-ITL-Ms"
+            for headers in ([f"{ttft}: 300", f"{itl}: 20.5"], [f"{itl}: 0.1"], []):
+                assert (await site.ask("POST", path, chat(), *headers)).status == 200
+            opened = [(request.slo_ttft_s, request.slo_itl_s) for request in site.dispatcher.opened]
+            assert opened == [(0.3, 0.0205), (None, 0.0001), (None, None)]
+            for header, value, text in (
+                (ttft, "0.5", "must be 1 to 3,600,000 milliseconds, got 0.5"),
+                (ttft, "nan", "must be 1 to 3,600,000 milliseconds, got nan"),
+                (itl, "60001", "must be 0.1 to 60,000 milliseconds, got 60001"),
+                (itl, "-1", "must be 0.1 to 60,000 milliseconds, got -1"),
+                (itl, "soon", "must be a number of milliseconds, got 'soon'"),
+                (itl, "", "must be a number of milliseconds, got ''"),
+            ):
+                refused = await site.ask("POST", path, chat(), f"{header}: {value}")
+                assert (refused.status, refused.error["message"]) == (400, f"{header}: {text}")
+
+    run(test)
+
+
 def test_tenant_and_priority_are_taken_from_their_headers() -> None:
     async def test() -> None:
         async with serving(tenant_header="X-Team", priority_header="X-Urgency") as site:

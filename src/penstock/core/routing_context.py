@@ -37,9 +37,10 @@ class RoutingContext:
     pairs of one of them with a token before it, and blocks of prompts. The `peer` columns are the same of all other
     routers, as the worker told. `eligible` masks slots that are free, lost,
     draining, excluded, or busy while others are not. `worker_ids` tells a slot's worker from the one that had it
-    before, and is 0 where it is free; `session` is what the client calls its session, if it does. `prices` is what work
-    takes on each worker; `request_rate_per_s` and `mean_output_tokens` are what this router has lately seen or
-    heard of the model's requests. All columns are live
+    before, and is 0 where it is free; `session` is what the client calls its session, if it does. `slo_ttft_s` (what is
+    left of it) and `slo_itl_s` are what the client wants the first token and each further one to take at most, if it
+    says. `prices` is what work takes on each worker; `request_rate_per_s` and `mean_output_tokens` are what this router
+    has lately seen or heard of the model's requests. All columns are live
     and cannot be written to: copy what is to be kept beyond the call.
     """
 
@@ -65,6 +66,8 @@ class RoutingContext:
     own_blocks: NDArray[np.int64]
     worker_ids: NDArray[np.int64]
     session: str | None
+    slo_ttft_s: float | None
+    slo_itl_s: float | None
     prices: PriceColumns
     request_rate_per_s: float
     mean_output_tokens: float

@@ -79,6 +79,7 @@ class Request(Wire, frozen=True):
     `expected_cached_tokens` is how much of the prompt its router takes to be cached where it sends it: what is left,
     the worker tells other routers. `known_peer_arrivals` is the worker's `peer_arrivals` that the choice of it was made
     by: if more have come, it sends the request back for another choice; None has it stay.
+    `slo_ttft_s` until its first token and `slo_itl_s` between two tokens are what its client wants it to take at most.
     """
 
     request_id: RequestId
@@ -97,6 +98,8 @@ class Request(Wire, frozen=True):
     adapter: str | None = None
     expected_cached_tokens: int = 0
     known_peer_arrivals: int | None = None
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
 
 
 class TokenLogprob(Wire, frozen=True, array_like=True):

@@ -8,6 +8,12 @@ from penstock.frontend.config import FrontendConfig
 from penstock.frontend.errors import ForbiddenError
 
 EXPLAIN_HEADER = "X-Penstock-Explain"
+TTFT_HEADER = "X-Penstock-SLO-TTFT-Ms"
+ITL_HEADER = "X-Penstock-SLO-ITL-Ms"
+TTFT_MS = (1.0, 3_600_000.0)
+"""Bounds of a target for the first token: from a millisecond to an hour."""
+ITL_MS = (0.1, 60_000.0)
+"""Bounds of a target for the time between two tokens: to a minute."""
 _NAME_CHARACTERS_MAX = 256
 _PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 
@@ -16,12 +22,14 @@ _PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 class Wishes:
     """The client's name for the session that the request is of, and whether the answer is to say why it went where it did.
 
-    `tenant` and `priority` as in `Request`.
+    `tenant`, `priority` and targets as in `Request`.
     """
 
     session: str | None = None
     tenant: str = ""
     priority: int = 0
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
     explains: bool = False
 
 
@@ -44,6 +52,8 @@ def read_wishes(headers: Mapping[str, str], config: FrontendConfig) -> Wishes:
         session=_name_in(headers, config.session_header) or None,
         tenant=_name_in(headers, config.tenant_header),
         priority=_priority_in(headers, config.priority_header),
+        slo_ttft_s=_target_in(headers, TTFT_HEADER, TTFT_MS),
+        slo_itl_s=_target_in(headers, ITL_HEADER, ITL_MS),
         explains=explains,
     )
 
@@ -58,6 +68,33 @@ def asks_why(headers: Mapping[str, str]) -> bool:
     if value not in {"0", "1"}:
         raise RequestError(f"{EXPLAIN_HEADER}: must be 1 or 0, got {value[:40]!r}", param=EXPLAIN_HEADER)
     return value == "1"
+
+
+def target_s(name: str, target_ms: float, bounds_ms: tuple[float, float]) -> float:
+    """Give a target in seconds.
+
+    Raises:
+        RequestError: it is out of bounds; `name` says whose it is.
+    """
+    low, high = bounds_ms
+    if not low <= target_ms <= high:
+        raise RequestError(
+            f"{name}: must be {low:g} to {high:,.0f} milliseconds, got {target_ms:g}", param=name
+        )
+    return target_ms / 1e3
+
+
+def _target_in(headers: Mapping[str, str], header: str, bounds_ms: tuple[float, float]) -> float | None:
+    text = headers.get(header)
+    if text is None:
+        return None
+    try:
+        target_ms = float(text)
+    except ValueError as error:
+        raise RequestError(
+            f"{header}: must be a number of milliseconds, got {text[:40]!r}", param=header
+        ) from error
+    return target_s(header, target_ms, bounds_ms)
 
 
 def _name_in(headers: Mapping[str, str], header: str) -> str:

@@ -153,6 +153,8 @@ class Preprocessor:
                         session=arrival.wishes.session,
                         tenant=arrival.wishes.tenant,
                         priority=arrival.wishes.priority,
+                        slo_ttft_s=arrival.wishes.slo_ttft_s,
+                        slo_itl_s=arrival.wishes.slo_itl_s,
                     )
                 )
         return Work(

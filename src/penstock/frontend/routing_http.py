@@ -14,8 +14,9 @@ from penstock.core.config import Config
 from penstock.core.errors import ConfigError, PenstockError, RequestError
 from penstock.core.hashing import as_tokens
 from penstock.core.log import get_logger
+from penstock.core.wire import TokenArray
 from penstock.frontend.explaining import Why, why_latest, why_one
-from penstock.frontend.headers import asks_why
+from penstock.frontend.headers import ITL_MS, TTFT_MS, asks_why, target_s
 from penstock.frontend.http import error_response, json_response
 from penstock.frontend.openai import encode
 from penstock.router.routing_service import Query, RoutingService, RoutingServiceConfig, Server, Stage
@@ -42,7 +43,7 @@ class RoutingHttpConfig(Config):
 
 
 class _RouteBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One of `token_ids`, `prompt` and `messages`."""
+    """One of `token_ids`, `prompt` and `messages`. Targets are in milliseconds."""
 
     model: str
     token_ids: list[int] | None = None
@@ -50,6 +51,8 @@ class _RouteBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     session: str | None = None
     exclude: tuple[str, ...] = ()
+    slo_ttft_ms: float | None = None
+    slo_itl_ms: float | None = None
 
 
 class _FeedbackBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -116,28 +119,7 @@ class RoutingServer:
 
     async def _route(self, request: web.Request) -> web.Response:
         body = await _read(request, _RouteBody)
-        given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not None]
-        if len(given) != 1:
-            raise RequestError(
-                f"give one of token_ids, prompt and messages, got {' and '.join(given) or 'none'}"
-            )
-        if body.session is not None and len(body.session) > _SESSION_CHARACTERS_MAX:
-            raise RequestError(
-                f"session: must have at most {_SESSION_CHARACTERS_MAX} characters, got {len(body.session)}",
-                param="session",
-            )
-        if body.token_ids is not None:
-            try:
-                tokens = as_tokens(body.token_ids)
-            except (ValueError, OverflowError) as error:
-                raise RequestError(
-                    f"token_ids: must be integers of 32 bits: {error}", param="token_ids"
-                ) from error
-            query = Query(model=body.model, prompt=tokens, session=body.session, exclude=body.exclude)
-        else:
-            text = body.prompt if body.prompt is not None else _text_of(body.messages or [])
-            query = Query(model=body.model, prompt=text, session=body.session, exclude=body.exclude)
-        choice = self._service.route(query)
+        choice = self._service.route(_query_of(body))
         answer = msgspec.structs.asdict(choice)
         if asks_why(request.headers):
             answer["why"] = Why(self._service.explain(choice.id))
@@ -192,6 +174,41 @@ async def _read(request: web.Request, kind: type[_Body]) -> _Body:
         return msgspec.json.decode(await request.read(), type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise RequestError(f"the body: {error}; docs/router.md says what is expected") from error
+
+
+def _query_of(body: _RouteBody) -> Query:
+    """Say what is asked for.
+
+    Raises:
+        RequestError: a field has a value that it must not have.
+    """
+    given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise RequestError(f"give one of token_ids, prompt and messages, got {' and '.join(given) or 'none'}")
+    if body.session is not None and len(body.session) > _SESSION_CHARACTERS_MAX:
+        raise RequestError(
+            f"session: must have at most {_SESSION_CHARACTERS_MAX} characters, got {len(body.session)}",
+            param="session",
+        )
+    prompt: TokenArray | str
+    if body.token_ids is not None:
+        try:
+            prompt = as_tokens(body.token_ids)
+        except (ValueError, OverflowError) as error:
+            raise RequestError(
+                f"token_ids: must be integers of 32 bits: {error}", param="token_ids"
+            ) from error
+    else:
+        prompt = body.prompt if body.prompt is not None else _text_of(body.messages or [])
+    ttft_ms, itl_ms = body.slo_ttft_ms, body.slo_itl_ms
+    return Query(
+        model=body.model,
+        prompt=prompt,
+        session=body.session,
+        exclude=body.exclude,
+        slo_ttft_s=None if ttft_ms is None else target_s("slo_ttft_ms", ttft_ms, TTFT_MS),
+        slo_itl_s=None if itl_ms is None else target_s("slo_itl_ms", itl_ms, ITL_MS),
+    )
 
 
 def _text_of(messages: list[dict[str, Any]]) -> str:

@@ -35,6 +35,9 @@ from penstock.router.progress import Progress
 from penstock.router.router import Quote, Route, Router
 from penstock.router.setbacks import Setbacks, quarantined
 
+_TARGET_SHARE_MIN = 0.1
+"""Of a target for the first token, so much is left for choosing a worker however long the request has waited."""
+
 
 @dataclass(slots=True)
 class Shared:
@@ -226,11 +229,20 @@ class OpenRequest:
             raise Unavailable(
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
-        request, setbacks = self._progress.request(), self._setbacks
+        request, setbacks = self._with_time_left(self._progress.request()), self._setbacks
         quote = shared.router.quote(request, exclude=setbacks.avoided | setbacks.lost)
         if quote is None and setbacks.lost:  # one that was lost and is back is better than none
             quote = shared.router.quote(request, exclude=setbacks.avoided)
         return quote
+
+    def _with_time_left(self, request: Request) -> Request:
+        """Leave of the target for the first token what is not over yet; who is late is urgent, but not without end."""
+        target_s = request.slo_ttft_s
+        if target_s is None:
+            return request
+        left_s = max(target_s - (self._loop.time() - self._opened_s), target_s * _TARGET_SHARE_MIN)
+        has_begun = self.output_tokens > self.request.num_emitted
+        return msgspec.structs.replace(request, slo_ttft_s=None if has_begun else left_s)
 
     def _is_held(self, place: Place, quote: Quote) -> bool:
         """Say whether it has to wait at the gate; what has begun, was refused or has waited does not wait again."""

@@ -3,6 +3,7 @@
 docs/routing.md says in words what each term is; docs/decisions/0012 derives them and has the measurements.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,9 @@ Column = NDArray[np.float64]
 
 PACE_WEIGHT = 5.0
 """A second more between two tokens of an answer is as bad as this many more until its first one: 20 ms more between
-tokens, which readers notice, weigh as much as 100 ms of waiting."""
+tokens, which readers notice, weigh as much as 100 ms of waiting. A request with targets for both has their ratio."""
+_PACE_WEIGHTS = (1.0, 100.0)
+"""Bounds of that ratio: targets are promises to users, and say less of what a millisecond is worth the further apart they are."""
 _BUSY_PERIOD = 2.0
 """How long a worker stays busy, over the work that is before it now: those who come meanwhile bring work of their own.
 1 / (1 - load) of a queue; at half load, where decisions begin to matter."""
@@ -46,6 +49,7 @@ class PredictedSeconds:
         "slowdown",
         "followers",
         "network",
+        "miss",
     )
 
     def costs(self, context: RoutingContext) -> Column:
@@ -58,7 +62,13 @@ class PredictedSeconds:
         if native is None:
             return terms_python(context)
         terms: Column = native.predicted_seconds(
-            context, PACE_WEIGHT, _BUSY_PERIOD, _FOLLOWERS_MAX, _TOKEN_S_MIN, _request_bytes(context)
+            context,
+            _pace_weight(context),
+            *_targets(context),
+            _BUSY_PERIOD,
+            _FOLLOWERS_MAX,
+            _TOKEN_S_MIN,
+            _request_bytes(context),
         )
         return terms
 
@@ -92,7 +102,8 @@ def terms_python(context: RoutingContext) -> Column:
 
     # Each of those decoding loses this prefill once, and in every step the time that one more takes.
     more_s = prices.decode_sequence_s + (context.request_tokens + output / 2) * prices.decode_token_s
-    slowdown = PACE_WEIGHT * running * (prefill / output + more_s)
+    weight = _pace_weight(context)
+    slowdown = weight * running * (prefill / output + more_s)
 
     # Requests come to a worker as it is fast: those twice as fast get twice as many.
     speed = context.eligible / np.maximum(prices.prefill_token_s, _TOKEN_S_MIN)
@@ -101,12 +112,36 @@ def terms_python(context: RoutingContext) -> Column:
     delayed = prefill * np.minimum(followers, _FOLLOWERS_MAX)
 
     network = prices.round_trip_s + _request_bytes(context) * prices.byte_s
-    return np.stack((queue, memory, onboard, prefill, PACE_WEIGHT * step_s, slowdown, delayed, network))
+
+    ttft_s, itl_s = _targets(context)
+    miss = _missed(queue + memory + onboard + prefill + network, ttft_s) + weight * _missed(step_s + more_s, itl_s)
+    return np.stack((queue, memory, onboard, prefill, weight * step_s, slowdown, delayed, network, miss))
 
 
 def _request_bytes(context: RoutingContext) -> float:
     """Say about how long the request is on its way to a worker."""
     return float(_TOKEN_BYTES * context.request_tokens + _HASH_BYTES * context.request_blocks)
+
+
+def _targets(context: RoutingContext) -> tuple[float, float]:
+    """Give what the first token and each further one should take at most; infinite where the client does not say."""
+    ttft_s, itl_s = context.slo_ttft_s, context.slo_itl_s
+    return math.inf if ttft_s is None else ttft_s, math.inf if itl_s is None else itl_s
+
+
+def _pace_weight(context: RoutingContext) -> float:
+    """Say how many seconds until the first token one between two tokens is worth to this request."""
+    ttft_s, itl_s = context.slo_ttft_s, context.slo_itl_s
+    if ttft_s is None or itl_s is None:
+        return PACE_WEIGHT
+    low, high = _PACE_WEIGHTS
+    return min(max(ttft_s / itl_s, low), high)
+
+
+def _missed(predicted_s: Column, target_s: float) -> Column:
+    """Price a miss: what is past the target counts again, and at twice the target all is lost that there is to lose."""
+    late: Column = np.clip(predicted_s - target_s, 0.0, target_s)
+    return late
 
 
 def _queued(context: RoutingContext) -> tuple[Column, Column]:

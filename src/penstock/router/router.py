@@ -225,6 +225,8 @@ class Router:
             own_blocks=loads.own_blocks,
             worker_ids=self.fleet.worker_ids,
             session=request.session,
+            slo_ttft_s=request.slo_ttft_s,
+            slo_itl_s=request.slo_itl_s,
             prices=pool.prices.columns(),
             request_rate_per_s=pool.traffic.rate_per_s(now_s),
             mean_output_tokens=pool.traffic.mean_output_tokens,

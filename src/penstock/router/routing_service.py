@@ -93,6 +93,8 @@ class Query:
     prompt: TokenArray | str
     session: str | None = None
     exclude: tuple[str, ...] = ()
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,6 +391,8 @@ class RoutingService:
             block_hashes=pack_hashes(block_hashes(units, card.block_size, salt)),
             salt=salt,
             session=query.session,
+            slo_ttft_s=query.slo_ttft_s,
+            slo_itl_s=query.slo_itl_s,
         )
 
     def _close(self, request_id: RequestId, outcome: str) -> None:

@@ -225,6 +225,8 @@ class _Player:
             sampling=SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True),
             block_hashes=PackedHashes(hashes.tobytes()),
             salt=SALT,
+            slo_ttft_s=session.slo_ttft_s,
+            slo_itl_s=session.slo_itl_s,
             adapter=None if adapter is None else self._deployment.role.adapters[adapter],
         )
 

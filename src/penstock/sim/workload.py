@@ -40,6 +40,10 @@ class Session:
     prompt: Prompt
     adapter: int | None = None
     """Which of the deployment's LoRA adapters it asks for."""
+    slo_ttft_s: float | None = None
+    """What each of its requests wants its first token to take at most, if it says."""
+    slo_itl_s: float | None = None
+    """And each further token."""
 
 
 class WorkloadConfig(Config):
@@ -67,6 +71,11 @@ class WorkloadConfig(Config):
     """Groups, equally likely."""
     adapters: int = Field(default=0, ge=0, le=10_000)
     """LoRA adapters that sessions ask for, equally likely: the first ones that the graph's role lists. 0: the model itself."""
+
+    slo_ttft_s: float | None = Field(default=None, ge=0.001, le=3600)
+    """Seconds that each request wants its first token to take at most, as if clients sent that target; None sends none."""
+    slo_itl_s: float | None = Field(default=None, ge=0.0001, le=60)
+    """Seconds that each request wants each further token to take at most; None sends none."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -109,7 +118,9 @@ def make_sessions(config: WorkloadConfig, rng: random.Random) -> Iterator[Sessio
             groups[group] = named_units(named(run, 1, *group), prefix_tokens // unit)
         own = named(run, 2, number)
         prompt = Prompt(own, groups[group], unit) if prefix_tokens else Prompt(own)
-        yield Session(at_s, tuple(_make_turns(config, rng)), prompt, adapter)
+        yield Session(
+            at_s, tuple(_make_turns(config, rng)), prompt, adapter, config.slo_ttft_s, config.slo_itl_s
+        )
         at_s += rng.gammavariate(shape, 1.0 / (shape * config.rate_per_s))
 
 

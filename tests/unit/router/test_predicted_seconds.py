@@ -200,3 +200,49 @@ def test_what_other_routers_sent_counts_as_what_this_one_sent():
     columns |= {f"peer_{name}": column for name, column in theirs.items()}
     first, second = term("queue", num_slots=2, **report, **columns)
     assert first == pytest.approx(second) == pytest.approx(400 * 1e-5 + 90_000 * 1e-6)
+
+
+def test_targets_say_what_pace_is_worth_within_bounds():
+    for ttft_s, itl_s, weight in (
+        (2.0, 0.05, 40.0),
+        (0.1, 0.2, 1.0),
+        (3600.0, 0.001, 100.0),
+        (2.0, None, PACE_WEIGHT),
+        (None, 0.05, PACE_WEIGHT),
+    ):
+        assert term("pace", slo_ttft_s=ttft_s, slo_itl_s=itl_s) == pytest.approx([weight * 0.001] * 3)
+
+
+def test_what_is_past_a_target_counts_again_by_how_far_it_is_past():
+    columns = {"queued_prefill_tokens": [0, 1900, 3900], "running_requests": [1, 1, 1]}
+    # first tokens after 1, 20 and 40 ms
+    assert term("miss", **columns) == [0.0, 0.0, 0.0]
+    assert term("miss", slo_ttft_s=0.020, **columns) == pytest.approx([0.0, 0.0, 0.020 * 2], abs=1e-6)
+    # steps of 1 ms, each a quarter past the target, for those between which pace is worth 5
+    assert term("miss", slo_itl_s=0.0008) == pytest.approx([PACE_WEIGHT * 0.0002 * 1.25] * 3)
+
+
+def two_workers(**targets: float | None) -> int | None:
+    """Choose between a worker with the prompt in its cache and a large batch, and one with neither."""
+    prices = make_prices(2, prefill_token_s=[2e-4] * 2, decode_sequence_s=[1e-4] * 2)
+    context = make_context(
+        2,
+        request_tokens=1000,
+        request_blocks=63,
+        overlap_blocks=[60, 0],
+        running_requests=[120, 0],
+        total_blocks=[0, 0],
+        mean_output_tokens=1000.0,
+        prices=prices,
+        **targets,
+    )
+    return choose(POLICY.costs(context), context.eligible, 0)
+
+
+def test_the_targets_of_a_request_decide_where_it_goes():
+    """First tokens after some 10 and 200 ms, steps of 13 and 1 ms."""
+    assert two_workers() == 0
+    assert two_workers(slo_ttft_s=0.05, slo_itl_s=0.05) == 0
+    assert two_workers(slo_ttft_s=1.0, slo_itl_s=0.02) == 1, "much time to begin, and a quick reader"
+    assert two_workers(slo_itl_s=0.001) == 1, "the batch is predicted to miss"
+    assert two_workers(slo_ttft_s=0.02, slo_itl_s=0.012) == 0, "both miss, the other one by more"
