@@ -114,7 +114,9 @@ def terms_python(context: RoutingContext) -> Column:
     network = prices.round_trip_s + _request_bytes(context) * prices.byte_s
 
     ttft_s, itl_s = _targets(context)
-    miss = _missed(queue + memory + onboard + prefill + network, ttft_s) + weight * _missed(step_s + more_s, itl_s)
+    miss = _missed(queue + memory + onboard + prefill + network, ttft_s) + weight * _missed(
+        step_s + more_s, itl_s
+    )
     return np.stack((queue, memory, onboard, prefill, weight * step_s, slowdown, delayed, network, miss))
 
 

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 
+import msgspec
 import pytest
 import structlog
 
@@ -98,6 +99,25 @@ def test_of_many_workers_the_cheapest_are_named_and_whoever_holds_most():
         assert decision.reason is RouteReason.SHORTER_PREFIX
 
     play(scene, 9, RouterConfig(explain=ExplainConfig(candidates_max=3)))
+
+
+def test_time_spent_is_taken_from_the_target_for_the_first_token():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        async def targets(wait_s: float, *, answered: bool) -> float | None:
+            request = msgspec.structs.replace(make_request("r"), slo_ttft_s=1.0)
+            async with dispatcher.open(request) as stream:
+                await asyncio.sleep(wait_s)
+                if answered:
+                    worker = dispatcher.explain("r")[-1].worker
+                    engines[worker].emit("r", 1, cached_tokens=0)
+                    await anext(stream)
+                return stream.quote().context.slo_ttft_s
+
+        assert await targets(0.25, answered=False) == pytest.approx(0.75)
+        assert await targets(60.0, answered=False) == pytest.approx(0.1)
+        assert await targets(0.25, answered=True) is None
+
+    play(scene)
 
 
 @pytest.mark.parametrize("bound", [{"decisions_max": 3}, {"bytes_max": 4500}])

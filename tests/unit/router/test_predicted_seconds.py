@@ -213,13 +213,14 @@ def test_targets_say_what_pace_is_worth_within_bounds():
         assert term("pace", slo_ttft_s=ttft_s, slo_itl_s=itl_s) == pytest.approx([weight * 0.001] * 3)
 
 
-def test_what_is_past_a_target_counts_again_by_how_far_it_is_past():
+def test_what_is_past_a_target_counts_again_until_twice_the_target():
     columns = {"queued_prefill_tokens": [0, 1900, 3900], "running_requests": [1, 1, 1]}
     # first tokens after 1, 20 and 40 ms
     assert term("miss", **columns) == [0.0, 0.0, 0.0]
-    assert term("miss", slo_ttft_s=0.020, **columns) == pytest.approx([0.0, 0.0, 0.020 * 2], abs=1e-6)
-    # steps of 1 ms, each a quarter past the target, for those between which pace is worth 5
-    assert term("miss", slo_itl_s=0.0008) == pytest.approx([PACE_WEIGHT * 0.0002 * 1.25] * 3)
+    assert term("miss", slo_ttft_s=0.015, **columns) == pytest.approx([0.0, 0.005, 0.015])
+    # steps of 1 ms, for those between which pace is worth 5
+    assert term("miss", slo_itl_s=0.0008) == pytest.approx([PACE_WEIGHT * 0.0002] * 3)
+    assert term("miss", slo_itl_s=0.0001) == pytest.approx([PACE_WEIGHT * 0.0001] * 3)
 
 
 def two_workers(**targets: float | None) -> int | None:
@@ -239,10 +240,21 @@ def two_workers(**targets: float | None) -> int | None:
     return choose(POLICY.costs(context), context.eligible, 0)
 
 
-def test_the_targets_of_a_request_decide_where_it_goes():
+def test_the_ratio_of_its_targets_decides_where_a_request_goes():
     """First tokens after some 10 and 200 ms, steps of 13 and 1 ms."""
     assert two_workers() == 0
     assert two_workers(slo_ttft_s=0.05, slo_itl_s=0.05) == 0
     assert two_workers(slo_ttft_s=1.0, slo_itl_s=0.02) == 1, "much time to begin, and a quick reader"
-    assert two_workers(slo_itl_s=0.001) == 1, "the batch is predicted to miss"
-    assert two_workers(slo_ttft_s=0.02, slo_itl_s=0.012) == 0, "both miss, the other one by more"
+
+
+def test_a_request_that_would_miss_its_target_goes_elsewhere():
+    """First tokens after 20 and 1 ms; the second worker decodes 20 others, and costs 2 ms more in all."""
+    for ttft_s, expected in ((None, 0), (0.030, 0), (0.015, 1), (0.0005, 0)):
+        context = make_context(
+            2,
+            queued_prefill_tokens=[1900, 0],
+            running_requests=[0, 20],
+            prices=make_prices(2, decode_sequence_s=[1e-4] * 2),
+            slo_ttft_s=ttft_s,
+        )
+        assert choose(POLICY.costs(context), context.eligible, 0) == expected, ttft_s
