@@ -251,11 +251,11 @@ def test_deployments_are_put_side_by_side(tmp_path, spec, capsys):
     assert "70b-h100-tp4-x4" in capsys.readouterr().out
 
 
-def _played(policy, monkeypatch, *, exact, seed):
-    """Give each request's (time to the first token, to the last, cached tokens), and the workers it went to."""
+def _played(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
+    """Give each request's (time to the first token, to the last, cached tokens), the workers it went to, and tokens by tier."""
     settings = [
-        f"router.policy={policy}", "roles.aggregated.replicas=8", "roles.aggregated.kv_blocks=700",
-        "roles.aggregated.max_running_requests=64", "roles.aggregated.max_batch_tokens=2048",
+        f"router.policy={policy}", "roles.aggregated.replicas=8", f"roles.aggregated.kv_blocks={kv_blocks}",
+        "roles.aggregated.max_running_requests=64", "roles.aggregated.max_batch_tokens=2048", *tiers,
     ]  # fmt: skip
     workload = WorkloadConfig(
         requests=120, rate_per_s=12, input_tokens=900, output_tokens=100, spread=0.6, turns=4, think_s=2,
@@ -275,7 +275,8 @@ def _played(policy, monkeypatch, *, exact, seed):
         recording = simulate(deployment, make_sessions(workload, random.Random(seed)), seed=seed)
     ttft_s, _, e2e_s = latencies_s(recording)
     order = np.argsort(recording.sent_s)
-    return ttft_s[order], e2e_s[order], np.array(recording.cached_tokens)[order], workers
+    cached = np.array(recording.cached_tokens)[order]
+    return ttft_s[order], e2e_s[order], cached, workers, recording.onboarded_tokens.tolist()
 
 
 @pytest.mark.parametrize(("policy", "seed"), [("kv", 1), ("kv", 2), ("least-loaded", 3)])
@@ -289,6 +290,51 @@ def test_a_whole_deployment_jumps_as_it_steps(monkeypatch, policy, seed):
     assert jump[1] == pytest.approx(exact[1], rel=1e-3)
     assert (jump[2] == exact[2]).all()
     assert jump[2].sum() > 100_000
+    assert jump[4] == exact[4] == []
+
+
+@pytest.mark.parametrize("policy", ["kv", "least-loaded"])
+def test_a_whole_deployment_with_lower_tiers_jumps_as_it_steps(monkeypatch, policy):
+    tiers = ["roles.aggregated.kv_tiers.host=1.5", "roles.aggregated.kv_tiers.disk=4"]
+    exact, jump = (
+        _played(policy, monkeypatch, exact=exact, seed=1, kv_blocks=160, tiers=tiers)
+        for exact in (True, False)
+    )
+    assert jump[3] == exact[3]
+    assert jump[0] == pytest.approx(exact[0], rel=1e-3)
+    assert jump[1] == pytest.approx(exact[1], rel=1e-3)
+    assert jump[4] == exact[4]
+    assert jump[4][0] > 10_000
+    assert sum(jump[4]) < jump[2].sum() == exact[2].sum()
+    without = _played(policy, monkeypatch, exact=False, seed=1, kv_blocks=160)
+    assert jump[2].sum() > without[2].sum() + 10_000
+    assert jump[0].mean() < without[0].mean()
+
+
+def test_hits_are_told_by_tier_and_add_up(tmp_path, spec, capsys):
+    page = tmp_path / "page.html"
+    settings = [
+        "roles.aggregated.replicas=2",
+        "roles.aggregated.kv_blocks=100",
+        "roles.aggregated.kv_tiers.host=5",
+    ]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    report = simulated(tmp_path, spec, "--graph", SMALL, *flags, "--html", page)
+    hits = report["kv_hit_ratio_by_tier"]
+    assert list(hits) == ["device", "host", "disk", "object"]
+    assert hits["device"] + hits["host"] == pytest.approx(report["kv_hit_ratio"])
+    assert hits["host"] > 0.02
+    assert hits["disk"] is hits["object"] is None
+    assert "of it, on host" in capsys.readouterr().out
+    assert "of it, on host" in page.read_text()
+    alone = simulated(tmp_path, spec, "--graph", SMALL, *flags[:4])
+    assert alone["kv_hit_ratio_by_tier"] == {
+        "device": alone["kv_hit_ratio"],
+        "host": None,
+        "disk": None,
+        "object": None,
+    }
+    assert alone["kv_hit_ratio"] < report["kv_hit_ratio"]
 
 
 def test_adapters_are_asked_for_where_they_are(monkeypatch):

@@ -55,6 +55,12 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
             "141.1 GB a device of bf16 weights|GB of bf16 weights a device do not fit",
         ),
         (["--set", "model=llama-3.1-71b"], "did you mean 'llama-3.1-70b'?"),
+        (
+            ["--set", "roles.aggregated.kv_tiers.host=0.0001"],
+            "kv_tiers.host: 0.0001 x 6,668 blocks on the device (55.9 GB) is less than one of 8.39 MB; expected >= 0.00015",
+        ),
+        (["--set", "roles.aggregated.kv_tiers.host=-1"], "kv_tiers.host: must be >= 0.0, got -1"),
+        (["--set", "roles.aggregated.kv_tiers.hosts=1"], "unknown key; did you mean 'host'"),
         (["--set", "roles.aggregated.kv_blocks=20000"], "20000 blocks of 64 tokens do not fit"),
         (["--set", "roles.aggregated.replicas=0"], "replicas: must be >= 1"),
         (["--speed", "-1"], "speed: must be > 0"),

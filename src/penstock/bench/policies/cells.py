@@ -10,6 +10,8 @@ from penstock.core.errors import ConfigError
 DEPLOYMENTS = {
     "70b-fp8": ("70b-h100-fp8-tp2-x8", "70b-h100-fp8-tp2"),
     "8b-bf16": ("8b-h100-x8", "8b-h100-bf16-tp1"),
+    "70b-fp8-host": ("70b-h100-fp8-tp2-x8-host", "70b-h100-fp8-tp2"),
+    "8b-bf16-host": ("8b-h100-x8-host", "8b-h100-bf16-tp1"),
 }
 """By short name: the graph, and the profile that its engines run on."""
 LOADS = (30, 60, 80, 95, 110)
