@@ -41,17 +41,21 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         const double pairs = static_cast<double>(known_pairs) * part;
         const double queue = queued * token_s + pairs * columns.prefill_pair_s[i];
 
-        const auto cached = static_cast<double>(
-            std::min(std::int64_t{columns.overlap_blocks[i]} * asked.block_size, asked.request_tokens - 1));
+        double fetched = 0.0;
+        std::int64_t had = columns.overlap_blocks[i];
+        for (std::size_t tier = 0; tier < kTiers; ++tier) {
+            const std::size_t at = tier * slots + i;
+            if (columns.onboard_token_s[at] <= token_s) {
+                fetched += columns.tier_blocks[at] * columns.onboard_token_s[at];
+            } else {
+                had -= columns.tier_blocks[at];
+            }
+        }
+        const auto cached = static_cast<double>(std::min(had * asked.block_size, asked.request_tokens - 1));
         const double uncached = static_cast<double>(asked.request_tokens) - cached;
         const double attended = uncached * (cached + (uncached + 1) / 2);
         const double prefill =
             columns.prefill_step_s[i] + uncached * token_s + attended * columns.prefill_pair_s[i];
-        double fetched = 0.0;
-        for (std::size_t tier = 0; tier < kTiers; ++tier) {
-            const std::size_t at = tier * slots + i;
-            fetched += columns.tier_blocks[at] * std::min(columns.onboard_token_s[at], token_s);
-        }
 
         const double growing = static_cast<double>(present) * (output / 2 / size);
         double wanted = static_cast<double>(columns.active_blocks[i]) + queued / size + growing;

@@ -85,13 +85,14 @@ def terms_python(context: RoutingContext) -> Column:
     queued, pairs = _queued(context)
     queue = queued * token_s + pairs * prices.prefill_pair_s
 
-    cached = np.minimum(context.overlap_blocks * size, context.request_tokens - 1)
+    # What would take longer to fetch than to compute is computed.
+    is_quick = prices.onboard_token_s <= token_s
+    onboard = size * (context.tier_blocks * (prices.onboard_token_s * is_quick)).sum(axis=0)
+    had = context.overlap_blocks - (context.tier_blocks * ~is_quick).sum(axis=0)
+    cached = np.minimum(had * size, context.request_tokens - 1)
     uncached = context.request_tokens - cached
     attended = uncached * (cached + (uncached + 1) / 2)
     prefill = prices.prefill_step_s + uncached * token_s + attended * prices.prefill_pair_s
-    # What would take longer to fetch than to compute is computed.
-    fetch_s = np.minimum(prices.onboard_token_s, token_s)
-    onboard = size * (context.tier_blocks * fetch_s).sum(axis=0)
 
     # What is asked of memory and is not there has to be given back first; all of it is, in one answer's time.
     growing = (running + context.waiting_requests) * (output / 2 / size)

@@ -130,7 +130,7 @@ class Router:
         self._keep(quote, reason)
         if self._log_below and mix(self._turn) < self._log_below:
             self._record(quote)
-        overlap_tokens = overlap_blocks * context.block_size
+        overlap_tokens = (overlap_blocks - _recomputed(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
         metrics = self._metrics
         metrics.decided(self._chooser.policy.name, reason).inc()
@@ -284,3 +284,12 @@ class Router:
             context=record_context(quote.context),
         )
         _log.debug(EVENT, **msgspec.structs.asdict(recorded))
+
+
+def _recomputed(context: RoutingContext, slot: int) -> int:
+    """Count the blocks that a worker has in tiers so slow that it computes them again."""
+    if context.overlap_blocks[slot] <= context.tier_blocks[0, slot]:
+        return 0
+    prices = context.prices
+    is_slow = prices.onboard_token_s[:, slot] > prices.prefill_token_s[slot]
+    return int(context.tier_blocks[is_slow, slot].sum())

@@ -201,9 +201,9 @@ class TestSummary:
 class TestCells:
     def test_patterns_choose(self):
         every = list(cells.all_cells(with_recorded=True))
-        assert len(every) == len(set(every)) == 2 * 2 * (5 + 3)
+        assert len(every) == len(set(every)) == 2 * 4 * (5 + 3)
         assert [c.name for c in cells.select(every, ["S/*/80", "M/8b-bf16/80/slow*"])] == [
-            "S/70b-fp8/80", "S/8b-bf16/80", "M/8b-bf16/80/slow-worker",
+            "S/70b-fp8/80", "S/8b-bf16/80", "S/70b-fp8-host/80", "S/8b-bf16-host/80", "M/8b-bf16/80/slow-worker",
         ]  # fmt: skip
         assert cells.select(every, []) == every
         assert sum(c.is_headline for c in every) == 1

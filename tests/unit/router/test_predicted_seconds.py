@@ -85,11 +85,24 @@ def test_memory_is_waited_for_as_long_as_so_much_of_it_takes_to_come_back():
     assert term("memory", **more) == pytest.approx([0.07 * 0.064, 0.03 * 0.064, 0.0])
 
 
-def test_onboarding_costs_by_tier_and_never_more_than_computing():
+def test_onboarding_costs_by_tier():
     prices = make_prices(onboard_token_s=[[0.0] * 3, [1e-6] * 3, [4e-6] * 3, [1.0] * 3])
     tiers = [[1, 0, 0], [2, 0, 0], [3, 0, 0], [0, 5, 0]]
     found = term("onboard", prices=prices, overlap_blocks=[6, 5, 0], tier_blocks=tiers)
-    assert found == pytest.approx([16 * (2 * 1e-6 + 3 * 4e-6), 80 * 1e-5, 0.0])
+    assert found == pytest.approx([16 * (2 * 1e-6 + 3 * 4e-6), 0.0, 0.0])
+
+
+def test_what_is_quicker_to_compute_than_to_fetch_is_not_cached():
+    columns = {"running_requests": [3] * 3, "waiting_requests": [1] * 3}
+    prices = make_prices(onboard_token_s=[[0.0] * 3, [1e-6] * 3, [1.0] * 3, [1.0] * 3])
+    tiers = [[2, 2, 2], [1, 1, 0], [2, 0, 0], [0, 0, 2]]
+    context = make_context(3, prices=prices, overlap_blocks=[5, 3, 4], tier_blocks=tiers, **columns)
+    found = POLICY.terms(context)
+    np.testing.assert_array_equal(found[:, 0], found[:, 1])
+    alone = make_context(
+        3, prices=prices, overlap_blocks=[2] * 3, tier_blocks=[[2] * 3, *[[0] * 3] * 3], **columns
+    )
+    np.testing.assert_array_equal(found[:, 2], POLICY.terms(alone)[:, 2])
 
 
 def test_pace_and_slowdown_weigh_what_is_added_between_tokens():
