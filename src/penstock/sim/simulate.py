@@ -116,12 +116,17 @@ def simulate(
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Look for garbage cycles seldom: workers live as long as the run, and walking 1,000 of them is a fifth of it."""
+    """Look for garbage cycles seldom, and not in what was there before.
+
+    Workers live as long as the run, and walking 1,000 of them is a fifth of it.
+    """
     before = gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER, *before[1:])
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.set_threshold(*before)
 
 
