@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,11 +41,11 @@ class Decision:
     conditions: NDArray[np.uint8]
     seats: tuple[Member | None, ...]
     excluded: Collection[WorkerId]
+    num_bytes: int = field(init=False)
 
-    @property
-    def num_bytes(self) -> int:
-        arrays = (self.overlap_blocks, self.tier_blocks, self.terms, self.eligible, self.conditions)
-        return _OBJECT_BYTES + sum(array.nbytes for array in arrays)
+    def __post_init__(self) -> None:
+        arrays = self.overlap_blocks.nbytes + self.tier_blocks.nbytes + self.terms.nbytes
+        self.num_bytes = _OBJECT_BYTES + arrays + self.eligible.nbytes + self.conditions.nbytes
 
     def explain(self, now_s: float, candidates_max: int) -> Explanation:
         """Put it in words, with so many of the candidates, and of those left out."""

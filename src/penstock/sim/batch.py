@@ -90,9 +90,10 @@ class Batch:
     def blocks_due(self, first_tick: int, steps: int) -> int:
         """Count the blocks that the decoding need for so many steps from `first_tick` on."""
         rounds, rest = divmod(steps, self._size)
-        return rounds * len(self._phases) + sum(
-            end - start for start, end in self._spans(first_tick % self._size, rest)
-        )
+        blocks = rounds * len(self._phases)
+        for start, end in self._spans(first_tick % self._size, rest):
+            blocks += end - start
+        return blocks
 
     def beginning(self, first_tick: int, steps: int = 1) -> list[tuple[SimSequence, int]]:
         """Give those that need more blocks for the steps from `first_tick` on, and how many."""

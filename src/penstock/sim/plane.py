@@ -158,9 +158,9 @@ class _Link:
         loss = self.network.event_loss
         if loss and self.network.rng.random() < loss:
             return
-        num_bytes = _FRAME_BYTES + sum(
-            0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes) for event in message.events
-        )
+        num_bytes = _FRAME_BYTES
+        for event in message.events:
+            num_bytes += 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
         self.down.send(num_bytes, self._sink.push_event, self.worker_id, message)
 
     # -- the frontend's side

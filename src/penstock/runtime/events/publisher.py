@@ -90,7 +90,8 @@ class EventPublisher:
         self.mirror = ContentMirror()
         self.sequence = 0
         """Number of the latest batch; 0 before the first."""
-        self._ring: deque[EventBatch] = deque()
+        self._ring: deque[tuple[EventBatch, int]] = deque()
+        """With the hashes of each."""
         self._ring_hashes = 0
         self._sinks: list[EventSink] = []
 
@@ -112,7 +113,7 @@ class EventPublisher:
             return []
         if sequence is None or not self._first_kept() <= sequence + 1 <= self.sequence:
             return self._snapshot()
-        return list(islice(self._ring, sequence + 1 - self._first_kept(), None))
+        return [batch for batch, _ in islice(self._ring, sequence + 1 - self._first_kept(), None)]
 
     def subscribe(self, sink: EventSink) -> None:
         if sink not in self._sinks:
@@ -123,8 +124,10 @@ class EventPublisher:
             self._sinks.remove(sink)
 
     def check(self) -> None:
-        assert self._ring_hashes == sum(map(_num_hashes, self._ring)), "publisher: hashes in the ring"
-        numbers = [batch.sequence for batch in self._ring]
+        counts = [_num_hashes(batch) for batch, _ in self._ring]
+        assert counts == [count for _, count in self._ring], "publisher: hashes of each batch in the ring"
+        assert self._ring_hashes == sum(counts), "publisher: hashes in the ring"
+        numbers = [batch.sequence for batch, _ in self._ring]
         assert numbers == list(range(self.sequence - len(numbers) + 1, self.sequence + 1)), (
             f"publisher: the ring holds the latest batches without gaps, got {numbers} at {self.sequence}"
         )
@@ -134,11 +137,11 @@ class EventPublisher:
         return self.sequence - len(self._ring) + 1
 
     def _keep(self, batch: EventBatch) -> None:
-        self._ring.append(batch)
-        self._ring_hashes += _num_hashes(batch)
-        config = self.config
-        while len(self._ring) > config.replay_batches_max or self._ring_hashes > config.replay_hashes_max:
-            self._ring_hashes -= _num_hashes(self._ring.popleft())
+        ring, config, count = self._ring, self.config, _num_hashes(batch)
+        ring.append((batch, count))
+        self._ring_hashes += count
+        while len(ring) > config.replay_batches_max or self._ring_hashes > config.replay_hashes_max:
+            self._ring_hashes -= ring.popleft()[1]
 
     def _snapshot(self) -> list[EventMessage]:
         limit = self.config.snapshot_chunk_hashes
@@ -162,7 +165,7 @@ class EventPublisher:
 
 def _num_hashes(batch: EventBatch) -> int:
     """Count a batch's hashes, at least one an event."""
-    return sum(
-        1 if isinstance(event, AllBlocksCleared) else max(1, len(event.block_hashes) >> 3)
-        for event in batch.events
-    )
+    count = 0
+    for event in batch.events:
+        count += 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes) >> 3 or 1
+    return count
