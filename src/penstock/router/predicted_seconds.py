@@ -74,7 +74,7 @@ class PredictedSeconds:
 
 
 def terms_python(context: RoutingContext) -> Column:
-    """Do what the native `predicted_seconds` does, to the last bit; 8 workers take 60 us, and 3 us there."""
+    """Do what the native `predicted_seconds` does, to the last bit; 17 workers take 47 us, and 5 us there."""
     prices, size, output = context.prices, context.block_size, max(context.mean_output_tokens, 1.0)
     running, total = context.running_requests, context.total_blocks
     step_s = prices.decode_step_s + running * prices.decode_sequence_s
