@@ -19,7 +19,8 @@ from penstock.frontend.explaining import Why, why_latest, why_one
 from penstock.frontend.headers import ITL_MS, TTFT_MS, asks_why, target_s
 from penstock.frontend.http import error_response, json_response
 from penstock.frontend.openai import encode
-from penstock.router.routing_service import Query, RoutingService, RoutingServiceConfig, Server, Stage
+from penstock.router.gateway import Query, Server, Stage
+from penstock.router.routing_service import RoutingService, RoutingServiceConfig
 
 _NAME_CHARACTERS_MAX = 128
 _SESSION_CHARACTERS_MAX = 256

@@ -21,8 +21,9 @@ from penstock.router.fleet import Fleet
 from penstock.router.gate import Gate
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
-from penstock.router.open_request import OpenRequest, Shared
+from penstock.router.open_request import OpenRequest
 from penstock.router.router import Router
+from penstock.router.shared import Shared
 from penstock.seams import Discovery, RequestPlane
 
 

@@ -12,7 +12,6 @@ from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import assert_never
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -395,36 +394,12 @@ class Fleet:
             listener()
 
     def _view(self, member: Member) -> WorkerView:
-        instance, slot = member.instance, member.slot
-        load, reserved = self.loads.load(slot), self.loads.reserved(slot)
-        subscriber = member.subscriber
-        return WorkerView(
-            worker_id=member.worker_id,
-            name=instance.name,
-            model=instance.card.name,
-            role=instance.role,
-            state=instance.state,
-            condition=member.condition,
-            problem=None if member.problem is None else member.problem.message,
-            address=instance.address,
-            host=instance.host,
-            rack=instance.rack,
-            zone=instance.zone,
-            region=instance.region,
-            pid=instance.pid,
-            connections=member.connections,
-            open_requests=len(member.requests),
-            load=None if load is None else msgspec.structs.asdict(load),
-            reserved_requests=reserved.requests,
-            reserved_prefill_tokens=reserved.prefill_tokens,
-            reserved_blocks=reserved.blocks,
+        slot = member.slot
+        return member.view(
+            self.loads.load(slot),
+            self.loads.reserved(slot),
             indexed_blocks=self.tree.held_blocks(slot),
             predicted=self.predicts(slot),
-            adapters=instance.adapters,
-            event_sequence=None if subscriber is None else subscriber.sequence,
-            event_resyncs=0 if subscriber is None else subscriber.resyncs,
-            price_factor=None if instance.prices is None else member.drift.factor,
-            price_trusted=member.drift.trusted,
         )
 
 

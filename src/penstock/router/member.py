@@ -9,8 +9,9 @@ import msgspec
 
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import Delta, Instance, InstanceState, ModelCard, Role
+from penstock.core.types import Delta, Instance, InstanceState, ModelCard, Role, WorkerLoad
 from penstock.router.drift import Drift
+from penstock.router.loads import Reserved
 from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.seams import Connection
 
@@ -88,6 +89,40 @@ class Member:
         if self.instance.role is Role.PREFILL:
             return Condition.PREFILL_ONLY
         return Condition.READY if self.matching else Condition.MISMATCHED
+
+    def view(
+        self, load: WorkerLoad | None, reserved: Reserved, *, indexed_blocks: int, predicted: bool
+    ) -> "WorkerView":
+        """Say what people are told of it; the arguments are what others know of it."""
+        instance, subscriber = self.instance, self.subscriber
+        return WorkerView(
+            worker_id=self.worker_id,
+            name=instance.name,
+            model=instance.card.name,
+            role=instance.role,
+            state=instance.state,
+            condition=self.condition,
+            problem=None if self.problem is None else self.problem.message,
+            address=instance.address,
+            host=instance.host,
+            rack=instance.rack,
+            zone=instance.zone,
+            region=instance.region,
+            pid=instance.pid,
+            connections=self.connections,
+            open_requests=len(self.requests),
+            load=None if load is None else msgspec.structs.asdict(load),
+            reserved_requests=reserved.requests,
+            reserved_prefill_tokens=reserved.prefill_tokens,
+            reserved_blocks=reserved.blocks,
+            indexed_blocks=indexed_blocks,
+            predicted=predicted,
+            adapters=instance.adapters,
+            event_sequence=None if subscriber is None else subscriber.sequence,
+            event_resyncs=0 if subscriber is None else subscriber.resyncs,
+            price_factor=None if instance.prices is None else self.drift.factor,
+            price_trusted=self.drift.trusted,
+        )
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):

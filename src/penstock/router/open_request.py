@@ -5,7 +5,6 @@ It has no task of its own: deltas are taken as they arrive, and everything that 
 
 import asyncio
 import math
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -16,41 +15,22 @@ from penstock.core.errors import (
     Outrun,
     Overloaded,
     PenstockError,
-    RequestError,
     Unavailable,
     WorkerLost,
     from_info,
 )
-from penstock.core.ids import RequestId
 from penstock.core.types import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens
 from penstock.router.attempt import Attempt
-from penstock.router.brakes import Brakes
-from penstock.router.config import RouterConfig
-from penstock.router.fleet import Fleet
-from penstock.router.gate import Gate, Place
+from penstock.router.gate import Place
 from penstock.router.member import identity
-from penstock.router.metrics import RouterMetrics
 from penstock.router.progress import Progress
-from penstock.router.router import Quote, Route, Router
-from penstock.router.setbacks import Setbacks, quarantined
+from penstock.router.router import Quote, Route
+from penstock.router.setbacks import Setbacks
+from penstock.router.shared import Shared
 
 _TARGET_SHARE_MIN = 0.1
 """Of a target for the first token, so much is left for choosing a worker however long the request has waited."""
-
-
-@dataclass(slots=True)
-class Shared:
-    """What all requests of one dispatcher use together."""
-
-    config: RouterConfig
-    fleet: Fleet
-    router: Router
-    gate: Gate
-    brakes: Brakes
-    metrics: RouterMetrics
-    hash_key: bytes
-    requests: dict[RequestId, "OpenRequest"] = field(default_factory=dict)
 
 
 class OpenRequest:
@@ -88,7 +68,7 @@ class OpenRequest:
         """
         shared = self._shared
         try:
-            self._admit()
+            shared.admit(self.request, self._opened_s)
         except PenstockError as error:
             shared.metrics.ended(error.code).inc()
             raise
@@ -209,7 +189,7 @@ class OpenRequest:
                 if give_up_at_s is None:
                     give_up_at_s = self._loop.time() + self._shared.config.no_worker_wait_s
                 if self._loop.time() >= give_up_at_s:
-                    raise self._no_worker()
+                    raise self._shared.no_worker(self.request)
                 with self._shared.fleet.telling(self.wake):
                     await self._wait_until(give_up_at_s)
 
@@ -305,24 +285,6 @@ class OpenRequest:
 
     # -- what happens to it
 
-    def _admit(self) -> None:
-        shared, request = self._shared, self.request
-        if len(shared.requests) >= shared.config.open_requests_max:
-            raise Overloaded(
-                f"{len(shared.requests)} requests are under way here, the limit (router.open_requests_max); try again"
-                " in a second",
-                retry_after_s=1.0,
-            )
-        if request.request_id in shared.requests:
-            raise RequestError(
-                f"request_id: {request.request_id} is under way already; give each request its own",
-                param="request_id",
-            )
-        remaining_s = shared.brakes.quarantine.remaining_s(request, self._loop.time())
-        if remaining_s is not None:
-            shared.metrics.quarantined.inc()
-            raise quarantined(remaining_s)
-
     def _on_first_token(self, attempt: Attempt, progress: Progress) -> None:
         attempt.on_first_token()
         self._shared.brakes.probation.leave(self)
@@ -371,14 +333,6 @@ class OpenRequest:
                 f" {self.output_tokens} of at most {self.request.sampling.max_tokens} tokens are there; allow more time"
                 " or ask for fewer tokens"
             )
-        )
-
-    def _no_worker(self) -> Unavailable:
-        models = ", ".join(sorted(self._shared.fleet.models())) or "none"
-        return Unavailable(
-            f"model {self.request.adapter or self.request.model}: no worker was ready within {self._shared.config.no_worker_wait_s:g} s; models"
-            f" with ready workers: {models}; start a worker, or try again later",
-            retry_after_s=1.0,
         )
 
     def _take(self, progress: Progress) -> Delta:

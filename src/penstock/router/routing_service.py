@@ -9,12 +9,10 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import count
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import numpy as np
 import pydantic
 from prometheus_client import CollectorRegistry
@@ -27,9 +25,7 @@ from penstock.core.types import (
     Delta,
     EngineInfo,
     Instance,
-    InstanceState,
     ModelCard,
-    Prices,
     Request,
     Role,
     SamplingParams,
@@ -38,6 +34,7 @@ from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
 from penstock.router.config import RouterConfig
 from penstock.router.explanation import Explanation
 from penstock.router.fleet import Fleet
+from penstock.router.gateway import Choice, Query, Server, Stage
 from penstock.router.loads import Reservation
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
@@ -60,57 +57,6 @@ class RoutingServiceConfig(Config):
     """Tokens in a block of the servers' prefix caches; of text, four bytes stand for a token."""
     silence_s: float = pydantic.Field(default=600.0, gt=0)
     """A request of which nothing was heard for so long is taken to be over."""
-
-
-class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One server, as its gateway describes it.
-
-    `total_blocks` is its KV cache's size in blocks; 0 is unknown. `prices` are what its work takes; without, it is
-    taken to be like the others. `adapters` are the LoRA adapters that it serves, each as a model of its own. `host` to
-    `region` say where it is, as far as is known.
-    """
-
-    url: str
-    model: str
-    total_blocks: int = 0
-    state: InstanceState = InstanceState.READY
-    prices: Prices | None = None
-    adapters: tuple[str, ...] = ()
-    host: str = ""
-    rack: str = ""
-    zone: str = ""
-    region: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
-    """A request that needs a server: its prompt, as token ids or as text. `exclude` are names not to give.
-
-    `model` may be an adapter's name.
-    """
-
-    model: str
-    prompt: TokenArray | str
-    session: str | None = None
-    exclude: tuple[str, ...] = ()
-    slo_ttft_s: float | None = None
-    slo_itl_s: float | None = None
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes. Give `id` with all feedback."""
-
-    id: str
-    worker: str
-    url: str
-
-
-class Stage(StrEnum):
-    """What a gateway can tell of a request; everything but FINISHED is optional."""
-
-    STARTED = "started"
-    FIRST_TOKEN = "first_token"  # noqa: S105 - no password
-    FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,8 @@ from penstock.core.wire import pack_tokens
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.explanation import LeftOut, RouteReason
-from penstock.router.routing_service import Query, RoutingService, Server
+from penstock.router.gateway import Query, Server
+from penstock.router.routing_service import RoutingService
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, small_card
 from penstock.testing.hand_engine import HandEngine

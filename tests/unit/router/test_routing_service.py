@@ -11,8 +11,9 @@ import pytest
 from penstock.core.errors import Overloaded, RequestError, Unavailable
 from penstock.core.types import InstanceState
 from penstock.router.config import RouterConfig
+from penstock.router.gateway import Choice, Query, Server, Stage
 from penstock.router.price_table import UNKNOWN
-from penstock.router.routing_service import Choice, Query, RoutingService, RoutingServiceConfig, Server, Stage
+from penstock.router.routing_service import RoutingService, RoutingServiceConfig
 from penstock.sim.loop import run_virtual
 
 A, B = Server(url="http://a", model="m"), Server(url="http://b", model="m")

@@ -1,0 +1,65 @@
+"""What all requests of one dispatcher use together."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import Overloaded, RequestError, Unavailable
+from penstock.core.ids import RequestId
+from penstock.core.types import Request
+from penstock.router.brakes import Brakes
+from penstock.router.config import RouterConfig
+from penstock.router.fleet import Fleet
+from penstock.router.gate import Gate
+from penstock.router.metrics import RouterMetrics
+from penstock.router.router import Router
+from penstock.router.setbacks import quarantined
+
+if TYPE_CHECKING:
+    from penstock.router.open_request import OpenRequest
+
+
+@dataclass(slots=True)
+class Shared:
+    """Of one event loop. `requests` are those that are open."""
+
+    config: RouterConfig
+    fleet: Fleet
+    router: Router
+    gate: Gate
+    brakes: Brakes
+    metrics: RouterMetrics
+    hash_key: bytes
+    requests: dict[RequestId, "OpenRequest"] = field(default_factory=dict)
+
+    def admit(self, request: Request, now_s: float) -> None:
+        """See whether a request may be opened.
+
+        Raises:
+            Overloaded: too many are open.
+            RequestError: its id is in use.
+            Unavailable: its content is in quarantine.
+        """
+        if len(self.requests) >= self.config.open_requests_max:
+            raise Overloaded(
+                f"{len(self.requests)} requests are under way here, the limit (router.open_requests_max); try again"
+                " in a second",
+                retry_after_s=1.0,
+            )
+        if request.request_id in self.requests:
+            raise RequestError(
+                f"request_id: {request.request_id} is under way already; give each request its own",
+                param="request_id",
+            )
+        remaining_s = self.brakes.quarantine.remaining_s(request, now_s)
+        if remaining_s is not None:
+            self.metrics.quarantined.inc()
+            raise quarantined(remaining_s)
+
+    def no_worker(self, request: Request) -> Unavailable:
+        """Word that none of the request's model was ready in time."""
+        models = ", ".join(sorted(self.fleet.models())) or "none"
+        return Unavailable(
+            f"model {request.adapter or request.model}: no worker was ready within {self.config.no_worker_wait_s:g} s; models"
+            f" with ready workers: {models}; start a worker, or try again later",
+            retry_after_s=1.0,
+        )
