@@ -53,16 +53,34 @@ class Straightforward {
         return true;
     }
 
-    std::optional<Ids> allocate(std::size_t count) {
-        if (count > free_.size() + idle_.size()) {
-            return std::nullopt;
+    struct Victim {
+        BlockId id;
+        Name name;
+        std::optional<std::uint64_t> parent;
+    };
+
+    // What goes for so many free blocks, longest unused first; nothing if there are not as many.
+    std::vector<Victim> make_room(std::size_t count) {
+        std::vector<Victim> victims;
+        if (count > num_available()) {
+            return victims;
         }
         while (free_.size() < count) {
-            removed_.push_back(names_[idle_.front()].first);
-            forget(idle_.front());
-            free_.push_back(idle_.front());
+            const BlockId id = idle_.front();
+            victims.push_back({id, names_[id], parents_[id]});
+            removed_.push_back(names_[id].first);
+            forget(id);
+            free_.push_back(id);
             idle_.pop_front();
         }
+        return victims;
+    }
+
+    std::optional<Ids> allocate(std::size_t count) {
+        if (count > num_available()) {
+            return std::nullopt;
+        }
+        make_room(count);
         Ids ids;
         while (ids.size() < count) {
             ids.push_back(free_.back());
@@ -96,6 +114,7 @@ class Straightforward {
                     return false;
                 }
                 names_[id] = {hashes[index].low, hashes[index].high};
+                parents_[id] = index > 0 ? std::optional(hashes[index - 1].low) : parent;
                 by_name_[names_[id]] = id;
                 stored.push_back(hashes[index].low);
             } else if (!stored.empty()) {
@@ -141,6 +160,7 @@ class Straightforward {
     std::list<BlockId> idle_;
     std::map<BlockId, int> references_;
     std::map<BlockId, Name> names_;
+    std::map<BlockId, std::optional<std::uint64_t>> parents_;
     std::map<Name, BlockId> by_name_;
     std::vector<Change> changes_;
     std::vector<std::uint64_t> removed_;
@@ -211,8 +231,10 @@ class Comparison {
             if (is_good) {
                 sequences_.push_back({id});
             }
-        } else if (what < 220) {
+        } else if (what < 210) {
             commit_again();
+        } else if (what < 220) {
+            make_room(take());
         } else if (what < 250) {
             compare_changes();
         } else if (what < 252) {
@@ -246,6 +268,25 @@ class Comparison {
             }
         }
         sequences_.push_back(std::move(ids));
+    }
+
+    // Chains, each from its first block on, the one unused for longest first: backwards they are the victims in order.
+    void make_room(std::size_t count) {
+        std::vector<Straightforward::Victim> victims = other_.make_room(count);
+        std::ranges::reverse(victims);
+        std::vector<penstock::GivenUp> given_up = pool_.make_room(count);
+        std::ranges::reverse(given_up);
+        auto victim = victims.begin();
+        for (const penstock::GivenUp& chain : given_up) {
+            std::optional<std::uint64_t> parent = chain.parent;
+            for (std::size_t at = 0; at < chain.ids.size(); ++at, ++victim) {
+                const Hash hash = chain.hashes[at];
+                require(victim != victims.end() && victim->id == chain.ids[at], "a block that went");
+                require(victim->name == Name(hash.low, hash.high) && victim->parent == parent, "its name or parent");
+                parent = hash.low;
+            }
+        }
+        require(victim == victims.end(), "how many went");
     }
 
     void end_one() {
