@@ -24,6 +24,7 @@ BENCHES = {
     "pool": "a request's work in the block pool, against the Python twin",
     "profile": "how well `penstock profile` predicts the paged engine at points it was not fitted to",
     "router": "the prefix index: lookups, stored and removed blocks per second, bytes, beside a peer's",
+    "routers": "several frontends beside one on the same requests, simulated: how much later first tokens come",
     "serve": "load on a running OpenAI-compatible server: latency, throughput, goodput",
     "simulate": "the simulator: requests per wall second, and where the time goes",
 }
