@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from penstock.bench.policies.arena import Files, default_jobs
-from penstock.bench.policies.cells import DEPLOYMENTS
 from penstock.bench.policies.game import Place, figures, prepare_process
 from penstock.bench.policies.workload import RECORDED, SYNTHETIC, Workload
 from penstock.bench.report import Report
@@ -114,9 +113,9 @@ def play(run: Run) -> dict[str, float]:
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[tuple[str, int, int], Run]]:
     files = Files(options.examples, options.examples, options.trace)
-    cells = [*product((SYNTHETIC,), DEPLOYMENTS, LOADS)]
-    if options.trace is not None:
-        cells += product((RECORDED,), DEPLOYMENTS, LOADS)
+    cells = [(*place, load) for place in SATURATION_RPS for load in LOADS]
+    if options.trace is None:
+        cells = [cell for cell in cells if cell[0] != RECORDED]
     if options.quick:
         cells = cells[-1:]
     requests, seeds = (_QUICK_REQUESTS, 1) if options.quick else (options.requests, options.seeds)
