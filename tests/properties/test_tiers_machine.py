@@ -338,5 +338,5 @@ class TiersMachine(RuleBasedStateMachine):
         self.read_events()
 
 
-TiersMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TiersMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestTiersMachine = TiersMachine.TestCase
