@@ -59,10 +59,12 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
 
         const double growing = static_cast<double>(present) * (output / 2 / size);
         double wanted = static_cast<double>(columns.active_blocks[i]) + queued / size + growing;
-        wanted += static_cast<double>(asked.request_blocks - columns.tier_blocks[i]);
+        const auto new_blocks = static_cast<double>(asked.request_blocks - columns.tier_blocks[i]);
+        wanted += new_blocks;
         const auto total = static_cast<double>(columns.total_blocks[i]);
-        const double lacking = total > 0 ? std::max(wanted - total, 0.0) / std::max(total, 1.0) : 0.0;
-        const double memory = lacking * (output * step_s);
+        const double of_all = (total > 0 ? 1.0 : 0.0) / std::max(total, 1.0);
+        const double answer_s = output * step_s;
+        const double memory = std::max(wanted - total, 0.0) * of_all * answer_s;
 
         const double more_s = columns.decode_sequence_s[i] +
                               (static_cast<double>(asked.request_tokens) + output / 2) * columns.decode_token_s[i];
@@ -72,6 +74,14 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         const double followers = rate_per_s * asked.busy_period * (queue + memory + prefill);
         const double delayed = prefill * std::min(followers, asked.followers_max);
 
+        double crowded = std::min(wanted * of_all, 1.0);
+        crowded *= crowded;
+        crowded *= crowded;
+        crowded *= crowded;
+        const double wanting = asked.busy_period * crowded +
+                               std::min(rate_per_s * asked.busy_period * memory, asked.followers_max);
+        const double room = new_blocks * of_all * answer_s * wanting;
+
         const double network = columns.round_trip_s[i] + asked.request_bytes * columns.byte_s[i];
 
         const double onboard = size * fetched;
@@ -79,7 +89,7 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         const double miss = late_s + asked.pace_weight * missed(step_s + more_s, asked.itl_target_s);
 
         const std::array<double, kTerms> column = {
-            queue, memory, onboard, prefill, asked.pace_weight * step_s, slowdown, delayed, network, miss,
+            queue, memory, onboard, prefill, asked.pace_weight * step_s, slowdown, delayed, room, network, miss,
         };
         for (std::size_t term = 0; term < kTerms; ++term) {
             terms[term * slots + i] = column[term];

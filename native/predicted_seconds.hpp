@@ -14,7 +14,7 @@
 
 namespace penstock {
 
-constexpr std::size_t kTerms = 9;
+constexpr std::size_t kTerms = 10;
 
 // What is asked, and the policy's weights.
 struct Asked {
@@ -61,7 +61,7 @@ struct Columns {
     const double* byte_s;
 };
 
-// Write (kTerms, slots) seconds: queue, memory, onboard, prefill, pace, slowdown, followers, network, miss.
+// Write (kTerms, slots) seconds: queue, memory, onboard, prefill, pace, slowdown, followers, room, network, miss.
 void predicted_seconds(const Asked& asked, const Columns& columns, double* terms);
 
 }  // namespace penstock

@@ -48,6 +48,7 @@ class PredictedSeconds:
         "pace",
         "slowdown",
         "followers",
+        "room",
         "network",
         "miss",
     )
@@ -97,9 +98,11 @@ def terms_python(context: RoutingContext) -> Column:
     # What is asked of memory and is not there has to be given back first; all of it is, in one answer's time.
     growing = (running + context.waiting_requests) * (output / 2 / size)
     asked = context.active_blocks + queued / size + growing
-    asked += context.request_blocks - context.tier_blocks[0]
-    lacking = np.maximum(asked - total, 0.0) / np.maximum(total, 1)
-    memory = np.where(total > 0, lacking, 0.0) * (output * step_s)
+    new_blocks = context.request_blocks - context.tier_blocks[0]
+    asked += new_blocks
+    of_all = np.where(total > 0, 1.0, 0.0) / np.maximum(total, 1)
+    answer_s = output * step_s
+    memory = np.maximum(asked - total, 0.0) * of_all * answer_s
 
     # Each of those decoding loses this prefill once, and in every step the time that one more takes.
     more_s = prices.decode_sequence_s + (context.request_tokens + output / 2) * prices.decode_token_s
@@ -112,13 +115,23 @@ def terms_python(context: RoutingContext) -> Column:
     followers = rate_per_s * _BUSY_PERIOD * (queue + memory + prefill)
     delayed = prefill * np.minimum(followers, _FOLLOWERS_MAX)
 
+    # Its blocks are held for an answer's time; whoever wants memory meanwhile waits for that part of it. That somebody
+    # does has a probability of about use^(sqrt(2 (n + 1)) - 1) where n requests fit: use^8 for forty (Sakasegawa 1977).
+    crowded = np.minimum(asked * of_all, 1.0)
+    crowded *= crowded
+    crowded *= crowded
+    crowded *= crowded
+    wanting = _BUSY_PERIOD * crowded + np.minimum(rate_per_s * _BUSY_PERIOD * memory, _FOLLOWERS_MAX)
+    room = new_blocks * of_all * answer_s * wanting
+
     network = prices.round_trip_s + _request_bytes(context) * prices.byte_s
 
     ttft_s, itl_s = _targets(context)
     miss = _missed(queue + memory + onboard + prefill + network, ttft_s) + weight * _missed(
         step_s + more_s, itl_s
     )
-    return np.stack((queue, memory, onboard, prefill, weight * step_s, slowdown, delayed, network, miss))
+    pace = weight * step_s
+    return np.stack((queue, memory, onboard, prefill, pace, slowdown, delayed, room, network, miss))
 
 
 def _request_bytes(context: RoutingContext) -> float:

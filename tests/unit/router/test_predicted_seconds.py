@@ -131,6 +131,16 @@ def test_a_fast_worker_has_more_followers():
     assert found == pytest.approx([0.2 * 0.002, 0.2 * 0.002, 0.2 * 0.001])
 
 
+def test_room_is_what_its_blocks_keep_from_those_who_want_memory_meanwhile():
+    columns = {"total_blocks": [100, 100, 0], "overlap_blocks": [0, 4, 4], "mean_output_tokens": 64.0}
+    # 7 and 3 of 100 blocks for 64 ms; half of all are in use then: to the eighth power, 2 wait if anybody does
+    half = term("room", active_blocks=[43, 47, 93], **columns)
+    assert half == pytest.approx([0.07 * 0.064 * 2 / 256, 0.03 * 0.064 * 2 / 256, 0.0])
+    # 10 and 6 blocks are lacking, 6.4 and 3.84 ms; of 100 requests a second, those of twice that long wait as well
+    short = term("room", active_blocks=[103, 103, 103], request_rate_per_s=300.0, **columns)
+    assert short == pytest.approx([0.07 * 0.064 * (2 + 1.28), 0.03 * 0.064 * (2 + 0.768), 0.0])
+
+
 def test_network_is_there_and_back_and_the_bytes_of_the_prompt():
     prices = make_prices(round_trip_s=[0.0, 0.08, 0.08], byte_s=[0.0, 0.0, 1e-4])
     # 100 tokens of 4 bytes and 7 hashes of 16
