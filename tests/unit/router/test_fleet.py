@@ -151,11 +151,11 @@ def test_busy_workers_get_requests_only_while_all_are():
             assert await route(dispatcher, make_request("b")) != "w1", "past the limit of queued tokens"
             assert dispatcher.latest_decisions(1)[-1].num_candidates == 2
             dispatcher._shared.fleet.loads.report(
-                0, WorkerLoad(active_blocks=6, total_blocks=10, accepted_requests=1)
+                0, WorkerLoad(active_blocks=501, total_blocks=1000, accepted_requests=1)
             )
             assert await route(dispatcher, make_request("c")) != "w1", "past the limit of KV"
             dispatcher._shared.fleet.loads.report(
-                0, WorkerLoad(active_blocks=5, total_blocks=10, accepted_requests=1)
+                0, WorkerLoad(active_blocks=500, total_blocks=1000, accepted_requests=1)
             )
             assert await route(dispatcher, make_request("d")) == "w1"
             for slot in range(3):
