@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types import Delta, FinishReason, Request, Step, Tier, WorkerLoad
-from penstock.core.wire import PackedTokens
 from penstock.engine.queue import WaitingQueue
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
@@ -380,28 +379,11 @@ class Scheduler:
         slots, token_ids = plan.slots[rows], sampled.token_ids[rows]
         stopped, ended = self._slots.append(slots, token_ids)
         self._generated_tokens += len(slots)
-        is_plain = ~(ended | self._slots.is_fresh[slots])
-        packed = token_ids.astype("<i4", copy=False).tobytes()
-        deltas = []
-        for index, (slot, plain) in enumerate(zip(slots.tolist(), is_plain.tolist(), strict=True)):
-            delta = Delta(
-                request_id=self._slots.request_ids[slot],
-                token_ids=PackedTokens(packed[4 * index : 4 * index + 4]),
-            )
-            if not plain:
-                delta = replace(
-                    delta,
-                    finish_reason=_finish_reason(stopped=stopped[index], ended=ended[index]),
-                    cached_tokens=self._slots.sequence(slot).cached_tokens
-                    if self._slots.is_fresh[slot]
-                    else None,
-                )
-            deltas.append(delta)
+        deltas = self._slots.tell(slots, token_ids, stopped, ended)
         for row, logprob in sampled.logprobs.items():
             index = int(np.searchsorted(rows, row))
             if index < len(rows) and rows[index] == row:
                 deltas[index] = replace(deltas[index], logprobs=(logprob,))
-        self._slots.is_fresh[slots] = False
         for slot in slots[ended].tolist():
             del self._by_id[self._slots.request_ids[slot]]
             self._vacate(slot)
@@ -443,9 +425,3 @@ class Scheduler:
             self._onboarding.cancel(self._slots.request_ids[slot])
         self._pool.release(self._slots.vacate(slot))
         self._head_blocked = False
-
-
-def _finish_reason(*, stopped: bool, ended: bool) -> FinishReason | None:
-    if stopped:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if ended else None

@@ -3,9 +3,12 @@
 from bisect import insort
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId, RequestId
+from penstock.core.types import Delta, FinishReason
+from penstock.core.wire import PackedTokens
 from penstock.engine.sequences import Sequence, SequenceLimits, SequenceTable
 
 Int32s = NDArray[np.int32]
@@ -115,6 +118,26 @@ class Slots:
         stopped &= num_tokens > self._stops_after[slots]
         return stopped, stopped | (num_tokens >= self._end_tokens[slots])
 
+    def tell(self, slots: Int32s, token_ids: Int32s, stopped: Bools, ended: Bools) -> list[Delta]:
+        """Build the deltas that tell of a token each; the arguments are those of `append` and what it gave."""
+        is_plain = ~(ended | self.is_fresh[slots])
+        packed = token_ids.astype("<i4", copy=False).tobytes()
+        deltas = []
+        for index, (slot, plain) in enumerate(zip(slots.tolist(), is_plain.tolist(), strict=True)):
+            delta = Delta(
+                request_id=self.request_ids[slot],
+                token_ids=PackedTokens(packed[4 * index : 4 * index + 4]),
+            )
+            if not plain:
+                delta = replace(
+                    delta,
+                    finish_reason=_finish_reason(stopped=stopped[index], ended=ended[index]),
+                    cached_tokens=self.sequence(slot).cached_tokens if self.is_fresh[slot] else None,
+                )
+            deltas.append(delta)
+        self.is_fresh[slots] = False
+        return deltas
+
     def holders(self) -> dict[BlockId, int]:
         """Count how often each block is held, to check the pool's references."""
         held: dict[BlockId, int] = {}
@@ -144,3 +167,9 @@ class Slots:
             assert self._sequences[slot] is None, f"slot {slot} is free and taken"
             assert table.requests[slot] is None, f"slot {slot} is free and has a request in the table"
             assert not table.num_blocks[slot], f"slot {slot} is free and has blocks"
+
+
+def _finish_reason(*, stopped: bool, ended: bool) -> FinishReason | None:
+    if stopped:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if ended else None

@@ -8,12 +8,13 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Self
 
 import numpy as np
 
 from penstock.core.ids import BlockId
 from penstock.core.types import Request
-from penstock.core.wire import HashArray
+from penstock.core.wire import HashArray, num_tokens, unpack_hashes
 from penstock.sim.prompt import Stream
 
 
@@ -44,6 +45,22 @@ class SimSequence:
     cached_tokens: int | None = None
     is_fresh: bool = True
     is_aborted: bool = False
+
+    @classmethod
+    def of(cls, request: Request, stream: Stream, context_length: int, *, arrival: int) -> Self:
+        """Begin with what a request brings along."""
+        known = num_tokens(request.token_ids)
+        num_prompt = known - request.num_emitted
+        return cls(
+            request=request,
+            stream=stream,
+            hashes=unpack_hashes(request.block_hashes).reshape(-1, 2),
+            arrival=arrival,
+            known=known,
+            num_prompt=num_prompt,
+            end_tokens=min(num_prompt + request.sampling.max_tokens, context_length),
+            told=request.num_emitted,
+        )
 
     @property
     def end_tick(self) -> int:

@@ -15,10 +15,11 @@ from penstock.core.types import EngineInfo, Request, Step, WorkerLoad
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.latency import LatencyModel
+from penstock.sim.jump_plan import JumpPlan
 from penstock.sim.mover import TimedMover
 from penstock.sim.prices import DecodePrices
 from penstock.sim.prompt import StreamOf
-from penstock.sim.scheduler import JumpPlan, JumpScheduler
+from penstock.sim.scheduler import JumpScheduler
 from penstock.sim.timing import Pace
 
 

@@ -5,7 +5,6 @@ so that both take the same requests in at the same steps.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 
@@ -14,30 +13,14 @@ import numpy as np
 from penstock.core.errors import Overloaded, RequestError
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types import Delta, FinishReason, Request, Step, Tier, WorkerLoad
-from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
+from penstock.core.wire import PackedTokens, num_tokens
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.kv.onboarding import Onboarding
 from penstock.kv.pool import BlockPool
 from penstock.kv.tiers import TierBlocks, TieredPool
 from penstock.sim.batch import Batch, SimSequence
+from penstock.sim.jump_plan import JumpPlan
 from penstock.sim.prompt import StreamOf
-
-
-@dataclass(slots=True)
-class JumpPlan:
-    """What comes next: `steps` decode steps, or one step that computes parts of prompts beside decoding.
-
-    batch:   how many decode
-    context: their tokens at the first step
-    prompts: (sequence, tokens to compute)
-    singles: those of the prompts that compute only their last token, which costs what decoding does
-    """
-
-    steps: int
-    batch: int
-    context: int
-    prompts: list[tuple[SimSequence, int]]
-    singles: list[SimSequence]
 
 
 class JumpScheduler:
@@ -102,17 +85,8 @@ class JumpScheduler:
                 f"{len(self._waiting)} requests wait already, max_waiting_requests; try again later",
                 retry_after_s=1.0,
             )
-        num_prompt = known - request.num_emitted
-        sequence = SimSequence(
-            request=request,
-            stream=self._stream_of(request),
-            hashes=unpack_hashes(request.block_hashes).reshape(-1, 2),
-            arrival=next(self._arrivals),
-            known=known,
-            num_prompt=num_prompt,
-            end_tokens=min(num_prompt + request.sampling.max_tokens, self._context_length),
-            told=request.num_emitted,
-        )
+        stream = self._stream_of(request)
+        sequence = SimSequence.of(request, stream, self._context_length, arrival=next(self._arrivals))
         self._by_id[request.request_id] = self._waiting[request.request_id] = sequence
         self._waiting_tokens += known
 
