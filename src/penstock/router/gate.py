@@ -22,8 +22,8 @@ from penstock.router.hold import Held, HoldQueue
 from penstock.router.metrics import RouterMetrics
 from penstock.router.router import Quote
 
-_PAUSE_S = 0.005
-"""After a look that found no room, the next comes this much later at the earliest: pricing takes a part of a millisecond."""
+_PAUSE_S = 0.02
+"""After a look that found no room, the next comes this much later at the earliest: a price takes some 0.1 ms."""
 _LOOK_AGAIN_S = 1.0
 """Predictions also change by themselves, as answers turn out to be shorter; a look comes this often in any case."""
 
