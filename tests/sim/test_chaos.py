@@ -39,9 +39,9 @@ def test_streams_survive_where_workers_send_no_events(seed):
     assert result.outcomes.total() == Trial().clients
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_streams_survive_where_routers_hold_requests(seed):
-    trial = Trial(clients=60, hold_s=0.005)
+    trial = Trial(clients=120, duration_s=2.0, hold_s=0.005)
     assert run_trial(seed, trial).outcomes.total() == trial.clients
 
 

@@ -19,7 +19,7 @@ def _load_mutants():
 
 
 MUTANTS, HOLDING, TIERED = _load_mutants()
-HELD = Trial(clients=60, hold_s=0.005)
+HELD = Trial(clients=120, duration_s=2.0, hold_s=0.005)
 HOSTED = Trial(clients=60, host_blocks=64)
 
 

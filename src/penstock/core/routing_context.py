@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 class PriceColumns:
     """`core.types.Prices` by worker slot, each (num_slots,) float64, and `onboard_token_s` (num_tiers, num_slots).
 
-    `batch_tokens`: the most prompt tokens that one step computes there. Workers that say no prices have the median of
-    the others'. `round_trip_s` and `byte_s`: from this router to the worker and back, and for each byte on the way.
+    `batch_tokens`: the most prompt tokens that one step computes there; `prompts_at_once`: as in `EngineInfo`. Workers
+    that say no prices have the median of the others'. `round_trip_s` and `byte_s`: from this router to the worker and
+    back, and for each byte on the way.
     """
 
     prefill_step_s: NDArray[np.float64]
@@ -21,6 +22,7 @@ class PriceColumns:
     decode_sequence_s: NDArray[np.float64]
     decode_token_s: NDArray[np.float64]
     batch_tokens: NDArray[np.float64]
+    prompts_at_once: NDArray[np.float64]
     onboard_token_s: NDArray[np.float64]
     round_trip_s: NDArray[np.float64]
     byte_s: NDArray[np.float64]

@@ -212,6 +212,7 @@ class EngineInfo(Wire, frozen=True):
     """What an engine says of itself once started.
 
     Without `kv_events` it never says what its prefix cache holds; routers guess it from what they sent there.
+    `prompts_at_once` are computed beside each other, each as fast as alone: one by each data-parallel rank.
     """
 
     block_size: int
@@ -221,6 +222,7 @@ class EngineInfo(Wire, frozen=True):
     max_running_requests: int
     kv_bytes_per_block: int = 0
     kv_events: bool = True
+    prompts_at_once: int = 1
 
 
 class Prices(Wire, frozen=True):

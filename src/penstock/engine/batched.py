@@ -80,6 +80,7 @@ class BatchedEngine:
             context_length=limits.context_length,
             max_batch_tokens=self._config.max_batch_tokens,
             max_running_requests=self._config.max_running_requests,
+            prompts_at_once=self._config.prompts_at_once,
             kv_bytes_per_block=runner.kv_bytes_per_block,
         )
         self._started = info, pool, scheduler

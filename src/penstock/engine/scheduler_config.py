@@ -44,3 +44,8 @@ class SchedulerConfig(Config):
     def prompt_budget(self) -> int:
         """Tokens of one prompt that one step may compute."""
         return self.max_prompt_tokens or self.max_batch_tokens
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts that are computed beside each other, each with a budget of its own."""
+        return max(self.max_batch_tokens // self.prompt_budget, 1)

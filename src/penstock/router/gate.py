@@ -116,11 +116,16 @@ class Gate:
         return True
 
     def _room(self, quote: Quote) -> NDArray[np.bool_]:
-        """Say which of the workers that may get a request have room for it; everyone who does nothing has."""
+        """Say which of the workers that may get a request have room for it: also those that say that nobody waits there.
+
+        So a worker that is faster than predicted is never left idle.
+        """
         assert self._config.threshold_s is not None, "asked for only where some are held"
         context = quote.context
         room: NDArray[np.bool_] = quote.waits_s() <= self._config.threshold_s
-        room |= context.running_requests + context.waiting_requests == 0
+        nobody_waits = context.waiting_requests == 0
+        nobody_waits &= self._fleet.loads.unreported_requests < context.prices.prompts_at_once
+        room |= nobody_waits
         room &= context.eligible
         return room
 

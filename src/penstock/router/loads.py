@@ -27,6 +27,7 @@ Column = NDArray[np.int64]
     _CONTEXT,
     _TOTAL,
     _QUEUED,
+    _UNREPORTED,
     _PEER,
     _PEER_PREFILL,
     _PEER_PAIRS,
@@ -34,7 +35,7 @@ Column = NDArray[np.int64]
     _OWN_PREFILL,
     _OWN_PAIRS,
     _OWN_BLOCKS,
-) = range(14)
+) = range(15)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +104,8 @@ class LoadTracker:
         self.total_blocks: Column = columns[_TOTAL]
         """0 where a worker has not said how many it has."""
         self.queued_prefill_tokens: Column = columns[_QUEUED]
+        self.unreported_requests: Column = columns[_UNREPORTED]
+        """Sent there since the last report, and so among those running."""
         self.peer_requests: Column = columns[_PEER]
         self.peer_prefill_tokens: Column = columns[_PEER_PREFILL]
         self.peer_prefill_pairs: Column = columns[_PEER_PAIRS]
@@ -174,6 +177,7 @@ class LoadTracker:
         rows[_CONTEXT][slot] = load.context_tokens
         rows[_TOTAL][slot] = load.total_blocks
         rows[_QUEUED][slot] = load.queued_prefill_tokens + reserved.prefill_tokens
+        rows[_UNREPORTED][slot] = reserved.requests
         rows[_PEER][slot] = load.peer_requests
         rows[_PEER_PREFILL][slot] = load.peer_prefill_tokens
         rows[_PEER_PAIRS][slot] = load.peer_prefill_pairs
@@ -254,8 +258,9 @@ class LoadTracker:
             numbers = [r.number for r in uncovered]
             assert numbers == sorted(set(numbers)), f"slot {slot}: in the order sent, got {numbers}"
             requests, prefill_tokens, blocks = sums
-            *columns, _, queued = self._table[:_PEER, slot].tolist()
+            *columns, _, queued, unreported = self._table[:_PEER, slot].tolist()
             peers = self._table[_PEER:_OWN, slot].tolist()
+            assert unreported == requests, f"slot {slot}: {unreported} are unreported, of {requests}"
             assert [*columns, queued, *peers] == [
                 load.running_requests + requests,
                 load.waiting_requests,
@@ -292,3 +297,4 @@ class LoadTracker:
         rows[_RUNNING][slot] += sign
         rows[_ACTIVE][slot] += blocks
         rows[_QUEUED][slot] += prefill_tokens
+        rows[_UNREPORTED][slot] += sign

@@ -16,8 +16,8 @@ _SCALARS = (
     "decode_token_s",
 )
 _BATCH = len(_SCALARS)
-_ROUND_TRIP, _BYTE = _BATCH + 1, _BATCH + 2
-_TIERS = _BATCH + 3
+_ROUND_TRIP, _BYTE, _AT_ONCE = _BATCH + 1, _BATCH + 2, _BATCH + 3
+_TIERS = _BATCH + 4
 
 UNKNOWN = Prices(
     prefill_step_s=3.5e-3,
@@ -61,6 +61,7 @@ class PriceTable:
         self._table[_BATCH, slot] = max(instance.engine.max_batch_tokens, 1)
         self._table[_ROUND_TRIP, slot] = 0.0 if way is None else 2 * way.latency_s
         self._table[_BYTE, slot] = 0.0 if way is None else 1 / way.bandwidth_bytes_per_s
+        self._table[_AT_ONCE, slot] = instance.engine.prompts_at_once
 
     def correct(self, slot: int, factor: float) -> None:
         """Have all that a worker computes take so many times what it says; what it fetches comes at the same speed."""
@@ -107,13 +108,15 @@ class PriceTable:
         table[:, ~known] = others[:, None]
         table[:_BATCH] *= self._factors
         table[_BATCH:_TIERS] = own
-        table[_BATCH] = np.maximum(own[0], 1.0)
+        sizes = [_BATCH, _AT_ONCE]
+        table[sizes] = np.maximum(table[sizes], 1.0)
         self._filled, shown = table, table.view()
         shown.flags.writeable = False
         scalars = {name: shown[row] for row, name in enumerate(_SCALARS)}
         return PriceColumns(
             **scalars,
             batch_tokens=shown[_BATCH],
+            prompts_at_once=shown[_AT_ONCE],
             onboard_token_s=shown[_TIERS:],
             round_trip_s=shown[_ROUND_TRIP],
             byte_s=shown[_BYTE],
@@ -123,5 +126,5 @@ class PriceTable:
 def _row(prices: Prices) -> NDArray[np.float64]:
     """Lay prices out as rows; what is not finite or below nothing counts as nothing."""
     tiers = (*prices.onboard_token_s, *(0.0,) * len(Tier))[: len(Tier)]
-    row = np.array([*(getattr(prices, name) for name in _SCALARS), 0.0, 0.0, 0.0, *tiers])
+    row = np.array([*(getattr(prices, name) for name in _SCALARS), 0.0, 0.0, 0.0, 0.0, *tiers])
     return np.where(np.isfinite(row), np.maximum(row, 0.0), 0.0)

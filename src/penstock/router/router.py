@@ -60,12 +60,14 @@ class Quote:
 
     def waits_s(self) -> NDArray[np.float64]:
         """Give (num_slots,) seconds before its work would begin."""
-        waits_s: NDArray[np.float64] = self.choice.terms[self.wait_terms].sum(axis=0)
+        queue, memory = self.wait_terms
+        terms = self.choice.terms
+        waits_s: NDArray[np.float64] = terms[queue] / self.context.prices.prompts_at_once + terms[memory]
         return waits_s
 
     def work_s(self) -> NDArray[np.float64]:
         """Give (num_slots,) seconds that it costs beside its own waiting; infinite where it may not go."""
-        work_s: NDArray[np.float64] = self.choice.prices - self.waits_s()
+        work_s: NDArray[np.float64] = self.choice.prices - self.choice.terms[self.wait_terms].sum(axis=0)
         return work_s
 
 

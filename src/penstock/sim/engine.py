@@ -69,6 +69,7 @@ class JumpEngine:
             context_length=context_length,
             max_batch_tokens=config.max_batch_tokens,
             max_running_requests=config.max_running_requests,
+            prompts_at_once=config.prompts_at_once,
         )
         self.pool, onboarding = info.make_pool(self._mover, self._interrupt)
         """For reports and checks."""

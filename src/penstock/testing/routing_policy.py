@@ -26,6 +26,7 @@ def make_prices(num_slots: int = 3, **columns: Any) -> PriceColumns:
         "prefill_token_s": [1e-5] * num_slots,
         "decode_step_s": [1e-3] * num_slots,
         "batch_tokens": [1e9] * num_slots,
+        "prompts_at_once": [1.0] * num_slots,
         "onboard_token_s": [[0.0] * num_slots] * len(Tier),
     }
     for column in fields(PriceColumns):
@@ -126,6 +127,7 @@ def _some_prices(num_slots: int, rng: np.random.Generator) -> PriceColumns:
         onboard_token_s=np.stack([0.0 * some(1.0), some(1e-5), some(1e-4), some(1e-3)]),
         round_trip_s=some(0.1),
         byte_s=some(1e-8),
+        prompts_at_once=rng.integers(1, 9, num_slots).astype(np.float64),
     )
 
 

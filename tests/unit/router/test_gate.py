@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,6 +32,13 @@ class Slow:
     def terms(self, context):
         waits = context.running_requests.astype(float)
         return np.stack((waits, 0 * waits, 0 * waits + context.request_tokens))
+
+
+class Queueing(HandEngine):
+    """Says that somebody waits while it has anything to do."""
+
+    def load(self):
+        return msgspec.structs.replace(super().load(), waiting_requests=len(self.requests))
 
 
 class Setting:
@@ -78,6 +86,7 @@ def play(
     *,
     num_workers: int = 1,
     no_worker_wait_s: float = 60.0,
+    make_engine: Callable[[], HandEngine] = Queueing,
     **hold: object,
 ) -> None:
     """Have a scene with workers that have room for one request each, and check that nothing is left of it."""
@@ -87,7 +96,7 @@ def play(
         config = RouterConfig(hold=settings, no_worker_wait_s=no_worker_wait_s)
         async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
             dispatcher._shared.router._chooser = Chooser(Slow())
-            engines = {f"w{number}": HandEngine() for number in range(1, num_workers + 1)}
+            engines = {f"w{number}": make_engine() for number in range(1, num_workers + 1)}
             for name, engine in engines.items():
                 await cluster.start(name, engine)
             await asyncio.sleep(0.01)
@@ -115,6 +124,18 @@ def test_a_request_waits_until_a_worker_has_room():
         assert setting.sent == ["a", "b", "c"]
 
     play(scene)
+
+
+def test_a_worker_that_says_that_nobody_waits_there_gets_more():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name in "abc":
+            group.create_task(setting.read(name))
+        await asyncio.sleep(3.0)
+        assert setting.num_held == 0
+        for name in "abc":
+            setting.finish(name)
+
+    play(scene, make_engine=HandEngine)
 
 
 def test_every_worker_gets_no_more_than_it_has_room_for():
@@ -281,7 +302,7 @@ def test_a_shutdown_ends_those_held():
                 config = RouterConfig(hold=HoldConfig(threshold_s=0.5))
                 dispatcher = await stack.enter_async_context(cluster.dispatcher(config))
                 dispatcher._shared.router._chooser = Chooser(Slow())
-                engine = HandEngine()
+                engine = Queueing()
                 await cluster.start("w1", engine)
                 await asyncio.sleep(0.01)
                 setting = Setting(cluster, dispatcher, {"w1": engine})

@@ -24,16 +24,19 @@ from penstock.core.errors import PenstockError
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where graphs, profiles, the recorded trace and the policies beside Penstock's own are."""
+    """Where graphs, profiles, the recorded trace and the policies beside Penstock's own are; what is set in each graph."""
 
     examples: Path
     policies: Path
     trace: Path | None
+    settings: tuple[str, ...] = ()
 
     def place(self, deployment: str) -> Place:
         graph, profile = DEPLOYMENTS[deployment]
         return Place(
-            self.examples / "graphs" / f"{graph}.yaml", self.examples / "profiles" / f"{profile}.json"
+            self.examples / "graphs" / f"{graph}.yaml",
+            self.examples / "profiles" / f"{profile}.json",
+            self.settings,
         )
 
 
@@ -212,7 +215,7 @@ def default_jobs() -> int:
 def _name(workload: Workload, place: Place) -> str:
     """Name what is played on what, contents included."""
     trace = "" if workload.trace is None else f"-{fingerprint(workload.trace)}"
-    files = f"{fingerprint(place.graph)}-{fingerprint(place.profile)}"
+    files = " ".join((f"{fingerprint(place.graph)}-{fingerprint(place.profile)}", *place.settings))
     return f"{workload.name}{trace} n={workload.requests} seed={workload.seed} on {place.graph.stem} {files}"
 
 

@@ -69,6 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests/s to take instead of searching, such as S/8b-bf16=31.9,M/8b-bf16=9 (an earlier run's figures)",
     )
     parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="PLACE=VALUE",
+        help="set this in every graph, such as router.hold.threshold_s=2; may be repeated",
+    )
+    parser.add_argument(
         "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
     )
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw mean TTFT by load as SVG")
@@ -90,7 +98,7 @@ def run(options: argparse.Namespace) -> Report:
     cells = select(list(all_cells(with_recorded=options.trace is not None)), patterns)
     again = {policies.get(name, name) for name in (options.again or "").split(",")}
     ledger = Ledger(options.state).forget(lambda key: key.partition(" ")[0].removeprefix("policy=") in again)
-    files = Files(options.examples, options.baselines, options.trace)
+    files = Files(options.examples, options.baselines, options.trace, tuple(options.settings))
 
     async def compare() -> Results:
         async with Arena(files, ledger, policies, options.jobs) as arena:
@@ -179,6 +187,7 @@ def _report(summary: Summary, results: Results, options: argparse.Namespace, eff
             "seeds": effort.seeds,
             "headline_seeds": effort.headline_seeds,
             "quick": options.quick,
+            "settings": list(options.settings),
             "cells": [cell.name for cell in summary.means],
             "workloads": {"/".join(key): dict(about) for key, about in results.workloads.items()},
         },

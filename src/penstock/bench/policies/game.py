@@ -30,10 +30,11 @@ _SAMPLES = 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A deployment as files: its graph, and the profile that its engines run on."""
+    """A deployment as files: its graph, some of it set anew, and the profile that its engines run on."""
 
     graph: Path
     profile: Path
+    settings: tuple[str, ...] = ()
 
     def deployment(self, policy: str = "kv", trouble: Trouble | None = None) -> Deployment:
         """Plan it; nothing of the router is bounded below what an overload needs.
@@ -43,6 +44,7 @@ class Place:
         """
         trouble = trouble or Trouble()
         settings = [
+            *self.settings,
             f"router.policy={policy}",
             f"router.indexed_blocks_max={_UNBOUNDED}",
             f"router.open_requests_max={_UNBOUNDED}",
