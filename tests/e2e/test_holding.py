@@ -13,6 +13,7 @@ MODEL = "penstock-demo"
 TOKENS = 40
 TINY = {"kv_blocks": 48, "mock": {"timing": {"step_s": 0.02}}}
 """Memory for some four requests, which take a second each."""
+SLOW = {"kv_blocks": 48, "mock": {"timing": {"step_s": 0.06}}}
 
 
 def hold(requests_max: int, **settings) -> dict:
@@ -62,7 +63,7 @@ def test_past_the_bound_come_429_and_503_with_retry_after_and_who_was_held_is_an
         await crowd.fill()
         for number in range(6):
             await crowd.send(f"a-{number}", tenant="a")
-        for tenant in "bcdefgh":
+        for tenant in "bcdefghijklm":
             await crowd.send(f"{tenant}-0", tenant=tenant)
         held = await crowd.metric("held_requests")
         await asyncio.gather(*crowd.tasks)
@@ -78,7 +79,7 @@ def test_past_the_bound_come_429_and_503_with_retry_after_and_who_was_held_is_an
         assert await crowd.metric("hold_refusals_total") == len(codes)
         assert await crowd.metric("held_seconds_count") >= held
 
-    deploy(scenario, role=TINY, router=hold(6))
+    deploy(scenario, role=SLOW, router=hold(6))
 
 
 def test_high_priority_overtakes_and_a_flood_of_one_tenant_starves_nobody(deploy):
@@ -102,12 +103,13 @@ def test_what_was_held_is_answered_before_a_server_that_was_told_to_stop_does(de
     async def scenario(site):
         crowd = Crowd(site)
         await crowd.fill()
-        for number in range(4):
+        for number in range(2):
             await crowd.send(f"a-{number}", tenant="a")
-        assert await crowd.metric("held_requests") >= 3
+        assert await crowd.metric("held_requests") >= 1
         os.kill(site.deployment.pids()["frontend-1"], signal.SIGTERM)
         await asyncio.gather(*crowd.tasks)
         assert not crowd.errors
         assert len(crowd.ended) == len(crowd.tasks)
 
-    deploy(scenario, role=TINY, router=hold(100))
+    frontend = {"port": 0, "processes": 1, "drain_timeout_s": 60}
+    deploy(scenario, role=TINY, router=hold(100), frontend=frontend)

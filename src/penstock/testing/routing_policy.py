@@ -127,7 +127,7 @@ def _some_prices(num_slots: int, rng: np.random.Generator) -> PriceColumns:
         onboard_token_s=np.stack([0.0 * some(1.0), some(1e-5), some(1e-4), some(1e-3)]),
         round_trip_s=some(0.1),
         byte_s=some(1e-8),
-        prompts_at_once=1.0 + np.arange(num_slots) % 8,
+        prompts_at_once=(1 + np.arange(num_slots) % 8).astype(np.float64),
     )
 
 

@@ -164,7 +164,7 @@ def test_the_router_alone_takes_an_adapter_for_a_model():
 
 def test_who_waits_for_one_adapter_holds_nobody_up_who_asks_for_another():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
-        busy = WorkerLoad(running_requests=1, queued_prefill_tokens=1_000_000)
+        busy = WorkerLoad(running_requests=1, waiting_requests=1, queued_prefill_tokens=1_000_000)
         dispatcher._shared.fleet.loads.report(0, busy)
         waiting = asyncio.ensure_future(dispatcher.open(make_request("r", "a")).__aenter__())
         await asyncio.sleep(0.1)
