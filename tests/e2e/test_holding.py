@@ -11,9 +11,9 @@ pytestmark = pytest.mark.slow
 
 MODEL = "penstock-demo"
 TOKENS = 40
-TINY = {"kv_blocks": 48, "mock": {"timing": {"step_s": 0.02}}}
-"""Memory for some four requests, which take a second each."""
-SLOW = {"kv_blocks": 48, "mock": {"timing": {"step_s": 0.06}}}
+TINY = {"kv_blocks": 48, "max_running_requests": 4, "mock": {"timing": {"step_s": 0.02}}}
+"""Room for four requests, which take a second each."""
+SLOW = TINY | {"mock": {"timing": {"step_s": 0.04}}}
 
 
 def hold(requests_max: int, **settings) -> dict:
@@ -61,7 +61,7 @@ def test_past_the_bound_come_429_and_503_with_retry_after_and_who_was_held_is_an
     async def scenario(site):
         crowd = Crowd(site)
         await crowd.fill()
-        for number in range(6):
+        for number in range(12):
             await crowd.send(f"a-{number}", tenant="a")
         for tenant in "bcdefghijklm":
             await crowd.send(f"{tenant}-0", tenant=tenant)
@@ -74,12 +74,12 @@ def test_past_the_bound_come_429_and_503_with_retry_after_and_who_was_held_is_an
         assert all(1 <= int(error.response.headers["Retry-After"]) <= 60 for error in crowd.errors)
         assert all("router.hold.requests_max" in error.message for error in crowd.errors)
         assert len(crowd.ended) + len(codes) == len(crowd.tasks)
-        assert 1 <= held <= 6
+        assert 1 <= held <= 16
         assert await crowd.metric("held_requests") == 0
         assert await crowd.metric("hold_refusals_total") == len(codes)
         assert await crowd.metric("held_seconds_count") >= held
 
-    deploy(scenario, role=SLOW, router=hold(6))
+    deploy(scenario, role=SLOW, router=hold(16))
 
 
 def test_high_priority_overtakes_and_a_flood_of_one_tenant_starves_nobody(deploy):
