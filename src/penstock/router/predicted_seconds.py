@@ -27,8 +27,8 @@ _TOKEN_BYTES, _HASH_BYTES = 4, 16
 """What of a request grows with its prompt: a token's id and a block's hash."""
 _TOKEN_S_MIN = 1e-9
 """No prompt token takes less: 100 PFLOP/s on a model of 50 million parameters."""
-_FOLLOWERS_MAX = 20.0
-"""Past so many requests that would wait behind this one, others are long being sent elsewhere."""
+_FOLLOWERS_MAX = 100.0
+"""Past so many requests that would wait behind this one, others are long being sent elsewhere; binds in overload alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def test_followers_wait_for_this_prefill_while_the_worker_is_busy():
         "request_rate_per_s": 300.0,
     }
     # 100 requests a second for each; 1 ms of prefill, and 9 ms before it: busy for twice that, 0.2 and 2 follow
-    assert term("followers", **columns) == pytest.approx([0.2 * 0.001, 2 * 0.001, 20 * 0.001])
+    assert term("followers", **columns) == pytest.approx([0.2 * 0.001, 2 * 0.001, 100 * 0.001])
 
 
 def test_a_fast_worker_has_more_followers():
