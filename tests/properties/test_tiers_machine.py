@@ -261,9 +261,11 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule()
     def take_arrived(self):
-        for name in self.onboarding.take_arrived():
-            (request,) = [request for request in self.live if request.name == name]
+        names = self.onboarding.take_arrived()
+        arrived = [next(request for request in self.live if request.name == name) for name in names]
+        for request in arrived:  # all of them let go of what they read before one of them needs room
             self.end(request)
+        for request in arrived:
             self.publish(request, request.hits)
             request.hits = len(request.block_ids)
             self.compute(request)
