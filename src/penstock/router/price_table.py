@@ -47,8 +47,9 @@ class PriceTable:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """What the prices of the fastest worker, over what it says, and of the slowest one are multiplied by."""
-        return float(self._factors.min()), float(self._factors.max())
+        """What the prices of the fastest worker, over what it says, and of the slowest one are multiplied by; 1 where none says any."""
+        factors = self._factors[self._known]
+        return (float(factors.min()), float(factors.max())) if len(factors) else (1.0, 1.0)
 
     def put(self, slot: int, instance: Instance, factor: float = 1.0, way: Way | None = None) -> None:
         """Take what a worker says, how far it is from that, and what lies between it and here; None is nothing."""

@@ -95,6 +95,9 @@ def test_a_correction_shows_at_once_and_holds_until_the_worker_leaves():
     assert columns.onboard_token_s[1].tolist() == [2e-6, 2e-6, 2e-6]
     assert table.factors == (1.0, 2.0)
     table.check()
+    table.correct(1, 3.0)
+    assert table.factors == (2.0, 3.0), "slots of nobody count for nothing"
+    table.correct(1, 1.0)
     table.grow(4)
     table.put(0, instance(1e-5), factor=2.0)
     assert table.columns().prefill_token_s.tolist()[:2] == [2e-5, 3e-5]
