@@ -67,7 +67,7 @@ class HoldConfig(Config):
     """When requests wait at the router, and whose turn it is. Only policies that predict waits, such as `kv`, hold any."""
 
     threshold_s: float | None = pydantic.Field(default=2.0, gt=0)
-    """A request waits here while each worker that may get it would have it wait longer than this; None: never."""
+    """A request waits here while each worker that may get it would have it wait longer than this, and has others waiting; None: never."""
     requests_max: int = pydantic.Field(default=2048, ge=2)
     """Requests of one model, or of one LoRA adapter, that wait at once, past which come 503s; one tenant alone may have half, past which 429s."""
     work_weight: float = pydantic.Field(default=10.0, ge=0)

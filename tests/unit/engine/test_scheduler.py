@@ -71,6 +71,7 @@ def test_ranks_add_up_and_a_prompt_has_one_of_them():
     config = SchedulerConfig.of_ranks(8, max_batch_tokens=2048, max_running_requests=32, failed_steps_max=5)
     assert (config.max_batch_tokens, config.prompt_budget, config.max_running_requests) == (16384, 2048, 256)
     assert config.failed_steps_max == 5
+    assert (config.prompts_at_once, SchedulerConfig().prompts_at_once) == (8, 1)
     default = SchedulerConfig.of_ranks(2, max_batch_tokens=None, max_running_requests=None)
     assert (default.max_batch_tokens, default.prompt_budget, default.max_running_requests) == (1024, 512, 128)
 

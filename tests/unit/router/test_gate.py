@@ -138,6 +138,25 @@ def test_a_worker_that_says_that_nobody_waits_there_gets_more():
     play(scene, make_engine=HandEngine)
 
 
+def test_a_queue_is_shared_by_the_prompts_that_are_computed_beside_each_other():
+    def make_engine() -> HandEngine:
+        engine = Queueing()
+        engine.info = msgspec.structs.replace(engine.info, prompts_at_once=4)
+        return engine
+
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for number in range(8):
+            group.create_task(setting.read(f"r{number}"))
+            await asyncio.sleep(0.1)
+        # of n seconds before it a request waits n / 4: the fourth finds three, the fifth would find four
+        assert len(setting.running()) == 4
+        while setting.running():
+            setting.finish(min(setting.running()))
+            await asyncio.sleep(0.1)
+
+    play(scene, make_engine=make_engine, threshold_s=0.75)
+
+
 def test_every_worker_gets_no_more_than_it_has_room_for():
     async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
         for number in range(7):

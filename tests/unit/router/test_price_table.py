@@ -8,7 +8,9 @@ from penstock.perf.topology import Way
 from penstock.router.price_table import UNKNOWN, PriceTable
 
 
-def instance(token_s: float | None, *, batch_tokens: int = 512, **more: object) -> Instance:
+def instance(
+    token_s: float | None, *, batch_tokens: int = 512, prompts_at_once: int = 1, **more: object
+) -> Instance:
     prices = None
     if token_s is not None:
         prices = Prices(
@@ -32,6 +34,7 @@ def instance(token_s: float | None, *, batch_tokens: int = 512, **more: object) 
             context_length=8,
             max_batch_tokens=batch_tokens,
             max_running_requests=4,
+            prompts_at_once=prompts_at_once,
         ),
         prices=prices,
     )
@@ -48,6 +51,15 @@ def test_who_says_nothing_is_taken_for_the_median_of_the_others():
     table.remove(0)
     assert table.columns().prefill_token_s.tolist() == [4e-5, 3e-5, 9e-5, 4e-5, 4e-5]
     table.check()
+
+
+def test_how_many_prompts_run_at_once_is_each_ones_own_and_no_price():
+    table = PriceTable(4)
+    for slot, (token_s, at_once, factor) in enumerate(((1e-5, 8, 1.0), (1e-5, 2, 3.0), (None, 4, 1.0))):
+        table.put(slot, instance(token_s, prompts_at_once=at_once), factor)
+    assert table.columns().prompts_at_once.tolist() == [8, 2, 4, 1]
+    table.put(0, instance(1e-5, prompts_at_once=0))
+    assert table.columns().prompts_at_once[0] == 1, "nobody computes fewer"
 
 
 def test_nobody_says_anything():
