@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PLACE=VALUE",
-        help="set this in every graph, such as router.hold.threshold_s=2; may be repeated",
+        help="set this in every graph, such as router.hold.threshold_s=null; may be repeated",
     )
     parser.add_argument(
         "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
