@@ -15,6 +15,7 @@ _SCALARS = (
     "decode_sequence_s",
     "decode_token_s",
 )
+_CORRECTED = 3  # the first so many scalars: those of prompts
 _BATCH = len(_SCALARS)
 _ROUND_TRIP, _BYTE, _AT_ONCE = _BATCH + 1, _BATCH + 2, _BATCH + 3
 _TIERS = _BATCH + 4
@@ -65,10 +66,14 @@ class PriceTable:
         self._table[_AT_ONCE, slot] = instance.engine.prompts_at_once
 
     def correct(self, slot: int, factor: float) -> None:
-        """Have all that a worker computes take so many times what it says; what it fetches comes at the same speed."""
+        """Have a worker's prompts take so many times what it says.
+
+        Its decode steps are priced as it says: what they cost here is a preference, and every token that flees a
+        slow worker's pace takes room from the caches of the others (docs/decisions/0012).
+        """
         self._factors[slot] = factor
         if self._columns is not None and self._known[slot]:
-            self._filled[:_BATCH, slot] = self._table[:_BATCH, slot] * factor
+            self._filled[:_CORRECTED, slot] = self._table[:_CORRECTED, slot] * factor
 
     def remove(self, slot: int) -> None:
         """Forget a worker."""
@@ -97,7 +102,8 @@ class PriceTable:
         assert (table >= 0).all(), "prices: never below nothing"
         assert (self._factors[~self._known] == 1.0).all(), "prices: who says none is not corrected"
         if self._columns is not None:
-            corrected = table[:_BATCH] * self._factors[self._known]
+            corrected = table[:_BATCH].copy()
+            corrected[:_CORRECTED] *= self._factors[self._known]
             assert (self._filled[:_BATCH, self._known] == corrected).all(), (
                 "prices: as said, times the factor"
             )
@@ -107,7 +113,7 @@ class PriceTable:
         own = table[_BATCH:_TIERS].copy()
         others = np.median(table[:, known], axis=1) if known.any() else np.array(_row(UNKNOWN))
         table[:, ~known] = others[:, None]
-        table[:_BATCH] *= self._factors
+        table[:_CORRECTED] *= self._factors
         table[_BATCH:_TIERS] = own
         sizes = [_BATCH, _AT_ONCE]
         table[sizes] = np.maximum(table[sizes], 1.0)

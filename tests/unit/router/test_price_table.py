@@ -103,7 +103,7 @@ def test_a_correction_shows_at_once_and_holds_until_the_worker_leaves():
     table.correct(0, 2.0)
     assert table.columns() is columns
     assert columns.prefill_token_s.tolist() == [2e-5, 3e-5, 2e-5]  # the median is of what was said
-    assert columns.decode_step_s.tolist() == [0.004, 0.002, 0.002]
+    assert columns.decode_step_s.tolist() == [0.002, 0.002, 0.002]  # decode steps are priced as said
     assert columns.onboard_token_s[1].tolist() == [2e-6, 2e-6, 2e-6]
     assert table.factors == (1.0, 2.0)
     table.check()
