@@ -2,7 +2,7 @@
 
 Every frontend must be able to import it:
 
-    PYTHONPATH=examples penstock serve examples/mock.yaml --policy routing_policy:QuietestHolder
+    PYTHONPATH=examples penstock serve --graph examples/mock.yaml --policy routing_policy:QuietestHolder
 
 or a package lists it, and then its name is enough (`--policy quietest-holder`):
 
