@@ -18,7 +18,8 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed-native-$(NATIVE)
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
-SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/native/test_radix_native.py
+SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_block_pool_machine.py \
+	tests/native/test_radix_native.py tests/native/test_pool_native.py tests/native/test_predicted_seconds_native.py
 # Beside tests/unit: about as long, so that two jobs end together.
 OTHER_FAST_TESTS = $(wildcard tests/properties tests/conformance tests/wire tests/native)
 
@@ -30,7 +31,7 @@ help:
 	@echo 'make test     run every test'
 	@echo 'make check    format, lint, types, floors and the fast tests (make -j2 check is quicker)'
 	@echo 'make fuzz     compare native code with a second implementation under sanitisers (FUZZ_RUNS=... FUZZ_SEED=...)'
-	@echo 'make sanitize run the state machines of native code on a build with ASan and UBSan'
+	@echo 'make sanitize run tests of native code, state machines among them, on a build with ASan and UBSan'
 	@echo 'make bench    run the benchmarks that need no server; results go to benchmarks/results/'
 	@echo 'make format   format the code'
 	@echo 'make venv     only create .venv and install'

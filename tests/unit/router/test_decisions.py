@@ -18,7 +18,7 @@ from penstock.router.explanation import Explanation, LeftOut, RouteReason
 from penstock.router.replay import Replay
 from penstock.testing.cluster import MemoryCluster
 from penstock.testing.hand_engine import HandEngine
-from penstock.testing.scene import HASHES, PROMPT, Engines, make_request, play
+from penstock.testing.scene import HASHES, PROMPT, Engines, make_request, play, view
 
 
 async def decide(dispatcher: Dispatcher, request_id: str, *prompt: tuple[int, ...]) -> Explanation:
@@ -45,6 +45,21 @@ def test_overlap_is_told_by_tier_and_terms_in_milliseconds():
         assert decision.chosen.terms["onboard"] == pytest.approx(12 * 3.3e-6 * 1e3), "of an unpriced worker"
         assert decision.chosen.cost == pytest.approx(sum(decision.chosen.terms.values()))
         assert (decision.unit, decision.request_tokens, decision.block_size) == ("ms", 21, 4)
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("tier", "left"), [(Tier.HOST, 1), (Tier.DISK, 13)])
+def test_what_takes_longer_to_fetch_than_to_compute_is_reserved_as_to_be_computed(
+    tier: Tier, left: int
+) -> None:
+    """A token of an unpriced worker takes 20 us to compute, 3.3 from the host and 26 from the disk."""
+
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        await store(engines["w2"], 0, 2)
+        await store(engines["w2"], 2, 5, tier)
+        async with dispatcher.open(make_request()):
+            assert view(dispatcher, "w2").reserved_prefill_tokens == left  # of 21, 8 of them on the device
 
     play(scene)
 
