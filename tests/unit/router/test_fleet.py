@@ -78,6 +78,21 @@ def test_a_prefix_attracts_requests_to_its_holder():
     play(scene)
 
 
+def test_prompts_shorter_than_a_block_are_spread_by_what_they_say():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        async def idle_route(token: int) -> str:
+            await asyncio.sleep(1.0)
+            return await route(dispatcher, make_request("r", (token, 7)))
+
+        first = [await idle_route(token) for token in range(12)]
+        assert set(first) == {"w1", "w2", "w3"}
+        assert [await idle_route(token) for token in range(12)] == first
+        decision = dispatcher.latest_decisions(1)[-1]
+        assert (decision.request_blocks, decision.reason) == (1, RouteReason.NO_PREFIX)
+
+    play(scene)
+
+
 def test_workers_with_and_without_events_in_one_fleet():
     async def main() -> None:
         config = RouterConfig(predicted_s=10.0)
