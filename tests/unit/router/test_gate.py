@@ -34,6 +34,15 @@ class Slow:
         return np.stack((waits, 0 * waits, 0 * waits + context.request_tokens))
 
 
+class Homes(Slow):
+    """Prompts of three tokens are at home on the first worker, longer ones on the second; the other costs ten times as much."""
+
+    def terms(self, context):
+        terms = super().terms(context)
+        terms[2, 1 if context.request_tokens == 3 else 0] *= 10
+        return terms
+
+
 class Queueing(HandEngine):
     """Says that somebody waits while it has anything to do."""
 
@@ -87,6 +96,7 @@ def play(
     num_workers: int = 1,
     no_worker_wait_s: float = 60.0,
     make_engine: Callable[[], HandEngine] = Queueing,
+    policy: type[Slow] = Slow,
     **hold: object,
 ) -> None:
     """Have a scene with workers that have room for one request each, and check that nothing is left of it."""
@@ -95,7 +105,7 @@ def play(
         settings = HoldConfig(**({"threshold_s": 0.5} | hold))
         config = RouterConfig(hold=settings, no_worker_wait_s=no_worker_wait_s)
         async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
-            dispatcher._shared.router._chooser = Chooser(Slow())
+            dispatcher._shared.router._chooser = Chooser(policy())
             engines = {f"w{number}": make_engine() for number in range(1, num_workers + 1)}
             for name, engine in engines.items():
                 await cluster.start(name, engine)
@@ -188,6 +198,59 @@ def test_a_newcomer_does_not_pass_those_that_wait():
             await asyncio.sleep(0.1)
 
     play(scene, work_weight=0)
+
+
+def test_a_newcomer_does_not_pass_those_that_wait_for_the_next_look():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        group.create_task(setting.read("a"))
+        await asyncio.sleep(0.1)
+        group.create_task(setting.read("b"))
+        await asyncio.sleep(0.005)  # there was no room, and the next look is 20 ms later
+        setting.finish("a")
+        await asyncio.sleep(0.005)
+        assert setting.num_held == 1
+        group.create_task(setting.read("c"))
+        await asyncio.sleep(0.1)
+        assert setting.sent == ["a", "b"]
+        for name in "bc":
+            setting.finish(name)
+            await asyncio.sleep(0.1)
+
+    play(scene, work_weight=0)
+
+
+def test_a_worker_that_gets_free_takes_who_costs_least_there():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name, tokens in (("a", 3), ("b", 4), ("first's", 3), ("second's", 4)):
+            group.create_task(setting.read(name, tokens=tokens))
+            await asyncio.sleep(0.1)
+        assert setting.num_held == 2
+        setting.finish("b")
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"a", "second's"}
+        setting.finish("a")
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"first's", "second's"}
+        for name in ("first's", "second's"):
+            setting.finish(name)
+
+    play(scene, num_workers=2, policy=Homes, work_weight=1.0)
+
+
+def test_who_has_begun_and_lost_its_worker_waits_for_no_room():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name in "ab":
+            group.create_task(setting.read(name))
+        await asyncio.sleep(0.1)
+        (lost,) = (name for name, engine in setting.engines.items() if "a" in engine.requests)
+        setting.cluster.kill(lost)
+        await asyncio.sleep(0.1)
+        del setting.engines[lost]
+        assert setting.running() == {"a", "b"}
+        for name in "ab":
+            setting.finish(name)
+
+    play(scene, num_workers=2)
 
 
 def test_the_cheapest_goes_first_until_the_other_has_waited_for_long():
