@@ -9,7 +9,7 @@ from typing import Self
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
-from penstock.core.types import Instance, InstanceChange, ModelCard
+from penstock.core.types import Instance, InstanceChange, ModelCard, Prices
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
@@ -66,6 +66,7 @@ class MemoryCluster:
         config: WorkerConfig | None = None,
         files: dict[str, bytes] | None = None,
         adapters: Sequence[str] = (),
+        prices: Prices | None = None,
     ) -> Worker:
         """Run a worker; returns once it is registered or has failed."""
         self._numbers += 1
@@ -77,6 +78,7 @@ class MemoryCluster:
             identity=WorkerIdentity(WorkerId(self._numbers), name),
             card=card or small_card(),
             read_file=(files or {}).get,
+            prices=prices,
             adapters=adapters,
             config=config,
         )

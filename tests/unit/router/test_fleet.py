@@ -16,6 +16,7 @@ from penstock.core.types import (
     EngineInfo,
     FinishReason,
     InstanceState,
+    Prices,
     Request,
     Role,
     WorkerLoad,
@@ -256,6 +257,45 @@ def test_a_stream_survives_the_loss_of_the_only_connection():
             assert (await reading).finish_reason is FinishReason.STOP
 
     play(scene, num_workers=1)
+
+
+class Stepping(HandEngine):
+    """Takes fifty steps a second while anything runs."""
+
+    def load(self):
+        steps = round(50 * asyncio.get_running_loop().time())
+        return msgspec.structs.replace(super().load(), steps=steps)
+
+
+def test_how_slow_a_worker_is_shows_and_is_learned_anew_over_a_new_connection():
+    prices = Prices(
+        prefill_step_s=0.0,
+        prefill_token_s=1e-5,
+        prefill_pair_s=0.0,
+        decode_step_s=0.01,
+        decode_sequence_s=0.0,
+        decode_token_s=0.0,
+    )
+
+    async def main() -> None:
+        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+            await cluster.start("w1", Stepping(), prices=prices)
+            await asyncio.sleep(0.01)
+            assert view(dispatcher, "w1").price_factor == 1.0
+            async with dispatcher.open(make_request()) as stream:
+                reading = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(8.0)
+                assert view(dispatcher, "w1").price_factor == pytest.approx(2.0)
+                (server,) = cluster.plane._servers.values()
+                server.links[0].break_off("the cable was pulled", tell_service=True)
+                await asyncio.sleep(1.0)
+                assert (view(dispatcher, "w1").connections, view(dispatcher, "w1").price_factor) == (2, 1.0)
+                await asyncio.sleep(8.0)
+                assert view(dispatcher, "w1").price_factor == pytest.approx(2.0)
+                dispatcher.check()
+                reading.cancel()
+
+    run_virtual(main())
 
 
 def test_a_draining_worker_finishes_and_gets_nothing_new():
