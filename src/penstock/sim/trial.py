@@ -262,7 +262,8 @@ class _Client:
             )
         else:
             outcome = error.code if error else str(witness.finish_reason)
-            witness.end(error, loop.time(), grace_s=self._pause_s)
+            # Away when it ended, and once more for what had come by then.
+            witness.end(error, loop.time(), grace_s=2 * self._pause_s)
         check_now(self._cluster)
         result.outcomes[outcome] += 1
         result.migrations += stream.migrations
