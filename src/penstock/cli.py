@@ -205,7 +205,7 @@ def _add_explain(commands: Any) -> None:
         "--last",
         type=int,
         metavar="N",
-        help="without a request: so many of the latest decisions (default 16)",
+        help="without a request: so many of the latest decisions (default 16, at most 64) of the process that answers",
     )
     add("--json", action="store_true", help="print what the server says as it says it")
     add(
@@ -231,12 +231,19 @@ def _explain(options: argparse.Namespace) -> int:
             raise ConfigError(
                 "--policy: is for --replay FILE, which decides again; what runs has decided already"
             )
+        if options.request_id is not None and options.last is not None:
+            raise ConfigError(f"{options.request_id} and --last: explain one request, or the latest ones")
+        if options.request_id == "":
+            raise ConfigError("REQUEST_ID: must be an answer's id, such as chatcmpl-0123, got ''")
         if options.last is not None and not 1 <= options.last <= LATEST_MAX:
             raise ConfigError(f"--last: must be 1 to {LATEST_MAX}, got {options.last}")
         ask(options.url, options.request_id, options.last, as_json=options.json)
         return 0
     if options.request_id is not None:
         raise ConfigError(f"{options.request_id} and --replay: explain one request, or replay a log")
+    if options.last is not None or options.json:
+        flag = "--json" if options.last is None else "--last"
+        raise ConfigError(f"{flag}: is for what a server says; --replay makes all decisions of its log again")
     return replay(options.replay, options.policy)
 
 

@@ -345,6 +345,10 @@ class RequestDispatcher(Protocol):
         """Name the models that at least one ready worker serves now; a LoRA adapter is one whose card has a `parent`."""
         ...
 
+    def expects(self, name: str) -> bool:
+        """Say whether a worker that is listed, and not reached now, serves this model or adapter."""
+        ...
+
     async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
         """Fetch one of the card's files from any worker that has it.
 

@@ -98,6 +98,10 @@ class Dispatcher:
         """Name the models and adapters that at least one ready worker serves now."""
         return self._shared.fleet.models()
 
+    def expects(self, name: str) -> bool:
+        """Say whether a worker that is listed, and not reached now, serves this model or adapter."""
+        return self._shared.fleet.expects(name)
+
     async def serving(self) -> None:
         """Wait until at least one worker is ready."""
         news = asyncio.Event()

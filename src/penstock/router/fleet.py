@@ -116,6 +116,11 @@ class Fleet:
             self._models = MappingProxyType(models)
         return self._models
 
+    def expects(self, name: str) -> bool:
+        """Say whether a worker that is listed, and not reached now, serves this model or adapter."""
+        away = (m.instance for m in self._members.values() if m.listed and m.connection is None)
+        return any(name == instance.card.name or name in instance.adapters for instance in away)
+
     def at(self, slot: int) -> Member:
         """Give the worker in a slot that a pool named."""
         member = self._by_slot[slot]

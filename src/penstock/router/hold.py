@@ -144,8 +144,9 @@ class HoldQueue:
             )
         if mine and mine >= size - self._num_held:
             refusal = self._refusal(
-                f"model {model}: every worker is busy, and {mine} of the {self._num_held} requests that wait are"
-                f" tenant {held.tenant!r}'s, its part of {size} (router.hold.requests_max); try again later",
+                f"model {model}: every worker is busy, {self._num_held} of at most {size} requests"
+                f" (router.hold.requests_max) wait, and tenant {held.tenant!r} has {mine} of them, as many as there"
+                " is room left or more; try again later",
                 held.since_s,
             )
             refusal.http_status = 429

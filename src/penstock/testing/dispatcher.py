@@ -30,12 +30,16 @@ class ScriptedDispatcher:
         self.open_streams = 0
         self.cancelled = 0
         self.fetches = 0
+        self.away: set[str] = set()
 
     def open(self, request: Request) -> "ScriptedStream":
         return ScriptedStream(self, request)
 
     def models(self) -> Mapping[str, ModelCard]:
         return self.cards
+
+    def expects(self, name: str) -> bool:
+        return name in self.away
 
     async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
         self.fetches += 1

@@ -41,6 +41,19 @@ def test_an_unknown_model_names_those_that_are() -> None:
     asyncio.run(main())
 
 
+def test_a_model_whose_workers_were_never_reached_is_not_unknown() -> None:
+    async def main() -> None:
+        source = dispatcher("a")
+        source.away = {"sql"}
+        with pytest.raises(
+            Unavailable, match=r"model: 'sql' has workers, but none is reached now"
+        ) as unavailable:
+            await ModelShelf(source, models_max=2).get("sql")
+        assert unavailable.value.retry_after_s
+
+    asyncio.run(main())
+
+
 def test_a_model_whose_workers_are_away_is_remembered() -> None:
     async def main() -> None:
         source = dispatcher("a", "b")

@@ -234,8 +234,12 @@ def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it():
         assert "its process is gone" in lost.problem
         assert lost.indexed_blocks == 0
         assert await route(dispatcher, make_request()) != "w2"
+        (model,) = dispatcher.models()
+        assert dispatcher.expects(model)
+        assert not dispatcher.expects(f"{model}2")
         await asyncio.sleep(cluster.discovery.lease_ttl_s + 6)
         assert [worker.name for worker in dispatcher.workers()] == ["w1", "w3"]
+        assert not dispatcher.expects(model)
 
     play(scene)
 

@@ -167,13 +167,11 @@ def _choose(listed: Sequence[_Model], model: str | None, url: str) -> _Model:
     if model is None:
         if len(listed) != 1:
             said = (
-                f"lists {len(listed)} models ({', '.join(known[:5])})"
+                f"lists {len(listed)} models ({', '.join(known[:5])}); name one with --model"
                 if listed
-                else "does not list its models"
+                else "does not list its models; name one with --model, or check that it serves /v1/models"
             )
-            raise ConfigError(
-                f"{TARGET}: {url} {said}; name one with --model, or check that it serves /v1/models"
-            )
+            raise ConfigError(f"{TARGET}: {url} {said}")
         return listed[0]
     found = next((entry for entry in listed if entry.id == model), None)
     if found is None and listed:
