@@ -46,9 +46,8 @@ class Gateway:
             choice = await answer.json()
         try:
             return await self.forward(request, body, choice)
-        except (
-            aiohttp.ClientConnectorError
-        ) as error:  # a real one asks again, with "exclude": [choice["worker"]]
+        except aiohttp.ClientConnectorError as error:
+            # A real one asks the router again, with "exclude": [choice["worker"]].
             return web.json_response({"error": {"message": f"{choice['worker']}: {error}"}}, status=502)
         finally:
             await self.tell(choice["id"], "finished")

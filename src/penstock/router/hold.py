@@ -143,10 +143,11 @@ class HoldQueue:
                 held.since_s,
             )
         if mine and mine >= size - self._num_held:
+            whose = f"tenant {held.tenant!r}'s" if held.tenant else "of no tenant"
             refusal = self._refusal(
                 f"model {model}: every worker is busy, {self._num_held} of at most {size} requests"
-                f" (router.hold.requests_max) wait, and tenant {held.tenant!r} has {mine} of them, as many as there"
-                " is room left or more; try again later",
+                f" (router.hold.requests_max) wait, and {mine} of them are {whose}, as many as there is room left or"
+                " more; try again later",
                 held.since_s,
             )
             refusal.http_status = 429

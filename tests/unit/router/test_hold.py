@@ -153,7 +153,9 @@ def test_a_turn_is_reckoned_anew_with_the_work_on_the_free_worker():
 
 def test_one_tenant_leaves_room_for_others():
     queue = queue_of(*(held(str(n)) for n in range(5)), requests_max=10)
-    with pytest.raises(Overloaded, match=r"5 of at most 10 requests .* '' has 5 of them") as refused:
+    with pytest.raises(
+        Overloaded, match=r"5 of at most 10 requests .* 5 of them are of no tenant"
+    ) as refused:
         queue.put(held("more"))
     assert refused.value.http_status == 429
     queue.put(held("other", tenant="b"))
