@@ -76,7 +76,7 @@ def read_trace(path: Path, *, on_bad: OnBad | None = None) -> list[TraceRow]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not rows:
-        raise reader.first_problem or ConfigError(f"{path}: holds no request; expected at least one row")
+        raise reader.nothing_read()
     first_s = min(row.at_s for row in rows)
     return sorted((replace(row, at_s=row.at_s - first_s) for row in rows), key=lambda row: row.at_s)
 
@@ -85,8 +85,9 @@ class _Reader:
     """Turns lines into rows; the first line that fits a format decides which it is."""
 
     def __init__(self, path: Path, on_bad: OnBad | None) -> None:
-        self.first_problem: ConfigError | None = None
         self._path = path
+        self._num_bad = 0
+        self._first_problem = ""
         self._on_bad = on_bad
         self._parse: _Parse | None = None
         self._first_s: float | None = None
@@ -110,9 +111,17 @@ class _Reader:
                 if row is not None:
                     yield row
 
+    def nothing_read(self) -> ConfigError:
+        """Say why there is no row after the whole file was read."""
+        if not self._num_bad:
+            return ConfigError(f"{self._path}: holds no request; expected at least one row")
+        lines = "its only line is" if self._num_bad == 1 else f"all {self._num_bad:,} lines are"
+        return ConfigError(f"{self._path}: holds no request: {lines} bad; the first: {self._first_problem}")
+
     def _complain(self, number: int, text: str, error: Exception) -> None:
         problem = ConfigError(f"{self._path}: line {number}: {text}")
-        self.first_problem = self.first_problem or problem
+        self._num_bad += 1
+        self._first_problem = self._first_problem or f"line {number}: {text}"
         if self._on_bad is None:
             raise problem from error
         self._on_bad(problem)
