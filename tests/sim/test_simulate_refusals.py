@@ -159,7 +159,7 @@ def test_no_number_is_too_absurd_to_be_refused(capsys, flag, value):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("", "must be a mapping"),
+        ("", "is empty; must be a mapping"),
         ("[]", "must be a mapping"),
         ("rate_per_s: [", ":1:14: "),
         ("requests: 5", "rate_per_s: missing"),

@@ -83,10 +83,13 @@ _BOUNDS = {
 def _wording(item: ErrorDetails) -> str:
     if item["type"] == _WORDED:
         return item["msg"]
+    is_mapping = item["type"] in {"model_type", "model_attributes_type"}
+    if is_mapping and item["input"] is None:
+        return "is empty; must be a mapping"
     if item["type"] in _BOUNDS:
         text, limit = _BOUNDS[item["type"]]
         message = f"{text}{item['ctx'][limit]}"
-    elif item["type"] in {"model_type", "model_attributes_type"}:
+    elif is_mapping:
         message = "must be a mapping"
     else:
         message = item["msg"].partition(", unable to")[0].removeprefix("Value error, ").removeprefix("Input ")

@@ -118,7 +118,8 @@ def _lines(decision: Explanation) -> Iterator[str]:
     yield (
         f"{decision.request_id}  {decision.age_s:.1f} s ago  model {decision.model}  policy {decision.policy}"
     )
-    size = f"{decision.request_tokens} tokens, {decision.request_blocks} blocks of {decision.block_size}"
+    blocks = "1 block" if decision.request_blocks == 1 else f"{decision.request_blocks} blocks"
+    size = f"{decision.request_tokens} tokens, {blocks} of {decision.block_size}"
     yield f"to {decision.worker} ({decision.reason}), next {decision.next_worker or 'nobody'}; {size}"
     first = decision.chosen
     tiers = [tier for tier in first.tier_blocks if any(c.tier_blocks[tier] for c in decision.candidates)]

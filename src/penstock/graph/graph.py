@@ -123,7 +123,8 @@ def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
         raise ConfigError(f"{source}: not UTF-8 text (byte {error.start}); a graph is YAML") from error
     data = parse_yaml(text, source=source)
     if not isinstance(data, dict):
-        raise ConfigError(f"{source}: must be a mapping, with at least a `model`")
+        empty = "is empty; " if data is None else ""
+        raise ConfigError(f"{source}: {empty}must be a mapping, with at least a `model`")
     return build(data, overrides, source, directory=path.parent)
 
 

@@ -61,6 +61,7 @@ def test_a_worded_error_stands_alone_and_a_mapping_is_not_echoed() -> None:
     assert lines_of({"name": "dry"}) == ["mill.yaml: name: a mill named 'dry' has no water"]
     assert lines_of({"name": {"a": 1}}) == ["mill.yaml: name: must be a valid string, got a mapping"]
     assert lines_of([]) == ["mill.yaml: must be a mapping, got []"]
+    assert lines_of(None) == ["mill.yaml: is empty; must be a mapping"]
 
 
 def test_the_source_may_depend_on_the_path() -> None:

@@ -69,7 +69,7 @@ def test_a_key_written_twice_is_a_mistake(tmp_path: Path) -> None:
     ("text", "line"),
     [
         ("model: [demo\n", "graph.yaml:2:1: expected ',' or ']', but got '<stream end>'"),
-        ("", "graph.yaml: must be a mapping, with at least a `model`"),
+        ("", "graph.yaml: is empty; must be a mapping, with at least a `model`"),
         ("block_size: 16\n", "graph.yaml: model: missing; it has no default"),
         ("model: demo\nname: ../up\n", "graph.yaml: name: must be up to 63 letters"),
         ("model: \x07\n", "graph.yaml: not valid YAML: unacceptable character #x0007"),
