@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from penstock.router.policies import Costs, cheapest, prices_of
+from penstock.router.session_affinity import SessionAffinity
 from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
 
 _WAITS = ("queue", "memory")
@@ -32,6 +33,7 @@ class Chooser:
         self.unit, self.scale = ("none", 1.0) if self._explained is None else ("ms", 1e3)
         """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
         self._history = policy if isinstance(policy, HistoryPolicy) else None
+        self._sessions = policy if isinstance(policy, SessionAffinity) else None
 
     def choose(self, context: RoutingContext, tie: int) -> Choice:
         """Choose one of the eligible, of which there is one; `tie`, the request's hash, settles equal prices."""
@@ -43,6 +45,10 @@ class Chooser:
             terms = self._explained.terms(context)
             prices = prices_of(terms.sum(axis=0), eligible)
         return Choice(cheapest(prices, eligible, tie), terms, prices)
+
+    def follows_session(self, context: RoutingContext, slot: int) -> bool:
+        """Say whether a slot is cheapest because the request's session is there; asked before `chosen`."""
+        return self._sessions is not None and self._sessions.slot_of(context) == slot
 
     def chosen(self, context: RoutingContext, slot: int) -> None:
         """Tell the policy where the request of this context, the last one priced, went."""

@@ -14,6 +14,7 @@ class RouteReason(StrEnum):
     """What a decision came to, whatever the policy."""
 
     ONLY_WORKER = "only_worker"
+    SESSION = "session"  # the worker of the request's session, whatever it costs there
     NO_PREFIX = "no_prefix"  # nobody holds any of it
     LONGEST_PREFIX = "longest_prefix"  # nobody holds more of it than the chosen one
     SHORTER_PREFIX = "shorter_prefix"  # somebody holds more of it, but cost more

@@ -126,9 +126,9 @@ class Router:
     def take(self, quote: Quote) -> Route:
         """Take a quote's cheapest worker."""
         context, slot = quote.context, quote.choice.slot
+        overlap_blocks, reason = self._outcome(context, slot)
         self._chooser.chosen(context, slot)
         self._turn += 1
-        overlap_blocks, reason = self._outcome(context, slot)
         self._keep(quote, reason)
         if self._log_below and mix(self._turn) < self._log_below:
             self._record(quote)
@@ -242,6 +242,8 @@ class Router:
         best, overlap = int(overlaps.max()), int(overlaps[slot])
         if np.count_nonzero(context.eligible) == 1:
             return overlap, RouteReason.ONLY_WORKER
+        if self._chooser.follows_session(context, slot):
+            return overlap, RouteReason.SESSION
         if best == 0:
             return overlap, RouteReason.NO_PREFIX
         return overlap, RouteReason.LONGEST_PREFIX if overlap == best else RouteReason.SHORTER_PREFIX

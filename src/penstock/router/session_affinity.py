@@ -38,7 +38,7 @@ class SessionAffinity:
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
         costs = self.otherwise.costs(context)
-        slot = self._slot(context)
+        slot = self.slot_of(context)
         if slot is not None:
             lowest = float(costs.min())
             costs = costs.copy()
@@ -62,7 +62,7 @@ class SessionAffinity:
         times = [place.last_s for place in self._places.values()]
         assert times == sorted(times), "sessions: the latest used last"
 
-    def _slot(self, context: RoutingContext) -> int | None:
+    def slot_of(self, context: RoutingContext) -> int | None:
         """Find the worker of the request's session, if it may get the request."""
         place = None if context.session is None else self._places.get(context.session)
         if place is None or context.now_s - place.last_s > self.idle_s:

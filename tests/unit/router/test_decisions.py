@@ -116,6 +116,24 @@ def test_of_many_workers_the_cheapest_are_named_and_whoever_holds_most():
     play(scene, 9, RouterConfig(explain=ExplainConfig(candidates_max=3)))
 
 
+def test_a_worker_that_got_its_session_s_request_is_told_so():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        async def reason(request_id: str, session: str | None) -> RouteReason:
+            async with dispatcher.open(make_request(request_id, session=session)):
+                return dispatcher.explain(request_id)[-1].reason
+
+        assert await reason("new", "a") is RouteReason.NO_PREFIX
+        assert await reason("again", "a") is RouteReason.SESSION
+        assert await reason("other", "b") is RouteReason.NO_PREFIX
+        assert await reason("none", None) is RouteReason.NO_PREFIX
+        for worker in ("w2", "w3"):
+            cluster.kill(worker)
+        await asyncio.sleep(0.001)
+        assert await reason("alone", "a") is RouteReason.ONLY_WORKER
+
+    play(scene, 3, RouterConfig(policy="session"))
+
+
 def test_time_spent_is_taken_from_the_target_for_the_first_token():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
         async def targets(wait_s: float, *, answered: bool) -> float | None:
