@@ -255,7 +255,8 @@ def _add_graph(commands: Any) -> None:
     check = actions.add_parser(
         "check",
         help="say whether a graph is valid",
-        description="Say whether a graph is valid, every mistake in one line.",
+        description="Say whether a graph is valid, every mistake in one line, and which commands of this version"
+        " do not take it.",
     )
     check.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
     _add_set(check, "set a field, as for serve")
@@ -263,13 +264,20 @@ def _add_graph(commands: Any) -> None:
 
 
 def _check_graph(options: argparse.Namespace) -> int:
+    from penstock.deploy.local import runnable_role  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
+    from penstock.sim.deployment import simulated_role  # noqa: PLC0415
 
     graph = load(options.file, Overrides(options.set))
     roles = ", ".join(
         f"{spec.replicas} {role} ({spec.engine})" for role, spec in graph.roles.present().items()
     )
     print(f"{options.file}: valid: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
+    for command, find_role in (("serve", runnable_role), ("simulate", simulated_role)):
+        try:
+            find_role(graph)
+        except ConfigError as error:
+            print(f"{options.file}: but not for penstock {command}: {error.message}")  # noqa: T201
     return 0
 
 

@@ -143,6 +143,22 @@ class Deployment:
         )
 
 
+def simulated_role(graph: Graph) -> RoleSpec:
+    """Give the one role that this version simulates.
+
+    Raises:
+        ConfigError: the graph asks for more.
+    """
+    role = graph.roles.aggregated
+    if role is None or graph.roles.prefill or graph.roles.decode:
+        raise ConfigError(
+            "roles: disaggregated serving cannot be simulated in this version; describe aggregated alone"
+        )
+    if role.replicas < 1:
+        raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
+    return role
+
+
 def plan_deployment(
     graph: Graph, *, beside: Path, engine_profile: Path | None = None, exact: bool = False
 ) -> Deployment:
@@ -157,13 +173,7 @@ def plan_deployment(
     Raises:
         ConfigError: the graph describes something that cannot be simulated, or that does not fit.
     """
-    role = graph.roles.aggregated
-    if role is None or graph.roles.prefill or graph.roles.decode:
-        raise ConfigError(
-            "roles: disaggregated serving cannot be simulated in this version; describe aggregated alone"
-        )
-    if role.replicas < 1:
-        raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
+    role = simulated_role(graph)
     shape = find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
     own = {"usd_per_hour": role.usd_per_hour, "watts": role.watts}
     hardware = find_hardware(role.hardware).model_copy(
