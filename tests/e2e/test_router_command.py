@@ -23,6 +23,8 @@ from penstock.router.routing_service import RoutingService
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
+STAGES = "stage: must be one of 'started', 'first_token', 'finished', got 'done'"
+STATES = "state: must be one of 'ready', 'draining', got 'dead'"
 
 
 class Api:
@@ -112,13 +114,14 @@ def test_bad_input_gets_a_clear_answer():
             ("POST", "/route", b"", 400, "the body"),
             ("POST", "/route", b"{", 400, "the body"),
             ("POST", "/route", b"\xff", 400, "the body"),
-            ("POST", "/route", [], 400, "the body: Expected `object`"),
+            ("POST", "/route", [], 400, "the body: expected object, got array"),
             ("POST", "/route", {"model": "m"}, 400, "give one of token_ids, prompt and messages, got none"),
             ("POST", "/route", {"model": "m", "prompt": "a", "messages": []}, 400, "got prompt and messages"),
             ("POST", "/route", {"model": "m", "prompt": ""}, 400, "the prompt is empty"),
             ("POST", "/route", {"model": "m", "messages": []}, 400, "the prompt is empty"),
             ("POST", "/route", {"model": "m", "token_ids": []}, 400, "the prompt is empty"),
-            ("POST", "/route", {"model": "m", "token_ids": [1 << 40]}, 400, "32 bits"),
+            ("POST", "/route", {"model": "m", "token_ids": [1 << 40]}, 400, "from 0 to 2147483647"),
+            ("POST", "/route", {"model": "m", "token_ids": [1, -1]}, 400, "from 0 to 2147483647, got -1"),
             ("POST", "/route", {"model": "m", "token_ids": [1 << 70]}, 400, "token_ids"),
             ("POST", "/route", {"model": "m", "token_ids": [1.5]}, 400, "token_ids"),
             ("POST", "/route", {"model": "m", "prompt": "a", "modle": 1}, 400, "modle"),
@@ -133,7 +136,7 @@ def test_bad_input_gets_a_clear_answer():
             ("POST", "/route", {"model": "m", "prompt": "a", "exclude": ["one"]}, 503, "none of its workers"),
             ("POST", "/route", {"model": "m", "prompt": "a" * 200_000}, 413, "too large"),
             ("POST", "/feedback", {"id": "x", "stage": "finished"}, 404, "no request 'x' is open"),
-            ("POST", "/feedback", {"id": "x", "stage": "ended"}, 400, "ended"),
+            ("POST", "/feedback", {"id": "x", "stage": "done"}, 400, STAGES),
             (
                 "POST",
                 "/feedback",
@@ -159,7 +162,7 @@ def test_bad_input_gets_a_clear_answer():
                 400,
                 "total_blocks",
             ),
-            ("PUT", "/workers/two", {"url": "http://x", "model": "m", "state": "dead"}, 400, "state"),
+            ("PUT", "/workers/two", {"url": "http://x", "model": "m", "state": "dead"}, 400, STATES),
             ("PUT", f"/workers/{'n' * 200}", {"url": "http://x", "model": "m"}, 400, "name: must have"),
             ("DELETE", "/workers/two", None, 404, "worker 'two' is not known; known: one"),
             ("GET", "/explain/x", None, 404, "no decision about 'x' is known here"),

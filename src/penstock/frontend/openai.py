@@ -4,13 +4,11 @@ Fields of the API that change the answer and are not served here are declared to
 uses one is refused by name (`validation.py`) instead of being answered wrongly.
 """
 
-import re
 from typing import Any
 
 import msgspec
 
-from penstock.core.config import nearest
-from penstock.core.errors import RequestError
+from penstock.frontend.body_error import body_error
 from penstock.frontend.explaining import Why
 
 STOPS_MAX = 16
@@ -205,7 +203,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     try:
         return _decode_chat(body)
     except (ValueError, RecursionError) as error:
-        raise _explain(error, body, ChatRequest) from error
+        raise body_error(error, body, ChatRequest) from error
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -217,30 +215,4 @@ def parse_completion(body: bytes) -> CompletionRequest:
     try:
         return _decode_completion(body)
     except (ValueError, RecursionError) as error:
-        raise _explain(error, body, CompletionRequest) from error
-
-
-def _explain(error: Exception, body: bytes, kind: type[Body]) -> RequestError:
-    if isinstance(error, msgspec.ValidationError):
-        return _explain_content(str(error), kind)
-    if not body:
-        return RequestError("the body is empty; expected a JSON object")
-    if isinstance(error, RecursionError):
-        return RequestError("the body is nested too deeply; expected flat JSON")
-    if isinstance(error, UnicodeDecodeError):
-        return RequestError(f"the body is not valid UTF-8: {error.reason}; send JSON encoded as UTF-8")
-    return RequestError(f"the body is not valid JSON: {error}")
-
-
-def _explain_content(problem: str, kind: type[Body]) -> RequestError:
-    problem, _, path = problem.replace("`", "").partition(" - at $")
-    path = path.removeprefix(".")
-    if unknown := re.fullmatch("Object contains unknown field (.*)", problem):
-        param = f"{path}.{unknown[1]}".removeprefix(".")
-        hint = "" if path else nearest(unknown[1], list(kind.__struct_fields__))
-        return RequestError(f"{param}: unknown field{hint if 'did you mean' in hint else ''}", param=param)
-    if missing := re.fullmatch("Object missing required field (.*)", problem):
-        param = f"{path}.{missing[1]}".removeprefix(".")
-        return RequestError(f"{param}: required, but missing", param=param)
-    problem = problem[:1].lower() + problem[1:].replace(" | ", " or ")
-    return RequestError(f"{path or 'the body'}: {problem}", param=path or None)
+        raise body_error(error, body, CompletionRequest) from error

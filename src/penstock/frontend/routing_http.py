@@ -15,11 +15,12 @@ from penstock.core.errors import ConfigError, PenstockError, RequestError
 from penstock.core.hashing import as_tokens
 from penstock.core.log import get_logger
 from penstock.core.wire import TokenArray
+from penstock.frontend.body_error import body_error
 from penstock.frontend.explaining import Why, why_latest, why_one
 from penstock.frontend.headers import ITL_MS, TTFT_MS, asks_why, target_s
 from penstock.frontend.http import error_response, json_response
 from penstock.frontend.openai import encode
-from penstock.router.gateway import Query, Server, Stage
+from penstock.router.gateway import TOKEN_ID_MAX, Query, Server, Stage
 from penstock.router.routing_service import RoutingService, RoutingServiceConfig
 
 _NAME_CHARACTERS_MAX = 128
@@ -27,7 +28,7 @@ _SESSION_CHARACTERS_MAX = 256
 _log = get_logger()
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Body = TypeVar("_Body")
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 class RoutingHttpConfig(Config):
@@ -171,10 +172,11 @@ class RoutingServer:
 
 
 async def _read(request: web.Request, kind: type[_Body]) -> _Body:
+    body = await request.read()
     try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body: {error}; docs/router.md says what is expected") from error
+        return msgspec.json.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise body_error(error, body, kind) from error
 
 
 def _query_of(body: _RouteBody) -> Query:
@@ -197,7 +199,7 @@ def _query_of(body: _RouteBody) -> Query:
             prompt = as_tokens(body.token_ids)
         except (ValueError, OverflowError) as error:
             raise RequestError(
-                f"token_ids: must be integers of 32 bits: {error}", param="token_ids"
+                f"token_ids: must be integers from 0 to {TOKEN_ID_MAX}: {error}", param="token_ids"
             ) from error
     else:
         prompt = body.prompt if body.prompt is not None else _text_of(body.messages or [])

@@ -8,6 +8,9 @@ import msgspec
 from penstock.core.types import InstanceState, Prices
 from penstock.core.wire import TokenArray
 
+TOKEN_ID_MAX = 2**31 - 1
+"""Token ids are from 0 to this."""
+
 
 class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One server, as its gateway describes it.
@@ -31,7 +34,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """A request that needs a server: its prompt, as token ids or as text. `exclude` are names not to give.
+    """A request that needs a server: its prompt, as token ids (0 to `TOKEN_ID_MAX`) or as text. `exclude` are names not to give.
 
     `model` may be an adapter's name.
     """

@@ -34,7 +34,7 @@ from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
 from penstock.router.config import RouterConfig
 from penstock.router.explanation import Explanation
 from penstock.router.fleet import Fleet
-from penstock.router.gateway import Choice, Query, Server, Stage
+from penstock.router.gateway import TOKEN_ID_MAX, Choice, Query, Server, Stage
 from penstock.router.loads import Reservation
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
@@ -179,7 +179,7 @@ class RoutingService:
         """Name a server for a request, and count the request as its until feedback says otherwise.
 
         Raises:
-            RequestError: the prompt is empty, or no server has this model (404).
+            RequestError: the prompt is empty or has a token id below 0, or no server has this model (404).
             Overloaded: too many requests are open.
             Unavailable: no server of the model may get it now.
         """
@@ -327,6 +327,11 @@ class RoutingService:
         if isinstance(query.prompt, str):
             units, salt = _units(query.prompt), card.salt + b"|text"
         else:
+            lowest = int(query.prompt.min())
+            if lowest < 0:
+                raise RequestError(
+                    f"token_ids: must be from 0 to {TOKEN_ID_MAX}, got {lowest}", param="token_ids"
+                )
             units, salt = query.prompt, card.salt
         return Request(
             request_id=RequestId(f"{self._rng.getrandbits(96):024x}"),

@@ -190,6 +190,8 @@ def test_refusals():
         for empty in ("", TOKENS[:0]):
             with pytest.raises(RequestError, match="prompt is empty"):
                 ask(service, empty)
+        with pytest.raises(RequestError, match="token_ids: must be from 0 to 2147483647, got -1"):
+            ask(service, np.array([5, -1], dtype=np.int32))
         with pytest.raises(Unavailable, match="draining, removed or excluded"):
             ask(service, exclude=("a", "b", "unknown"))
         with pytest.raises(Overloaded, match="2 workers are known"):

@@ -1,0 +1,52 @@
+"""What is wrong with a request's body, in words for who sent it: the field, what was expected, what came."""
+
+import enum
+import re
+
+import msgspec
+
+from penstock.core.config import nearest
+from penstock.core.errors import RequestError
+
+
+def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> RequestError:
+    """Word why `body` could not be decoded as a `kind`.
+
+    Args:
+        error: what msgspec's decoder raised: a ValueError or a RecursionError.
+        body: what was to be decoded.
+        kind: the struct that was expected.
+    """
+    if isinstance(error, msgspec.ValidationError):
+        return _content_error(str(error), kind)
+    if not body:
+        return RequestError("the body is empty; expected a JSON object")
+    if isinstance(error, RecursionError):
+        return RequestError("the body is nested too deeply; expected flat JSON")
+    if isinstance(error, UnicodeDecodeError):
+        return RequestError(f"the body is not valid UTF-8: {error.reason}; send JSON encoded as UTF-8")
+    return RequestError(f"the body is not valid JSON: {error}")
+
+
+def _content_error(problem: str, kind: type[msgspec.Struct]) -> RequestError:
+    problem, _, path = problem.replace("`", "").partition(" - at $")
+    path = path.removeprefix(".")
+    if unknown := re.fullmatch("Object contains unknown field (.*)", problem):
+        param = f"{path}.{unknown[1]}".removeprefix(".")
+        hint = "" if path else nearest(unknown[1], list(kind.__struct_fields__))
+        return RequestError(f"{param}: unknown field{hint if 'did you mean' in hint else ''}", param=param)
+    if missing := re.fullmatch("Object missing required field (.*)", problem):
+        param = f"{path}.{missing[1]}".removeprefix(".")
+        return RequestError(f"{param}: required, but missing", param=param)
+    if word := re.fullmatch("Invalid enum value (.*)", problem):
+        return RequestError(f"{path}: must be one of {_words(kind, path)}, got {word[1]}", param=path)
+    problem = problem[:1].lower() + problem[1:].replace(" | ", " or ")
+    return RequestError(f"{path or 'the body'}: {problem}", param=path or None)
+
+
+def _words(kind: type[msgspec.Struct], name: str) -> str:
+    """List the values of a field that is an enum."""
+    (allowed,) = (field.type for field in msgspec.structs.fields(kind) if field.encode_name == name)
+    assert isinstance(allowed, enum.EnumMeta), f"{kind.__name__}.{name}: enums are fields of the body itself"
+    members: list[enum.Enum] = list(allowed)
+    return ", ".join(repr(member.value) for member in members)
