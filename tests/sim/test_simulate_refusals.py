@@ -118,7 +118,9 @@ def test_prefill_and_decode_apart_are_refused(tmp_path, capsys):
     role = "{replicas: 2, engine: mock, hardware: h100}"
     graph.write_text(f"model: llama-3.1-8b\nroles:\n  prefill: {role}\n  decode: {role}\n")
     trace = DATA / "mooncake_trace.jsonl"
-    message = "roles: disaggregated serving cannot be simulated in this version; describe aggregated alone"
+    message = (
+        "roles: disaggregated serving cannot be simulated in this version; describe roles.aggregated alone"
+    )
     assert message in refusal(capsys, trace, "--graph", graph)
     assert f"{graph}: {message}" in refusal(capsys, trace, "--compare", SMALL, graph)
 

@@ -136,7 +136,7 @@ def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         f"{path}: but not for penstock serve: roles: disaggregated serving is not available in this version;"
         " describe roles.aggregated alone\n"
         f"{path}: but not for penstock simulate: roles: disaggregated serving cannot be simulated in this version;"
-        " describe aggregated alone\n"
+        " describe roles.aggregated alone\n"
     )
     assert complaint(capsys, "graph", "check", str(path), "--set", "roles.decode.replicas=-1") == (
         "--set: roles.decode.replicas: must be >= 0, got -1"

@@ -201,13 +201,7 @@ def runnable_role(graph: Graph) -> RoleSpec:
     Raises:
         ConfigError: the graph asks for more.
     """
-    role = graph.roles.aggregated
-    if role is None or graph.roles.prefill or graph.roles.decode:
-        raise ConfigError(
-            "roles: disaggregated serving is not available in this version; describe roles.aggregated alone"
-        )
-    if role.replicas < 1:
-        raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
+    role = graph.roles.only_aggregated("is not available in this version")
     for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):
         degree = getattr(role, field)
         if degree != 1:

@@ -149,14 +149,7 @@ def simulated_role(graph: Graph) -> RoleSpec:
     Raises:
         ConfigError: the graph asks for more.
     """
-    role = graph.roles.aggregated
-    if role is None or graph.roles.prefill or graph.roles.decode:
-        raise ConfigError(
-            "roles: disaggregated serving cannot be simulated in this version; describe aggregated alone"
-        )
-    if role.replicas < 1:
-        raise ConfigError(f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}")
-    return role
+    return graph.roles.only_aggregated("cannot be simulated in this version")
 
 
 def plan_deployment(
