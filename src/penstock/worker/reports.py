@@ -40,7 +40,10 @@ class LoadReports:
         self._told = (0, 0, 0, 0)
         self._was_busy = False
         self._due_s = math.inf  # when to report at the latest
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._rings_s = (
+            math.inf
+        )  # when the timer rings; uvloop gives a plain Handle for a moment that has come
         self._hurried: asyncio.Handle | None = None
 
     def note(self, load: WorkerLoad | None = None) -> None:
@@ -88,8 +91,9 @@ class LoadReports:
     def _arm(self, due_s: float) -> None:
         """Report by then. A timer that is set for earlier stays: it finds out when it rings, and is set anew."""
         self._due_s = min(self._due_s, due_s)
-        if self._timer is None or self._timer.when() > self._due_s:
+        if self._timer is None or self._rings_s > self._due_s:
             self._disarm()
+            self._rings_s = self._due_s
             self._timer = asyncio.get_running_loop().call_at(self._due_s, self._ring)
 
     def _disarm(self) -> None:

@@ -1,0 +1,74 @@
+"""When a worker reports its load, on virtual time."""
+
+import asyncio
+
+from penstock.core.types import WorkerLoad
+from penstock.sim.loop import run_virtual
+from penstock.worker.config import WorkerConfig
+from penstock.worker.reports import LoadReports
+
+
+class Worker:
+    """What the reports read, and what they sent with the moment of it."""
+
+    def __init__(self) -> None:
+        self.load = WorkerLoad()
+        self.sent: list[tuple[float, int]] = []
+        self.reports = LoadReports(WorkerConfig(), lambda: self.load, self._take)
+
+    def _take(self, load: WorkerLoad) -> None:
+        self.sent.append((asyncio.get_running_loop().time(), load.waiting_requests))
+
+    def wait_for(self, requests: int) -> None:
+        self.load = WorkerLoad(running_requests=1, waiting_requests=requests)
+        self.reports.note()
+
+
+def test_a_change_is_told_an_interval_after_the_last_report():
+    async def scenario():
+        worker = Worker()
+        start_s = asyncio.get_running_loop().time()
+        worker.wait_for(0)  # it becomes busy: at once
+        worker.wait_for(1)
+        await asyncio.sleep(0.01)
+        worker.wait_for(2)
+        await asyncio.sleep(0.1)
+        worker.reports.close()
+        return [(round(at_s - start_s, 6), waiting) for at_s, waiting in worker.sent]
+
+    assert run_virtual(scenario()) == [(0.0, 0), (0.05, 2)]
+
+
+def test_a_busy_worker_where_nothing_changes_goes_on_reporting():
+    async def scenario():
+        worker = Worker()
+        worker.wait_for(0)
+        await asyncio.sleep(2.5)
+        worker.reports.close()
+        await asyncio.sleep(5)
+        return len(worker.sent)
+
+    assert run_virtual(scenario()) == 3
+
+
+def test_a_loop_may_give_a_plain_handle_for_a_moment_that_has_come(monkeypatch):
+    """As uvloop does for a timer less than half a millisecond ahead."""
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+
+        def call_at(_when, callback):
+            loop.call_soon(callback)
+            return asyncio.Handle(callback, (), loop)
+
+        monkeypatch.setattr(loop, "call_at", call_at)
+        worker = Worker()
+        worker.wait_for(0)
+        worker.wait_for(1)
+        worker.wait_for(2)
+        monkeypatch.undo()
+        await asyncio.sleep(0.06)
+        worker.reports.close()
+        return [waiting for _, waiting in worker.sent]
+
+    assert run_virtual(scenario()) == [0, 2]
