@@ -12,11 +12,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError, Overloaded, ProtocolError, RequestError, WorkerLost
+from penstock.core.framing import LENGTH_BYTES, FrameReader
 from penstock.core.hashing import HASH_VERSION
 from penstock.core.wire import WIRE_VERSION
 from penstock.runtime import handshake
 from penstock.runtime.config import EventConfig, PlaneConfig
-from penstock.runtime.framing import LENGTH_BYTES, FrameReader
 from penstock.runtime.handshake import Challenge, HelloReply, Identity
 from penstock.runtime.requests.frames import CODEC, Deltas, Event, Submit, Subscribe
 from penstock.runtime.requests.tcp import TcpPlane

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core import types
+from penstock.core import framing, types
 from penstock.core.errors import ErrorInfo, ProtocolError
+from penstock.core.framing import LENGTH_BYTES, FrameReader, UnknownFrame
 from penstock.core.wire import pack_hashes, pack_tokens
-from penstock.runtime import framing, handshake
+from penstock.runtime import handshake
 from penstock.runtime.discovery import messages
-from penstock.runtime.framing import LENGTH_BYTES, FrameReader, UnknownFrame
 from penstock.runtime.requests import frames
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_frames.json"

@@ -9,6 +9,10 @@ PenstockError (code, http_status, retryable)
     WorkerLost            the worker's process or connection is gone
     PinExpired            blocks held for a reader were given up
     TransferError         bytes did not arrive
+      PeerLost            the other agent's process or connection is gone
+      TransferRefused     the peer's memory was not given, is gone, or ends before that: trying again does not help
+      TransferCancelled   `cancel` was called
+      ChecksumMismatch    bytes arrived, but other ones
   Outrun                  503: requests of other routers reached the worker first; the router chooses again
   EngineError             500: the engine failed on this request
   ProtocolError           502: a peer spoke another language
@@ -99,6 +103,24 @@ class TransferError(Unavailable):
     code = "transfer_error"
 
 
+class PeerLost(TransferError):  # noqa: N818
+    code = "peer_lost"
+
+
+class TransferRefused(TransferError):  # noqa: N818
+    code = "transfer_refused"
+    retryable = False
+
+
+class TransferCancelled(TransferError):  # noqa: N818
+    code = "transfer_cancelled"
+    retryable = False
+
+
+class ChecksumMismatch(TransferError):  # noqa: N818
+    code = "checksum_mismatch"
+
+
 class Outrun(PenstockError):  # noqa: N818
     code = "outrun"
     http_status = 503
@@ -118,7 +140,8 @@ _BY_CODE: dict[str, type[PenstockError]] = {
     kind.code: kind
     for kind in (
         ConfigError, RequestError, Overloaded, DeadlineExceeded, Unavailable,
-        WorkerLost, PinExpired, TransferError, Outrun, EngineError, ProtocolError,
+        WorkerLost, PinExpired, TransferError, PeerLost, TransferRefused, TransferCancelled, ChecksumMismatch,
+        Outrun, EngineError, ProtocolError,
     )
 }  # fmt: skip
 

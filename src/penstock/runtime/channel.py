@@ -9,8 +9,8 @@ import socket
 from typing import Generic, Protocol, TypeVar, cast
 
 from penstock.core.errors import ProtocolError
+from penstock.core.framing import FrameCodec, FrameReader, Goodbye, Ping, Pong, UnknownFrame
 from penstock.core.log import get_logger
-from penstock.runtime.framing import FrameCodec, FrameReader, Goodbye, Ping, Pong, UnknownFrame
 
 M = TypeVar("M")
 M_contra = TypeVar("M_contra", contravariant=True)

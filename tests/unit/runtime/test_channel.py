@@ -6,8 +6,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.core.errors import ProtocolError
+from penstock.core.framing import LENGTH_BYTES, Goodbye, Ping, Pong
 from penstock.runtime.channel import FrameChannel
-from penstock.runtime.framing import LENGTH_BYTES, Goodbye, Ping, Pong
 from penstock.runtime.requests.frames import CODEC, Abort, Subscribe
 from penstock.sim.loop import run_virtual
 

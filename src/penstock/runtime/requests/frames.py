@@ -1,13 +1,13 @@
-"""The messages of a request plane's connection. See `penstock.runtime.framing` for how they are cut and checked."""
+"""The messages of a request plane's connection. See `penstock.core.framing` for how they are cut and checked."""
 
 import contextlib
 from collections.abc import Iterator
 
 from penstock.core.errors import ErrorInfo, RequestError
+from penstock.core.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.ids import RequestId
 from penstock.core.types import Delta, EventMessage, Request, WorkerLoad
 from penstock.core.wire import Wire
-from penstock.runtime.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.runtime.handshake import Challenge, Hello, HelloReply
 
 

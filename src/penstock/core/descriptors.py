@@ -1,0 +1,189 @@
+"""Ranges of registered memory, in arrays: no Python object per range.
+
+A range is (region, offset, length) in bytes. Regions have ids that an agent never uses again, so that a list made
+before a region went away cannot name another one by mistake.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Self
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from penstock.core.wire import Wire
+
+OffsetArray = NDArray[np.uint64]
+
+
+class TransferOp(Enum):
+    """Seen from the agent that posts: READ brings the peer's bytes here, WRITE takes ours there."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class MemoryKind(Enum):
+    """Where bytes can be."""
+
+    DRAM = "dram"  # private to the process
+    SHARED = "shared"  # an arena that other processes of the host can map
+    VRAM = "vram"
+    FILE = "file"
+    OBJECT = "object"
+
+
+class RegionInfo(Wire, frozen=True):
+    """What a peer learns of a region that it is given. `key` shows that it was; `ways` is what each transport adds."""
+
+    region_id: int
+    kind: MemoryKind
+    size_bytes: int
+    key: bytes
+    name: str = ""
+    ways: dict[str, bytes] = msgspec.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Memory of this process, or what it reads and writes like memory.
+
+    Attributes:
+        kind: what it is.
+        size_bytes: its size.
+        name: how peers find it; "" where nobody has to.
+        address: of its first byte; 0 for files and objects.
+        owner: what keeps the memory alive.
+        device: index of the GPU, for VRAM.
+        writable: False for a read-only buffer; nothing may be put there.
+    """
+
+    kind: MemoryKind
+    size_bytes: int
+    name: str = ""
+    address: int = 0
+    owner: object = None
+    device: int = 0
+    writable: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Descriptors:
+    """A list of ranges: of this agent's regions, or of a peer's. Its arrays are not to be changed afterwards.
+
+    Attributes:
+        region_ids: (n,) uint64.
+        offsets: (n,) uint64, bytes from the start of the region.
+        lengths: (n,) uint64, bytes.
+    """
+
+    region_ids: OffsetArray
+    offsets: OffsetArray
+    lengths: OffsetArray
+
+    @classmethod
+    def of(cls, region_id: int, offsets: ArrayLike, lengths: ArrayLike) -> Self:
+        """List ranges of one region.
+
+        Args:
+            region_id: which.
+            offsets: (n,) bytes.
+            lengths: (n,) bytes, or one for all.
+
+        Raises:
+            ValueError: something is negative, no integer, or of another shape.
+        """
+        starts = _whole_numbers("offsets", offsets)
+        sizes = _whole_numbers("lengths", lengths)
+        if sizes.shape != starts.shape:
+            if sizes.size != 1:
+                raise ValueError(
+                    f"lengths: {sizes.size} for {starts.size} offsets; give as many, or one for all"
+                )
+            sizes = np.full(starts.shape, sizes[0])
+        return cls(np.full(starts.shape, region_id, np.uint64), starts, sizes)
+
+    @classmethod
+    def strided(cls, region_id: int, offset: int, stride: int, count: int, length: int) -> Self:
+        """List `count` ranges of `length` bytes, the next one `stride` bytes after the last.
+
+        Raises:
+            ValueError: something is negative.
+        """
+        if min(offset, stride, count, length) < 0:
+            raise ValueError(
+                f"offset {offset}, stride {stride}, count {count}, length {length}: none may be negative"
+            )
+        return cls.of(
+            region_id, np.arange(count, dtype=np.uint64) * np.uint64(stride) + np.uint64(offset), length
+        )
+
+    @classmethod
+    def blocks(cls, region_id: int, block_ids: ArrayLike, block_bytes: int) -> Self:
+        """List blocks of a pool: range i is block `block_ids[i]`.
+
+        Raises:
+            ValueError: an id is negative, or `block_bytes` is below 1.
+        """
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes: must be >= 1, got {block_bytes}")
+        return cls.of(region_id, _whole_numbers("block_ids", block_ids) * np.uint64(block_bytes), block_bytes)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Descriptors]") -> Self:
+        """Put lists one after the other, as of the layers of a model."""
+        if not parts:
+            return cls.of(0, np.empty(0, np.uint64), np.empty(0, np.uint64))
+        return cls(
+            np.concatenate([part.region_ids for part in parts]),
+            np.concatenate([part.offsets for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RangePairs:
+    """What one transfer moves: range i of `local` and range i of `remote` are as long. Checked, neighbours merged."""
+
+    local: Descriptors
+    remote: Descriptors
+    total_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCost:
+    """What a transfer takes, as a straight line: seconds, seconds for each range, bytes per second."""
+
+    start_s: float
+    range_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: int, ranges: int) -> float:
+        return self.start_s + self.range_s * ranges + num_bytes / self.bytes_per_s
+
+
+def _whole_numbers(name: str, values: ArrayLike) -> OffsetArray:
+    array = np.atleast_1d(np.asarray(values))
+    if array.ndim != 1:
+        raise ValueError(f"{name}: shape {array.shape}, expected (n,)")
+    if array.dtype == np.uint64:
+        return array
+    if array.size == 0:
+        return np.empty(0, np.uint64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name}: dtype {array.dtype}, expected integers")
+    if np.issubdtype(array.dtype, np.signedinteger) and int(array.min()) < 0:
+        raise ValueError(f"{name}: {int(array.min())} is negative")
+    return array.astype(np.uint64)
