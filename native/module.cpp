@@ -20,6 +20,7 @@ namespace penstock {
 
 void bind_pool(nb::module_& module);
 void bind_radix(nb::module_& module);
+void bind_ranges(nb::module_& module);
 void bind_seconds(nb::module_& module);
 
 }  // namespace penstock
@@ -181,5 +182,6 @@ NB_MODULE(_native, module) {
     module.def("siphash128", &siphash128, "data"_a, "key"_a);
     penstock::bind_pool(module);
     penstock::bind_radix(module);
+    penstock::bind_ranges(module);
     penstock::bind_seconds(module);
 }

@@ -41,6 +41,31 @@ def predicted_seconds(
     token_s_min: float,
     request_bytes: float,
 ) -> NDArray[np.float64]: ...
+def copy_ranges(
+    targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64], threads: int
+) -> None: ...
+def read_process(
+    pid: int,
+    local: NDArray[np.uint64],
+    remote: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    threads: int,
+) -> tuple[int, int]: ...
+def write_process(
+    pid: int,
+    local: NDArray[np.uint64],
+    remote: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    threads: int,
+) -> tuple[int, int]: ...
+def check_bounds(offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int) -> int: ...
+def coalesce(
+    local: NDArray[np.uint64],
+    remote: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    local_regions: NDArray[np.uint64] = ...,
+    remote_regions: NDArray[np.uint64] = ...,
+) -> tuple[NDArray[np.uint64], ...]: ...
 
 class Pool:
     def __init__(self, num_blocks: int) -> None: ...
