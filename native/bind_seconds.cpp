@@ -74,6 +74,7 @@ Terms price(nb::handle context, double pace_weight, double ttft_target_s, double
     const auto decode_sequence_s = seconds("decode_sequence_s");
     const auto decode_token_s = seconds("decode_token_s");
     const auto batch_tokens = seconds("batch_tokens");
+    const auto prompts_at_once = seconds("prompts_at_once");
     const auto onboard_token_s = column<double>(prices, "onboard_token_s", slots, kTiers);
     const auto round_trip_s = seconds("round_trip_s");
     const auto byte_s = seconds("byte_s");
@@ -100,6 +101,7 @@ Terms price(nb::handle context, double pace_weight, double ttft_target_s, double
         .decode_sequence_s = decode_sequence_s.data(),
         .decode_token_s = decode_token_s.data(),
         .batch_tokens = batch_tokens.data(),
+        .prompts_at_once = prompts_at_once.data(),
         .onboard_token_s = onboard_token_s.data(),
         .round_trip_s = round_trip_s.data(),
         .byte_s = byte_s.data(),

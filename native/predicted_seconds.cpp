@@ -14,7 +14,7 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
     const auto size = static_cast<double>(asked.block_size);
     const double output = asked.output_tokens;
     const auto speed_of = [&](std::size_t i) {
-        return (columns.eligible[i] ? 1.0 : 0.0) / std::max(columns.prefill_token_s[i], asked.token_s_min);
+        return (columns.eligible[i] ? columns.prompts_at_once[i] : 0.0) / std::max(columns.prefill_token_s[i], asked.token_s_min);
     };
     double speeds = 0.0;
     for (std::size_t i = 0; i < slots; ++i) {
@@ -26,7 +26,8 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         const auto running = static_cast<double>(columns.running_requests[i]);
         double step_s = columns.decode_step_s[i] + running * columns.decode_sequence_s[i];
         step_s += static_cast<double>(columns.context_tokens[i]) * columns.decode_token_s[i];
-        const double token_s = columns.prefill_token_s[i] + step_s / columns.batch_tokens[i];
+        const double ranks = columns.prompts_at_once[i];
+        const double token_s = columns.prefill_token_s[i] + step_s * (ranks / columns.batch_tokens[i]);
 
         const std::int64_t reported = columns.queued_prefill_tokens[i];
         const std::int64_t known = columns.own_prefill_tokens[i] + columns.peer_prefill_tokens[i];
@@ -39,13 +40,13 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         const double part = static_cast<double>(left) / static_cast<double>(std::max<std::int64_t>(known, 1));
         const std::int64_t known_pairs = columns.own_prefill_pairs[i] + columns.peer_prefill_pairs[i];
         const double pairs = static_cast<double>(known_pairs) * part;
-        const double queue = queued * token_s + pairs * columns.prefill_pair_s[i];
+        const double queue = (queued * token_s + pairs * columns.prefill_pair_s[i]) / ranks;
 
         double fetched = 0.0;
         std::int64_t had = columns.overlap_blocks[i];
         for (std::size_t tier = 0; tier < kTiers; ++tier) {
             const std::size_t at = tier * slots + i;
-            if (columns.onboard_token_s[at] <= token_s) {
+            if (columns.onboard_token_s[at] <= columns.prefill_token_s[i]) {
                 fetched += columns.tier_blocks[at] * columns.onboard_token_s[at];
             } else {
                 had -= columns.tier_blocks[at];
@@ -71,8 +72,9 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         const double slowdown = asked.pace_weight * running * (prefill / output + more_s);
 
         const double rate_per_s = asked.request_rate_per_s * speed_of(i) / speeds_min_1;
-        const double followers = rate_per_s * asked.busy_period * (queue + memory + prefill);
-        const double delayed = prefill * std::min(followers, asked.followers_max);
+        const double shared = prefill / ranks;
+        const double followers = rate_per_s * asked.busy_period * (queue + memory + shared);
+        const double delayed = shared * std::min(followers, asked.followers_max);
 
         double crowded = std::min(wanted * of_all, 1.0);
         crowded *= crowded;

@@ -56,6 +56,7 @@ struct Columns {
     const double* decode_sequence_s;
     const double* decode_token_s;
     const double* batch_tokens;
+    const double* prompts_at_once;
     const double* onboard_token_s;
     const double* round_trip_s;
     const double* byte_s;

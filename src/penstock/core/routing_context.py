@@ -27,6 +27,11 @@ class PriceColumns:
     round_trip_s: NDArray[np.float64]
     byte_s: NDArray[np.float64]
 
+    def worth_fetching(self) -> NDArray[np.bool_]:
+        """Say, (num_tiers, num_slots), from where KV comes at least as quickly as it is computed; else it counts as not cached."""
+        worth: NDArray[np.bool_] = self.onboard_token_s <= self.prefill_token_s
+        return worth
+
 
 @dataclass(slots=True)
 class RoutingContext:

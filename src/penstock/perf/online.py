@@ -8,7 +8,7 @@ included: what has not been seen three times changes nothing.
 import math
 from dataclasses import dataclass, field
 
-FACTOR_MIN, FACTOR_MAX = 0.25, 4.0
+FACTOR_MIN, FACTOR_MAX = 0.125, 8.0
 _RATIO_MAX = 1000.0
 """An observation further off than this says no more than this one."""
 

@@ -80,14 +80,15 @@ def terms_python(context: RoutingContext) -> Column:
     running, total = context.running_requests, context.total_blocks
     step_s = prices.decode_step_s + running * prices.decode_sequence_s
     step_s += context.context_tokens * prices.decode_token_s
-    # A step that computes prompts decodes as well: its time is shared by all the tokens that fit into it.
-    token_s = prices.prefill_token_s + step_s / prices.batch_tokens
+    # A step that computes prompts decodes as well: its time is shared by all tokens of a prompt that fit into it. Of a
+    # worker whose data-parallel ranks compute a prompt each, that is one rank's part.
+    ranks = prices.prompts_at_once
+    token_s = prices.prefill_token_s + step_s * (ranks / prices.batch_tokens)
 
     queued, pairs = _queued(context)
-    queue = queued * token_s + pairs * prices.prefill_pair_s
+    queue = (queued * token_s + pairs * prices.prefill_pair_s) / ranks
 
-    # What would take longer to fetch than to compute is computed.
-    is_quick = prices.onboard_token_s <= token_s
+    is_quick = prices.worth_fetching()
     onboard = size * (context.tier_blocks * (prices.onboard_token_s * is_quick)).sum(axis=0)
     had = context.overlap_blocks - (context.tier_blocks * ~is_quick).sum(axis=0)
     cached = np.minimum(had * size, context.request_tokens - 1)
@@ -109,11 +110,12 @@ def terms_python(context: RoutingContext) -> Column:
     weight = _pace_weight(context)
     slowdown = weight * running * (prefill / output + more_s)
 
-    # Requests come to a worker as it is fast: those twice as fast get twice as many.
-    speed = context.eligible / np.maximum(prices.prefill_token_s, _TOKEN_S_MIN)
+    # Requests come to a worker as it is fast: those twice as fast get twice as many. This one keeps one rank busy.
+    speed = context.eligible * ranks / np.maximum(prices.prefill_token_s, _TOKEN_S_MIN)
     rate_per_s = context.request_rate_per_s * speed / max(float(speed.cumsum()[-1]), 1.0)
-    followers = rate_per_s * _BUSY_PERIOD * (queue + memory + prefill)
-    delayed = prefill * np.minimum(followers, _FOLLOWERS_MAX)
+    shared = prefill / ranks
+    followers = rate_per_s * _BUSY_PERIOD * (queue + memory + shared)
+    delayed = shared * np.minimum(followers, _FOLLOWERS_MAX)
 
     # Its blocks are held for an answer's time; whoever wants memory meanwhile waits for that part of it. That somebody
     # does has a probability of about use^(sqrt(2 (n + 1)) - 1) where n requests fit: use^8 for forty (Sakasegawa 1977).

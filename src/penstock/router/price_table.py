@@ -16,6 +16,9 @@ _SCALARS = (
     "decode_token_s",
 )
 _CORRECTED = 3  # the first so many scalars: those of prompts
+_TOLERATED = 1.5
+"""A worker's prompts are priced as it says until it was found to be so many times off, and then by what is past that: its
+queue tells of small errors as well, and keeps it from getting more than its cache is good for."""
 _BATCH = len(_SCALARS)
 _ROUND_TRIP, _BYTE, _AT_ONCE = _BATCH + 1, _BATCH + 2, _BATCH + 3
 _TIERS = _BATCH + 4
@@ -48,7 +51,7 @@ class PriceTable:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """What the prices of the fastest worker, over what it says, and of the slowest one are multiplied by; 1 where none says any."""
+        """How far the fastest worker and the slowest one are from what they say; 1 where none says any."""
         factors = self._factors[self._known]
         return (float(factors.min()), float(factors.max())) if len(factors) else (1.0, 1.0)
 
@@ -66,14 +69,16 @@ class PriceTable:
         self._table[_AT_ONCE, slot] = instance.engine.prompts_at_once
 
     def correct(self, slot: int, factor: float) -> None:
-        """Have a worker's prompts take so many times what it says.
+        """Note that a worker's steps take so many times what it says: what is past `_TOLERATED` its prompts are priced with.
 
         Its decode steps are priced as it says: what they cost here is a preference, and every token that flees a
         slow worker's pace takes room from the caches of the others (docs/decisions/0012).
         """
         self._factors[slot] = factor
         if self._columns is not None and self._known[slot]:
-            self._filled[:_CORRECTED, slot] = self._table[:_CORRECTED, slot] * factor
+            self._filled[:_CORRECTED, slot] = self._table[:_CORRECTED, slot] * _applied(
+                self._factors[slot : slot + 1]
+            )
 
     def remove(self, slot: int) -> None:
         """Forget a worker."""
@@ -103,9 +108,9 @@ class PriceTable:
         assert (self._factors[~self._known] == 1.0).all(), "prices: who says none is not corrected"
         if self._columns is not None:
             corrected = table[:_BATCH].copy()
-            corrected[:_CORRECTED] *= self._factors[self._known]
+            corrected[:_CORRECTED] *= _applied(self._factors[self._known])
             assert (self._filled[:_BATCH, self._known] == corrected).all(), (
-                "prices: as said, times the factor"
+                "prices: as said, times what of the factor is applied"
             )
 
     def _fill(self) -> PriceColumns:
@@ -113,7 +118,7 @@ class PriceTable:
         own = table[_BATCH:_TIERS].copy()
         others = np.median(table[:, known], axis=1) if known.any() else np.array(_row(UNKNOWN))
         table[:, ~known] = others[:, None]
-        table[:_CORRECTED] *= self._factors
+        table[:_CORRECTED] *= _applied(self._factors)
         table[_BATCH:_TIERS] = own
         sizes = [_BATCH, _AT_ONCE]
         table[sizes] = np.maximum(table[sizes], 1.0)
@@ -128,6 +133,12 @@ class PriceTable:
             round_trip_s=shown[_ROUND_TRIP],
             byte_s=shown[_BYTE],
         )
+
+
+def _applied(factors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Leave out what of factors is tolerated."""
+    applied: NDArray[np.float64] = factors / np.clip(factors, 1 / _TOLERATED, _TOLERATED)
+    return applied
 
 
 def _row(prices: Prices) -> NDArray[np.float64]:

@@ -62,7 +62,7 @@ class Quote:
         """Give (num_slots,) seconds before its work would begin."""
         queue, memory = self.wait_terms
         terms = self.choice.terms
-        waits_s: NDArray[np.float64] = terms[queue] / self.context.prices.prompts_at_once + terms[memory]
+        waits_s: NDArray[np.float64] = terms[queue] + terms[memory]
         return waits_s
 
     def work_s(self) -> NDArray[np.float64]:
@@ -294,6 +294,5 @@ def _recomputed(context: RoutingContext, slot: int) -> int:
     """Count the blocks that a worker has in tiers so slow that it computes them again."""
     if context.overlap_blocks[slot] <= context.tier_blocks[0, slot]:
         return 0
-    prices = context.prices
-    is_slow = prices.onboard_token_s[:, slot] > prices.prefill_token_s[slot]
+    is_slow = ~context.prices.worth_fetching()[:, slot]
     return int(context.tier_blocks[is_slow, slot].sum())

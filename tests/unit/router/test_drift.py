@@ -92,7 +92,7 @@ def test_steps_that_are_counted_from_anew_say_nothing() -> None:
 
 
 def test_the_worst_is_a_quarter_or_four_times() -> None:
-    for slowness, factor in ((100.0, 4.0), (0.01, 0.25)):
+    for slowness, factor in ((100.0, 8.0), (0.01, 0.125)):
         reports = Reports()
         reports.slowness = slowness
         for _ in range(10):

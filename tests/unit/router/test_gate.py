@@ -21,7 +21,7 @@ from penstock.testing.hand_engine import HandEngine
 
 
 class Slow:
-    """Each request at a worker takes a second; a prompt costs a second a token."""
+    """Each request at a worker takes a second, on one of its ranks; a prompt costs a second a token."""
 
     name = "slow"
     term_names = ("queue", "memory", "prefill")
@@ -30,7 +30,7 @@ class Slow:
         return self.terms(context).sum(axis=0)
 
     def terms(self, context):
-        waits = context.running_requests.astype(float)
+        waits = context.running_requests / context.prices.prompts_at_once
         return np.stack((waits, 0 * waits, 0 * waits + context.request_tokens))
 
 

@@ -85,6 +85,27 @@ def test_memory_is_waited_for_as_long_as_so_much_of_it_takes_to_come_back():
     assert term("memory", **more) == pytest.approx([0.07 * 0.064, 0.03 * 0.064, 0.0])
 
 
+def test_ranks_compute_prompts_beside_each_other():
+    prices = make_prices(batch_tokens=[100.0, 400.0, 400.0], prompts_at_once=[1.0, 4.0, 4.0])
+    columns = {
+        "prices": prices,
+        "queued_prefill_tokens": [1000, 1000, 4000],
+        "running_requests": [1, 1, 1],
+        "overlap_blocks": [5, 5, 0],
+        "request_rate_per_s": 900.0,
+    }
+    # each rank takes 100 tokens a step of 1 ms, so that one of a prompt takes 10 + 10 us on all three workers
+    assert term("prefill", **columns) == pytest.approx([20 * 2e-5, 20 * 2e-5, 100 * 2e-5])
+    # but four prompts of the queue are computed beside each other
+    assert term("queue", **columns) == pytest.approx([1000 * 2e-5, 1000 * 2e-5 / 4, 4000 * 2e-5 / 4])
+    # of 900 requests a second the workers of four ranks get 400 each, and this one keeps one rank of four busy
+    busy_s = [2 * (0.02 + 0.0004), 2 * (0.005 + 0.0001), 2 * (0.02 + 0.0005)]
+    delays_s = [0.0004, 0.0001, 0.0005]
+    assert term("followers", **columns) == pytest.approx(
+        [rate * busy * delay for rate, busy, delay in zip((100, 400, 400), busy_s, delays_s, strict=True)]
+    )
+
+
 def test_onboarding_costs_by_tier():
     prices = make_prices(onboard_token_s=[[0.0] * 3, [1e-6] * 3, [4e-6] * 3, [1.0] * 3])
     tiers = [[1, 0, 0], [2, 0, 0], [3, 0, 0], [0, 5, 0]]
@@ -103,6 +124,18 @@ def test_what_is_quicker_to_compute_than_to_fetch_is_not_cached():
         3, prices=prices, overlap_blocks=[2] * 3, tier_blocks=[[2] * 3, *[[0] * 3] * 3], **columns
     )
     np.testing.assert_array_equal(found[:, 2], POLICY.terms(alone)[:, 2])
+
+
+def test_whether_a_tier_is_worth_fetching_from_does_not_go_by_what_runs_there():
+    # 10 us to compute a token there, 12 with the decode steps beside it, 11 to fetch it: it is computed
+    prices = make_prices(
+        batch_tokens=[500.0] * 3, onboard_token_s=[[0.0] * 3, [1e-5] * 3, [1.1e-5] * 3, [1.0] * 3]
+    )
+    assert prices.worth_fetching().tolist() == [[True] * 3, [True] * 3, [False] * 3, [False] * 3]
+    tiers = [[0, 0, 0], [2, 0, 0], [0, 2, 0], [0, 0, 0]]
+    columns = {"prices": prices, "overlap_blocks": [2, 2, 0], "tier_blocks": tiers}
+    assert term("onboard", **columns) == pytest.approx([32 * 1e-5, 0.0, 0.0])
+    assert term("prefill", **columns) == pytest.approx([68 * 1.2e-5, 100 * 1.2e-5, 100 * 1.2e-5])
 
 
 def test_pace_and_slowdown_weigh_what_is_added_between_tokens():
