@@ -9,13 +9,14 @@ import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from penstock.core.address import Address
+from penstock.core.channel import FrameChannel
 from penstock.core.errors import ConfigError, Overloaded, PenstockError, ProtocolError
 from penstock.core.ids import WorkerId
+from penstock.core.listening import listen, remove_socket
 from penstock.core.log import get_logger
 from penstock.core.types import Instance, InstanceChange
 from penstock.runtime import handshake
-from penstock.runtime.address import Address
-from penstock.runtime.channel import FrameChannel
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.messages import (
     CODEC,
@@ -30,7 +31,6 @@ from penstock.runtime.discovery.messages import (
     Withdraw,
 )
 from penstock.runtime.discovery.table import InstanceTable, TableCursor
-from penstock.runtime.listening import listen, remove_socket
 
 _CLOSE_TIMEOUT_S = 0.5
 _log = get_logger()

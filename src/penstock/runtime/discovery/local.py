@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
+from penstock.core.address import Address
+from penstock.core.channel import FrameChannel
 from penstock.core.errors import PenstockError, ProtocolError, Unavailable, from_info
 from penstock.core.ids import WorkerId
+from penstock.core.listening import dial
 from penstock.core.log import get_logger
 from penstock.core.types import Instance, InstanceChange, InstancePut, InstanceRemoved, WatchSynced
 from penstock.runtime import handshake
-from penstock.runtime.address import Address
-from penstock.runtime.channel import FrameChannel
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.discovery.messages import (
@@ -33,7 +34,6 @@ from penstock.runtime.discovery.messages import (
     Withdraw,
 )
 from penstock.runtime.discovery.table import InstanceTable
-from penstock.runtime.listening import dial
 
 __all__ = ["LocalDiscovery", "LocalHub", "LocalRegistration"]
 

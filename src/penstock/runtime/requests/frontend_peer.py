@@ -4,12 +4,12 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from penstock.core.channel import FrameChannel
 from penstock.core.errors import Overloaded, PenstockError, ProtocolError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types import Delta, EventMessage, WorkerLoad
 from penstock.runtime import handshake
-from penstock.runtime.channel import FrameChannel
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.events.feed import EventFeed
 from penstock.runtime.requests.fetch import FETCHES_MAX, chunks, missing_file

@@ -3,12 +3,12 @@
 import asyncio
 from dataclasses import replace
 
+from penstock.core.address import Address
 from penstock.core.errors import WorkerLost
+from penstock.core.listening import dial, listen, remove_socket
 from penstock.core.types import Instance
-from penstock.runtime.address import Address
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.handshake import Identity
-from penstock.runtime.listening import dial, listen, remove_socket
 from penstock.runtime.requests.frontend_peer import FrontendPeer
 from penstock.runtime.requests.worker_peer import WorkerPeer
 from penstock.seams import WorkerService, WorkerSink

@@ -6,12 +6,12 @@ from itertools import count
 
 import msgspec
 
+from penstock.core.channel import FrameChannel
 from penstock.core.errors import Overloaded, PenstockError, ProtocolError, RequestError, WorkerLost, from_info
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import Instance, Request
 from penstock.runtime import handshake
-from penstock.runtime.channel import FrameChannel
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.fetch import FileReceiver
 from penstock.runtime.requests.frames import (

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
+from penstock.core.channel import FrameChannel
 from penstock.core.errors import ProtocolError
 from penstock.core.framing import LENGTH_BYTES, Goodbye, Ping, Pong
-from penstock.runtime.channel import FrameChannel
 from penstock.runtime.requests.frames import CODEC, Abort, Subscribe
 from penstock.sim.loop import run_virtual
 

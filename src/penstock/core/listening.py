@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from penstock.core.address import Address
 from penstock.core.errors import ConfigError
-from penstock.runtime.address import Address
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 _BACKLOG = 1024  # a whole fleet reconnects at once after a restart

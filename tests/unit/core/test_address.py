@@ -1,7 +1,7 @@
 import pytest
 
+from penstock.core.address import Address
 from penstock.core.errors import ConfigError
-from penstock.runtime.address import Address
 
 
 @pytest.mark.parametrize(
