@@ -13,7 +13,7 @@ from typing import Protocol, Self, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.descriptors import RangePairs, Region, RegionInfo, TransferCost, TransferOp
+from penstock.core.descriptors import Descriptors, RangePairs, Region, RegionInfo, TransferCost, TransferOp
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.routing_context import PriceColumns as PriceColumns  # noqa: PLC0414 - goes with the seam
@@ -437,12 +437,12 @@ class TransportHost(Protocol):
         ...
 
     def authorize(
-        self, link: Link, key_by_region: Mapping[int, bytes], ranges: "RangePairs | None", op: TransferOp
+        self, peer: str, key_by_region: Mapping[int, bytes], ranges: Descriptors, op: TransferOp
     ) -> None:
-        """Check that a peer may do this with this agent's regions (`ranges.remote`), and count a refusal.
+        """Check that a peer may do this with this agent's regions; a refusal is counted and logged here.
 
         Raises:
-            TransferRefused: a region is gone or was not given, or a range ends outside of it.
+            TransferRefused: a region is gone or was not given, a range ends outside of it, or it is read-only.
         """
         ...
 

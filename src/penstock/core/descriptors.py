@@ -158,6 +158,11 @@ class RangePairs:
     remote: Descriptors
     total_bytes: int
 
+    @property
+    def lengths(self) -> OffsetArray:
+        """(n,) uint64 bytes: of either side."""
+        return self.local.lengths
+
     def __len__(self) -> int:
         return len(self.local)
 

@@ -1,1 +1,51 @@
-"""Floor 2."""
+"""Moves bytes between registered memory of any two processes, one-sided and without blocking.
+
+A library in its own right: it needs nothing of the serving stack.
+
+    async with TransferAgent("reader") as agent:
+        kv = agent.register(np.zeros(1 << 20, np.uint8), "kv")
+        peer = await agent.connect(metadata)  # what `TransferAgent.metadata()` of the other process gave
+        handle = agent.post(TransferOp.READ, kv.ranges(0, 4096), peer.region("kv").ranges(8192, 4096), peer)
+        await handle.wait()
+"""
+
+from penstock.core.descriptors import Descriptors, MemoryKind, Region, RegionInfo, TransferOp
+from penstock.core.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    TransferRefused,
+)
+from penstock.transfer.agent import TransferAgent
+from penstock.transfer.arena import Arena
+from penstock.transfer.config import TransferConfig
+from penstock.transfer.handle import Telemetry, TransferHandle, TransferState
+from penstock.transfer.peer import Peer
+from penstock.transfer.prepared import PreparedTransfer
+from penstock.transfer.regions import Registration, RemoteRegion
+
+__all__ = [
+    "Arena",
+    "ChecksumMismatch",
+    "DeadlineExceeded",
+    "Descriptors",
+    "MemoryKind",
+    "Peer",
+    "PeerLost",
+    "PreparedTransfer",
+    "Region",
+    "RegionInfo",
+    "Registration",
+    "RemoteRegion",
+    "Telemetry",
+    "TransferAgent",
+    "TransferCancelled",
+    "TransferConfig",
+    "TransferError",
+    "TransferHandle",
+    "TransferOp",
+    "TransferRefused",
+    "TransferState",
+]

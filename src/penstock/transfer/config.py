@@ -1,0 +1,37 @@
+"""The bounds and times of a transfer agent."""
+
+from typing import Annotated
+
+from pydantic import Field, SecretStr
+
+from penstock.core.config import Config
+
+IN_PROCESS = "memory"
+SAME_HOST = "unix"
+
+ListenAddress = Annotated[str, Field(pattern=r"^(memory|unix|tcp://.+:\d+)$")]
+
+
+class TransferConfig(Config):
+    """What an agent may use, and how long it waits."""
+
+    listen: tuple[ListenAddress, ...] = (IN_PROCESS, SAME_HOST)
+    """Where peers reach it: `memory` in the same process, `unix` on the same host, `tcp://HOST:PORT` from anywhere."""
+    secret: SecretStr = SecretStr("")
+    """Shared by the agents of a deployment, beside what each one's metadata carries; never sent."""
+    transports: tuple[str, ...] | None = None
+    """The only ones to use; null for all that work here."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """A transfer's deadline where the caller gives none."""
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    """How long connecting to a peer may take."""
+    heartbeat_timeout_s: float = Field(default=2.0, gt=0)
+    """A peer silent for so long is lost."""
+    transfers_max: int = Field(default=1024, ge=1)
+    """Transfers under way at once; more are refused."""
+    inline_bytes_max: int = Field(default=64 << 10, ge=0)
+    """Up to so many bytes are copied at once, within `post`; more than that on threads."""
+    threads: int = Field(default=2, ge=1)
+    """Native threads that share one large copy, and streams to one peer over TCP."""
+    notifications_max: int = Field(default=65_536, ge=1)
+    """Notifications kept for a reader; a peer that sends more is disconnected, with an error on both sides."""

@@ -1,0 +1,80 @@
+"""What an agent tells its peers out of band: who it is, where it listens, and the regions that they are given."""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from penstock.core.descriptors import RegionInfo
+from penstock.core.errors import ProtocolError
+from penstock.core.wire import Wire, encode
+
+TRANSFER_VERSION = 1
+"""Raised when an older agent could misread metadata or frames; neighbours understand each other."""
+_MAGIC = b"PTA\n"
+_BYTES_MAX = 64 << 20
+_NEIGHBOURS = 1
+
+
+class AgentMetadata(Wire, frozen=True):
+    """An agent as its peers see it.
+
+    `token` is new for every agent that starts and proves that a peer was given this; `host` names the machine as far
+    as memory and abstract sockets reach; `contacts` is what each transport adds.
+    """
+
+    version: int
+    name: str
+    token: bytes
+    host: bytes
+    pid: int
+    addresses: tuple[str, ...] = ()
+    contacts: dict[str, bytes] = msgspec.field(default_factory=dict)
+    regions: tuple[RegionInfo, ...] = ()
+
+
+_decoder = msgspec.msgpack.Decoder(AgentMetadata)
+
+
+def encode_metadata(metadata: AgentMetadata) -> bytes:
+    return _MAGIC + encode(metadata)
+
+
+def decode_metadata(data: bytes) -> AgentMetadata:
+    """Read what `TransferAgent.metadata` gave.
+
+    Raises:
+        ProtocolError: it is none, or of a version that this one does not speak.
+    """
+    if not data.startswith(_MAGIC) or len(data) > _BYTES_MAX:
+        raise ProtocolError(
+            f"agent metadata: {len(data)} bytes that begin with {bytes(data[:4])!r}; expected what"
+            " TransferAgent.metadata() of the peer returned, unchanged"
+        )
+    try:
+        metadata = _decoder.decode(data[len(_MAGIC) :])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"agent metadata of {len(data)} bytes cannot be read: {error}") from error
+    check_version(metadata.version, f"agent {metadata.name}")
+    return metadata
+
+
+def check_version(theirs: int, who: str) -> None:
+    """Refuse what speaks another language.
+
+    Raises:
+        ProtocolError: its version is too far from ours.
+    """
+    if abs(theirs - TRANSFER_VERSION) > _NEIGHBOURS:
+        raise ProtocolError(
+            f"{who}: transfer version {theirs}, this process speaks {TRANSFER_VERSION} and its neighbours; bring both"
+            " to the same release of Penstock"
+        )
+
+
+def host_fingerprint() -> bytes:
+    """Name what processes have to share so that they can share memory: the boot, and the namespaces of sockets and pids."""
+    digest = hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    for namespace in ("net", "pid", "ipc"):
+        digest.update(str(Path(f"/proc/self/ns/{namespace}").readlink()).encode())
+    return digest.digest()[:8]

@@ -1,0 +1,110 @@
+"""Another agent, or this one itself, as somewhere to move bytes to and from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.core.descriptors import Descriptors, RangePairs, Region, RegionInfo, TransferOp
+from penstock.core.errors import PeerLost, TransferRefused
+from penstock.seams import TransferChannel
+from penstock.transfer.links import AgentLink
+from penstock.transfer.regions import RemoteRegion, check_bounds, distinct
+from penstock.transfer.speeds import Speeds
+
+
+@dataclass(slots=True)
+class Way:
+    """A transport that reaches the peer, and what was learned of its speed."""
+
+    name: str
+    channel: TransferChannel
+    checksums: bool
+    speeds: Speeds = field(default_factory=Speeds)
+
+
+class Peer:
+    """What this agent knows of another one. `TransferAgent.connect` gives it."""
+
+    def __init__(self, name: str, token: bytes, link: AgentLink | None) -> None:
+        """Know nothing of its memory yet.
+
+        Args:
+            name: the peer's.
+            token: names its incarnation.
+            link: to it; None for the agent's own memory.
+        """
+        self.name = name
+        self.token = token
+        self.link = link
+        self.ways: dict[str, Way] = {}
+        """By transport; those that reach it."""
+        self.unreachable: dict[str, str] = {}
+        """Why other transports do not, by name."""
+        self.infos: dict[int, RegionInfo] = {}
+
+    @property
+    def regions(self) -> Mapping[str, RemoteRegion]:
+        """The named regions that this agent was given."""
+        return {info.name: RemoteRegion(info.region_id, info) for info in self.infos.values() if info.name}
+
+    def region(self, name: str) -> RemoteRegion:
+        """Look up a region by its name.
+
+        Raises:
+            TransferRefused: it was not given.
+        """
+        found = self.regions.get(name)
+        if found is None:
+            given = ", ".join(sorted(self.regions)) or "none"
+            raise TransferRefused(f"agent {self.name} gave no region named {name!r}; given: {given}")
+        return found
+
+    def check_alive(self) -> None:
+        """Refuse to use what is gone.
+
+        Raises:
+            PeerLost: the link has ended.
+        """
+        if self.link is not None and self.link.error is not None:
+            raise PeerLost(self.link.error.message)
+
+    def check(self, ranges: Descriptors) -> None:
+        """Check that ranges lie in what this agent was given.
+
+        Raises:
+            TransferRefused: one does not.
+        """
+        for region_id in distinct(ranges.region_ids):
+            check_bounds(ranges, region_id, self._info(region_id).size_bytes)
+
+    def infos_of(self, ranges: Descriptors) -> list[RegionInfo]:
+        return [self._info(region_id) for region_id in distinct(ranges.region_ids)]
+
+    def ways_for(
+        self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]
+    ) -> tuple[list[Way], dict[str, str]]:
+        """Find the transports that can move between these, and why the others cannot."""
+        able: list[Way] = []
+        refusals = dict(self.unreachable)
+        for way in self.ways.values():
+            refusal = way.channel.refusal(op, local, remote)
+            if refusal is None:
+                able.append(way)
+            else:
+                refusals[way.name] = refusal
+        return able, refusals
+
+    def _info(self, region_id: int) -> RegionInfo:
+        info = self.infos.get(region_id)
+        if info is None:
+            raise TransferRefused(
+                f"region {region_id} of agent {self.name} was not given to this agent, or is gone; connect with metadata"
+                " that has it"
+            )
+        return info
+
+
+def expected_seconds(ways: Sequence[Way], op: TransferOp, pairs: RangePairs) -> dict[str, float]:
+    """Estimate a transfer for each of these."""
+    return {
+        way.name: way.speeds.seconds(op, way.channel.cost(op), pairs.total_bytes, len(pairs)) for way in ways
+    }

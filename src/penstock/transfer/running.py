@@ -1,0 +1,199 @@
+"""Transfers under way: small ones are done at once, others run in a task of their own until they end, or are ended."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+
+from penstock.core.descriptors import TransferOp
+from penstock.core.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    PenstockError,
+    TransferCancelled,
+    TransferError,
+    TransferRefused,
+)
+from penstock.core.log import get_logger
+from penstock.seams import Move
+from penstock.transfer.config import TransferConfig
+from penstock.transfer.counters import TransferCounters, add
+from penstock.transfer.frames import NOTIFICATION_BYTES_MAX
+from penstock.transfer.links import AgentLink
+from penstock.transfer.peer import Peer
+from penstock.transfer.prepared import Posting
+
+_log = get_logger()
+
+Notify = Callable[[AgentLink | None, bytes], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    posting: Posting
+    task: "asyncio.Task[None] | None" = None
+    doom: PenstockError | None = None  # why it was cancelled
+
+    def end(self, error: PenstockError) -> None:
+        if self.doom is None and self.task is not None:
+            self.doom = error
+            self.task.cancel()
+
+
+class RunningTransfers:
+    """Those of one agent. Its event loop owns them."""
+
+    def __init__(self, config: TransferConfig, counters: TransferCounters, notify: Notify) -> None:
+        """Run nothing.
+
+        Args:
+            config: how many, and how long.
+            counters: what became of them.
+            notify: tells the peer that a transfer is done.
+        """
+        self._config = config
+        self._counters = counters
+        self._notify = notify
+        self._running: set[_Running] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def open(self, tasks: asyncio.TaskGroup) -> None:
+        """Run transfers in tasks of this group from now on."""
+        self._tasks = tasks
+
+    def carry(self, posting: Posting, move: Move, timeout_s: float | None) -> None:
+        """Run a move, at once if it is small.
+
+        Raises:
+            TransferError: the agent is not open.
+            Overloaded: too many are under way.
+        """
+        if self._tasks is None:
+            raise TransferError("the agent is not open; use it within `async with`")
+        if len(self._running) >= self._config.transfers_max:
+            raise Overloaded(
+                f"{len(self._running)} transfers are under way, as many as may be (transfers_max); wait for some"
+            )
+        if len(posting.notify) > NOTIFICATION_BYTES_MAX:
+            raise too_long(posting.notify)
+        began_s = perf_counter()
+        try:
+            is_done = move.run_now()
+        except PenstockError as error:
+            self._ended(posting, error)
+            return
+        if is_done:
+            posting.handle.telemetry.wire_s = perf_counter() - began_s
+            self._ended(posting, None)
+            return
+        running = _Running(posting)
+        posting.handle.cancels_by(lambda: running.end(TransferCancelled("the transfer was cancelled")))
+        self._running.add(running)
+        deadline_s = self._config.timeout_s if timeout_s is None else timeout_s
+        running.task = self._tasks.create_task(self._run(running, move, deadline_s, began_s))
+        running.task.add_done_callback(lambda _: self._forget(running))
+
+    async def _run(self, running: _Running, move: Move, timeout_s: float, posted_s: float) -> None:
+        posting = running.posting
+        telemetry = posting.handle.telemetry
+        began_s = perf_counter()
+        telemetry.queue_s = began_s - posted_s
+        error: PenstockError | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await move.run()
+        except TimeoutError:
+            error = DeadlineExceeded(
+                f"{telemetry.num_bytes} bytes by {telemetry.backend}, agent {posting.prepared.peer.name}: not done"
+                f" within {timeout_s:g} s"
+            )
+        except asyncio.CancelledError:
+            error = running.doom or TransferCancelled("the task of the transfer was cancelled")
+        except PenstockError as failure:
+            error = failure
+        except Exception as failure:  # noqa: BLE001 - whoever waits must hear of it
+            _log.exception("transfer_failed", backend=telemetry.backend)
+            error = TransferError(f"{telemetry.backend}: {type(failure).__name__}: {failure}; see the log")
+        telemetry.wire_s = perf_counter() - began_s
+        self._ended(posting, running.doom or error)
+
+    def _forget(self, running: _Running) -> None:
+        self._running.discard(running)
+        if running.posting.handle.is_pending:  # cancelled before its first turn
+            self._ended(running.posting, running.doom or TransferCancelled("the transfer was cancelled"))
+
+    def _ended(self, posting: Posting, error: PenstockError | None) -> None:
+        telemetry, way, op = posting.handle.telemetry, posting.way, posting.op
+        if error is None:
+            add(self._counters.transfers, way.name)
+            moved = self._counters.read_bytes if op is TransferOp.READ else self._counters.written_bytes
+            add(moved, way.name, telemetry.num_bytes)
+            pairs = posting.prepared.pairs
+            way.speeds.learn(
+                op, way.channel.cost(op), pairs.total_bytes, len(pairs.lengths), telemetry.wire_s
+            )
+            if posting.notify:
+                self._notify(posting.prepared.peer.link, posting.notify)
+        elif isinstance(error, TransferCancelled):
+            self._counters.cancelled_transfers += 1
+        else:
+            add(self._counters.failed_transfers, way.name)
+        posting.handle.finish(error)
+
+    def count(self, region_id: int, *, local: bool) -> int:
+        """Count the transfers that use a region: of this agent, or of a peer."""
+        return sum(
+            region_id in (prepared.local_ids if local else prepared.remote_ids)
+            for prepared in (running.posting.prepared for running in self._running)
+        )
+
+    def doom_peer(self, peer: Peer, error: PenstockError) -> None:
+        """Have all transfers with a peer end with this error, soon."""
+        for running in self._of(peer):
+            running.end(error)
+
+    async def end_peer(self, peer: Peer, error: PenstockError) -> None:
+        """End all transfers with a peer; they have ended when this returns."""
+        await _end(self._of(peer), error)
+
+    async def end_local(self, region_id: int, error: PenstockError) -> None:
+        """End those that use a region of this agent, as local or as the remote side of a transfer with itself."""
+        users = [
+            running
+            for running in self._running
+            if region_id in running.posting.prepared.local_ids
+            or (
+                running.posting.prepared.peer.link is None
+                and region_id in running.posting.prepared.remote_ids
+            )
+        ]
+        await _end(users, error)
+
+    async def end_remote(self, peer: Peer, region_id: int, error: PenstockError) -> None:
+        """End those that use a region of a peer."""
+        await _end([run for run in self._of(peer) if region_id in run.posting.prepared.remote_ids], error)
+
+    async def close(self, error: PenstockError) -> None:
+        """End every transfer, and take no more."""
+        self._tasks = None
+        await _end(list(self._running), error)
+
+    def _of(self, peer: Peer) -> list[_Running]:
+        return [running for running in self._running if running.posting.prepared.peer is peer]
+
+
+async def _end(users: Iterable[_Running], error: PenstockError) -> None:
+    ending = []
+    for running in users:
+        running.end(error)
+        if running.task is not None:
+            ending.append(running.task)
+    if ending:
+        await asyncio.wait(ending)
+
+
+def too_long(payload: bytes) -> TransferRefused:
+    """Word the refusal of a notification."""
+    return TransferRefused(
+        f"notification of {len(payload)} bytes; at most {NOTIFICATION_BYTES_MAX} fit: transfer what is longer"
+    )
