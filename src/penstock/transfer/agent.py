@@ -110,15 +110,21 @@ class TransferAgent:
                     await transport.close()
             self._addresses = self._switchboard.open(self.config.listen, self._tasks)
             await self._open_ways(self._own, {name: t.contact() for name, t in self._transports.items()})
-        except BaseException as error:
-            await self.__aexit__(type(error), error, error.__traceback__)
+        except BaseException:
+            await self.close()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._tasks is not None, "entered"
+        await self.close()
+
+    async def close(self) -> None:
+        """End every transfer and every link; memory that was registered is free then. Safe twice."""
+        tasks, self._tasks = self._tasks, None
+        if tasks is None:
+            return
         await self.running.close(TransferError(f"agent {self.name} closes"))
         self._switchboard.close()
         for peer in [*self._peers.values(), self._own]:
@@ -128,7 +134,7 @@ class TransferAgent:
             await transport.close()
         for task in self._switchboard.tasks:
             task.cancel()
-        await self._tasks.__aexit__(None, None, None)
+        await tasks.__aexit__(None, None, None)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -351,6 +357,11 @@ class TransferAgent:
         """
         name = peer if isinstance(peer, str) else peer.name
         self._notify(self._switchboard.link_to(name), payload)
+
+    @property
+    def transfers_under_way(self) -> int:
+        """How many transfers were posted and have not ended."""
+        return len(self.running)
 
     # -- for prepared transfers -----------------------------------------------------------------------------------
 

@@ -57,6 +57,9 @@ class RunningTransfers:
         self._running: set[_Running] = set()
         self._tasks: asyncio.TaskGroup | None = None
 
+    def __len__(self) -> int:
+        return len(self._running)
+
     def open(self, tasks: asyncio.TaskGroup) -> None:
         """Run transfers in tasks of this group from now on."""
         self._tasks = tasks

@@ -1,0 +1,22 @@
+"""The reference transport, over a link within the process and over sockets."""
+
+from penstock.testing.transport import PeerTransportSuite
+from penstock.testing.transport_harness import TwoAgents
+from penstock.transfer import TransferConfig
+from penstock.transfer.memory import MemoryTransport
+
+
+def _memory() -> list[MemoryTransport]:
+    return [MemoryTransport(threads=2, inline_bytes_max=64 << 10)]
+
+
+class TestMemoryTransport(PeerTransportSuite):
+    @staticmethod
+    def harness(size_bytes: int) -> TwoAgents:
+        return TwoAgents(_memory, size_bytes=size_bytes, config=TransferConfig(listen=("memory",)))
+
+
+class TestMemoryTransportWithSocketLinks(PeerTransportSuite):
+    @staticmethod
+    def harness(size_bytes: int) -> TwoAgents:
+        return TwoAgents(_memory, size_bytes=size_bytes)
