@@ -3,14 +3,18 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 
 #include <array>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
+#include "checksum.hpp"
 #include "ranges.hpp"
+#include "stream.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -95,6 +99,31 @@ private:
     nb::object owner_;
 };
 
+template <auto kMove>
+std::tuple<std::uint64_t, int, int> stream(int socket, const Numbers& addresses, const Numbers& lengths,
+                                           std::uint64_t skip, double idle_s, double deadline_s) {
+    expect_size(addresses, "addresses", lengths.size());
+    const nb::gil_scoped_release release;
+    const Streamed streamed =
+        kMove(socket, as_column(addresses), as_column(lengths), skip, Patience{idle_s, deadline_s});
+    return {streamed.bytes, static_cast<int>(streamed.end), streamed.error};
+}
+
+template <Crc32c* kSum>
+nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>, nb::c_contig> checksum(const Numbers& addresses,
+                                                                         const Numbers& lengths) {
+    expect_size(addresses, "addresses", lengths.size());
+    auto sums = std::make_unique_for_overwrite<std::uint32_t[]>(lengths.size());
+    without_gil(is_long(lengths), [&] {
+        for (std::size_t i = 0; i < lengths.size(); ++i) {
+            sums[i] = kSum(0, {reinterpret_cast<const std::byte*>(addresses.data()[i]), lengths.data()[i]});
+        }
+    });
+    std::uint32_t* data = sums.release();
+    const nb::capsule owner(data, [](void* pointer) noexcept { delete[] static_cast<std::uint32_t*>(pointer); });
+    return {data, {lengths.size()}, owner};
+}
+
 nb::tuple coalesce_all(const Numbers& local, const Numbers& remote, const Numbers& lengths) {
     expect_size(local, "local", lengths.size());
     expect_size(remote, "remote", lengths.size());
@@ -127,6 +156,14 @@ void bind_ranges(nb::module_& module) {
                nb::arg("remote").noconvert(), nb::arg("lengths").noconvert(), "threads"_a);
     module.def("write_process", &move_process<Direction::kWrite>, "pid"_a, nb::arg("local").noconvert(),
                nb::arg("remote").noconvert(), nb::arg("lengths").noconvert(), "threads"_a);
+    module.def("send_ranges", &stream<send_ranges>, "socket"_a, nb::arg("addresses").noconvert(),
+               nb::arg("lengths").noconvert(), "skip"_a, "idle_s"_a, "deadline_s"_a);
+    module.def("receive_ranges", &stream<receive_ranges>, "socket"_a, nb::arg("addresses").noconvert(),
+               nb::arg("lengths").noconvert(), "skip"_a, "idle_s"_a, "deadline_s"_a);
+    module.def("checksum_ranges", &checksum<crc32c>, nb::arg("addresses").noconvert(),
+               nb::arg("lengths").noconvert());
+    module.def("checksum_ranges_portable", &checksum<crc32c_portable>, nb::arg("addresses").noconvert(),
+               nb::arg("lengths").noconvert());
     module.def("check_bounds", &check_bounds, nb::arg("offsets").noconvert(), nb::arg("lengths").noconvert(),
                "size"_a);
     module.def("coalesce", &coalesce_all, nb::arg("local").noconvert(), nb::arg("remote").noconvert(),

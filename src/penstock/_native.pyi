@@ -58,6 +58,26 @@ def write_process(
     lengths: NDArray[np.uint64],
     threads: int,
 ) -> tuple[int, int]: ...
+def send_ranges(
+    socket: int,
+    addresses: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    skip: int,
+    idle_s: float,
+    deadline_s: float,
+) -> tuple[int, int, int]: ...
+def receive_ranges(
+    socket: int,
+    addresses: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    skip: int,
+    idle_s: float,
+    deadline_s: float,
+) -> tuple[int, int, int]: ...
+def checksum_ranges(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.uint32]: ...
+def checksum_ranges_portable(
+    addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]
+) -> NDArray[np.uint32]: ...
 def check_bounds(offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int) -> int: ...
 def coalesce(
     local: NDArray[np.uint64],

@@ -141,7 +141,7 @@ def check_bounds(offsets: Numbers, lengths: Numbers, size: int) -> int:
 
 def check_bounds_python(offsets: Numbers, lengths: Numbers, size: int) -> int:
     """Do what the native `check_bounds` does."""
-    _expect_columns(offsets, lengths)
+    expect_columns(offsets, lengths)
     limit = np.uint64(size)
     outside = (lengths > limit) | (offsets > limit - np.minimum(lengths, limit))
     return int(outside.argmax()) if outside.any() else -1
@@ -202,7 +202,7 @@ def coalesce_python(
     local: Numbers, remote: Numbers, lengths: Numbers, local_regions: Numbers, remote_regions: Numbers
 ) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
     """Do what the native `coalesce` does."""
-    _expect_columns(local, remote, lengths, local_regions, remote_regions)
+    expect_columns(local, remote, lengths, local_regions, remote_regions)
     full = np.flatnonzero(lengths)
     columns = tuple(column[full] for column in (local, remote, lengths, local_regions, remote_regions))
     mine, theirs, sizes, my_regions, their_regions = columns
@@ -218,12 +218,17 @@ def coalesce_python(
 
 
 def _rows(*columns: Numbers) -> list[tuple[int, int, int]]:
-    _expect_columns(*columns)
+    expect_columns(*columns)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def _expect_columns(*columns: Numbers) -> None:
-    """Refuse what the native module refuses."""
+def expect_columns(*columns: Numbers) -> None:
+    """Refuse what the native module refuses.
+
+    Raises:
+        ValueError: the arrays differ in length.
+        TypeError: they are not contiguous uint64.
+    """
     for column in columns:
         if column.dtype != np.uint64 or column.ndim != 1 or not column.flags.c_contiguous:
             raise TypeError(f"dtype {column.dtype}, shape {column.shape}: must be (n,) uint64 and contiguous")

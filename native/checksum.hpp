@@ -1,0 +1,22 @@
+// CRC-32C (Castagnoli), as in iSCSI, ext4 and NVMe: it detects every change of up to 32 bits in a row.
+//
+// The oracle is the Python twin in src/penstock/transfer/checksum.py.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace penstock {
+
+// Go on from `crc`, 0 at the start: crc32c(crc32c(0, a), b) is that of a followed by b.
+using Crc32c = std::uint32_t(std::uint32_t crc, std::span<const std::byte> bytes);
+
+// The fastest one that this CPU runs.
+Crc32c crc32c;
+
+// One without instructions of its own, for CPUs that have none.
+Crc32c crc32c_portable;
+
+}  // namespace penstock
