@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import socket
 
 import openai
@@ -106,6 +107,25 @@ def test_closing_ends_what_takes_too_long_with_an_error(capfd: pytest.CaptureFix
     run(test)
     out, err = capfd.readouterr()
     assert (out + err).count("requests_given_up") == 1
+    assert re.search(r"after_s=0\.[1-9] ", out + err), "as long as it waited"
+
+
+def test_who_is_hurried_says_how_long_it_waited_and_not_how_long_it_might_have(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def test() -> None:
+        async with serving(speak(IDS * 100, pause_s=0.05), drain_timeout_s=600) as site:
+            running = asyncio.ensure_future(site.ask("POST", "/v1/chat/completions", chat(stream=True)))
+            await site.until(lambda: site.dispatcher.open_streams == 1)
+            closing = asyncio.ensure_future(site.server.close())
+            await asyncio.sleep(0.1)
+            site.server.hurry()
+            await closing
+            assert b"the server is shutting down" in (await running).body
+
+    run(test)
+    out, err = capfd.readouterr()
+    assert re.search(r"requests_given_up +after_s=0\.\d requests=1", out + err), out + err
 
 
 def test_a_taken_port_is_one_clear_error() -> None:

@@ -27,6 +27,7 @@ _NOT_FOUND = 404
 
 class _Answer(msgspec.Struct):
     decisions: list[Explanation]
+    pid: int
 
 
 def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) -> None:
@@ -48,12 +49,13 @@ def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) ->
         _print(body.decode())
         return
     try:
-        decisions = msgspec.json.decode(body, type=_Answer).decisions
+        answer = msgspec.json.decode(body, type=_Answer)
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"--url: {url}: the answer is not Penstock's, or another version's: {error}"
         ) from error
-    _print("\n\n".join("\n".join(_lines(decision)) for decision in decisions) or "no decisions yet")
+    by = f"by process {answer.pid}"
+    _print("\n\n".join("\n".join(_lines(one, by)) for one in answer.decisions) or f"no decisions yet {by}")
 
 
 def replay(file: Path, policy: str | None) -> int:
@@ -113,10 +115,10 @@ def _error_of(error: urllib.error.HTTPError) -> tuple[str, str | None]:
         return f"answers {error.code} {error.reason}", None
 
 
-def _lines(decision: Explanation) -> Iterator[str]:
-    """Write a decision as a title, a table of candidates, and who was left out."""
+def _lines(decision: Explanation, by: str) -> Iterator[str]:
+    """Write a decision as a title, a table of candidates, and who was left out; `by` says who made it."""
     yield (
-        f"{decision.request_id}  {decision.age_s:.1f} s ago  model {decision.model}  policy {decision.policy}"
+        f"{decision.request_id}  {decision.age_s:.1f} s ago  model {decision.model}  policy {decision.policy}  {by}"
     )
     blocks = "1 block" if decision.request_blocks == 1 else f"{decision.request_blocks} blocks"
     size = f"{decision.request_tokens} tokens, {blocks} of {decision.block_size}"

@@ -3,6 +3,8 @@
 import asyncio
 import random
 import signal
+from collections.abc import Coroutine
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -40,10 +42,12 @@ async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: async
     )
     frontend = Frontend(config, dispatcher, hash_key=common.hash_key, registry=registry, rng=rng)
     async with discovery, dispatcher:
+        # Others may share the port: who takes requests while it knows of no worker refuses what they could serve.
+        await _unless(stopping, dispatcher.looked(), timeout_s=graph.router.connect_timeout_s)
         server = FrontendServer(frontend, share_port=True)
         await server.start()
         try:
-            if await _serving(dispatcher, stopping):
+            if await _unless(stopping, dispatcher.serving()):
                 tell(Ready(detail=", ".join(dispatcher.models())))
                 await stopping.wait()
         finally:
@@ -51,11 +55,13 @@ async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: async
             await server.close()
 
 
-async def _serving(dispatcher: Dispatcher, stopping: asyncio.Event) -> bool:
-    """Wait for the first worker; False if told to stop before."""
+async def _unless(
+    stopping: asyncio.Event, waiting: Coroutine[Any, Any, object], *, timeout_s: float | None = None
+) -> bool:
+    """Wait, for so long at most; False if told to stop before."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(dispatcher.serving()), group.create_task(stopping.wait())]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        tasks = [group.create_task(waiting), group.create_task(stopping.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
         for task in tasks:
             task.cancel()
     return not stopping.is_set()

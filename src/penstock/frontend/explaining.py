@@ -1,5 +1,6 @@
 """Decisions explained over HTTP, by whoever makes them: a frontend's dispatcher, or the router alone."""
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,12 +27,19 @@ class Why(msgspec.Struct):
     decisions: Sequence[object]
 
 
-def why_one(decider: Decider, request: web.Request) -> Why:
+class Told(Why):
+    """What is told to who asks a process: it knows its own decisions alone, and several may share a port."""
+
+    pid: int
+
+
+def why_one(decider: Decider, request: web.Request) -> Told:
     """Explain the request that the path names.
 
     Raises:
-        RequestError: nothing is known of it (404).
+        RequestError: nothing is known of it (404), or more is asked than that.
     """
+    _check_keys(request, [])
     request_id = request.match_info["id"]
     decisions = decider.explain(request_id)
     if not decisions:
@@ -41,16 +49,28 @@ def why_one(decider: Decider, request: web.Request) -> Why:
             http_status=404,
             param="id",
         )
-    return Why(decisions)
+    return Told(decisions, os.getpid())
 
 
-def why_latest(decider: Decider, request: web.Request) -> Why:
+def why_latest(decider: Decider, request: web.Request) -> Told:
     """Explain the latest decisions, as many as `?last=` says.
 
     Raises:
-        RequestError: it says no number, or too large a one.
+        RequestError: it says no number, or too large a one, or something else.
     """
+    _check_keys(request, ["last"])
     given = request.query.get("last", str(LATEST_DEFAULT))
     if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= LATEST_MAX):
         raise RequestError(f"last: must be 1 to {LATEST_MAX}, got {given[:40]!r}", param="last")
-    return Why(decider.latest_decisions(int(given)))
+    return Told(decider.latest_decisions(int(given)), os.getpid())
+
+
+def _check_keys(request: web.Request, known: Sequence[str]) -> None:
+    """Refuse what is asked for and not known."""
+    for key in request.query:
+        if key not in known:
+            expected = f"{', '.join(known)} only" if known else "nothing"
+            raise RequestError(
+                f"{key[:40]!r} after the '?' of {request.path} is not known; expected {expected}",
+                param=key[:40],
+            )

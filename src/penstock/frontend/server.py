@@ -81,11 +81,11 @@ class FrontendServer:
         if self._listening is not None:
             self._listening.close()
         await asyncio.sleep(0)  # connections accepted already get to start their requests
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         ended = await self._frontend.admission.drain(self._frontend.config.drain_timeout_s)
         if ended:
-            _log.warning(
-                "requests_given_up", requests=ended, drain_timeout_s=self._frontend.config.drain_timeout_s
-            )
+            _log.warning("requests_given_up", requests=ended, after_s=round(loop.time() - began_s, 1))
         await runner.cleanup()
         _log.info("frontend_closed", requests_ended=ended)
 

@@ -12,6 +12,7 @@ import pydantic
 
 from penstock.core.config import Config, config_error, wrong
 from penstock.core.errors import ConfigError
+from penstock.core.location import Location
 from penstock.graph.document import parse_yaml
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.link import Link
@@ -94,6 +95,24 @@ class Graph(Config):
                     )
             if any(link.connects(other) for other in self.links[:index]):
                 raise wrong(f"links.{index}: {link.source} to {link.target} is described twice; keep one")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_regions(self) -> Self:
+        """Where roles say their regions, a pair names two of these, or the routers'."""
+        places = [
+            place for role in self.roles.present().values() for place in role.locations or (Location(),)
+        ]
+        if not all(place.region for place in places):
+            return self  # processes may have theirs from their environment
+        regions = {place.region for place in (*places, self.router.location) if place.region}
+        for index, pair in enumerate(self.router.topology.pairs):
+            for end, region in (("one", pair.one), ("other", pair.other)):
+                if region not in regions:
+                    raise wrong(
+                        f"router.topology.pairs.{index}.{end}: nobody is in region {region!r}; roles.*.locations and"
+                        f" router.location name {', '.join(sorted(regions))}"
+                    )
         return self
 
 

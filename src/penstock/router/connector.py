@@ -49,7 +49,7 @@ class Connector:
             config: times and pauses.
             metrics: told of ends and failures.
             rng: for jitter.
-            on_change: called when a member was connected or lost.
+            on_change: called when a member was connected or lost, or could not be reached for the first time.
             on_drift: called when the factor of a member's `drift` has changed.
             on_arrivals: called with the number of requests that other routers have sent to a member.
         """
@@ -167,7 +167,10 @@ class Connector:
         if member.problem is None or member.problem.message != problem.message:
             log = _log.debug if was_lost else _log.warning
             log("worker_unreachable", worker=member.instance.name, error=problem.message)
+        is_first = member.problem is None
         member.problem = problem
+        if is_first:
+            self._on_change(member)
 
     def _on_lost(self, member: Member, error: WorkerLost) -> None:
         if member.connection is None:

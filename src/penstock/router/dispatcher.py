@@ -5,7 +5,7 @@ All logic is here and none in HTTP, so that it runs alike over sockets, in one p
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -102,11 +102,18 @@ class Dispatcher:
         """Say whether a worker that is listed, and not reached now, serves this model or adapter."""
         return self._shared.fleet.expects(name)
 
+    async def looked(self) -> None:
+        """Wait until discovery has said which workers there are, and each was tried to be reached once."""
+        await self._until(lambda: self._shared.fleet.has_looked)
+
     async def serving(self) -> None:
         """Wait until at least one worker is ready."""
+        await self._until(lambda: bool(self.models()))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
         news = asyncio.Event()
         with self._shared.fleet.telling(news.set):
-            while not self.models():
+            while not holds():
                 news.clear()
                 await news.wait()
 

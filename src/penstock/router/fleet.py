@@ -67,7 +67,7 @@ class Fleet:
             config=config,
             metrics=metrics,
             rng=rng,
-            on_change=self._note,
+            on_change=self._note_connection,
             on_drift=self._note_drift,
             on_arrivals=self._note_arrivals,
         )
@@ -86,6 +86,7 @@ class Fleet:
         self._listeners: dict[Callable[[], None], None] = {}
         self._tell_is_due = False
         self._group: asyncio.TaskGroup | None = None
+        self._synced = False
         for condition in Condition:
             metrics.workers.labels(condition).set(0)
         self._show_drift()
@@ -102,7 +103,8 @@ class Fleet:
                     case InstanceRemoved(worker_id=worker_id, reason=reason):
                         self._remove(worker_id, reason)
                     case WatchSynced():
-                        pass
+                        self._synced = True
+                        self._tell_soon()
                     case _:
                         assert_never(change)
 
@@ -120,6 +122,13 @@ class Fleet:
         """Say whether a worker that is listed, and not reached now, serves this model or adapter."""
         away = (m.instance for m in self._members.values() if m.listed and m.connection is None)
         return any(name == instance.card.name or name in instance.adapters for instance in away)
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether all workers that discovery lists were tried to be reached once."""
+        return self._synced and all(
+            m.connections or m.problem is not None for m in self._members.values() if m.listed
+        )
 
     def at(self, slot: int) -> Member:
         """Give the worker in a slot that a pool named."""
@@ -355,6 +364,11 @@ class Fleet:
         if condition is not member.noted:
             self._recount(member, condition)
             self._tell_soon()
+
+    def _note_connection(self, member: Member) -> None:
+        """Take over that a worker was reached, was lost, or could not be reached."""
+        self._note(member)
+        self._tell_soon()
 
     def _note_drift(self, member: Member) -> None:
         """Price a worker anew: it was found to be slower or faster than it says."""

@@ -16,7 +16,7 @@ from penstock.core.radix import PrefixMatch
 from penstock.core.types import Request
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.chooser import Choice, Chooser
-from penstock.router.config import RouterConfig
+from penstock.router.config import HoldConfig, RouterConfig
 from penstock.router.decisions import Decision, Decisions
 from penstock.router.explanation import Explanation, RouteReason
 from penstock.router.fleet import Fleet
@@ -80,6 +80,17 @@ class Router:
         self.fleet = fleet
         self._chooser = Chooser(config.new_policy())
         self._config = config
+        if (
+            not self._chooser.wait_terms
+            and config.hold.threshold_s is not None
+            and config.hold != HoldConfig()
+        ):
+            _log.warning(
+                "hold_without_effect",
+                policy=config.policy,
+                fix="router.hold is set, but this policy predicts no waits, so that nothing is held: choose kv, or a policy"
+                " with terms `queue` and `memory`, or leave router.hold out",
+            )
         self._has_thresholds = config.busy_kv_share is not None or config.busy_queued_tokens is not None
         self._metrics = metrics
         self._turn = rng.randrange(1 << 16)  # frontends beside each other do not take turns in step

@@ -23,5 +23,5 @@ def explanation(**fields: object) -> Explanation:
     ("blocks", "said"), [(1, "1 block of 16"), (2, "2 blocks of 16"), (0, "0 blocks of 16")]
 )
 def test_the_prompt_s_size_reads_well(blocks, said):
-    _, prompt, *_ = _lines(explanation(request_blocks=blocks))
+    _, prompt, *_ = _lines(explanation(request_blocks=blocks), "by process 7")
     assert prompt == f"to w1 (only_worker), next nobody; 20 tokens, {said}"

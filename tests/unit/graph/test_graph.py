@@ -134,6 +134,23 @@ def test_hardware_is_one_of_the_catalogue(tmp_path: Path) -> None:
     ]
 
 
+def test_topology_names_regions_that_are_somebody_s(tmp_path: Path) -> None:
+    places = "[{region: eu, zone: one}, {region: us}]"
+    graph = "model: demo\nroles: {aggregated: {replicas: 2, locations: %s}}\nrouter: {location: {region: %s}, topology: {pairs: [{%s}]}}\n"
+    way = "latency_s: 0.01, bandwidth_bytes_per_s: 1.0e+9"
+    for router, pair in (("''", "one: eu, other: us"), ("asia", "one: asia, other: us")):
+        load(write(tmp_path, graph % (places, router, f"{pair}, {way}")))
+    for pair, end, region in (("one: eu, other: su", "other", "su"), ("one: ue, other: us", "one", "ue")):
+        path = write(tmp_path, graph % (places, "asia", f"{pair}, {way}"))
+        (mistake,) = mistakes(path)
+        assert mistake == (
+            f"graph.yaml: router.topology.pairs.0.{end}: nobody is in region '{region}'; roles.*.locations and"
+            " router.location name asia, eu, us"
+        )
+    for places in ("[]", "[{region: eu}, {}]"):  # the rest may come from the environment of processes
+        load(write(tmp_path, graph % (places, "eu", f"one: eu, other: su, {way}")))
+
+
 def test_links_join_roles_that_exist(tmp_path: Path) -> None:
     roles = "model: demo\nroles: {prefill: {}, decode: {}}\nlinks:\n"
     one = "  - {source: prefill, target: decode, bandwidth_bytes_per_s: 1.0e+10}\n"

@@ -271,6 +271,25 @@ class Stepping(HandEngine):
         return msgspec.structs.replace(super().load(), steps=steps)
 
 
+def test_a_new_frontend_has_looked_once_it_has_tried_all_workers_that_are_listed():
+    async def main() -> None:
+        async with MemoryCluster() as cluster:
+            async with cluster.dispatcher() as alone:
+                await alone.looked()
+            for name in ("w1", "w2"):
+                await cluster.start(name, HandEngine())
+            cluster.kill("w2")  # it is listed until its lease ends
+            async with cluster.dispatcher() as dispatcher:
+                assert not dispatcher.models()
+                await asyncio.wait_for(dispatcher.looked(), 1.0)
+                assert list(dispatcher.models()) == ["tiny"]
+                conditions = {v.name: (v.condition, v.problem is None) for v in dispatcher.workers()}
+                assert conditions == {"w1": (Condition.READY, True), "w2": (Condition.CONNECTING, False)}
+                dispatcher.check()
+
+    run_virtual(main())
+
+
 def test_how_slow_a_worker_is_shows_and_is_learned_anew_over_a_new_connection():
     prices = Prices(
         prefill_step_s=0.0,

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.core.errors import DeadlineExceeded, Overloaded, Unavailable
 from penstock.core.ids import RequestId
@@ -180,6 +181,29 @@ def test_every_worker_gets_no_more_than_it_has_room_for():
             assert all(len(engine.requests) <= 1 for engine in setting.engines.values())
 
     play(scene, num_workers=3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hold", "warns"),
+    [
+        ("least-loaded", {"threshold_s": 3}, True),
+        ("round-robin", {"requests_max": 9}, True),
+        ("least-loaded", {}, False),
+        ("least-loaded", {"threshold_s": None}, False),
+        ("kv", {"threshold_s": 3}, False),
+        ("session", {"threshold_s": 3}, True),
+    ],
+)
+def test_what_is_set_of_holding_and_has_no_effect_is_told_at_the_start(policy, hold, warns):
+    async def main() -> None:
+        async with MemoryCluster() as cluster:
+            with capture_logs() as logs:
+                async with cluster.dispatcher(RouterConfig(policy=policy, hold=hold)):
+                    pass
+        told = [line for line in logs if line["event"] == "hold_without_effect"]
+        assert [(line["log_level"], line["policy"]) for line in told] == [("warning", policy)] * warns
+
+    run_virtual(main())
 
 
 def test_a_newcomer_does_not_pass_those_that_wait():
