@@ -71,6 +71,7 @@ fuzz: venv
 	build/fuzz/fuzz_pool -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_attention -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_radix -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
+	build/fuzz/fuzz_ranges -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 
 # The interpreter is not sanitised, so the sanitiser's library comes first by force, and what CPython keeps is no leak.
 sanitize: venv
