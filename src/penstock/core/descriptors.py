@@ -184,7 +184,7 @@ def _whole_numbers(name: str, values: ArrayLike) -> OffsetArray:
     if array.ndim != 1:
         raise ValueError(f"{name}: shape {array.shape}, expected (n,)")
     if array.dtype == np.uint64:
-        return array
+        return np.ascontiguousarray(array)
     if array.size == 0:
         return np.empty(0, np.uint64)
     if not np.issubdtype(array.dtype, np.integer):

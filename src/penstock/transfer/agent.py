@@ -369,13 +369,13 @@ class TransferAgent:
         prepared.peer.check_alive()
         for region_id in prepared.local_ids:
             registration = self._table.get(region_id)
-            if op is TransferOp.READ and not registration.region.writable:
-                raise TransferRefused(f"region {region_id} is read-only; register a writable buffer")
+            if op is TransferOp.READ:
+                registration.check_writable()
         for region_id in prepared.remote_ids:
             if region_id not in prepared.peer.infos:
                 raise TransferRefused(f"region {region_id} of agent {prepared.peer.name} is gone")
-        if prepared.peer is self._own and op is TransferOp.WRITE:
-            self._table.check(prepared.pairs.remote, writes=True)
+            if prepared.peer is self._own and op is TransferOp.WRITE:
+                self._table.get(region_id).check_writable()
 
     # -- for links and transports ---------------------------------------------------------------------------------
 

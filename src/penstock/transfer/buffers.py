@@ -1,4 +1,4 @@
-"""Regions from what users have: numpy arrays, torch tensors, any buffer."""
+"""Regions from what users have: numpy arrays, torch tensors, shared arenas, any buffer."""
 
 import sys
 from typing import Any
@@ -7,18 +7,28 @@ import numpy as np
 
 from penstock.core.descriptors import MemoryKind, Region
 from penstock.core.errors import TransferRefused
+from penstock.transfer.arena import Arena
 
 
 def region_of(memory: object, name: str = "") -> Region:
     """Describe memory as a region; it is kept alive as long as the region is.
 
     Args:
-        memory: a contiguous numpy array or torch tensor, or any object with a contiguous buffer.
+        memory: an `Arena`, a contiguous numpy array or torch tensor, or any object with a contiguous buffer.
         name: how peers find it.
 
     Raises:
         TransferRefused: it is no such thing, or not contiguous, or empty.
     """
+    if isinstance(memory, Arena):
+        return Region(
+            kind=MemoryKind.SHARED,
+            size_bytes=memory.size_bytes,
+            name=name,
+            address=memory.address,
+            owner=memory,
+            writable=memory.array.flags.writeable,
+        )
     torch = sys.modules.get("torch")  # a tensor cannot be there unless its owner has imported torch
     if torch is not None and isinstance(memory, torch.Tensor):
         return _of_tensor(memory, name)

@@ -1,8 +1,6 @@
 """Copies between two places in this process's address space, its own memory or another's that it has mapped."""
 
 import asyncio
-import ctypes
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -10,6 +8,7 @@ import numpy as np
 
 from penstock.core.descriptors import OffsetArray
 from penstock.core.errors import ChecksumMismatch
+from penstock.transfer.checksum import checksum_ranges
 from penstock.transfer.ranges import copy_ranges
 
 _SLICE_BYTES = 16 << 20
@@ -97,15 +96,6 @@ async def on_thread(executor: Executor, work: Callable[[Callable[[], bool]], Non
         if not future.cancelled():
             future.exception()  # it was seen: the cancellation says more
         raise
-
-
-def checksum_ranges(addresses: OffsetArray, lengths: OffsetArray) -> OffsetArray:
-    """Checksum each range."""
-    views = (
-        (ctypes.c_char * int(length)).from_address(int(address))
-        for address, length in zip(addresses, lengths, strict=True)
-    )
-    return np.array([zlib.crc32(view) for view in views], np.uint64)
 
 
 def _cut(lengths: OffsetArray) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from penstock.core.descriptors import Descriptors, RangePairs, Region, RegionInf
 from penstock.core.errors import PeerLost, TransferRefused
 from penstock.seams import TransferChannel
 from penstock.transfer.links import AgentLink
-from penstock.transfer.regions import RemoteRegion, check_bounds, distinct
+from penstock.transfer.regions import RemoteRegion, distinct, expect_inside
 from penstock.transfer.speeds import Speeds
 
 
@@ -74,7 +74,7 @@ class Peer:
             TransferRefused: one does not.
         """
         for region_id in distinct(ranges.region_ids):
-            check_bounds(ranges, region_id, self._info(region_id).size_bytes)
+            expect_inside(ranges, region_id, self._info(region_id).size_bytes)
 
     def infos_of(self, ranges: Descriptors) -> list[RegionInfo]:
         return [self._info(region_id) for region_id in distinct(ranges.region_ids)]

@@ -10,8 +10,10 @@ from numpy.typing import ArrayLike
 
 from penstock.core.descriptors import Descriptors, MemoryKind, OffsetArray, Region, RegionInfo, TransferOp
 from penstock.core.errors import TransferRefused
+from penstock.transfer.ranges import check_bounds
 
 _KEY_BYTES = 8
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +44,15 @@ class Registration:
     def blocks(self, block_ids: ArrayLike, block_bytes: int) -> Descriptors:
         """List blocks of it. See `Descriptors.blocks`."""
         return Descriptors.blocks(self.region_id, block_ids, block_bytes)
+
+    def check_writable(self) -> None:
+        """Refuse to be written where it may not be.
+
+        Raises:
+            TransferRefused: it is read-only.
+        """
+        if not self.region.writable:
+            raise TransferRefused(f"region {self.region_id} is read-only; register a writable buffer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,10 +128,10 @@ class RegionTable:
             TransferRefused: one does not.
         """
         for region_id in distinct(ranges.region_ids):
-            region = self.get(region_id).region
-            if writes and not region.writable:
-                raise TransferRefused(f"region {region_id} is read-only; register a writable buffer")
-            check_bounds(ranges, region_id, region.size_bytes)
+            registration = self.get(region_id)
+            if writes:
+                registration.check_writable()
+            expect_inside(ranges, region_id, registration.region.size_bytes)
 
     def authorize(self, key_by_region: Mapping[int, bytes], ranges: Descriptors, op: TransferOp) -> None:
         """Check what a peer asks for: it has to show the key of each region.
@@ -137,29 +148,30 @@ class RegionTable:
 
 def distinct(region_ids: OffsetArray) -> list[int]:
     """List which regions there are; one comparison where there is one only."""
-    if len(region_ids) == 0:
-        return []
+    if len(region_ids) <= _FEW:
+        return list(dict.fromkeys(region_ids.tolist()))
     first = region_ids[0]
     if region_ids[-1] == first and bool((region_ids == first).all()):
         return [int(first)]
     return [int(region_id) for region_id in np.unique(region_ids)]
 
 
-def check_bounds(ranges: Descriptors, region_id: int, size_bytes: int) -> None:
+def expect_inside(ranges: Descriptors, region_id: int, size_bytes: int) -> None:
     """Check that the ranges of one region end within it.
 
     Raises:
         TransferRefused: one does not.
     """
-    size = np.uint64(size_bytes)
-    # no sum that could wrap around: offset <= size, and length <= size - offset
-    outside = (ranges.offsets > size) | (ranges.lengths > size - np.minimum(ranges.offsets, size))
-    outside &= ranges.region_ids == region_id
-    if outside.any():
-        index = int(np.argmax(outside))
+    offsets, lengths = ranges.offsets, ranges.lengths
+    wrong = check_bounds(offsets, lengths, size_bytes)
+    if wrong >= 0 and ranges.region_ids[wrong] != region_id:  # another region's, which may be larger
+        own = ranges.region_ids == region_id
+        offsets, lengths = offsets[own], lengths[own]
+        wrong = check_bounds(offsets, lengths, size_bytes)
+    if wrong >= 0:
         raise TransferRefused(
-            f"range {index}: {int(ranges.lengths[index])} bytes from {int(ranges.offsets[index])} end outside of"
-            f" region {region_id}, which has {size_bytes} bytes"
+            f"a range of {int(lengths[wrong])} bytes from {int(offsets[wrong])} ends outside of region {region_id},"
+            f" which has {size_bytes} bytes"
         )
 
 

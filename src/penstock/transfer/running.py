@@ -118,6 +118,7 @@ class RunningTransfers:
             _log.exception("transfer_failed", backend=telemetry.backend)
             error = TransferError(f"{telemetry.backend}: {type(failure).__name__}: {failure}; see the log")
         telemetry.wire_s = perf_counter() - began_s
+        self._running.discard(running)
         self._ended(posting, running.doom or error)
 
     def _forget(self, running: _Running) -> None:

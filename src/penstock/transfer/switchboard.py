@@ -85,9 +85,10 @@ class Switchboard:
     def create_task(self, work: Coroutine[object, object, None]) -> None:
         """Run something that ends with the agent."""
         assert self._group is not None, "opened"
-        task = self._group.create_task(work)
+        task = self._group.create_task(_guarded(work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # cancelled before its first turn it never began
 
     def close(self) -> None:
         """End every link with a goodbye, and listen no more."""
@@ -247,3 +248,11 @@ class Switchboard:
             raise
         self._admit(link)
         return link
+
+
+async def _guarded(work: Coroutine[object, object, None]) -> None:
+    """Keep a fault from ending the agent; whoever waits for what was to be done has a time limit."""
+    try:
+        await work
+    except Exception:  # noqa: BLE001 - the fate of the task is owned here
+        _log.exception("transfer_task_failed")

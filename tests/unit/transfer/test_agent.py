@@ -1,0 +1,266 @@
+"""An agent's own memory, bounds and habits, on virtual time: the copies of transport memory need no socket."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from penstock.core.descriptors import Region
+from penstock.core.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    TransferRefused,
+)
+from penstock.sim.loop import run_virtual
+from penstock.transfer import MemoryKind, TransferAgent, TransferConfig, TransferOp, TransferState
+from penstock.transfer.memory import MemoryTransport
+
+READ, WRITE = TransferOp.READ, TransferOp.WRITE
+IN_PROCESS = TransferConfig(listen=("memory",), transfers_max=2, notifications_max=3)
+
+
+class SlowTransport(MemoryTransport):
+    """Moves nothing, for as long as it takes until `free` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1, inline_bytes_max=0)
+        self.free = asyncio.Event()
+        self.fault: Exception | None = None
+        self.moved = 0
+
+    async def connect(self, link, contact, regions):
+        del link, contact, regions
+        return _SlowChannel(self)
+
+
+class _SlowChannel:
+    def __init__(self, transport):
+        self.transport = transport
+
+    def refusal(self, op, local, remote):
+        return None
+
+    def cost(self, op):
+        from penstock.core.descriptors import TransferCost
+
+        return TransferCost(1.0, 0.0, 1e9)
+
+    def prepare(self, op, pairs, *, checksum):
+        return self
+
+    def run_now(self):
+        return False
+
+    async def run(self):
+        await self.transport.free.wait()
+        if self.transport.fault is not None:
+            raise self.transport.fault
+        self.transport.moved += 1
+
+    async def close(self): ...
+
+
+def _play(scenario, config=IN_PROCESS):
+    async def main():
+        transports = [SlowTransport(), SlowTransport()]
+        async with (
+            TransferAgent("a", config, transports=transports[:1]) as agent,
+            TransferAgent("b", config, transports=transports[1:]) as owner,
+        ):
+            local = agent.register(np.zeros(64, np.uint8), "here")
+            owned = owner.register(np.zeros(64, np.uint8), "there")
+            peer = await agent.connect(owner.metadata())
+            prepared = agent.prepare(local.ranges(), peer.region("there").ranges(), peer)
+            await scenario(agent, owner, transports[0], prepared, owned)
+
+    run_virtual(main())
+
+
+def test_a_transfer_is_pending_until_it_ends_and_then_notifies():
+    async def scenario(agent, owner, transport, prepared, _owned):
+        handle = prepared.post(WRITE, notify=b"done")
+        await asyncio.sleep(1)
+        assert handle.state is TransferState.PENDING
+        assert agent.query(prepared.peer.region("there"))["transfers"] == 1
+        transport.free.set()
+        await handle.wait()
+        assert handle.state is TransferState.DONE
+        assert await anext(owner.notifications()) == ("a", b"done")
+        assert agent.transfers_under_way == 0
+
+    _play(scenario)
+
+
+def test_more_transfers_than_allowed_are_refused():
+    async def scenario(_agent, _owner, transport, prepared, _owned):
+        first, second = prepared.post(READ), prepared.post(READ)
+        with pytest.raises(Overloaded, match=r"2 transfers .*transfers_max"):
+            prepared.post(READ)
+        transport.free.set()
+        await first.wait()
+        await second.wait()
+        await prepared.post(READ).wait()
+
+    _play(scenario)
+
+
+def test_deadlines_are_the_configured_ones_unless_given():
+    async def scenario(_agent, _owner, _transport, prepared, _owned):
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        with pytest.raises(DeadlineExceeded, match="within 30 s"):
+            await prepared.post(READ).wait()
+        assert loop.time() - began_s == pytest.approx(30)
+        with pytest.raises(DeadlineExceeded, match="within 2 s"):
+            await prepared.post(READ, timeout_s=2).wait()
+        assert loop.time() - began_s == pytest.approx(32)
+
+    _play(scenario)
+
+
+def test_cancelling_the_wait_leaves_the_transfer_alone():
+    async def scenario(_agent, _owner, transport, prepared, _owned):
+        handle = prepared.post(READ)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await handle.wait()
+        assert handle.state is TransferState.PENDING
+        transport.free.set()
+        await handle.wait()
+
+    _play(scenario)
+
+
+def test_cancel_before_the_first_turn_and_after_the_end():
+    async def scenario(agent, _owner, transport, prepared, _owned):
+        handle = prepared.post(READ)
+        handle.cancel()
+        with pytest.raises(TransferCancelled):
+            await handle.wait()
+        transport.free.set()
+        done = prepared.post(READ)
+        await done.wait()
+        done.cancel()
+        assert done.state is TransferState.DONE
+        assert agent.counters.cancelled_transfers == 1
+        assert agent.transfers_under_way == 0
+
+    _play(scenario)
+
+
+def test_a_fault_of_a_transport_is_an_error_of_the_transfer_only():
+    async def scenario(agent, _owner, transport, prepared, _owned):
+        transport.fault = KeyError("oops")
+        transport.free.set()
+        with pytest.raises(TransferError, match="KeyError"):
+            await prepared.post(READ).wait()
+        transport.fault = None
+        await prepared.post(READ).wait()
+        assert agent.counters.failed_transfers == {"memory": 1}
+        assert agent.counters.transfers == {"memory": 1}
+
+    _play(scenario)
+
+
+def test_a_peer_that_is_gone_ends_its_transfers():
+    async def scenario(_agent, owner, _transport, prepared, _owned):
+        handle = prepared.post(READ)
+        await owner.close()
+        with pytest.raises(PeerLost, match="agent b is gone"):
+            await handle.wait()
+        with pytest.raises(PeerLost):
+            prepared.post(READ)
+
+    _play(scenario)
+
+
+def test_deregistering_waits_for_the_peers_that_use_the_region():
+    async def scenario(agent, owner, _transport, prepared, owned):
+        there = prepared.peer.region("there")
+        handle = prepared.post(READ)
+        await asyncio.sleep(0.1)
+        await owner.deregister(owned)
+        assert handle.state is TransferState.FAILED
+        assert agent.transfers_under_way == 0
+        with pytest.raises(TransferRefused, match="is gone"):
+            prepared.post(READ)
+        assert agent.query(there) == {
+            "kind": MemoryKind.DRAM,
+            "size_bytes": 64,
+            "name": "there",
+            "registered": False,
+            "transports": ("memory",),
+            "transfers": 0,
+        }
+
+    _play(scenario)
+
+
+def test_notifications_that_nobody_reads_end_the_link():
+    async def scenario(agent, owner, _transport, prepared, _owned):
+        for _ in range(5):
+            agent.send_notification("b", b"x")
+        await asyncio.sleep(0.1)
+        assert owner.counters.notifications_received == 3
+        with pytest.raises(PeerLost, match="notifications"):
+            prepared.post(READ)
+
+    _play(scenario)
+
+
+def test_a_notification_that_is_too_long_is_refused():
+    async def scenario(agent, _owner, _transport, prepared, _owned):
+        with pytest.raises(TransferRefused, match="notification of"):
+            agent.send_notification("b", bytes(2 << 20))
+        with pytest.raises(TransferRefused, match="notification of"):
+            prepared.post(READ, notify=bytes(2 << 20))
+
+    _play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("memory", "why"),
+    [
+        ("text", "str has no memory"),
+        (np.zeros((4, 4), np.uint8)[:, ::2], "must be contiguous"),
+        (b"", "0 bytes"),
+        (Region(kind=MemoryKind.FILE, size_bytes=4), "no transport has any use for it"),
+    ],
+)
+def test_what_is_no_memory_is_refused(memory, why):
+    async def scenario():
+        async with TransferAgent("a", IN_PROCESS, transports=[SlowTransport()]) as agent:
+            with pytest.raises(TransferRefused, match=why):
+                agent.register(memory)
+
+    run_virtual(scenario())
+
+
+def test_read_only_memory_is_a_source_and_no_target():
+    async def scenario():
+        async with TransferAgent("a", IN_PROCESS) as agent:
+            source = agent.register(b"sixteen bytes...", "text")
+            target = agent.register(bytearray(16))
+            await agent.post(WRITE, source.ranges(), target.ranges()).wait()
+            assert target.region.owner[0] == b"sixteen bytes..."
+            with pytest.raises(TransferRefused, match="read-only"):
+                agent.post(READ, source.ranges(), target.ranges())
+            with pytest.raises(TransferRefused, match="read-only"):
+                agent.post(WRITE, target.ranges(), source.ranges())
+
+    run_virtual(scenario())
+
+
+def test_an_agent_that_is_not_open_moves_nothing():
+    async def scenario():
+        agent = TransferAgent("a", IN_PROCESS)
+        async with agent:
+            own = agent.register(bytearray(16))
+            prepared = agent.prepare(own.ranges(0, 8), own.ranges(8, 8))
+        with pytest.raises(TransferError):
+            prepared.post(WRITE)
+
+    run_virtual(scenario())

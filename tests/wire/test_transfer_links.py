@@ -1,0 +1,139 @@
+"""Links over sockets: strangers, wrong secrets, garbage, and silence."""
+
+import asyncio
+import contextlib
+import os
+import socket
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.errors import PeerLost, ProtocolError
+from penstock.core.framing import LENGTH_BYTES
+from penstock.testing.loop import run_async
+from penstock.transfer import TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.frames import Challenge, Greeting, Withdrawn, link_codec
+from penstock.transfer.listener import Door
+from penstock.transfer.metadata import TRANSFER_VERSION, decode_metadata
+
+SOCKETS = TransferConfig(listen=("unix", "tcp://127.0.0.1:0"), heartbeat_timeout_s=0.4, connect_timeout_s=1.0)
+
+
+def _config(secret: str) -> TransferConfig:
+    return TransferConfig(listen=("unix",), secret=secret)
+
+
+def test_the_secret_of_another_deployment_is_refused_on_both_sides():
+    async def scenario():
+        async with TransferAgent("a", _config("red")) as agent, TransferAgent("b", _config("blue")) as other:
+            with pytest.raises(ProtocolError, match="agent a: its proof does not fit"):
+                await agent.connect(other.metadata())
+            assert other.counters.refused == {"protocol_error": 1}
+            assert "proof does not fit" in other.refusals[0].message
+
+    run_async(scenario())
+
+
+def test_metadata_of_an_agent_that_was_replaced_is_no_use():
+    """The new one listens on the same port; it is not the one that the metadata names."""
+
+    async def scenario():
+        async with TransferAgent("a", SOCKETS) as agent:
+            async with TransferAgent("b", TransferConfig(listen=("tcp://127.0.0.1:0",))) as first:
+                metadata = first.metadata()
+                (address,) = decode_metadata(metadata).addresses
+            async with TransferAgent("b", TransferConfig(listen=(address,))):
+                with pytest.raises(ProtocolError, match="exchange metadata anew"):
+                    await agent.connect(metadata)
+
+    run_async(scenario())
+
+
+def test_a_peer_that_goes_silent_is_lost():
+    async def scenario():
+        async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", SOCKETS) as other:
+            memory = other.register(np.zeros(64, np.uint8), "kv")
+            peer = await agent.connect(other.metadata())
+            local = agent.register(np.zeros(64, np.uint8))
+            other._switchboard._links[1].channel._transport.pause_reading()
+            other._switchboard._links[1].channel._timer.cancel()
+            await asyncio.sleep(0.6)
+            with pytest.raises(PeerLost, match="silent for"):
+                agent.post(TransferOp.READ, local.ranges(), memory.ranges(), peer)
+
+    run_async(scenario())
+
+
+async def _reply(where: str, token: bytes, data: bytes) -> bytes:
+    """Say something as a stranger, and give what comes back until the connection ends."""
+    loop = asyncio.get_running_loop()
+    connection = await Door(where, token)._connect(1.0)
+    with connection:
+        with contextlib.suppress(OSError):
+            await loop.sock_sendall(connection, data)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(OSError):
+            while more := await loop.sock_recv(connection, 65_536):
+                answer += more
+        return answer
+
+
+_HELLO = link_codec().encode(Greeting(version=TRANSFER_VERSION, nonce=b"n" * 16, proof=b"p" * 32, name="x"))
+_EARLY = link_codec().encode(Withdrawn(region_id=1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.binary(max_size=200).map(lambda data: b"PTA link" + data),
+        st.binary(max_size=200).map(
+            lambda data: b"PTA link" + len(data).to_bytes(LENGTH_BYTES, "little") + data
+        ),
+        st.binary(max_size=200).map(lambda data: b"PTA strm" + data),
+        st.sampled_from([b"PTA link" + _HELLO, b"PTA link" + _EARLY, b"PTA link" + _HELLO + _EARLY]),
+        st.just(b"PTA link" + (1 << 30).to_bytes(LENGTH_BYTES, "little")),
+    )
+)
+def test_an_agent_survives_what_strangers_say(data):
+    async def scenario():
+        async with TransferAgent("b", SOCKETS) as agent:
+            for where in decode_metadata(agent.metadata()).addresses:
+                await _reply(where, agent.token, data)
+            assert not agent._switchboard._links
+            async with TransferAgent("a", SOCKETS) as friend:
+                await friend.connect(agent.metadata())
+
+    run_async(scenario(), timeout_s=10)
+
+
+def test_a_listener_that_speaks_another_version_is_refused():
+    async def scenario():
+        codec = link_codec()
+
+        async def serve(reader, writer):
+            await reader.readexactly(8)
+            writer.write(codec.encode(Challenge(version=TRANSFER_VERSION + 7, nonce=b"n" * 16)))
+            await writer.drain()
+            await reader.read()
+            writer.close()
+
+        path = f"\0penstock-test-{os.getpid()}"
+        server = await asyncio.start_unix_server(serve, path)
+        from penstock.transfer import listener
+
+        async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", _config("")) as other:
+            metadata = other.metadata()
+            original = listener._abstract_name
+            listener._abstract_name = lambda token: path
+            try:
+                with pytest.raises(ProtocolError, match="transfer version 8"):
+                    await agent.connect(metadata)
+            finally:
+                listener._abstract_name = original
+        server.close()
+
+    run_async(scenario())
