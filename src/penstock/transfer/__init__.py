@@ -18,6 +18,7 @@ from penstock.core.errors import (
     TransferError,
     TransferRefused,
 )
+from penstock.core.kv_layout import KvLayout, RankLayout
 from penstock.transfer.agent import TransferAgent
 from penstock.transfer.arena import Arena
 from penstock.transfer.config import TransferConfig
@@ -31,10 +32,12 @@ __all__ = [
     "ChecksumMismatch",
     "DeadlineExceeded",
     "Descriptors",
+    "KvLayout",
     "MemoryKind",
     "Peer",
     "PeerLost",
     "PreparedTransfer",
+    "RankLayout",
     "Region",
     "RegionInfo",
     "Registration",
