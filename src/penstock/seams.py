@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.core.descriptors import Descriptors, RangePairs, Region, RegionInfo, TransferCost, TransferOp
 from penstock.core.errors import PenstockError, WorkerLost
-from penstock.core.ids import RequestId, WorkerId
+from penstock.core.ids import BlockId, RequestId, WorkerId
 from penstock.core.routing_context import PriceColumns as PriceColumns  # noqa: PLC0414 - goes with the seam
 from penstock.core.routing_context import RoutingContext as RoutingContext  # noqa: PLC0414 - goes with the seam
 from penstock.core.types import (
@@ -73,37 +73,47 @@ class Engine(Protocol):
         ...
 
 
-class BlockAccess(Protocol):
-    """What an engine offers beside `Engine` so that KV can move: whole blocks, named by their hash.
+class KvBlocks(Protocol):
+    """What an engine offers beside `Engine` so that KV can move: its memory, and blocks held while others copy.
 
-    A block of all layers is one contiguous run of `EngineInfo.kv_bytes_per_block` bytes.
-    Only between steps: call it from the task that consumes `steps`, or while the engine is idle.
+    A block of all layers is one contiguous run of `EngineInfo.kv_bytes_per_block` bytes. Held blocks are nobody's to
+    write but the holder's, so that bytes may move while a step computes. Sync, from the event loop.
     """
 
-    def export_blocks(self, block_hashes: HashArray) -> NDArray[np.uint8]:
-        """Copy the leading blocks that are resident.
+    def kv_memory(self) -> object | None:
+        """Give the memory of all blocks, as `penstock.transfer` registers it: block i begins at i times a block's bytes.
 
-        Args:
-            block_hashes: (n, 2) uint64.
-
-        Returns:
-            (m, kv_bytes_per_block) with m <= n: it stops at the first block that is not there.
+        None where the engine keeps none (a mock): holding and publishing are then all there is to a move.
         """
         ...
 
-    def import_blocks(
-        self, block_hashes: HashArray, blocks: NDArray[np.uint8], parent_block_hash: int | None = None
-    ) -> int:
-        """Put blocks into the prefix cache and announce them as stored.
+    def pin(self, block_hashes: HashArray) -> Sequence[BlockId]:
+        """Hold the leading blocks that are resident.
 
         Args:
             block_hashes: (n, 2) uint64, chained.
-            blocks: (n, kv_bytes_per_block).
-            parent_block_hash: low64 of the block before the first, None at the root.
 
         Returns:
-            How many of the leading blocks are resident now; fewer than n when the pool is full.
+            (m,) with m <= n: it stops at the first block that is not there.
         """
+        ...
+
+    def reserve(self, count: int) -> Sequence[BlockId] | None:
+        """Hold `count` blocks to be written; None where what runs will need them."""
+        ...
+
+    def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
+        """Put held blocks whose content is complete into the prefix cache and announce them; they stay held.
+
+        Args:
+            block_ids: (n,) each the child of the one before it.
+            block_hashes: (n, 2) uint64, their names.
+            parent: low64 of the block before the first, None at the root.
+        """
+        ...
+
+    def unpin(self, block_ids: Sequence[BlockId]) -> None:
+        """Let go of what `pin` or `reserve` gave, once each."""
         ...
 
 

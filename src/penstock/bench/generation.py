@@ -106,7 +106,10 @@ async def _engine(
 def _fill(engine: BatchedEngine, info: EngineInfo) -> None:
     """Occupy every block with cached content that no request asks for."""
     hashes = np.random.default_rng(1).integers(0, 2**64, (info.total_blocks, 2), dtype=np.uint64)
-    engine.import_blocks(hashes, np.zeros((info.total_blocks, info.kv_bytes_per_block), dtype=np.uint8))
+    block_ids = engine.reserve(info.total_blocks)
+    assert block_ids is not None, "nothing runs yet"
+    engine.publish(block_ids, hashes, None)
+    engine.unpin(block_ids)
 
 
 @asynccontextmanager

@@ -1,10 +1,7 @@
 """The engine around every runner: scheduler, pool, and the loop that takes them from step to step."""
 
 import asyncio
-from collections.abc import AsyncIterator
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import AsyncIterator, Sequence
 
 from penstock.core.errors import EngineError, PenstockError, Unavailable
 from penstock.core.hashing import DEFAULT_KEY
@@ -24,7 +21,7 @@ _log = get_logger()
 
 
 class BatchedEngine:
-    """Implements `Engine` and `BlockAccess` over a runner.
+    """Implements `Engine` and `KvBlocks` over a runner.
 
     A step that fails ends the requests it was computing and no others; several in a row end the engine.
     Not thread-safe: call everything on one event loop.
@@ -131,48 +128,22 @@ class BatchedEngine:
         self._wake.set()
         await self._runner.close()
 
-    def export_blocks(self, block_hashes: HashArray) -> NDArray[np.uint8]:
-        """Copy the leading blocks that are resident, as `BlockAccess` says."""
-        self.scheduler.check_between_steps()
-        return self._runner.read_blocks(self.pool.match(block_hashes))
+    def kv_memory(self) -> object | None:
+        return self._runner.kv_memory()
 
-    def import_blocks(
-        self, block_hashes: HashArray, blocks: NDArray[np.uint8], parent_block_hash: int | None = None
-    ) -> int:
-        """Put blocks into the prefix cache, as `BlockAccess` says.
+    def pin(self, block_hashes: HashArray) -> list[BlockId]:
+        return self.scheduler.pins.pin(block_hashes)
 
-        Returns:
-            How many of the leading blocks are resident now; no block of a live request makes room for them.
+    def reserve(self, count: int) -> list[BlockId] | None:
+        return self.scheduler.reserve(count)
 
-        Raises:
-            ValueError: not as many blocks as hashes.
-        """
-        self.scheduler.check_between_steps()
-        if len(blocks) != len(block_hashes):
-            raise ValueError(
-                f"import_blocks: {len(block_hashes)} hashes need as many blocks, got {len(blocks)}"
-            )
-        pool = self.pool
-        held: list[BlockId] = []
-        missing: list[int] = []
-        try:
-            for index in range(len(block_hashes)):
-                found = pool.match(block_hashes[index : index + 1])
-                if found:
-                    pool.acquire(found)
-                else:
-                    taken = pool.allocate(1)
-                    if taken is None:
-                        break
-                    found = taken
-                    missing.append(index)
-                held += found
-            self._runner.write_blocks([held[index] for index in missing], blocks[missing])
-            pool.commit(held, block_hashes[: len(held)], parent_block_hash)
-        finally:
-            pool.release(held)
-            self._wake.set()
-        return len(held)
+    def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
+        self.scheduler.pins.publish(block_ids, block_hashes, parent)
+        self._wake.set()
+
+    def unpin(self, block_ids: Sequence[BlockId]) -> None:
+        self.scheduler.pins.unpin(block_ids)
+        self._wake.set()
 
     @property
     def scheduler(self) -> Scheduler:

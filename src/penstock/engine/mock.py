@@ -7,7 +7,6 @@ moves to another worker goes on exactly; with temperature 0 seed and choice play
 import asyncio
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -188,14 +187,8 @@ class MockRunner:
         await self._spend(self._config.timing.seconds(plan, table) / self._config.speedup)
         return sampled
 
-    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        if self._kv is None:
-            return np.zeros((len(block_ids), 0), dtype=np.uint8)
-        return self._kv.read(block_ids)
-
-    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
-        if self._kv is not None:
-            self._kv.write(block_ids, blocks)
+    def kv_memory(self) -> object | None:
+        return None if self._kv is None else self._kv.memory
 
     async def close(self) -> None:
         """Forget the memory."""

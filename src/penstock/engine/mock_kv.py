@@ -4,7 +4,6 @@ Block tables, sharing, chunks, preemption and moves are thereby checked on every
 KV that belongs to another prefix is an error, where a model would only answer nonsense.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,9 @@ class MockKv:
 
     def __init__(self, shape: RunnerInfo) -> None:
         self._block_size = shape.block_size
-        self._memory = np.zeros((shape.num_blocks, shape.kv_bytes_per_block), dtype=np.uint8)
-        self._cells = self._memory[:, : self.bytes_needed(shape.block_size)].view("<u8")
+        self.memory = np.zeros((shape.num_blocks, shape.kv_bytes_per_block), dtype=np.uint8)
+        """(num_blocks, kv_bytes_per_block); what comes from elsewhere is written here."""
+        self._cells = self.memory[:, : self.bytes_needed(shape.block_size)].view("<u8")
         powers = np.full(shape.context_length, _BASE, dtype=np.uint64)
         powers[0] = 1
         self._powers = np.cumprod(powers)
@@ -58,13 +58,6 @@ class MockKv:
         digests = before + self._terms(table.token_ids[slots, position], position)
         self._cells[self._places(table, slots, position)] = digests
         self._digests[slots] = digests
-
-    def read(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        copied: NDArray[np.uint8] = self._memory[list(block_ids)]
-        return copied
-
-    def write(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
-        self._memory[list(block_ids)] = blocks
 
     def _prefill(self, table: SequenceTable, slot: int, num_new: int) -> None:
         start = int(table.num_computed[slot])

@@ -5,13 +5,10 @@ where they differ. It owns the model and the memory of the blocks, and knows nei
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.core.log import get_logger
 from penstock.core.types import Tier
@@ -85,12 +82,8 @@ class Runner(Protocol):
         """
         ...
 
-    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copy blocks out: (n, kv_bytes_per_block). Never called during `run`."""
-        ...
-
-    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
-        """Copy (n, kv_bytes_per_block) bytes in. Never called during `run`."""
+    def kv_memory(self) -> object | None:
+        """Give the memory of all blocks, as `seams.KvBlocks` says."""
         ...
 
     async def close(self) -> None:
@@ -101,17 +94,14 @@ class Runner(Protocol):
 class BlockingRunner(Protocol):
     """A `Runner` whose methods block, as a model's forward pass does; `ThreadedRunner` makes it one.
 
-    `start`, `run` and `close` are called on one and the same thread, `read_blocks` and `write_blocks` on the
-    event loop's, never at the same time.
+    `start`, `run` and `close` are called on one and the same thread, `kv_memory` on the event loop's after `start`.
     """
 
     def start(self) -> RunnerInfo: ...
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled: ...
 
-    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]: ...
-
-    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None: ...
+    def kv_memory(self) -> object | None: ...
 
     def close(self) -> None: ...
 
@@ -130,11 +120,8 @@ class ThreadedRunner:
     async def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.run, plan, table)
 
-    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        return self._runner.read_blocks(block_ids)
-
-    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
-        self._runner.write_blocks(block_ids, blocks)
+    def kv_memory(self) -> object | None:
+        return self._runner.kv_memory()
 
     async def close(self) -> None:
         """Wait for the step under way, then release the runner."""

@@ -7,6 +7,7 @@ Work per step is a few array operations over slots; Python runs per row only whe
 border or ends, and to build its delta.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import count
 
@@ -22,6 +23,7 @@ from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
 from penstock.engine.slots import Int32s, Slots
 from penstock.kv.onboarding import Onboarding
+from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
 from penstock.kv.tiers import TierBlocks, TieredPool
 
@@ -66,6 +68,8 @@ class Scheduler:
         self._under_way: StepPlan | None = None
         self._aborted_slots: set[int] = set()  # of the step under way
         self._head_blocked = False  # the first waiting request did not fit, and no block was given back since
+        self.pins = Pins(pool, self._on_pins_changed)
+        """Blocks held for transfers."""
         self._steps = self._preemptions = 0
         self._prefilled_tokens = self._prefix_hit_tokens = self._generated_tokens = 0
 
@@ -178,6 +182,12 @@ class Scheduler:
         """Raise AssertionError while the table and the blocks are a runner's."""
         assert self._under_way is None, "a step is under way: blocks may move only between steps"
 
+    def reserve(self, count: int) -> list[BlockId] | None:
+        """Hold blocks to be written from outside; None where what runs will need them soon."""
+        if count + self._blocks_reserved() > self._pool.num_available:
+            return None
+        return self.pins.reserve(count)
+
     def load(self) -> WorkerLoad:
         table, pool = self.table, self._pool
         running = self._slots.running_array()
@@ -208,9 +218,9 @@ class Scheduler:
         self._waiting.check()
         if self._onboarding is not None:
             self._onboarding.check()
-        assert self._slots.holders() == self._pool.references(), (
-            "sequences hold other blocks than the pool thinks"
-        )
+        held = Counter(self._slots.holders())
+        held.update(self.pins.holders())
+        assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
         known = len(self._by_id) + len(self._aborted_slots)
         assert known == len(self._slots.running) + len(self._waiting), "a request is lost"
         if self._waiting and self._slots.running:
@@ -406,6 +416,9 @@ class Scheduler:
                 Delta(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error.to_info())
             )
         return deltas
+
+    def _on_pins_changed(self) -> None:
+        self._head_blocked = False
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.slot is not None:

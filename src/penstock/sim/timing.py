@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.core.wire import TokenArray
 from penstock.engine.runner import RunnerInfo
@@ -105,11 +104,8 @@ class TimingRunner:
             token_ids[row] = next_token(table.token_ids[slot, : table.num_tokens[slot]])
         return Sampled(token_ids)
 
-    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        return np.zeros((len(block_ids), self._info.kv_bytes_per_block), dtype=np.uint8)
-
-    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
-        """Forget them: nothing is ever read."""
+    def kv_memory(self) -> object | None:
+        return None
 
     async def close(self) -> None:
         """There is nothing to release."""

@@ -1,5 +1,6 @@
 """The part of the engine suite about KV blocks: prefix cache, events, pressure, moves, and the load that tells of them."""
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -12,7 +13,14 @@ from penstock.core.hashing import DEFAULT_KEY, block_hashes
 from penstock.core.types import BlockRemoved, BlockStored
 from penstock.core.wire import PackedHashes, unpack_hashes
 from penstock.testing.engine_case import SETUP, EngineCase, reference_engine
-from penstock.testing.engine_probe import Answer, kv_event_trace, make_request, make_workload
+from penstock.testing.engine_probe import (
+    Answer,
+    block_bytes,
+    kv_event_trace,
+    make_request,
+    make_workload,
+    move_blocks,
+)
 from penstock.testing.loop import run_async
 
 
@@ -168,16 +176,17 @@ class EngineBlocks(EngineCase):
         async def main() -> None:
             async with self.probe() as source, self.probe() as target:
                 (expected,) = await source.run(request)
-                blocks = source.engine.export_blocks(hashes)
-                assert blocks.shape == (6, source.info.kv_bytes_per_block)
-                assert source.engine.export_blocks(hashes[:0]).shape == (0, source.info.kv_bytes_per_block)
-                assert target.engine.export_blocks(hashes).shape[0] == 0
-                first = target.engine.import_blocks(hashes[:2], blocks[:2])
-                second = target.engine.import_blocks(hashes[2:], blocks[2:], int(hashes[1, 0]))
-                assert (first, second) == (2, 4)
-                assert target.engine.import_blocks(hashes, blocks) == 6
-                assert target.engine.load().active_blocks == 0
-                np.testing.assert_array_equal(target.engine.export_blocks(hashes), blocks)
+                assert target.engine.pin(hashes) == []
+                assert move_blocks(source, target, hashes[:2]) == 2
+                assert move_blocks(source, target, hashes) == 6
+                assert move_blocks(source, target, hashes) == 6
+                assert target.engine.load().active_blocks == source.engine.load().active_blocks == 0
+                found, copied = (
+                    block_bytes(probe.engine, probe.info)[list(probe.engine.pin(hashes))]
+                    for probe in (source, target)
+                )
+                np.testing.assert_array_equal(found, copied)
+                assert target.engine.load().active_blocks == 6
                 (answer,) = await target.run(request)
                 assert answer.cached_tokens == 6 * size
                 assert answer.token_ids == expected.token_ids
@@ -187,7 +196,51 @@ class EngineBlocks(EngineCase):
 
         run_async(main())
 
-    def test_an_import_takes_no_more_than_fits(self) -> None:
+    def test_held_blocks_stay_whatever_else_runs(self) -> None:
+        size = SETUP.block_size
+        prompt = self.prompt(4 * size)
+        hashes = block_hashes(np.array(prompt, dtype=np.int32), size)
+
+        async def main() -> None:
+            async with self.probe(replace(SETUP, kv_blocks=12)) as probe:
+                await probe.run(make_request("a", prompt, max_tokens=1))
+                pinned = probe.engine.pin(hashes)
+                before = block_bytes(probe.engine, probe.info)[list(pinned)].copy()
+                for index in range(6):
+                    await probe.run(
+                        make_request(f"other{index}", self.prompt(5 * size, index + 1), max_tokens=size)
+                    )
+                np.testing.assert_array_equal(block_bytes(probe.engine, probe.info)[list(pinned)], before)
+                (again,) = await probe.run(make_request("b", prompt, max_tokens=1))
+                assert again.cached_tokens == 3 * size
+                assert probe.engine.load().active_blocks == 4
+                probe.engine.unpin(pinned)
+                assert probe.engine.load().active_blocks == 0
+                (large,) = await probe.run(make_request("c", self.prompt(10 * size, 99), max_tokens=size))
+                assert large.error is None
+
+        run_async(main())
+
+    def test_a_request_that_held_blocks_kept_out_runs_when_they_are_let_go(self) -> None:
+        size = SETUP.block_size
+
+        async def main() -> None:
+            async with self.probe(replace(SETUP, kv_blocks=12)) as probe:
+                reserved = probe.engine.reserve(8)
+                assert reserved is not None
+                assert len(set(reserved)) == 8
+                assert probe.engine.reserve(5) is None
+                probe.submit(make_request("a", self.prompt(6 * size), max_tokens=2))
+                async with asyncio.TaskGroup() as group:
+                    ending = group.create_task(probe.finish())
+                    await asyncio.sleep(0.01)
+                    assert not ending.done()
+                    probe.engine.unpin(reserved)
+                assert probe.answers["a"].error is None
+
+        run_async(main())
+
+    def test_no_block_is_reserved_that_a_running_request_will_need(self) -> None:
         size = SETUP.block_size
         prompt = self.prompt(12 * size)
         hashes = block_hashes(np.array(prompt, dtype=np.int32), size)
@@ -195,12 +248,13 @@ class EngineBlocks(EngineCase):
         async def main() -> None:
             async with self.probe() as source, self.probe(replace(SETUP, kv_blocks=10)) as target:
                 await source.run(make_request("a", prompt, max_tokens=1))
-                blocks = source.engine.export_blocks(hashes)
                 target.submit(make_request("live", self.prompt(3 * size, 1), max_tokens=4 * size))
                 await target.step()
                 held = target.engine.load().active_blocks
-                assert target.engine.import_blocks(hashes, blocks) == 10 - held
+                assert target.engine.reserve(10 - held) is None
+                assert move_blocks(source, target, hashes[:3]) == 3
                 await target.finish()
+                assert target.engine.load().preemptions == 0
                 assert target.resident().total() == target.engine.load().cached_blocks
 
         run_async(main())

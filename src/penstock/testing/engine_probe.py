@@ -1,11 +1,15 @@
 """What the engine suite drives engines with, step by step; of use to tests of an engine of your own."""
 
+import ctypes
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import RequestId
@@ -21,8 +25,9 @@ from penstock.core.types import (
     Step,
     TokenLogprob,
 )
-from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
-from penstock.seams import BlockAccess, Engine
+from penstock.core.wire import HashArray, pack_tokens, unpack_hashes, unpack_tokens
+from penstock.seams import Engine, KvBlocks
+from penstock.transfer.buffers import region_of
 
 _STEPS_MAX = 20_000
 
@@ -50,8 +55,8 @@ class Answer:
     error: ErrorInfo | None = None
 
 
-class MovingEngine(Engine, BlockAccess, Protocol):
-    """An engine whose blocks can be read and written."""
+class MovingEngine(Engine, KvBlocks, Protocol):
+    """An engine whose blocks can be held, read and written."""
 
 
 class EngineProbe:
@@ -224,3 +229,28 @@ async def kv_event_trace(engine: MovingEngine, workload: Iterable[Arrival]) -> l
             case AllBlocksCleared():
                 trace.append(("cleared",))
     return trace
+
+
+def block_bytes(engine: KvBlocks, info: EngineInfo) -> NDArray[np.uint8]:
+    """View an engine's memory as (blocks, kv_bytes_per_block); no columns where it keeps none."""
+    memory = engine.kv_memory()
+    if memory is None:
+        return np.zeros((info.total_blocks, 0), np.uint8)
+    region = region_of(memory)
+    view = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
+    return np.ctypeslib.as_array(view).reshape(-1, info.kv_bytes_per_block)
+
+
+def move_blocks(source: "EngineProbe", target: "EngineProbe", hashes: HashArray) -> int:
+    """Copy the leading blocks that the source has and the target has not; returns how many the target has now."""
+    held = target.engine.pin(hashes)
+    pinned = source.engine.pin(hashes)
+    missing = pinned[len(held) :]
+    reserved = target.engine.reserve(len(missing)) or []
+    copied = missing[: len(reserved)]
+    block_bytes(target.engine, target.info)[reserved] = block_bytes(source.engine, source.info)[copied]
+    parent = int(hashes[len(held) - 1, 0]) if held else None
+    target.engine.publish(reserved, hashes[len(held) : len(held) + len(reserved)], parent)
+    target.engine.unpin([*held, *reserved])
+    source.engine.unpin(pinned)
+    return len(held) + len(reserved)

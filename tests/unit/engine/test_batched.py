@@ -37,11 +37,8 @@ class Counting:
             raise RuntimeError("the device fell over")
         return Sampled(np.where(plan.samples, 1, -1).astype(np.int32))
 
-    def read_blocks(self, block_ids):
-        return np.zeros((len(block_ids), 0), dtype=np.uint8)
-
-    def write_blocks(self, block_ids, blocks):
-        raise OSError("no such memory")
+    def kv_memory(self):
+        return None
 
     def close(self):
         self.threads.add(threading.get_ident())
@@ -94,7 +91,7 @@ def test_the_loop_runs_while_a_step_computes_and_close_waits_for_it():
             stepping = group.create_task(probe.step())
             await asyncio.sleep(0.01)
             with pytest.raises(AssertionError, match="under way"):
-                probe.engine.export_blocks(np.zeros((1, 2), dtype=np.uint64))
+                probe.engine.scheduler.check_between_steps()
             closing = group.create_task(probe.engine.close())
             await asyncio.sleep(0.01)
             assert not stepping.done()
@@ -114,20 +111,5 @@ def test_nothing_is_taken_after_close():
             with pytest.raises(Unavailable, match="closed"):
                 probe.engine.submit(make_request("a", [1]))
             assert [step async for step in probe.engine.steps()] == []
-
-    run_async(main())
-
-
-def test_a_failed_import_leaves_nothing_behind():
-    async def main():
-        async with EngineProbe(engine(Counting())) as probe:
-            hashes = np.arange(6, dtype=np.uint64).reshape(3, 2)
-            with pytest.raises(OSError, match="no such memory"):
-                probe.engine.import_blocks(hashes, np.zeros((3, 0), dtype=np.uint8))
-            load = probe.engine.load()
-            assert (load.active_blocks, load.cached_blocks) == (0, 0)
-            with pytest.raises(ValueError, match="3 hashes need as many blocks, got 2"):
-                probe.engine.import_blocks(hashes, np.zeros((2, 0), dtype=np.uint8))
-            probe.engine.pool.check()
 
     run_async(main())

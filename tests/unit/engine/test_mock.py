@@ -173,11 +173,11 @@ def test_kv_of_another_prefix_is_noticed():
     kv.compute(plan(1, 1), table)
     table.num_computed[0], table.num_tokens[0] = 7, 9
     kv.compute(plan(2, 0), table)
-    blocks = kv.read([2, 0])
-    kv.write([0, 2], blocks)
+    blocks = kv.memory[[2, 0]]
+    kv.memory[[0, 2]] = blocks
     with pytest.raises(EngineError, match="7 tokens belongs to other prefixes"):
         kv.compute(plan(2, 0), table)
-    kv.write([2, 0], blocks)
+    kv.memory[[2, 0]] = blocks
     kv.compute(plan(2, 0), table)
     table.token_ids[0, 0] = 40
     with pytest.raises(EngineError, match="other prefixes"):

@@ -1,12 +1,9 @@
 """The KV blocks' memory: block-first, so that a block of all layers is one contiguous slab to copy or send."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError
 
@@ -51,28 +48,6 @@ class KvMemory:
         """By layer: keys and values as views of (num_blocks + 1, block_size, num_kv_heads, head_dim)."""
         self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in self.by_token]
         """By layer: the same as views of (num_blocks + 1, a block's elements), for gathering whole blocks."""
-        self._slabs = self.storage.view(num_blocks + _SPARE_BLOCKS, -1).view(torch.uint8)
-
-    def read(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copy blocks out: (n, block bytes)."""
-        copied: NDArray[np.uint8] = self._slabs[self._index(block_ids)].cpu().numpy()
-        return copied
-
-    def write(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
-        """Copy (n, block bytes) in."""
-        expected = (len(block_ids), self._slabs.shape[1])
-        if blocks.shape != expected:
-            raise ValueError(f"blocks: expected shape {expected}, got {blocks.shape}")
-        source = torch.from_numpy(np.require(blocks, np.uint8, ["C", "W"]))
-        self._slabs[self._index(block_ids)] = source.to(self._slabs.device)
-
-    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
-        index = np.asarray(block_ids, dtype=np.int64)
-        if index.size and (index.min() < 0 or index.max() >= self.num_blocks):
-            raise ValueError(
-                f"block_ids: must be in 0..{self.num_blocks - 1}, got {index.min()}..{index.max()}"
-            )
-        return torch.from_numpy(index).to(self._slabs.device)
 
 
 class Gather:

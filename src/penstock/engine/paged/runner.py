@@ -1,6 +1,5 @@
 """Runs a model's steps on one device: build the batch, write and read paged KV, sample."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,11 +128,9 @@ class PagedRunner:
             logits = parts.model.logits(tokens[0], tokens[1], last_tokens, step)
             return parts.sampler.sample(logits, batch.sampling)
 
-    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        return self._loaded.memory.read(block_ids)
-
-    def write_blocks(self, block_ids: Sequence[int], blocks: NDArray[np.uint8]) -> None:
-        self._loaded.memory.write(block_ids, blocks)
+    def kv_memory(self) -> object:
+        memory: KvMemory = self._loaded.memory
+        return memory.storage
 
     def close(self) -> None:
         """Release the model and the memory."""
