@@ -16,6 +16,9 @@ BENCHES = hashing pool mock cancel engine router
 VENV = .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed-native-$(NATIVE)
+# What only tests need and nobody gets by installing Penstock: 339 MB, and it would bring a second torch along.
+NIXL = nixl-cu12==1.5.1
+NIXL_STAMP = $(VENV)/.installed-$(NIXL)
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_block_pool_machine.py \
@@ -41,7 +44,7 @@ help:
 demo: venv
 	@$(BIN)/penstock serve --demo --port $(PORT) --first-chat
 
-test: venv
+test: venv $(NIXL_STAMP)
 	$(BIN)/pytest
 
 check: lint types floors test-unit test-other
@@ -105,6 +108,10 @@ $(STAMP): pyproject.toml Makefile $(NATIVE_SOURCES) | $(BIN)/pip
 	    print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
 	@PENSTOCK_NATIVE=$(NATIVE) $(BIN)/pip install -q --no-build-isolation \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[engine,dev]'
+	@touch $@
+
+$(NIXL_STAMP): $(STAMP)
+	@$(BIN)/pip install -q --no-deps $(NIXL)
 	@touch $@
 
 clean:

@@ -33,6 +33,7 @@ from penstock.transfer.metadata import (
     encode_metadata,
     host_fingerprint,
 )
+from penstock.transfer.nixl import NixlTransport
 from penstock.transfer.pairs import pair_ranges
 from penstock.transfer.peer import Peer, Way
 from penstock.transfer.prepared import PreparedTransfer
@@ -47,7 +48,10 @@ _REFUSALS_KEPT = 64
 
 def default_transports(config: TransferConfig) -> list[Transport]:
     """Make one of each transport there is; those that cannot work here say so when they start."""
-    return [MemoryTransport(threads=config.threads, inline_bytes_max=config.inline_bytes_max)]
+    return [
+        MemoryTransport(threads=config.threads, inline_bytes_max=config.inline_bytes_max),
+        NixlTransport(),
+    ]
 
 
 class TransferAgent:

@@ -1,0 +1,270 @@
+"""Transport `nixl`: everything that NVIDIA's NIXL reaches through UCX: RDMA, NVLink, TCP, memory of this host.
+
+The wheel is optional, and NIXL is loaded when a peer needs it. Each of the two agents has an agent of NIXL's beside it;
+what these have to know of each other goes over the link, so that it does not lengthen the metadata. An owner gives
+NIXL's keys to memory only for regions whose keys the peer shows.
+"""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.core.descriptors import Descriptors, MemoryKind, Region, RegionInfo, TransferCost, TransferOp
+from penstock.core.errors import (
+    PenstockError,
+    ProtocolError,
+    TransferError,
+    TransferRefused,
+)
+from penstock.seams import Link, TransferChannel, TransportHost
+from penstock.transfer.checksum import Sums as SumArray
+from penstock.transfer.checksum import checksum_ranges
+from penstock.transfer.nixl_channel import KINDS, NAME, NixlChannel
+from penstock.transfer.nixl_frames import (
+    Asked,
+    Given,
+    Place,
+    Refused,
+    SumRanges,
+    Sums,
+    Want,
+    decode_frame,
+    encode_frame,
+)
+from penstock.transfer.nixl_thread import NixlThread, find_module, load_bindings
+from penstock.transfer.regions import addresses_of, distinct
+
+_CONTACT = b"1"
+"""The version of what the two sides say to each other."""
+_QUESTIONS_MAX = 256
+"""Of one link, unanswered."""
+_READ, _WRITE = TransferOp.READ, TransferOp.WRITE
+_SAME_HOST = TransferCost(start_s=2e-4, range_s=1e-6, bytes_per_s=8e9)
+_COSTS = {
+    "same host": {_READ: _SAME_HOST, _WRITE: _SAME_HOST},
+    "rdma": dict.fromkeys((_READ, _WRITE), TransferCost(start_s=1e-4, range_s=2e-7, bytes_per_s=20e9)),
+    "tcp": {
+        _READ: TransferCost(start_s=3e-4, range_s=5e-6, bytes_per_s=1.2e9),
+        _WRITE: TransferCost(start_s=3e-4, range_s=5e-6, bytes_per_s=3e9),
+    },
+}
+"""UCX between two processes of a host, and over its TCP: measured, 2 cores of an AMD EPYC. RDMA: a guess."""
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+class NixlTransport:
+    """Both sides of transfers by NIXL."""
+
+    name = NAME
+    checksums = False
+
+    def __init__(
+        self, find: Callable[[], object] = find_module, bindings: Callable[[], Any] = load_bindings
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            find: raises TransferError where NIXL is not installed.
+            bindings: imports NIXL's bindings.
+        """
+        self.places: dict[int, Place] = {}
+        self.failed: dict[int, str] = {}
+        self._find = find
+        self._bindings = bindings
+        self._host: TransportHost | None = None
+        self._owners: dict[int, object] = {}
+        self._registered: dict[int, Any] = {}  # NIXL's lists; its thread's own
+        self._opening: asyncio.Lock = asyncio.Lock()
+        self._thread: NixlThread | None = None
+        self._channels: dict[Link, NixlChannel] = {}
+        self._answering: dict[Link, int] = {}
+        self._summing: set[asyncio.Future[SumArray]] = set()
+
+    async def start(self, host: TransportHost) -> None:
+        self._find()
+        self._host = host
+
+    def contact(self) -> bytes:
+        return _CONTACT
+
+    def register(self, region_id: int, region: Region) -> bytes | None:
+        kind = KINDS.get(region.kind)
+        if kind is None:
+            return None
+        self.places[region_id] = Place(kind=kind, address=region.address, device=region.device)
+        self._owners[region_id] = region
+        if self._thread is not None:
+            self._submit_region(self._thread, region_id, region)
+        return b""
+
+    async def deregister(self, region_id: int) -> None:
+        self.places.pop(region_id, None)
+        self.failed.pop(region_id, None)
+        if self._summing:
+            await asyncio.wait(self._summing)
+        thread = self._thread
+        if thread is not None:
+
+            def forget() -> None:
+                described = self._registered.pop(region_id, None)
+                if described is not None:
+                    thread.agent.deregisterMem(described, [thread.backend])
+
+            await thread.call(forget)
+        self._owners.pop(region_id, None)
+
+    async def connect(
+        self, link: Link | None, contact: bytes, regions: Mapping[int, RegionInfo]
+    ) -> TransferChannel:
+        if link is None:
+            raise TransferError("NIXL moves between agents; within one, others do")
+        if contact != _CONTACT:
+            raise TransferError(
+                f"agent {link.peer} speaks version {contact!r} of nixl, this one {_CONTACT!r}"
+            )
+        where = "same host" if link.same_host else "rdma" if _has_rdma() else "tcp"
+        channel = self._channels[link] = NixlChannel(self, link, regions, _COSTS[where])
+        if not link.same_host:  # there it is seldom the fastest, so NIXL is loaded when it is used
+            try:
+                await channel.meet()
+            except BaseException:
+                await channel.close()
+                raise
+        return channel
+
+    def receive(self, link: Link, payload: bytes) -> None:
+        frame = decode_frame(payload, link.peer)
+        if isinstance(frame, (Want, SumRanges)):
+            self._asked(link, frame)
+            return
+        channel = self._channels.get(link)
+        if channel is not None:
+            channel.answered(frame)
+
+    def accept(self, link: Link, stream: socket.socket) -> None:
+        stream.close()
+        raise TransferRefused(f"agent {link.peer}: transport nixl uses no streams")
+
+    def lost(self, link: Link, error: PenstockError) -> None:
+        channel = self._channels.get(link)
+        if channel is not None:
+            channel.fail(error)
+            if self._thread is not None:
+                for flight in channel.flights:
+                    self._thread.abandon(flight)
+            self.closed(channel)
+
+    async def close(self) -> None:
+        async with self._opening:
+            thread, self._thread, self._host = self._thread, None, None
+        if thread is not None:
+            await thread.close()
+        self._owners.clear()
+
+    # -- for channels ---------------------------------------------------------------------------------------------
+
+    async def thread(self) -> NixlThread:
+        async with self._opening:
+            if self._host is None:
+                raise TransferError("nixl is closed")
+            if self._thread is None:
+                thread = NixlThread(f"{self._host.name}-{secrets.token_hex(4)}", self._bindings)
+                try:
+                    await thread.open()
+                except BaseException:
+                    await thread.close()
+                    raise
+                self._thread = thread
+                for region_id in self.places:
+                    self._submit_region(thread, region_id, self._host.region(region_id))
+            return self._thread
+
+    async def sum(self, ranges: Descriptors) -> SumArray:
+        bases = {region_id: place.address for region_id, place in self.places.items()}
+        work = asyncio.get_running_loop().run_in_executor(
+            None, checksum_ranges, addresses_of(ranges, bases), np.ascontiguousarray(ranges.lengths)
+        )
+        self._summing.add(work)
+        work.add_done_callback(self._summing.discard)
+        return await work
+
+    def closed(self, channel: NixlChannel) -> None:
+        if self._channels.pop(channel.link, None) is None:
+            return
+        thread, name = self._thread, channel.remote_name
+        if thread is not None and name:
+            thread.submit(lambda: thread.agent.invalidateRemoteMD(name))
+
+    # -- for peers ------------------------------------------------------------------------------------------------
+
+    def _asked(self, link: Link, asked: Asked) -> None:
+        if link.initiated:
+            raise ProtocolError(f"agent {link.peer}: asks for memory over a link that it did not open")
+        if self._answering.get(link, 0) >= _QUESTIONS_MAX:
+            raise ProtocolError(f"agent {link.peer}: more than {_QUESTIONS_MAX} questions at once")
+        assert self._host is not None, "started"
+        self._answering[link] = self._answering.get(link, 0) + 1
+        self._host.spawn(self._answer(link, asked))
+
+    async def _answer(self, link: Link, asked: Asked) -> None:
+        try:
+            answer = await (self._give(link, asked) if isinstance(asked, Want) else self._sums(link, asked))
+        except PenstockError as error:
+            answer = Refused(ask_id=asked.ask_id, error=error.to_info())
+        finally:
+            left = self._answering.pop(link) - 1
+            if left:
+                self._answering[link] = left
+        link.send(NAME, encode_frame(answer))
+
+    async def _give(self, link: Link, want: Want) -> Given | Refused:
+        region_ids = list(want.keys)
+        assert self._host is not None, "started"
+        nothing = np.zeros(len(region_ids), np.uint64)
+        ids = np.array(region_ids, np.uint64)
+        self._host.authorize(link.peer, want.keys, Descriptors(ids, nothing, nothing), want.op)
+        thread = await self.thread()
+
+        def export() -> bytes:
+            described = [(region_id, self._registered.get(region_id)) for region_id in region_ids]
+            for region_id, found in described:
+                if found is None:
+                    why = self.failed.get(region_id, "it is gone")
+                    raise TransferRefused(f"region {region_id} of agent {thread.name}: {why}")
+            return thread.export([found for _, found in described])
+
+        metadata = await thread.call(export)
+        places = {region_id: self.places[region_id] for region_id in region_ids if region_id in self.places}
+        return Given(ask_id=want.ask_id, metadata=metadata, places=places)
+
+    async def _sums(self, link: Link, asked: SumRanges) -> Sums | Refused:
+        assert self._host is not None, "started"
+        ranges = asked.ranges
+        self._host.authorize(link.peer, asked.keys, ranges, TransferOp.READ)
+        for region_id in distinct(ranges.region_ids):
+            if self._host.region(region_id).kind is MemoryKind.VRAM:
+                raise TransferRefused(f"region {region_id}: no checksums of vram")
+        sums = await self.sum(ranges)
+        return Sums(ask_id=asked.ask_id, sums=sums.astype("<u4").tobytes())
+
+    def _submit_region(self, thread: NixlThread, region_id: int, region: Region) -> None:
+        def register() -> None:
+            row = np.array([[region.address, region.size_bytes, region.device]], np.uint64)
+            described = thread.describe(row, KINDS[region.kind])
+            try:
+                thread.agent.registerMem(described, [thread.backend])
+            except Exception as error:  # noqa: BLE001 - told to whoever uses the region
+                self.failed[region_id] = f"NIXL does not register it: {thread.worded(error).message}"
+            else:
+                self._registered[region_id] = described
+
+        thread.submit(register)
+
+
+def _has_rdma() -> bool:
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())

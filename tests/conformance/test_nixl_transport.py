@@ -1,0 +1,15 @@
+"""NIXL between two agents of this process, over what UCX finds here. `make test` installs NIXL."""
+
+import pytest
+
+from penstock.testing.transport import PeerTransportSuite
+from penstock.testing.transport_harness import TwoAgents
+from penstock.transfer.nixl import NixlTransport
+
+pytestmark = pytest.mark.slow
+
+
+class TestNixlTransport(PeerTransportSuite):
+    @staticmethod
+    def harness(size_bytes: int) -> TwoAgents:
+        return TwoAgents(lambda: [NixlTransport()], size_bytes=size_bytes)
