@@ -43,7 +43,7 @@ class HoldMachine(RuleBasedStateMachine):
             request_id=RequestId("r"), model="m", token_ids=pack_tokens(range(tokens)),
             sampling=SamplingParams(max_tokens=1), tenant=tenant, priority=priority,
         )  # fmt: skip
-        held = Held(request, self.now_s, work_s)
+        held = Held(request, self.now_s, work_s, share_s=work_s / 3)
         mine = sum(one.tenant == tenant for one in self.waiting)
         refused = len(self.waiting) >= 24 or (mine and mine >= 24 - len(self.waiting))
         if refused:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+TOKEN_S_MIN = 1e-9
+"""No prompt token takes less: 100 PFLOP/s on a model of 50 million parameters."""
+
 
 @dataclass(frozen=True, slots=True)
 class PriceColumns:

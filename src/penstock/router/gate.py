@@ -160,11 +160,13 @@ class Gate:
         )
 
     def _hold(self, place: Place, quote: Quote) -> None:
-        lane, work_s = _lane(quote.request), quote.work_s()
+        lane, eligible = _lane(quote.request), quote.context.eligible
         held = Held(
             place.waiting.request,
             since_s=quote.context.now_s,
-            work_s=float(work_s[quote.context.eligible].min()),
+            work_s=float(quote.work_s()[eligible].min()),
+            wait_s=float(quote.waits_s()[eligible].min()),
+            share_s=quote.share_s(),
         )
         queue = self._queues.get(lane) or HoldQueue(self._config)
         try:

@@ -31,6 +31,10 @@ class Held:
     since_s: float
     work_s: float
     """What it takes at best, as predicted when it came."""
+    wait_s: float = 0.0
+    """Until there is room for it anywhere, as predicted when it came."""
+    share_s: float = 0.0
+    """What all workers together take to compute its prompt, none of it cached."""
     turn: tuple[float, int] = (0.0, 0)
 
     @property
@@ -120,6 +124,7 @@ class HoldQueue:
             for priority in _PRIORITIES
         }
         self._num_held = self._num_seen = 0
+        self._share_s = 0.0
         self._of_tenant: dict[str, int] = {}
         self._clock = 0.0
         self._left_at_s: deque[float] = deque(maxlen=_RATE_OVER)
@@ -140,7 +145,7 @@ class HoldQueue:
             raise self._refusal(
                 f"model {model}: every worker is busy and {self._num_held} requests wait, the limit"
                 " (router.hold.requests_max); try again later",
-                held.since_s,
+                held,
             )
         if mine and mine >= size - self._num_held:
             whose = f"tenant {held.tenant!r}'s" if held.tenant else "of no tenant"
@@ -148,7 +153,7 @@ class HoldQueue:
                 f"model {model}: every worker is busy, {self._num_held} of at most {size} requests"
                 f" (router.hold.requests_max) wait, and {mine} of them are {whose}, as many as there is room left or"
                 " more; try again later",
-                held.since_s,
+                held,
             )
             refusal.http_status = 429
             raise refusal
@@ -158,6 +163,7 @@ class HoldQueue:
         held.turn = self.turn_s(held, held.work_s), self._num_seen
         self._num_seen += 1
         self._num_held += 1
+        self._share_s += held.share_s
         self._of_tenant[held.tenant] = mine + 1
         lines.add(held)
 
@@ -192,10 +198,13 @@ class HoldQueue:
         """Say whose turn is earlier: who came earlier, unless it takes much more."""
         return held.since_s + min(self._config.work_weight * work_s, self._config.overtaken_s_max)
 
-    def drain_s(self, now_s: float) -> float:
-        """Predict how long those that wait now will take to leave, at the pace of the last ones."""
+    def drain_s(self, now_s: float, wait_s: float = 0.0) -> float:
+        """Predict how long those that wait now will take to leave.
+
+        At the pace of the last ones; before there were two, their prompts' at the workers' after `wait_s`, when there is room.
+        """
         if len(self._left_at_s) < 2:
-            return _RETRY_AFTER_S_MAX / 2 if self._num_held else 0.0
+            return wait_s + self._share_s
         pace_s = (now_s - self._left_at_s[0]) / len(self._left_at_s)
         return self._num_held * pace_s
 
@@ -203,6 +212,9 @@ class HoldQueue:
         """Raise AssertionError where counts, bounds or order are broken."""
         waiting = [h for lines in self._by_priority.values() for line in lines for h in line.held]
         assert len(waiting) == self._num_held, f"{self._num_held} are counted, {len(waiting)} wait"
+        assert math.isclose(self._share_s, sum(held.share_s for held in waiting), abs_tol=1e-6), (
+            f"shares of those that wait: {self._share_s}"
+        )
         assert self._num_held <= self._config.requests_max, f"{self._num_held} wait, past the bound"
         of_tenant: dict[str, int] = {}
         for held in waiting:
@@ -214,12 +226,13 @@ class HoldQueue:
     def _remove(self, held: Held, *, charged: bool) -> None:
         self._by_priority[_priority(held.request)].remove(held, charged=charged)
         self._num_held -= 1
+        self._share_s -= held.share_s
         self._of_tenant[held.tenant] -= 1
         if not self._of_tenant[held.tenant]:
             del self._of_tenant[held.tenant]
 
-    def _refusal(self, message: str, now_s: float) -> Overloaded:
-        drain_s = self.drain_s(now_s)
+    def _refusal(self, message: str, held: Held) -> Overloaded:
+        drain_s = self.drain_s(held.since_s, held.wait_s)
         return Overloaded(message, retry_after_s=math.ceil(min(max(drain_s, 1.0), _RETRY_AFTER_S_MAX)))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.native import native
+from penstock.core.routing_context import TOKEN_S_MIN
 from penstock.seams import RoutingContext
 
 Column = NDArray[np.float64]
@@ -25,8 +26,6 @@ _BUSY_PERIOD = 2.0
 1 / (1 - load) of a queue; at half load, where decisions begin to matter."""
 _TOKEN_BYTES, _HASH_BYTES = 4, 16
 """What of a request grows with its prompt: a token's id and a block's hash."""
-_TOKEN_S_MIN = 1e-9
-"""No prompt token takes less: 100 PFLOP/s on a model of 50 million parameters."""
 _FOLLOWERS_MAX = 100.0
 """Past so many requests that would wait behind this one, others are long being sent elsewhere; binds in overload alone."""
 
@@ -68,7 +67,7 @@ class PredictedSeconds:
             *_targets(context),
             _BUSY_PERIOD,
             _FOLLOWERS_MAX,
-            _TOKEN_S_MIN,
+            TOKEN_S_MIN,
             _request_bytes(context),
         )
         return terms
@@ -111,7 +110,7 @@ def terms_python(context: RoutingContext) -> Column:
     slowdown = weight * running * (prefill / output + more_s)
 
     # Requests come to a worker as it is fast: those twice as fast get twice as many. This one keeps one rank busy.
-    speed = context.eligible * ranks / np.maximum(prices.prefill_token_s, _TOKEN_S_MIN)
+    speed = context.eligible * ranks / np.maximum(prices.prefill_token_s, TOKEN_S_MIN)
     rate_per_s = context.request_rate_per_s * speed / max(float(speed.cumsum()[-1]), 1.0)
     shared = prefill / ranks
     followers = rate_per_s * _BUSY_PERIOD * (queue + memory + shared)

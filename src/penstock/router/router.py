@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger, is_debugging
 from penstock.core.radix import PrefixMatch
+from penstock.core.routing_context import TOKEN_S_MIN
 from penstock.core.types import Request
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.chooser import Choice, Chooser
@@ -69,6 +70,12 @@ class Quote:
         """Give (num_slots,) seconds that it costs beside its own waiting; infinite where it may not go."""
         work_s: NDArray[np.float64] = self.choice.prices - self.choice.terms[self.wait_terms].sum(axis=0)
         return work_s
+
+    def share_s(self) -> float:
+        """Give what its prompt takes, none of it cached, if all workers that may get it shared the work."""
+        prices, eligible = self.context.prices, self.context.eligible
+        speeds = prices.prompts_at_once / np.maximum(prices.prefill_token_s, TOKEN_S_MIN)
+        return float(self.context.request_tokens / speeds[eligible].sum())
 
 
 class Router:

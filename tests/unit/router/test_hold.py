@@ -18,6 +18,7 @@ def held(
     priority: int = 0,
     since_s: float = 0.0,
     work_s: float = 0.0,
+    **predicted: float,
 ) -> Held:
     request = Request(
         request_id=RequestId(name),
@@ -27,7 +28,7 @@ def held(
         tenant=tenant,
         priority=priority,
     )
-    return Held(request, since_s, work_s)
+    return Held(request, since_s, work_s, **predicted)
 
 
 def queue_of(*waiting: Held, **settings: object) -> HoldQueue:
@@ -180,6 +181,18 @@ def test_the_time_to_come_back_is_what_the_queue_takes_to_drain():
     with pytest.raises(Overloaded) as refused:
         queue.put(held("more", since_s=20.0))
     assert refused.value.retry_after_s == pytest.approx(40.0)
+
+
+def test_before_any_has_left_the_time_to_come_back_is_as_predicted():
+    queue = queue_of(*(held(str(n), share_s=0.5) for n in range(8)), requests_max=16)
+    assert queue.drain_s(0.0) == pytest.approx(4.0)
+    with pytest.raises(Overloaded) as refused:
+        queue.put(held("more", wait_s=2.5, share_s=0.5))
+    assert refused.value.retry_after_s == 7.0, "2.5 s until there is room, then 8 prompts of 0.5 s"
+    queue.take(queue.candidates()[0], 1.0)
+    queue.discard(queue.candidates()[0])
+    queue.check()
+    assert queue.drain_s(1.0) == pytest.approx(3.0)
 
 
 def test_what_goes_is_charged_to_its_tenant_and_its_priority_and_what_leaves_is_not():
