@@ -5,11 +5,17 @@ python examples/gateway.py http://127.0.0.1:8100 --port 8200 http://127.0.0.1:80
 """
 
 import argparse
+import asyncio
+import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator
 
 import aiohttp
 from aiohttp import web
+
+FAILURES = (aiohttp.ClientError, TimeoutError)
+LIMITS = aiohttp.ClientTimeout(total=600, sock_connect=5)
 
 
 class Gateway:
@@ -18,44 +24,60 @@ class Gateway:
     def __init__(self, router: str, servers: list[str]) -> None:
         self.router, self.servers = router, servers
 
-    async def connect(self, _: web.Application) -> AsyncIterator[None]:
-        """Tell the router of the servers: each of its models is a worker. Runs as long as the app does."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as self.http:
+    async def register(self) -> None:
+        """Tell the router of the servers: each of its models is a worker."""
+        async with aiohttp.ClientSession(timeout=LIMITS, raise_for_status=True) as http:
             for number, url in enumerate(self.servers, 1):
-                async with self.http.get(f"{url}/v1/models") as answer:
+                async with http.get(f"{url}/v1/models") as answer:
                     models = [model["id"] for model in (await answer.json())["data"]]
                 for model in models:
                     worker = {"url": url, "model": model}
-                    name = f"server{number}-{model.replace('/', '-')}"
-                    async with self.http.put(f"{self.router}/workers/{name}", json=worker) as answer:
-                        answer.raise_for_status()
+                    place = f"{self.router}/workers/server{number}-{model.replace('/', '-')}"
+                    async with http.put(place, json=worker):
+                        pass
+
+    async def connect(self, _: web.Application) -> AsyncIterator[None]:
+        """Keep connections to all of them, as long as the app runs."""
+        async with aiohttp.ClientSession(timeout=LIMITS) as self.http:
             yield
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Serve one chat, streamed or whole."""
         body = await request.read()
-        asked, session = json.loads(body), request.headers.get("X-Session-Id")
-        query = {"model": asked["model"], "messages": asked["messages"], "session": session}
-        async with self.http.post(f"{self.router}/route", json=query) as answer:
-            if (
-                answer.status != 200
-            ):  # no such model, or no server for it: the router says so in the API's words
-                return web.Response(
-                    status=answer.status, body=await answer.read(), content_type="application/json"
-                )
-            choice = await answer.json()
         try:
-            return await self.forward(request, body, choice)
-        except aiohttp.ClientConnectorError as error:
+            asked, session = json.loads(body), request.headers.get("X-Session-Id")
+            query = {"model": asked["model"], "messages": asked["messages"], "session": session}
+        except (ValueError, KeyError, TypeError) as error:
+            return refusal(400, f"the body: expected JSON with model and messages: {error!r}")
+        try:
+            async with self.http.post(f"{self.router}/route", json=query) as answer:
+                if (
+                    answer.status != 200
+                ):  # no such model, or no server for it: the router says so in the API's words
+                    said = await answer.read()
+                    return web.Response(status=answer.status, body=said, content_type="application/json")
+                choice = await answer.json()
+        except FAILURES as error:
+            return refusal(503, f"the router {self.router} does not answer: {error!r}; try again later")
+        response = web.StreamResponse()
+        try:
+            await self.forward(request, response, body, choice)
+        except FAILURES as error:
+            if response.prepared:  # it has begun, and must not end as if it were whole
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
             # A real one asks the router again, with "exclude": [choice["worker"]].
-            return web.json_response({"error": {"message": f"{choice['worker']}: {error}"}}, status=502)
+            return refusal(502, f"{choice['worker']} does not answer: {error!r}; try again")
         finally:
             await self.tell(choice["id"], "finished")
+        return response
 
-    async def forward(self, request: web.Request, body: bytes, choice: dict) -> web.StreamResponse:
-        url = f"{choice['url']}/v1/chat/completions"
-        async with self.http.post(url, data=body) as answer:
-            response = web.StreamResponse(status=answer.status)
+    async def forward(
+        self, request: web.Request, response: web.StreamResponse, body: bytes, choice: dict
+    ) -> None:
+        async with self.http.post(f"{choice['url']}/v1/chat/completions", data=body) as answer:
+            response.set_status(answer.status)
             response.content_type = answer.content_type
             response.headers["X-Worker"] = choice["worker"]
             await response.prepare(request)
@@ -69,12 +91,17 @@ class Gateway:
             if answer.content_type == "application/json":
                 await self.tell(choice["id"], "first_token", cached_tokens(last))
             await response.write_eof()
-            return response
 
     async def tell(self, request_id: str, stage: str, cached: int | None = None) -> None:
+        """Give feedback; what is lost of it costs accuracy: the router gives the request up after a while."""
         feedback = {"id": request_id, "stage": stage, "cached_tokens": cached}
-        async with self.http.post(f"{self.router}/feedback", json=feedback):
-            pass  # one that is lost costs accuracy: the router gives the request up after a while
+        with contextlib.suppress(*FAILURES):
+            async with self.http.post(f"{self.router}/feedback", json=feedback):
+                pass
+
+
+def refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
 
 
 def cached_tokens(body: bytes) -> int | None:
@@ -91,7 +118,11 @@ def main() -> None:
     parser.add_argument("servers", nargs="+")
     parser.add_argument("--port", type=int, default=8200)
     options = parser.parse_args()
-    gateway = Gateway(options.router, options.servers)
+    gateway = Gateway(options.router.rstrip("/"), [server.rstrip("/") for server in options.servers])
+    try:
+        asyncio.run(gateway.register())
+    except (*FAILURES, ValueError, LookupError) as error:
+        sys.exit(f"gateway: the router and all servers have to be there: {type(error).__name__}: {error}")
     app = web.Application(client_max_size=8 << 20)
     app.cleanup_ctx.append(gateway.connect)
     app.add_routes([web.post("/v1/chat/completions", gateway.chat)])
