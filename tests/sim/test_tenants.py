@@ -16,6 +16,9 @@ from penstock.sim.cluster import SimCluster
 from penstock.sim.deployment import SALT, plan_deployment
 from penstock.sim.loop import run
 from penstock.sim.prompt import Prompt
+from penstock.sim.report import make_report
+from penstock.sim.simulate import simulate
+from penstock.sim.workload import WorkloadConfig, make_sessions
 
 GRAPH = Path(__file__).parents[2] / "examples" / "graphs" / "8b-h100-x8.yaml"
 TOKENS = 8_000
@@ -68,6 +71,32 @@ def mean_ttft_s(*settings: str) -> tuple[float, float]:
     run(main, 1)
     assert (len(waits_s["flood"]), len(waits_s["quiet"])) == (FLOOD, QUIET)
     return float(np.mean(waits_s["flood"])), float(np.mean(waits_s["quiet"]))
+
+
+def test_the_report_says_what_each_tenant_waits() -> None:
+    """Nine parts of a load of twice what two workers can do are one tenant's; the other one asks for less than its share."""
+    config = WorkloadConfig(
+        requests=600, rate_per_s=20.0, input_tokens=TOKENS, output_tokens=8, tenants={"flood": 9, "quiet": 1}
+    )
+    waits_s = {}
+    for threshold in ("2", "null"):
+        settings = ["roles.aggregated.replicas=2", f"router.hold.threshold_s={threshold}"]
+        deployment = plan_deployment(load(GRAPH, Overrides(settings)), beside=GRAPH.parent)
+        recording = simulate(deployment, make_sessions(config, random.Random(1)), seed=1)
+        report = make_report(recording, deployment, None, wall_s=1.0)
+        tenants = report["tenants"]
+        assert list(tenants) == ["flood", "quiet"]
+        assert sum(of["requests"] for of in tenants.values()) == report["requests"] == 600
+        assert sum(of["failed"] for of in tenants.values()) == report["failed"] == 0
+        for share in ("prompt_token_share", "output_token_share"):
+            assert tenants["quiet"][share] == pytest.approx(0.1, abs=0.04)
+            assert sum(of[share] for of in tenants.values()) == pytest.approx(1.0)
+        waits_s[threshold] = {name: of["ttft_s"]["mean"] for name, of in tenants.items()}
+        assert tenants["quiet"]["ttft_s"]["p50"] <= tenants["quiet"]["ttft_s"]["p99"]
+    held, sent = waits_s["2"], waits_s["null"]
+    assert held["quiet"] < held["flood"] / 4, "who asks for less than its share does not wait for the other"
+    assert held["quiet"] < sent["quiet"] / 4
+    assert held["flood"] < 1.2 * sent["flood"]
 
 
 def test_a_flood_of_one_tenant_is_its_own_wait() -> None:

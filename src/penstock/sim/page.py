@@ -70,7 +70,7 @@ def _table(rows: list[Row], names: list[str]) -> str:
     )
     body = ""
     for row in rows:
-        body += f"<tr><td>{row.name}</td><td>{row.unit}</td>"
+        body += f"<tr><td>{html.escape(row.name)}</td><td>{row.unit}</td>"
         for cell in row.cells:
             difference = f"<small>{cell.difference}</small>" if names else ""
             best = ' class="best"' if cell.is_best else ""

@@ -25,6 +25,8 @@ def make_report(
     `itl_s` (per request: mean time between its tokens) and `e2e_s`, each with `mean`, `p50`, `p90`, `p99`;
     `output_tokens_per_s`; `goodput_rps`, requests a second within both targets of the SLO; `kv_hit_ratio`,
     cached prompt tokens over prompt tokens, and `kv_hit_ratio_by_tier`, its parts by the tier that had them;
+    `tenants`, by name where requests have one, each with `requests`, `failed`, `ttft_s` and `prompt_token_share` and
+    `output_token_share`, parts of what was completed;
     `gpu_hours`; `tokens_per_joule` and `usd_per_million_tokens`, of
     output tokens, at the power and price of the hardware's entry. `wall` is about this run and not repeatable.
 
@@ -55,6 +57,7 @@ def make_report(
         "goodput_rps": None if good is None else _ratio(good, duration_s),
         "kv_hit_ratio": _ratio(int(np.asarray(recording.cached_tokens).sum()), prompt_tokens),
         "kv_hit_ratio_by_tier": _hit_ratios(recording, deployment, prompt_tokens),
+        "tenants": _by_tenant(recording, ttft_s),
         "gpu_hours": gpu_hours,
         "tokens_per_joule": _ratio(output_tokens, joules),
         "usd_per_million_tokens": _ratio(1e6 * usd, output_tokens),
@@ -73,6 +76,22 @@ def _hit_ratios(recording: Recording, deployment: Deployment, prompt_tokens: int
     found = dict(zip(lower, recording.onboarded_tokens, strict=False))
     found[device] = int(np.asarray(recording.cached_tokens).sum()) - sum(found.values())
     return {tier: _ratio(found[tier], prompt_tokens) if tier in there else None for tier in Tier}
+
+
+def _by_tenant(recording: Recording, ttft_s: NDArray[np.float64]) -> dict[str, Any]:
+    asked = np.asarray(recording.tenants, dtype=np.str_)
+    prompt_tokens, output_tokens = np.asarray(recording.prompt_tokens), np.asarray(recording.output_tokens)
+    tenants = {}
+    for name in sorted({*recording.tenants, *recording.failed_of} - {""}):
+        mine, failed = asked == name, recording.failed_of.get(name, 0)
+        tenants[name] = {
+            "requests": int(mine.sum()) + failed,
+            "failed": failed,
+            "ttft_s": _spread(ttft_s[mine]),
+            "prompt_token_share": _ratio(int(prompt_tokens[mine].sum()), int(prompt_tokens.sum())),
+            "output_token_share": _ratio(int(output_tokens[mine].sum()), int(output_tokens.sum())),
+        }
+    return tenants
 
 
 def latencies_s(

@@ -75,8 +75,12 @@ class Recording:
     cached_tokens: "array[int]" = field(default_factory=lambda: array("q"))
     onboarded_tokens: "array[int]" = field(default_factory=lambda: array("q"))
     """Of all `cached_tokens`, those that lay in each tier beneath the device, host first; none without such tiers."""
+    tenants: list[str] = field(default_factory=list)
+    """Who asked; empty for nobody."""
     failures: dict[str, int] = field(default_factory=dict)
     """Requests that failed, by error code."""
+    failed_of: dict[str, int] = field(default_factory=dict)
+    """The same by tenant."""
     example: dict[str, str] = field(default_factory=dict)
     """The first error's text, by code."""
     end_s: float = 0.0
@@ -195,6 +199,7 @@ class _Player:
             except PenstockError as error:
                 recording = self._recording
                 recording.failures[error.code] = recording.failures.get(error.code, 0) + 1
+                recording.failed_of[session.tenant] = recording.failed_of.get(session.tenant, 0) + 1
                 recording.example.setdefault(error.code, error.message)
                 break
             finally:
@@ -219,6 +224,7 @@ class _Player:
         recording.output_tokens.append(stream.output_tokens)
         recording.prompt_tokens.append(num_tokens(request.token_ids))
         recording.cached_tokens.append(stream.cached_tokens)
+        recording.tenants.append(request.tenant)
 
     def _make(self, request_id: RequestId, turn: Turn, session: Session) -> Request:
         size, adapter = self._deployment.graph.block_size, session.adapter
@@ -232,6 +238,7 @@ class _Player:
             salt=SALT,
             slo_ttft_s=session.slo_ttft_s,
             slo_itl_s=session.slo_itl_s,
+            tenant=session.tenant,
             adapter=None if adapter is None else self._deployment.role.adapters[adapter],
         )
 

@@ -1,7 +1,7 @@
 """A report's values for people: each with its name and unit, and beside others what is best and by how much."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.core.types import Tier
@@ -67,6 +67,13 @@ _FIGURES = (
     _Figure("simulated at", ("wall", "requests_per_s"), "requests/s"),
     _Figure("peak memory", ("wall", "peak_rss_bytes"), "MB"),
 )
+_OF_TENANTS = (
+    _Figure("requests", ("requests",), ""),
+    _Figure("failed", ("failed",), "", -1),
+    *(_Figure(f"TTFT, {part}", ("ttft_s", part), "s", -1) for part in ("mean", "p50", "p99")),
+    _Figure("part of prompt tokens", ("prompt_token_share",), "%"),
+    _Figure("part of output tokens", ("output_token_share",), "%"),
+)
 _WHOLE_PERCENT = 10
 _SCALES = {"%": 100.0, "MB": 1e-6}
 
@@ -74,8 +81,9 @@ _SCALES = {"%": 100.0, "MB": 1e-6}
 def summarize(reports: Sequence[Report]) -> list[Row]:
     """Put reports side by side; the rows of a family, as the percentiles of one latency, share their unit."""
     tiers = _tiers(reports)
+    figures = (*_FIGURES, *_tenant_figures(reports))
     slowest_s: dict[str, float] = {}
-    for figure in _FIGURES:
+    for figure in figures:
         if figure.unit == "s":
             values = [_value(report, figure.path) or 0.0 for report in reports]
             slowest_s[figure.path[0]] = max(slowest_s.get(figure.path[0], 0.0), *values)
@@ -85,7 +93,7 @@ def summarize(reports: Sequence[Report]) -> list[Row]:
             [_value(report, figure.path) for report in reports],
             in_ms=slowest_s.get(figure.path[0], 0.0) < 1.0,
         )
-        for figure in _FIGURES
+        for figure in figures
         if not figure.is_optional or figure.path[-1] in tiers
     ]
 
@@ -101,9 +109,20 @@ def _tiers(reports: Sequence[Report]) -> set[str]:
     return tiers if tiers - {Tier.DEVICE} else set()
 
 
+def _tenant_figures(reports: Sequence[Report]) -> list[_Figure]:
+    names = sorted({name for report in reports for name in report["tenants"]})
+    return [
+        replace(figure, name=f"{name}: {figure.name}", path=("tenants", name, *figure.path))
+        for name in names
+        for figure in _OF_TENANTS
+    ]
+
+
 def _value(report: Report, path: tuple[str, ...]) -> float | None:
     value: Any = report
     for part in path:
+        if part not in value:  # a tenant of another report
+            return None
         value = value[part]
     return None if value is None else float(value)
 

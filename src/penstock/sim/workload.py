@@ -4,7 +4,8 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from itertools import accumulate
+from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ _SHARED_UNIT_TOKENS = 16
 _RATE_MAX = 1e6
 _PREFIX_TOKENS_MAX = 1_000_000_000  # of all groups: 500 MB of names
 _DAY_S = 86_400.0
+_TENANTS_MAX = 100  # each has rows in the report
+_TENANT_CHARACTERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Session:
     """What each of its requests wants its first token to take at most, if it says."""
     slo_itl_s: float | None = None
     """And each further token."""
+    tenant: str = ""
+    """Who it says it is; empty for nobody."""
 
 
 class WorkloadConfig(Config):
@@ -76,13 +81,26 @@ class WorkloadConfig(Config):
     """Seconds that each request wants its first token to take at most, as if clients sent that target; None sends none."""
     slo_itl_s: float | None = Field(default=None, ge=0.0001, le=60)
     """Seconds that each request wants each further token to take at most; None sends none."""
+    tenants: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, max_length=_TENANTS_MAX)
+    """Who sends the sessions: names, and parts of them in proportion to these numbers. None: nobody says who it is."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _check_number(cls, value: object) -> object:
-        if isinstance(value, bool):
-            raise wrong(f"must be a number, got {value}")
+        for number in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(number, bool):
+                raise wrong(f"must be a number, got {number}")
         return value
+
+    @field_validator("tenants")
+    @classmethod
+    def _check_tenants(cls, tenants: dict[str, float]) -> dict[str, float]:
+        for name in tenants:
+            if not (0 < len(name) <= _TENANT_CHARACTERS_MAX and name.isprintable()):
+                raise wrong(
+                    f"names must have 1 to {_TENANT_CHARACTERS_MAX} printable characters, got {name[:40]!r}"
+                )
+        return tenants
 
     @model_validator(mode="after")
     def _check_extent(self) -> Self:
@@ -110,6 +128,7 @@ def make_sessions(config: WorkloadConfig, rng: random.Random) -> Iterator[Sessio
     prefix_tokens = config.shared_prefix_tokens // unit * unit
     groups: dict[tuple[int, ...], np.ndarray] = {}
     run = rng.getrandbits(62)
+    names, parts = list(config.tenants), list(accumulate(config.tenants.values()))
     for number in range(math.ceil(config.requests / config.turns)):
         adapter = rng.randrange(config.adapters) if config.adapters else None
         # The same text has other KV under another adapter, and so another name.
@@ -118,9 +137,9 @@ def make_sessions(config: WorkloadConfig, rng: random.Random) -> Iterator[Sessio
             groups[group] = named_units(named(run, 1, *group), prefix_tokens // unit)
         own = named(run, 2, number)
         prompt = Prompt(own, groups[group], unit) if prefix_tokens else Prompt(own)
-        yield Session(
-            at_s, tuple(_make_turns(config, rng)), prompt, adapter, config.slo_ttft_s, config.slo_itl_s
-        )
+        turns = tuple(_make_turns(config, rng))
+        tenant = rng.choices(names, cum_weights=parts)[0] if names else ""
+        yield Session(at_s, turns, prompt, adapter, config.slo_ttft_s, config.slo_itl_s, tenant)
         at_s += rng.gammavariate(shape, 1.0 / (shape * config.rate_per_s))
 
 

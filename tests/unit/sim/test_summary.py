@@ -12,6 +12,7 @@ def report(**fields):
         "output_tokens_per_s": 1500.0, "goodput_rps": None, "kv_hit_ratio": 0.366, "gpu_hours": 2.0,
         "kv_hit_ratio_by_tier": {"device": 0.366, "host": None, "disk": None, "object": None},
         "tokens_per_joule": 0.5, "usd_per_million_tokens": 3.0,
+        "tenants": {},
         "wall": {"seconds": 1.5, "requests_per_s": 8000.0, "peak_rss_bytes": 250_000_000},
     } | fields  # fmt: skip
 
@@ -25,6 +26,21 @@ def test_hits_are_told_by_tier_where_any_worker_has_several():
     split = rows(report(), report(kv_hit_ratio_by_tier=by_tier))
     assert [cell.value for cell in split["of it, on host"].cells] == ["-", "6.6"]
     assert not any(name.startswith("of it") for name in rows(report(), report()))
+
+
+def test_tenants_have_rows_of_their_own():
+    one = {
+        "requests": 9,
+        "failed": 1,
+        "ttft_s": SPREAD,
+        "prompt_token_share": 0.25,
+        "output_token_share": 0.5,
+    }
+    found = rows(report(tenants={"<b>": one}), report())
+    assert [cell.value for cell in found["<b>: TTFT, mean"].cells] == ["500", "-"]
+    assert found["<b>: TTFT, mean"].unit == "ms"
+    assert found["<b>: part of prompt tokens"].cells[0].value == "25"
+    assert not any(":" in name for name in rows(report()))
 
 
 @pytest.mark.parametrize(

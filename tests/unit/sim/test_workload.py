@@ -90,6 +90,14 @@ def test_lengths_have_the_mean_asked_for():
     assert np.mean([s.turns[0].input_tokens for s in sessions]) == pytest.approx(500, rel=0.05)
 
 
+def test_tenants_have_the_shares_asked_for_and_change_nothing_else():
+    sessions = make(requests=4000, tenants={"flood": 9, "quiet": 1})
+    quiet = sum(session.tenant == "quiet" for session in sessions)
+    assert quiet / 4000 == pytest.approx(0.1, abs=0.02)
+    assert {session.tenant for session in sessions} == {"flood", "quiet"}
+    assert {session.tenant for session in make(requests=10)} == {""}
+
+
 def test_the_seed_decides():
     def shapes(seed):
         return [(s.at_s, s.turns, s.prompt.own) for s in make(seed, spread=0.3)]
@@ -176,3 +184,21 @@ def test_absurd_workloads_are_refused(fields):
         WorkloadConfig.parse({"rate_per_s": 1.0} | fields, source="spec.yaml")
     with pytest.raises(ConfigError, match=r"--hit-ratio: must be >= 0 and < 1, got 1\.5"):
         list(trace_sessions([TraceRow(0.0, 1, 1)], seed=0, hit_ratio=1.5))
+
+
+@pytest.mark.parametrize(
+    ("tenants", "problem"),
+    [
+        ({"a": 0}, ".a: must be > 0, got 0"),
+        ({"a": float("inf")}, ".a: must be a finite number"),
+        ({"a": True}, ": must be a number, got True"),
+        ({"": 1}, ": names must have 1 to 256 printable characters, got ''"),
+        ({"a\n": 1}, ": names must have 1 to 256 printable characters, got 'a"),
+        ({f"{n}": 1 for n in range(101)}, "100"),
+    ],
+)
+def test_absurd_tenants_are_refused(tenants, problem):
+    with pytest.raises(ConfigError) as refused:
+        WorkloadConfig.parse({"rate_per_s": 1.0, "tenants": tenants}, source="spec.yaml")
+    assert str(refused.value).startswith("spec.yaml: tenants")
+    assert problem in str(refused.value)
