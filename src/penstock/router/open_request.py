@@ -231,7 +231,8 @@ class OpenRequest:
 
     def _send_by(self, quote: Quote) -> bool:
         """Send the request where it is cheapest; False if that one does not take it."""
-        route = self._shared.router.take(quote)
+        route = self._shared.router.take(quote, again=self._setbacks.was_outrun)
+        self._setbacks.was_outrun = False
         try:
             self._send(route)
         except WorkerLost:

@@ -141,8 +141,8 @@ class Router:
         quote = self.quote(request, exclude)
         return None if quote is None else self.take(quote)
 
-    def take(self, quote: Quote) -> Route:
-        """Take a quote's cheapest worker."""
+    def take(self, quote: Quote, *, again: bool = False) -> Route:
+        """Take a quote's cheapest worker; `again` is in place of the one taken before, which was counted."""
         context, slot = quote.context, quote.choice.slot
         overlap_blocks, reason = self._outcome(context, slot)
         self._chooser.chosen(context, slot)
@@ -152,10 +152,11 @@ class Router:
             self._record(quote)
         overlap_tokens = (overlap_blocks - _recomputed(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
-        metrics = self._metrics
-        metrics.decided(self._chooser.policy.name, reason).inc()
-        metrics.prompt_tokens.inc(context.request_tokens)
-        metrics.expected_hit_tokens.inc(overlap_tokens)
+        if not again:
+            metrics = self._metrics
+            metrics.decided(self._chooser.policy.name, reason).inc()
+            metrics.prompt_tokens.inc(context.request_tokens)
+            metrics.expected_hit_tokens.inc(overlap_tokens)
         return Route(
             worker_id=self.fleet.at(slot).worker_id,
             slot=slot,

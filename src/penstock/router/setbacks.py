@@ -25,6 +25,8 @@ class Setbacks:
         """Workers lost under it: better than none, if they are back."""
         self.avoided: set[WorkerId] = set()
         """Workers that said themselves that they will not go on with it."""
+        self.was_outrun = False
+        """Whether it was sent back since it was last routed: its next route is the same one, chosen anew."""
         self.last_refusal: Overloaded | None = None
         self._request = request
         self._brakes = brakes
@@ -44,6 +46,7 @@ class Setbacks:
 
     def on_outrun(self) -> None:
         """Note that it was sent back, having done nothing wrong."""
+        self.was_outrun = True
         self._outruns += 1
         self._brakes.metrics.outruns.inc()
 

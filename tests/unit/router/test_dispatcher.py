@@ -688,6 +688,10 @@ async def spread_of_a_burst(config: RouterConfig) -> tuple[list[int], list[Dispa
             for dispatcher in dispatchers:
                 dispatcher.check()
             outruns = sum(d._shared.metrics.outruns._value.get() for d in dispatchers)
+            for dispatcher in dispatchers:
+                metrics = dispatcher._shared.metrics
+                assert metrics.prompt_tokens._value.get() == 2 * len(PROMPT), "however often they were sent"
+                assert metrics.decided("kv", "no_prefix")._value.get() == 2
             for task in tasks:
                 task.cancel()
         return spread, outruns

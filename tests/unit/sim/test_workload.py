@@ -189,7 +189,7 @@ def test_absurd_workloads_are_refused(fields):
 @pytest.mark.parametrize(
     ("tenants", "problem"),
     [
-        ({"a": 0}, ".a: must be > 0, got 0"),
+        ({"a": 0}, ".a: must be > 0.0, got 0"),
         ({"a": float("inf")}, ".a: must be a finite number"),
         ({"a": True}, ": must be a number, got True"),
         ({"": 1}, ": names must have 1 to 256 printable characters, got ''"),
