@@ -411,6 +411,11 @@ class Link(Protocol):
         ...
 
     @property
+    def has_streams(self) -> bool:
+        """Whether `open_stream` can work: not within a process."""
+        ...
+
+    @property
     def error(self) -> PenstockError | None:
         """Why the link has ended; None while it lives."""
         ...
@@ -454,6 +459,10 @@ class TransportHost(Protocol):
         Raises:
             TransferRefused: a region is gone or was not given, a range ends outside of it, or it is read-only.
         """
+        ...
+
+    def refused(self, error: PenstockError, peer: str) -> None:
+        """Count, log and keep what a peer asked for in vain, where `authorize` did not do so."""
         ...
 
     def spawn(self, work: Coroutine[object, object, None]) -> None:

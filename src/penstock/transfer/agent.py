@@ -40,6 +40,7 @@ from penstock.transfer.prepared import PreparedTransfer
 from penstock.transfer.regions import RegionTable, Registration, RemoteRegion
 from penstock.transfer.running import RunningTransfers, too_long
 from penstock.transfer.switchboard import Switchboard
+from penstock.transfer.tcp import TcpTransport
 
 _log = get_logger()
 _TOKEN_BYTES = 16
@@ -50,6 +51,12 @@ def default_transports(config: TransferConfig) -> list[Transport]:
     """Make one of each transport there is; those that cannot work here say so when they start."""
     return [
         MemoryTransport(threads=config.threads, inline_bytes_max=config.inline_bytes_max),
+        TcpTransport(
+            config.tcp,
+            streams=config.threads,
+            inline_bytes_max=config.inline_bytes_max,
+            idle_s=config.heartbeat_timeout_s,
+        ),
         NixlTransport(),
     ]
 

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field, SecretStr
 
 from penstock.core.config import Config
+from penstock.transfer.tcp_config import TcpConfig
 
 IN_PROCESS = "memory"
 SAME_HOST = "unix"
@@ -35,3 +36,5 @@ class TransferConfig(Config):
     """Native threads that share one large copy, and streams to one peer over TCP."""
     notifications_max: int = Field(default=65_536, ge=1)
     """Notifications kept for a reader; a peer that sends more is disconnected, with an error on both sides."""
+    tcp: TcpConfig = TcpConfig()
+    """Bounds of transport `tcp`."""

@@ -10,6 +10,7 @@ from penstock.core.descriptors import OffsetArray
 from penstock.core.errors import ChecksumMismatch
 from penstock.transfer.checksum import checksum_ranges
 from penstock.transfer.ranges import copy_ranges
+from penstock.transfer.waiting import settled
 
 _SLICE_BYTES = 16 << 20
 """Copied between two looks at whether it was cancelled: about 2 ms, so that a lost peer is an error soon."""
@@ -92,9 +93,7 @@ async def on_thread(executor: Executor, work: Callable[[Callable[[], bool]], Non
         await asyncio.shield(future)
     except asyncio.CancelledError:
         cancelled = True
-        await asyncio.wait([future])
-        if not future.cancelled():
-            future.exception()  # it was seen: the cancellation says more
+        await settled(future)
         raise
 
 

@@ -72,6 +72,9 @@ class AgentLink(Protocol):
     def peer_pid(self) -> int: ...
 
     @property
+    def has_streams(self) -> bool: ...
+
+    @property
     def error(self) -> PenstockError | None: ...
 
     def send(self, transport: str, payload: bytes) -> None: ...
@@ -91,6 +94,8 @@ class AgentLink(Protocol):
 
 class SocketLink:
     """A link over one socket, on either side of it. It is of use from the moment `opened` is done."""
+
+    has_streams = True
 
     def __init__(self, handler: LinkHandler, config: TransferConfig, host: bytes, *, initiated: bool) -> None:
         """Wait for a connection.

@@ -12,6 +12,7 @@ class MemoryLink:
     """One end of a link within a process: what one end sends, the other gets in the next turn of the loop."""
 
     same_host = True
+    has_streams = False
 
     def __init__(self, handler: LinkHandler, peer: str, pid: int, *, initiated: bool) -> None:
         """Make one end; `join` makes it useful."""

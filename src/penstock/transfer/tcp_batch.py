@@ -96,7 +96,9 @@ def cut(pairs: RangePairs, parts: int, ranges_max: int) -> list[RangePairs]:
     """Cut a transfer into about `parts` of equal bytes, of at most `ranges_max` ranges each; a range may be cut too."""
     ends = np.cumsum(pairs.lengths)
     wanted = np.arange(1, parts, dtype=np.uint64) * np.uint64(-(-pairs.total_bytes // parts))
-    borders = np.union1d(wanted[wanted < np.uint64(pairs.total_bytes)], ends[ranges_max - 1 : -1 : ranges_max])
+    borders = np.union1d(
+        wanted[wanted < np.uint64(pairs.total_bytes)], ends[ranges_max - 1 : -1 : ranges_max]
+    )
     first, pieces = 0, []
     for border in [*borders.tolist(), pairs.total_bytes]:
         pieces.append(_between(pairs, ends, first, border))

@@ -110,7 +110,8 @@ class PackedRanges(Wire, frozen=True):
         of = np.frombuffer(self.of, "<u4")
         if int(of.max()) >= len(ids):
             raise ProtocolError(f"ranges: one is of region number {int(of.max())}, there are {len(ids)}")
-        return ids[of]
+        named: OffsetArray = ids[of]
+        return named
 
 
 class Put(Wire, frozen=True, tag="put"):

@@ -1,0 +1,23 @@
+"""Transport `tcp`, over TCP and over unix sockets."""
+
+from penstock.testing.transport import PeerTransportSuite
+from penstock.testing.transport_harness import TwoAgents
+from penstock.transfer import TransferConfig
+from penstock.transfer.tcp import TcpTransport
+from penstock.transfer.tcp_config import TcpConfig
+
+
+def _tcp() -> list[TcpTransport]:
+    return [TcpTransport(TcpConfig(), streams=2, inline_bytes_max=64 << 10, idle_s=2.0)]
+
+
+class TestTcpTransport(PeerTransportSuite):
+    @staticmethod
+    def harness(size_bytes: int) -> TwoAgents:
+        return TwoAgents(_tcp, size_bytes=size_bytes, config=TransferConfig(listen=("tcp://127.0.0.1:0",)))
+
+
+class TestTcpTransportOverUnixSockets(PeerTransportSuite):
+    @staticmethod
+    def harness(size_bytes: int) -> TwoAgents:
+        return TwoAgents(_tcp, size_bytes=size_bytes, config=TransferConfig(listen=("unix",)))
