@@ -39,6 +39,7 @@ from penstock.transfer.peer import Peer, Way
 from penstock.transfer.prepared import PreparedTransfer
 from penstock.transfer.regions import RegionTable, Registration, RemoteRegion
 from penstock.transfer.running import RunningTransfers, too_long
+from penstock.transfer.shm import ShmTransport
 from penstock.transfer.switchboard import Switchboard
 from penstock.transfer.tcp import TcpTransport
 
@@ -51,6 +52,7 @@ def default_transports(config: TransferConfig) -> list[Transport]:
     """Make one of each transport there is; those that cannot work here say so when they start."""
     return [
         MemoryTransport(threads=config.threads, inline_bytes_max=config.inline_bytes_max),
+        ShmTransport(threads=config.threads, inline_bytes_max=config.inline_bytes_max),
         TcpTransport(
             config.tcp,
             streams=config.threads,

@@ -12,6 +12,7 @@ import mmap
 import os
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+
+_open: "WeakSet[Arena]" = WeakSet()
 
 
 class Arena:
@@ -41,6 +44,7 @@ class Arena:
         self._mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
         self.array: NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8)
         self.address: int = self.array.ctypes.data
+        _open.add(self)
         advise = ctypes.CDLL(None, use_errno=True).madvise
         whole = (ctypes.c_void_p(self.address), ctypes.c_size_t(size_bytes))
         advise(*whole, _MADV_HUGEPAGE)  # a wish; most hosts have no huge pages for shared memory
@@ -105,6 +109,14 @@ class Arena:
             os.close(fd)
             raise
 
+    @staticmethod
+    def around(address: int, size_bytes: int) -> "Arena | None":
+        """Find the open arena of this process that this memory is part of, as of an array or tensor made in it."""
+        for arena in _open:
+            if arena.address <= address and address + size_bytes <= arena.address + arena.size_bytes:
+                return arena
+        return None
+
     @property
     def fd(self) -> int:
         """What another process needs to map it.
@@ -120,6 +132,7 @@ class Arena:
         """Let go of the memory; arrays over it stay valid, and keep it, until they are gone. Safe twice."""
         if self._fd is None:
             return
+        _open.discard(self)
         os.close(self._fd)
         self._fd = None
         self.array = np.empty(0, np.uint8)

@@ -26,7 +26,7 @@ def region_of(memory: object, name: str = "") -> Region:
             size_bytes=memory.size_bytes,
             name=name,
             address=memory.address,
-            owner=memory,
+            owner=(memory, memory.array),  # the array keeps the mapping should the arena be closed
             writable=memory.array.flags.writeable,
         )
     torch = sys.modules.get("torch")  # a tensor cannot be there unless its owner has imported torch

@@ -1,19 +1,57 @@
-"""Copies between two places in this process's address space, its own memory or another's that it has mapped."""
+"""Copies from addresses to addresses, in slices so that they can be cancelled."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import Protocol
 
 import numpy as np
 
 from penstock.core.descriptors import OffsetArray
 from penstock.core.errors import ChecksumMismatch
-from penstock.transfer.checksum import checksum_ranges
+from penstock.transfer.checksum import Sums, checksum_ranges
 from penstock.transfer.ranges import copy_ranges
 from penstock.transfer.waiting import settled
 
 _SLICE_BYTES = 16 << 20
 """Copied between two looks at whether it was cancelled: about 2 ms, so that a lost peer is an error soon."""
+
+
+class Reach(Protocol):
+    """How bytes get from an address to another one."""
+
+    def copy(self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int) -> None:
+        """Copy ranges.
+
+        Raises:
+            TransferError: it failed.
+        """
+        ...
+
+    def checksums(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
+    ) -> tuple[Sums, Sums]:
+        """Sum each range at its source and at its target.
+
+        Raises:
+            TransferError: it failed.
+        """
+        ...
+
+
+class Mapped:
+    """Both sides are in this process's address space: its own memory, or another's that it has mapped."""
+
+    def copy(self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int) -> None:
+        copy_ranges(targets, sources, lengths, threads)
+
+    def checksums(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
+    ) -> tuple[Sums, Sums]:
+        return checksum_ranges(sources, lengths), checksum_ranges(targets, lengths)
+
+
+_MAPPED = Mapped()
 
 
 class CopyMove:
@@ -29,6 +67,7 @@ class CopyMove:
         threads: int,
         inline_bytes_max: int,
         checksum: bool,
+        reach: Reach = _MAPPED,
     ) -> None:
         """Know what to copy.
 
@@ -40,21 +79,21 @@ class CopyMove:
             threads: native threads that share one copy.
             inline_bytes_max: what is not.
             checksum: whether to compare what arrived.
+            reach: how.
         """
-        self._targets = targets
-        self._sources = sources
-        self._lengths = lengths
+        self._targets, self._sources, self._lengths = _cut_long(targets, sources, lengths)
+        self._reach = reach
         self._executor = executor
         self._threads = threads
         self._is_small = int(lengths.sum()) <= inline_bytes_max
         self._checksum = checksum
-        self._slices = _cut(lengths)
+        self._slices = _cut(self._lengths)
 
     def run_now(self) -> bool:
         if not self._is_small:
             return False
-        copy_ranges(self._targets, self._sources, self._lengths)
-        self._check()
+        self._reach.copy(self._targets, self._sources, self._lengths, 1)
+        self._check(slice(None))
         return True
 
     async def run(self) -> None:
@@ -65,19 +104,20 @@ class CopyMove:
             if is_cancelled():
                 return
             part = slice(first, end)
-            copy_ranges(self._targets[part], self._sources[part], self._lengths[part], self._threads)
-        self._check()
+            self._reach.copy(self._targets[part], self._sources[part], self._lengths[part], self._threads)
+            self._check(part)
 
-    def _check(self) -> None:
-        if self._checksum:
-            sent = checksum_ranges(self._sources, self._lengths)
-            arrived = checksum_ranges(self._targets, self._lengths)
-            if not np.array_equal(sent, arrived):
-                index = int(np.argmax(sent != arrived))
-                raise ChecksumMismatch(
-                    f"range {index}, {int(self._lengths[index])} bytes: checksum {int(arrived[index]):#x} after the copy,"
-                    f" {int(sent[index]):#x} at the source: somebody writes there meanwhile"
-                )
+    def _check(self, part: slice) -> None:
+        if not self._checksum:
+            return
+        lengths = self._lengths[part]
+        sent, arrived = self._reach.checksums(self._targets[part], self._sources[part], lengths)
+        if not np.array_equal(sent, arrived):
+            index = int(np.argmax(sent != arrived))
+            raise ChecksumMismatch(
+                f"range of {int(lengths[index])} bytes: checksum {int(arrived[index]):#x} after the copy,"
+                f" {int(sent[index]):#x} at the source: somebody writes there meanwhile"
+            )
 
 
 async def on_thread(executor: Executor, work: Callable[[Callable[[], bool]], None]) -> None:
@@ -97,8 +137,25 @@ async def on_thread(executor: Executor, work: Callable[[Callable[[], bool]], Non
         raise
 
 
+def _cut_long(
+    targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
+) -> tuple[OffsetArray, OffsetArray, OffsetArray]:
+    """Cut ranges longer than a slice into slices; not those that overlap themselves, which are copied at once."""
+    if len(lengths) == 0 or int(lengths.max()) <= _SLICE_BYTES:
+        return targets, sources, lengths
+    slice_bytes = np.uint64(_SLICE_BYTES)
+    apart = np.maximum(targets, sources) - np.minimum(targets, sources) >= lengths
+    count = np.where(apart, (lengths + slice_bytes - np.uint64(1)) // slice_bytes, np.uint64(1)).astype(
+        np.int64
+    )
+    row = np.repeat(np.arange(len(lengths)), count)
+    skip = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint64) * slice_bytes
+    left = lengths[row] - skip
+    return targets[row] + skip, sources[row] + skip, np.where(apart[row], np.minimum(left, slice_bytes), left)
+
+
 def _cut(lengths: OffsetArray) -> list[tuple[int, int]]:
-    """Cut a list into runs of about `_SLICE_BYTES`; a range is never cut (`copy_ranges` shares long ones)."""
+    """Cut a list into runs of about `_SLICE_BYTES`."""
     if len(lengths) == 0:
         return []
     slice_of = (np.cumsum(lengths) - lengths) // np.uint64(_SLICE_BYTES)

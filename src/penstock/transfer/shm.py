@@ -1,0 +1,194 @@
+"""Transport `shm`: between processes of one host, one copy by the initiator alone.
+
+Arenas are mapped by both: the owner hands out the file descriptor after the region's key was shown, so that who has
+it was given it. The unit is the arena: who is given one region of an arena can technically reach all of it. Private
+memory is reached by process_vm_readv and process_vm_writev where the kernel permits them, which is found out when
+agents meet; there the kernel's permission is the border, and bounds are kept by the initiator.
+"""
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+
+from penstock.core.descriptors import Descriptors, MemoryKind, OffsetArray, Region, RegionInfo
+from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferError, TransferRefused
+from penstock.core.log import get_logger
+from penstock.core.wire import Wire, encode
+from penstock.seams import Link, TransferChannel, TransportHost
+from penstock.transfer.arena import Arena
+from penstock.transfer.grants import Ask, Grant, GrantStream
+from penstock.transfer.regions import addresses_of, distinct
+from penstock.transfer.shm_channel import ShmChannel, ShmWay, why_untraceable
+
+_log = get_logger()
+_KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
+_NONCE_BYTES = 16
+
+
+class _Contact(Wire, frozen=True):
+    """Where the agent's nonce lies: who can read it there may read all of its memory."""
+
+    address: int
+    nonce: bytes
+
+
+class _Gone(Wire, frozen=True):
+    """A region was deregistered: unmap its arena."""
+
+    region_id: int
+
+
+class ShmTransport:
+    """Copies between processes of one host."""
+
+    name = "shm"
+    checksums = False
+
+    def __init__(self, *, threads: int, inline_bytes_max: int) -> None:
+        """Know nothing yet.
+
+        Args:
+            threads: native threads that share one copy.
+            inline_bytes_max: up to so many bytes are copied within `post`.
+        """
+        self.threads = threads
+        self.inline_bytes_max = inline_bytes_max
+        self.executor = ThreadPoolExecutor(2, thread_name_prefix="transfer-shm")
+        self._nonce = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), np.uint8)
+        self._arenas: dict[int, Arena] = {}  # by region
+        self._told: dict[int, set[Link]] = {}  # who was granted a region
+        self._serving: dict[Link, GrantStream] = {}
+        self._channels: dict[Link, ShmChannel] = {}
+        self._host: TransportHost | None = None
+
+    async def start(self, host: TransportHost) -> None:
+        self._host = host
+
+    def contact(self) -> bytes:
+        return encode(_Contact(address=self._nonce.ctypes.data, nonce=self._nonce.tobytes()))
+
+    def register(self, region_id: int, region: Region) -> bytes | None:
+        if region.kind not in _KINDS:
+            return None
+        arena = Arena.around(region.address, region.size_bytes)
+        if arena is None:
+            return encode(ShmWay(address=region.address))
+        self._arenas[region_id] = arena
+        return encode(ShmWay(address=region.address, offset=region.address - arena.address))
+
+    async def deregister(self, region_id: int) -> None:
+        self._arenas.pop(region_id, None)
+        for link in self._told.pop(region_id, ()):
+            link.send(self.name, encode(_Gone(region_id=region_id)))
+
+    async def connect(
+        self, link: Link | None, contact: bytes, regions: Mapping[int, RegionInfo]
+    ) -> TransferChannel:
+        if link is None:
+            raise TransferError("within an agent, transport memory copies")
+        if not link.same_host:
+            raise TransferError(f"agent {link.peer} runs on another host, or in other namespaces of this one")
+        try:
+            found = msgspec.msgpack.decode(contact, type=_Contact)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"agent {link.peer}: its contact cannot be read: {error}") from error
+        stream = GrantStream(await link.open_stream(self.name))
+        untraceable = why_untraceable(link.peer_pid, found.address, found.nonce)
+        channel = ShmChannel(self, link, regions, stream, untraceable)
+        self._channels[link] = channel
+        return channel
+
+    def receive(self, link: Link, payload: bytes) -> None:
+        channel = self._channels.get(link)
+        if not link.initiated:
+            raise ProtocolError(f"agent {link.peer}: a message for transport shm, which asks over streams")
+        try:
+            gone = msgspec.msgpack.decode(payload, type=_Gone)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"agent {link.peer}, transport shm: {error}") from error
+        if channel is not None:
+            channel.forget(gone.region_id)
+
+    def accept(self, link: Link, stream: socket.socket) -> None:
+        if link in self._serving or self._host is None:
+            stream.close()
+            raise TransferRefused(f"agent {link.peer}: transport shm has a stream of this link already")
+        grants = self._serving[link] = GrantStream(stream)
+        self._host.spawn(self._serve(link, grants))
+
+    def lost(self, link: Link, error: PenstockError) -> None:
+        del error
+        for told in self._told.values():
+            told.discard(link)
+        serving = self._serving.get(link)
+        if serving is not None:
+            serving.close()
+        channel = self._channels.pop(link, None)
+        if channel is not None:
+            channel.end()
+
+    async def close(self) -> None:
+        for serving in self._serving.values():
+            serving.close()
+        for channel in self._channels.values():
+            channel.end()
+        self._channels.clear()
+        self._arenas.clear()
+        self._told.clear()
+        self.executor.shutdown(wait=False)
+
+    def local_addresses(self, ranges: Descriptors) -> OffsetArray:
+        """Give (n,) uint64: where ranges of this agent are."""
+        assert self._host is not None
+        ids = distinct(ranges.region_ids)
+        return addresses_of(ranges, {region_id: self._host.region(region_id).address for region_id in ids})
+
+    def closed(self, channel: ShmChannel) -> None:
+        """Forget a channel."""
+        if self._channels.get(channel.link) is channel:
+            del self._channels[channel.link]
+
+    async def _serve(self, link: Link, stream: GrantStream) -> None:
+        """Answer a peer's questions until it leaves."""
+        try:
+            while True:
+                ask = await stream.receive(Ask)
+                grant, fd = self._answer(link, ask, sends_fds=stream.sends_fds)
+                try:
+                    stream.send(grant, fd)
+                finally:
+                    if fd is not None:
+                        os.close(fd)
+        except PeerLost:
+            pass  # it left
+        except ProtocolError as error:
+            _log.warning("shm_stream_refused", peer=link.peer, error=error.message)
+        finally:
+            self._serving.pop(link, None)
+            stream.close()
+
+    def _answer(self, link: Link, ask: Ask, *, sends_fds: bool) -> tuple[Grant, int | None]:
+        """Decide, and open the arena for who may have it."""
+        assert self._host is not None
+        try:
+            self._host.authorize(
+                link.peer, {ask.region_id: ask.key}, Descriptors.of(ask.region_id, 0, 0), ask.op
+            )
+            arena, fd = self._arenas.get(ask.region_id), None
+            writable = self._host.region(ask.region_id).writable
+            if arena is not None and sends_fds:
+                access = os.O_RDWR if writable else os.O_RDONLY
+                fd = os.open(f"/proc/self/fd/{arena.fd}", access | os.O_CLOEXEC)
+        except TransferError as error:
+            return Grant(number=ask.number, error=error.to_info()), None
+        except OSError as error:
+            failure = TransferError(f"the arena of region {ask.region_id} cannot be opened: {error}")
+            return Grant(number=ask.number, error=failure.to_info()), None
+        self._told.setdefault(ask.region_id, set()).add(link)
+        arena_bytes = arena.size_bytes if arena is not None else 0
+        return Grant(number=ask.number, arena_bytes=arena_bytes, writable=writable, has_fd=fd is not None), fd

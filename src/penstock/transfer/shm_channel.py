@@ -1,0 +1,342 @@
+"""One peer's memory as transport `shm` reaches it: mapped where it is in an arena, else by way of the kernel."""
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.descriptors import (
+    Descriptors,
+    MemoryKind,
+    OffsetArray,
+    RangePairs,
+    Region,
+    RegionInfo,
+    TransferCost,
+    TransferOp,
+)
+from penstock.core.errors import PeerLost, TransferError, TransferRefused
+from penstock.core.wire import Wire
+from penstock.seams import Link, Move
+from penstock.transfer.arena import Arena
+from penstock.transfer.checksum import Sums, checksum_ranges
+from penstock.transfer.copies import CopyMove, Mapped
+from penstock.transfer.grants import Ask, Grant, GrantStream
+from penstock.transfer.ranges import ProcessMemoryError, read_process, write_process
+from penstock.transfer.regions import addresses_of, distinct
+
+_KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
+_LINK_ENDS_S = 1.0
+_COST = TransferCost(start_s=6e-6, range_s=2e-7, bytes_per_s=10e9)
+"""As of a copy within a process; a little more, so that transport memory has those."""
+
+
+class ShmWay(Wire, frozen=True):
+    """Where a region is: its address in its process, and where in its arena it begins; None in private memory."""
+
+    address: int
+    offset: int | None = None
+
+
+class Shm(Protocol):
+    """What a channel uses of its transport."""
+
+    @property
+    def executor(self) -> Executor: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def inline_bytes_max(self) -> int: ...
+
+    def local_addresses(self, ranges: Descriptors) -> OffsetArray: ...
+
+    def closed(self, channel: "ShmChannel") -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reachable:
+    """A peer's region that was granted: where it begins, in this process or, where nothing is mapped, in the peer's."""
+
+    number: int
+    address: int
+    mapping: NDArray[np.uint8] | None
+
+
+class ShmChannel:
+    """A way to the memory of one peer."""
+
+    def __init__(
+        self,
+        shm: Shm,
+        link: Link,
+        regions: Mapping[int, RegionInfo],
+        stream: GrantStream,
+        untraceable: str | None,
+    ) -> None:
+        """Reach nothing yet.
+
+        Args:
+            shm: the transport.
+            link: to the peer.
+            regions: what it gave.
+            stream: where to ask for it.
+            untraceable: why the peer's private memory cannot be reached, if so.
+        """
+        self.link = link
+        self.shm = shm
+        self._regions = regions
+        self._stream = stream
+        self._untraceable = untraceable
+        self._reachable: dict[tuple[int, TransferOp], _Reachable] = {}
+        self._arenas: dict[tuple[int, int, bool], tuple[Arena, set[int]]] = {}  # with the regions in it
+        self._numbers = count(1)
+        self._asking = asyncio.Lock()
+        self._ended = asyncio.Event()
+
+    def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
+        del op
+        for kind in (*(region.kind for region in local), *(info.kind for info in remote)):
+            if kind not in _KINDS:
+                return f"{kind.value} is no memory of a process"
+        for info in remote:
+            if self._untraceable is None or (self._way(info).offset is not None and self._stream.sends_fds):
+                continue
+            return f"region {info.region_id} is private, and {self._untraceable}; give an Arena"
+        return None
+
+    def cost(self, op: TransferOp) -> TransferCost:
+        del op
+        return _COST
+
+    def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
+        return _ShmMove(self, op, pairs, checksum=checksum)
+
+    async def close(self) -> None:
+        self.end()
+        self.shm.closed(self)
+
+    def end(self) -> None:
+        """Let go of the peer's memory; what is under way keeps it until it has ended."""
+        self._ended.set()
+        self._stream.close()
+        self._reachable.clear()
+        for arena, _ in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+    def forget(self, region_id: int) -> None:
+        """Let go of a region, and of its arena if it was the last one there."""
+        for op in TransferOp:
+            self._reachable.pop((region_id, op), None)
+        for key, (arena, region_ids) in list(self._arenas.items()):
+            region_ids.discard(region_id)
+            if not region_ids:
+                arena.close()
+                del self._arenas[key]
+
+    def granted(self, region_ids: Sequence[int], op: TransferOp) -> list[_Reachable] | None:
+        """Give what is known of these regions; None if one was not asked for yet."""
+        found = [self._reachable.get((region_id, op)) for region_id in region_ids]
+        known = [reachable for reachable in found if reachable is not None]
+        return known if len(known) == len(found) else None
+
+    async def ask(self, region_ids: Sequence[int], op: TransferOp) -> list[_Reachable]:
+        """Have the peer grant regions that it has not granted yet.
+
+        Raises:
+            TransferRefused: it does not.
+            PeerLost: it is gone.
+        """
+        async with self._asking:
+            for region_id in region_ids:
+                if (region_id, op) not in self._reachable:
+                    self._reachable[region_id, op] = await self._ask(region_id, op)
+        found = self.granted(region_ids, op)
+        if found is None:
+            raise TransferRefused(f"a region of agent {self.link.peer} was deregistered there")
+        return found
+
+    def _way(self, info: RegionInfo) -> ShmWay:
+        try:
+            return msgspec.msgpack.decode(info.ways.get("shm", b""), type=ShmWay)
+        except msgspec.DecodeError as error:
+            raise TransferRefused(
+                f"agent {self.link.peer} did not register region {info.region_id} for transport shm"
+            ) from error
+
+    async def _ask(self, region_id: int, op: TransferOp) -> _Reachable:
+        info = self._regions.get(region_id)
+        if info is None:
+            raise TransferRefused(f"region {region_id} of agent {self.link.peer} is gone")
+        way = self._way(info)
+        number = next(self._numbers)
+        try:
+            grant = await self._answer(Ask(number=number, region_id=region_id, key=info.key, op=op))
+        except PeerLost:
+            with contextlib.suppress(TimeoutError):  # the link, which says why, ends at the same time
+                async with asyncio.timeout(_LINK_ENDS_S):
+                    await self._ended.wait()
+            raise
+        if grant.error is not None:
+            raise TransferRefused(f"agent {self.link.peer}: {grant.error.message}")
+        if not grant.has_fd:
+            return _Reachable(number, way.address, None)
+        fd = self._stream.take_fd()
+        if way.offset is None:
+            os.close(fd)
+            return _Reachable(number, way.address, None)
+        arena = self._map(fd, grant, region_id)
+        if not 0 <= way.offset <= arena.size_bytes - info.size_bytes:
+            self.forget(region_id)
+            raise TransferRefused(f"region {region_id} of agent {self.link.peer} ends outside of its arena")
+        return _Reachable(number, arena.address + way.offset, arena.array)
+
+    async def _answer(self, ask: Ask) -> Grant:
+        self._stream.send(ask)
+        grant = await self._stream.receive(Grant)
+        while grant.number != ask.number:  # the answer to a question that was cancelled
+            if grant.has_fd:
+                os.close(self._stream.take_fd())
+            grant = await self._stream.receive(Grant)
+        return grant
+
+    def _map(self, fd: int, grant: Grant, region_id: int) -> Arena:
+        """Map an arena, or find where it is mapped already. Its pages are looked up at first touch."""
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino, grant.writable
+        known = self._arenas.get(key)
+        if known is None:
+            arena = Arena.map(fd, grant.arena_bytes, writable=grant.writable, prefault=False)
+            self._arenas[key] = arena, {region_id}
+            return arena
+        os.close(fd)
+        known[1].add(region_id)
+        return known[0]
+
+
+class _ShmMove:
+    """One list of ranges; what was granted is looked up at each run, for it may have gone meanwhile."""
+
+    def __init__(self, channel: ShmChannel, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
+        self._channel = channel
+        self._op = op
+        self._pairs = pairs
+        self._checksum = checksum
+        self._local = channel.shm.local_addresses(pairs.local)
+        self._remote_ids = distinct(pairs.remote.region_ids)
+        self._made_for: list[int] = []
+        self._parts: list[CopyMove] = []
+
+    def run_now(self) -> bool:
+        if self._pairs.total_bytes > self._channel.shm.inline_bytes_max:
+            return False
+        reachable = self._channel.granted(self._remote_ids, self._op)
+        if reachable is None:
+            return False
+        for part in self._parts_for(reachable):
+            part.run_now()
+        return True
+
+    async def run(self) -> None:
+        reachable = await self._channel.ask(self._remote_ids, self._op)  # these keep mapped what they name
+        for part in self._parts_for(reachable):
+            await part.run()
+
+    def _parts_for(self, reachable: list[_Reachable]) -> list[CopyMove]:
+        """Give what is to be copied: by mapped memory, by way of the kernel, or some of both."""
+        numbers = [region.number for region in reachable]
+        if numbers == self._made_for:
+            return self._parts
+        ranges = self._pairs.remote
+        bases = dict(zip(self._remote_ids, reachable, strict=True))
+        remote = addresses_of(ranges, {region_id: region.address for region_id, region in bases.items()})
+        mapped = [region_id for region_id, region in bases.items() if region.mapping is not None]
+        if len(mapped) in {0, len(bases)}:
+            self._parts = [self._part(self._local, remote, self._pairs.lengths, is_mapped=bool(mapped))]
+        else:
+            inside = np.isin(ranges.region_ids, np.array(mapped, np.uint64))
+            self._parts = [
+                self._part(self._local[rows], remote[rows], self._pairs.lengths[rows], is_mapped=is_mapped)
+                for rows, is_mapped in ((inside, True), (~inside, False))
+            ]
+        self._made_for = numbers
+        return self._parts
+
+    def _part(
+        self, local: OffsetArray, remote: OffsetArray, lengths: OffsetArray, *, is_mapped: bool
+    ) -> CopyMove:
+        link = self._channel.link
+        targets, sources = (local, remote) if self._op is TransferOp.READ else (remote, local)
+        return CopyMove(
+            targets,
+            sources,
+            lengths,
+            executor=self._channel.shm.executor,
+            threads=self._channel.shm.threads,
+            inline_bytes_max=self._channel.shm.inline_bytes_max,
+            checksum=self._checksum,
+            reach=Mapped() if is_mapped else _OtherProcess(link.peer, link.peer_pid, self._op),
+        )
+
+
+class _OtherProcess:
+    """One side is in another process, as the kernel reaches it."""
+
+    def __init__(self, peer: str, pid: int, op: TransferOp) -> None:
+        """Know which."""
+        self._peer = peer
+        self._pid = pid
+        self._op = op
+
+    def copy(self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int) -> None:
+        try:
+            if self._op is TransferOp.READ:
+                read_process(self._pid, targets, sources, lengths, threads)
+            else:
+                write_process(self._pid, sources, targets, lengths, threads)
+        except ProcessMemoryError as error:
+            if error.errno == errno.ESRCH:
+                raise PeerLost(f"agent {self._peer} is gone: its process {self._pid} has ended") from error
+            raise TransferError(
+                f"agent {self._peer}: {error}; memory has to stay as long as it is registered, and the kernel must permit"
+                " access (same user, and kernel.yama.ptrace_scope 0 or CAP_SYS_PTRACE): else give an Arena"
+            ) from error
+
+    def checksums(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
+    ) -> tuple[Sums, Sums]:
+        """Read the other side once more: what the kernel copied may differ from what is there now."""
+        remote = sources if self._op is TransferOp.READ else targets
+        copies = np.empty(int(lengths.sum()), np.uint8)
+        here = np.cumsum(lengths) - lengths + np.uint64(copies.ctypes.data)
+        _OtherProcess(self._peer, self._pid, TransferOp.READ).copy(here, remote, lengths, 1)
+        theirs = checksum_ranges(here, lengths)
+        if self._op is TransferOp.READ:
+            return theirs, checksum_ranges(targets, lengths)
+        return checksum_ranges(sources, lengths), theirs
+
+
+def why_untraceable(pid: int, address: int, nonce: bytes) -> str | None:
+    """Find out whether the kernel lets this process reach another one's memory: there should be a nonce there.
+
+    Returns:
+        None if so, else why not.
+    """
+    found = np.zeros(len(nonce), np.uint8)
+    here, there, length = (np.array([value], np.uint64) for value in (found.ctypes.data, address, len(nonce)))
+    try:
+        read_process(pid, here, there, length)
+    except ProcessMemoryError as error:
+        return f"the kernel refuses to read memory of process {pid} ({os.strerror(error.errno or 0)})"
+    return None if found.tobytes() == nonce else f"process {pid} is not that agent's"

@@ -1,0 +1,34 @@
+"""Transport `shm`: arenas that both map, private memory by way of the kernel, and both over a link that sends no descriptors."""
+
+from penstock.testing.transport import PeerTransportSuite
+from penstock.testing.transport_harness import Bytes, TwoAgents
+from penstock.transfer import Arena, TransferConfig
+from penstock.transfer.shm import ShmTransport
+
+
+def _shm() -> list[ShmTransport]:
+    return [ShmTransport(threads=2, inline_bytes_max=64 << 10)]
+
+
+class _Arenas(TwoAgents):
+    def make_memory(self) -> tuple[Bytes, object]:
+        arena = Arena.create(self.size_bytes)
+        return arena.array, arena
+
+
+class TestShmWithArenas(PeerTransportSuite):
+    @staticmethod
+    def harness(size_bytes: int) -> TwoAgents:
+        return _Arenas(_shm, size_bytes=size_bytes)
+
+
+class TestShmWithPrivateMemory(PeerTransportSuite):
+    @staticmethod
+    def harness(size_bytes: int) -> TwoAgents:
+        return TwoAgents(_shm, size_bytes=size_bytes)
+
+
+class TestShmOverTcpLinks(PeerTransportSuite):
+    @staticmethod
+    def harness(size_bytes: int) -> TwoAgents:
+        return _Arenas(_shm, size_bytes=size_bytes, config=TransferConfig(listen=("tcp://127.0.0.1:0",)))
