@@ -277,7 +277,7 @@ class NixlMove:
 
     async def run(self) -> None:
         async with self._turn:
-            thread = self._thread or await self._make_ready()
+            thread = self._thread if self._thread and self._handles.requests else await self._make_ready()
             await self._fly(thread)
             if self._checksum:
                 await self._compare()
@@ -297,8 +297,9 @@ class NixlMove:
         plan = Plan(self._op.name, channel.remote_name, kinds, sides, parts)
         handles = self._handles
         await thread.call(lambda: thread.make_ready(handles, plan))
+        if self._thread is None:
+            weakref.finalize(self, thread.discard, handles)
         self._thread = thread
-        weakref.finalize(self, thread.discard, handles)
         return thread
 
     async def _fly(self, thread: NixlThread) -> None:

@@ -91,6 +91,7 @@ class Plan:
 class Flight:
     """Requests that are posted a few at a time. `ended` is done when none of them is under way any more."""
 
+    handles: Handles
     waiting: deque[int]
     ended: "asyncio.Future[None]"
     under_way: list[int] = field(default_factory=list)
@@ -172,7 +173,7 @@ class NixlThread:
             TransferError: the agent closes.
         """
         self._check_open()
-        flight = Flight(deque(handles.requests), self._loop.create_future())
+        flight = Flight(handles, deque(handles.requests), self._loop.create_future())
         flight.ended.add_done_callback(
             lambda ended: ended.cancelled() or ended.exception()
         )  # it may be nobody's
@@ -184,12 +185,13 @@ class NixlThread:
         self._work.put(flight.waiting.clear)
 
     def abandon(self, flight: Flight) -> None:
-        """End it although requests are under way: the peer is gone."""
+        """End it although requests are under way: the peer is gone. Its list is to be made ready anew."""
 
         def drop() -> None:
-            flight.waiting.clear()
-            self._release(flight.under_way)
-            flight.under_way = []
+            if flight in self._flights:
+                self._free(flight.handles)
+                flight.waiting.clear()
+                flight.under_way = []
 
         self._work.put(drop)
 
@@ -336,6 +338,7 @@ class NixlThread:
             self._tell(flight.ended, None, TransferError("the agent closes"))
         for handles in list(self._handles):
             self._free(handles)
+        self._release([])
         self.agent = self.nixl = None
         while not self._work.empty():  # who asked before the end hears of it
             work = self._work.get()
