@@ -107,7 +107,7 @@ $(STAMP): pyproject.toml Makefile $(NATIVE_SOURCES) | $(BIN)/pip
 	@$(BIN)/pip install -q $(if $(filter ON,$(NATIVE)),'cmake>=3.22' ninja) $$($(BIN)/python -c 'import tomllib; \
 	    print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
 	@PENSTOCK_NATIVE=$(NATIVE) $(BIN)/pip install -q --no-build-isolation \
-	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[engine,dev]'
+	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[engine,object,dev]'
 	@touch $@
 
 $(NIXL_STAMP): $(STAMP)

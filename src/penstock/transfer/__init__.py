@@ -21,8 +21,10 @@ from penstock.core.errors import (
 from penstock.core.kv_layout import KvLayout, RankLayout
 from penstock.transfer.agent import TransferAgent
 from penstock.transfer.arena import Arena
-from penstock.transfer.config import TransferConfig
+from penstock.transfer.config import StorageConfig, TransferConfig
+from penstock.transfer.file import FileRegion
 from penstock.transfer.handle import Telemetry, TransferHandle, TransferState
+from penstock.transfer.object import ObjectRegion
 from penstock.transfer.peer import Peer
 from penstock.transfer.prepared import PreparedTransfer
 from penstock.transfer.regions import Registration, RemoteRegion
@@ -32,8 +34,10 @@ __all__ = [
     "ChecksumMismatch",
     "DeadlineExceeded",
     "Descriptors",
+    "FileRegion",
     "KvLayout",
     "MemoryKind",
+    "ObjectRegion",
     "Peer",
     "PeerLost",
     "PreparedTransfer",
@@ -42,6 +46,7 @@ __all__ = [
     "RegionInfo",
     "Registration",
     "RemoteRegion",
+    "StorageConfig",
     "Telemetry",
     "TransferAgent",
     "TransferCancelled",

@@ -21,6 +21,7 @@ from penstock.seams import Transport
 from penstock.transfer.buffers import region_of
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.counters import TransferCounters, add
+from penstock.transfer.file import FileTransport
 from penstock.transfer.frames import NOTIFICATION_BYTES_MAX
 from penstock.transfer.greeting import Proof
 from penstock.transfer.handle import TransferHandle
@@ -34,6 +35,7 @@ from penstock.transfer.metadata import (
     host_fingerprint,
 )
 from penstock.transfer.nixl import NixlTransport
+from penstock.transfer.object import ObjectTransport
 from penstock.transfer.pairs import pair_ranges
 from penstock.transfer.peer import Peer, Way
 from penstock.transfer.prepared import PreparedTransfer
@@ -50,6 +52,7 @@ _REFUSALS_KEPT = 64
 
 def default_transports(config: TransferConfig) -> list[Transport]:
     """Make one of each transport there is; those that cannot work here say so when they start."""
+    storage = config.storage
     return [
         MemoryTransport(threads=config.threads, inline_bytes_max=config.inline_bytes_max),
         ShmTransport(threads=config.threads, inline_bytes_max=config.inline_bytes_max),
@@ -60,6 +63,12 @@ def default_transports(config: TransferConfig) -> list[Transport]:
             idle_s=config.heartbeat_timeout_s,
         ),
         NixlTransport(),
+        FileTransport(threads=storage.io_threads, io_bytes=storage.io_bytes),
+        ObjectTransport(
+            requests=storage.requests,
+            request_timeout_s=storage.request_timeout_s,
+            retries=storage.request_retries,
+        ),
     ]
 
 

@@ -13,6 +13,21 @@ SAME_HOST = "unix"
 ListenAddress = Annotated[str, Field(pattern=r"^(memory|unix|tcp://.+:\d+)$")]
 
 
+class StorageConfig(Config):
+    """How files and object stores are read and written."""
+
+    io_threads: int = Field(default=8, ge=1, le=64)
+    """Reads and writes of files under way at once: the depth of the disk's queue."""
+    io_bytes: int = Field(default=1 << 20, ge=4096, multiple_of=4096)
+    """The most that one of them moves."""
+    requests: int = Field(default=8, ge=1)
+    """Objects that are got or put at once; each takes up to three times its size in memory."""
+    request_timeout_s: float = Field(default=10.0, gt=0)
+    """How long one request to an object store may take, with its retries."""
+    request_retries: int = Field(default=3, ge=0)
+    """How often a request is tried again, after an error 5xx or a lost connection."""
+
+
 class TransferConfig(Config):
     """What an agent may use, and how long it waits."""
 
@@ -38,3 +53,5 @@ class TransferConfig(Config):
     """Notifications kept for a reader; a peer that sends more is disconnected, with an error on both sides."""
     tcp: TcpConfig = TcpConfig()
     """Bounds of transport `tcp`."""
+    storage: StorageConfig = StorageConfig()
+    """Files and object stores."""

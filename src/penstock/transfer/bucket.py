@@ -1,0 +1,146 @@
+"""An object store behind `obstore`, with every request bounded in time and its errors worded."""
+
+import asyncio
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from penstock.core.errors import TransferError, TransferRefused
+
+_TEXT_MAX = 300
+_BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2}
+_CONNECT_S = 5.0
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+
+
+class Bucket:
+    """Where objects are.
+
+    Attributes:
+        name: for people; no secrets in it.
+    """
+
+    def __init__(
+        self, store: object, options: Mapping[str, str], *, request_timeout_s: float, retries: int
+    ) -> None:
+        """Open the store; nothing is sent yet.
+
+        Args:
+            store: a URL (`s3://`, `gs://`, `az://`, `file://`, `memory://`), or a store of obstore's, which has its own
+                timeouts and retries.
+            options: for a URL: keys, region, endpoint, as obstore names them.
+            request_timeout_s: how long one request may take, its retries among it.
+            retries: after errors 5xx and lost connections.
+
+        Raises:
+            TransferRefused: obstore is not installed, or the URL or an option is wrong.
+        """
+        try:
+            import obstore  # noqa: PLC0415 - an extra
+            from obstore.store import from_url  # noqa: PLC0415
+        except ImportError as error:
+            raise TransferRefused(
+                f"{store}: object stores need obstore, which is not installed: pip install 'penstock[object]'"
+            ) from error
+        self._obstore = obstore
+        self._failures = (obstore.exceptions.BaseError, OSError)
+        self._timeout_s = request_timeout_s
+        self.name = str(store).rstrip("/")
+        if not isinstance(store, str):
+            self._store: Any = store
+            return
+        try:
+            self._store = from_url(store, **_settings(store, options, request_timeout_s, retries))
+        except (*self._failures, ValueError, TypeError) as error:
+            raise TransferRefused(f"{store}: {_text(error)}") from error
+
+    async def get(self, key: str, start: int, end: int) -> memoryview | None:
+        """Get a range of bytes of an object, less where it ends before; None where there is no such object.
+
+        A cancelled get is given up at once.
+
+        Raises:
+            TransferError: it failed, or took too long.
+        """
+        what = f"getting bytes {start} to {end} of {self.name}/{key}"
+        request = self._obstore.get_range_async(self._store, key, start=start, end=end)
+        try:
+            return memoryview(await self._bounded(request, what))
+        except FileNotFoundError as error:
+            if _NO_BUCKET.search(str(error)):
+                raise TransferRefused(f"{what}: {_text(error)}") from error
+            return None
+        except self._failures as error:
+            raise self._worded(what, error) from error
+
+    async def put(self, key: str, data: bytearray) -> None:
+        """Put an object, all at once. A cancelled put comes to its end first, so that none arrives afterwards.
+
+        Raises:
+            TransferError: it failed, or took too long; in both cases it may have arrived, or arrive later.
+        """
+        what = f"putting {len(data)} bytes to {self.name}/{key}"
+        request = self._obstore.put_async(self._store, key, data, use_multipart=False)
+        try:
+            await self._bounded(request, what, sees_it_through=True)
+        except self._failures as error:
+            raise self._worded(what, error) from error
+
+    async def _bounded(
+        self, request: "asyncio.Future[Any]", what: str, *, sees_it_through: bool = False
+    ) -> Any:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._timeout_s
+        cancelled: asyncio.CancelledError | None = None
+        while not request.done() and (left_s := deadline_s - loop.time()) > 0:
+            try:
+                await asyncio.wait([request], timeout=left_s)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                if not sees_it_through:
+                    break
+        if not request.done():
+            request.cancel()
+        elif cancelled is None:
+            return request.result()
+        if cancelled is not None:
+            if request.done() and not request.cancelled():
+                request.exception()  # it was seen: the cancellation says more
+            raise cancelled
+        raise TransferError(f"{what}: no answer within {self._timeout_s:g} s (request_timeout_s)")
+
+    def _worded(self, what: str, error: Exception) -> TransferError:
+        refusals = (
+            self._obstore.exceptions.PermissionDeniedError,
+            self._obstore.exceptions.UnauthenticatedError,
+            PermissionError,
+            FileNotFoundError,
+        )
+        kind = TransferRefused if isinstance(error, refusals) else TransferError
+        return kind(f"{what}: {_text(error)}")
+
+
+def _settings(
+    url: str, options: Mapping[str, str], request_timeout_s: float, retries: int
+) -> dict[str, object]:
+    if url.startswith("memory:"):
+        return {}
+    if url.startswith("file:"):
+        return {"mkdir": True}
+    limit = timedelta(seconds=request_timeout_s)
+    return {
+        "config": dict(options),
+        "client_options": {
+            "timeout": limit,
+            "connect_timeout": min(limit, timedelta(seconds=_CONNECT_S)),
+            "allow_http": options.get("endpoint", "").startswith("http://"),
+        },
+        "retry_config": {"max_retries": retries, "retry_timeout": limit, "backoff": _BACKOFF},
+    }
+
+
+def _text(error: Exception) -> str:
+    """Take what obstore says first; a dump of its innards follows."""
+    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
+    return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}..."

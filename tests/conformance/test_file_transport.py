@@ -1,0 +1,19 @@
+"""Transport `file`, on a slab."""
+
+import tempfile
+from pathlib import Path
+
+from penstock.testing.storage_harness import OwnStorage
+from penstock.testing.transport import TransportSuite
+from penstock.transfer import FileRegion
+from penstock.transfer.file import FileTransport
+
+
+class TestFileTransport(TransportSuite):
+    @staticmethod
+    def harness(size_bytes: int) -> OwnStorage:
+        directory = tempfile.TemporaryDirectory()
+        region = FileRegion(Path(directory.name) / "slab", size_bytes)
+        harness = OwnStorage(FileTransport(threads=4, io_bytes=1 << 20), region)
+        harness.on_exit(directory.cleanup)
+        return harness
