@@ -48,14 +48,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Chosen]:
     seen: list[Chosen] = []
     take = Router.take
 
-    def written(router: Router, quote: Quote) -> Route:
+    def written(router: Router, quote: Quote, *, again: bool) -> Route:
         context = quote.context
         overlaps = dict.fromkeys(REGIONS, 0)
         for slot in context.eligible.nonzero()[0]:
-            region = router.fleet.at(slot).instance.region
+            region = router.fleet.seats.at(slot).instance.region
             overlaps[region] = max(overlaps[region], int(context.overlap_blocks[slot]))
-        seen.append(Chosen(router.fleet.at(quote.choice.slot).instance.region, overlaps))
-        return take(router, quote)
+        seen.append(Chosen(router.fleet.seats.at(quote.choice.slot).instance.region, overlaps))
+        return take(router, quote, again=again)
 
     monkeypatch.setattr(Router, "take", written)
     return seen

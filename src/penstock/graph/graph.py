@@ -5,6 +5,7 @@ A command makes one from its flags, a file holds one as YAML, a program builds o
 
 import re
 import runpy
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
@@ -99,19 +100,24 @@ class Graph(Config):
 
     @pydantic.model_validator(mode="after")
     def _check_regions(self) -> Self:
-        """Where roles say their regions, a pair names two of these, or the routers'."""
+        """Refuse a pair of a region that nobody is in if it seems to be a slip: it is called almost like one that lacks this pair.
+
+        A table may describe more regions than this deployment is in.
+        """
         places = [
             place for role in self.roles.present().values() for place in role.locations or (Location(),)
         ]
         if not all(place.region for place in places):
             return self  # processes may have theirs from their environment
         regions = {place.region for place in (*places, self.router.location) if place.region}
-        for index, pair in enumerate(self.router.topology.pairs):
-            for end, region in (("one", pair.one), ("other", pair.other)):
-                if region not in regions:
+        pairs = [{pair.one, pair.other} for pair in self.router.topology.pairs]
+        for index, pair in enumerate(pairs):
+            for unknown in pair - regions:
+                lacking = [region for region in regions - pair if pair - {unknown} | {region} not in pairs]
+                if meant := get_close_matches(unknown, lacking, n=1):
                     raise wrong(
-                        f"router.topology.pairs.{index}.{end}: nobody is in region {region!r}; roles.*.locations and"
-                        f" router.location name {', '.join(sorted(regions))}"
+                        f"router.topology.pairs.{index}: nobody is in region {unknown!r}; roles.*.locations and"
+                        f" router.location name {', '.join(sorted(regions))}; did you mean {meant[0]!r}?"
                     )
         return self
 

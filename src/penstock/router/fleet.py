@@ -8,12 +8,8 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import assert_never
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import RequestId, WorkerId
@@ -33,8 +29,9 @@ from penstock.router.connector import Connector
 from penstock.router.drift import FORGOTTEN_S, Drift
 from penstock.router.indexer import Indexer
 from penstock.router.loads import LoadTracker
-from penstock.router.member import CONDITIONS, Condition, DeltaHandler, Member, WorkerView
+from penstock.router.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.metrics import RouterMetrics
+from penstock.router.seats import Seats
 from penstock.router.worker_pool import WorkerPool
 from penstock.seams import Connection, Discovery, WayToWorkers
 
@@ -76,11 +73,8 @@ class Fleet:
         self._metrics = metrics
         self._rng = rng
         self._members: dict[WorkerId, Member] = {}
-        self._by_slot: list[Member | None] = []
-        self._show(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint8))
-        self._seats: tuple[Member | None, ...] | None = None
+        self.seats = Seats()
         self._models: Mapping[str, ModelCard] | None = None  # as of the last change
-        self._free_slots: list[int] = []  # heap
         self._left_out: dict[WorkerId, Instance] = {}
         self._counts = dict.fromkeys(Condition, 0)
         self._listeners: dict[Callable[[], None], None] = {}
@@ -130,18 +124,6 @@ class Fleet:
             m.connections or m.problem is not None for m in self._members.values() if m.listed
         )
 
-    def at(self, slot: int) -> Member:
-        """Give the worker in a slot that a pool named."""
-        member = self._by_slot[slot]
-        assert member is not None, f"slot {slot} is free"
-        return member
-
-    def seats(self) -> tuple[Member | None, ...]:
-        """Give the workers by slot, as they are now: the tuple stays as it is when they change."""
-        if self._seats is None:
-            self._seats = tuple(self._by_slot)
-        return self._seats
-
     def slot_of(self, worker_id: WorkerId) -> int | None:
         member = self._members.get(worker_id)
         return None if member is None else member.slot
@@ -162,7 +144,7 @@ class Fleet:
         Raises:
             WorkerLost: the connection has ended; the worker is not ready any more.
         """
-        member = self.at(slot)
+        member = self.seats.at(slot)
         connection = self._connector.submit(member, request)
         if self.predicts(slot):
             self._indexer.sent(slot, request.block_hashes)
@@ -171,7 +153,7 @@ class Fleet:
 
     def predicts(self, slot: int) -> bool:
         """Tell whether what a worker holds is guessed from what was sent there, as it sends no KV events."""
-        return not self.at(slot).instance.engine.kv_events
+        return not self.seats.at(slot).instance.engine.kv_events
 
     def answered(self, slot: int, request: Request) -> None:
         """Guess that a worker also holds the blocks of its answer: those of `request`, which has its tokens."""
@@ -179,7 +161,7 @@ class Fleet:
 
     def finished(self, slot: int, request_id: RequestId) -> None:
         """Deliver no more of this request."""
-        member = self._by_slot[slot]
+        member = self.seats.get(slot)
         if member is not None:
             member.requests.pop(request_id, None)
             self._close_if_idle(member)
@@ -212,31 +194,26 @@ class Fleet:
 
     def workers(self) -> list[WorkerView]:
         """Describe every worker known, in the order of their slots."""
-        return [self._view(member) for member in self._by_slot if member is not None]
+        return [self._view(member) for member in self.seats.now() if member is not None]
 
     def check(self) -> None:
         """Raise AssertionError where parts disagree."""
         self._indexer.check()
         self.loads.check()
+        self.seats.check()
         for pool in self.pools.values():
             pool.check()
             assert len(pool.ready) == self.loads.num_slots == self.tree.num_slots, "as long as the loads"
-        assert self.seats() == tuple(self._by_slot), "seats: who is there now"
-        for slot, member in enumerate(self._by_slot):
+        for slot, member in enumerate(self.seats.now()):
             pools = [name for name, pool in self.pools.items() if pool.ready[slot]]
             if member is None:
-                assert slot in self._free_slots, f"slot {slot} is free"
-                assert not self.worker_ids[slot], f"free slot {slot} has a worker's id"
-                assert not self.conditions[slot], f"free slot {slot} has a condition"
                 assert not pools, f"free slot {slot} is ready for {pools}"
                 assert not self.tree.held_blocks(slot), f"free slot {slot} holds blocks"
                 continue
             assert self._members[member.worker_id] is member, f"slot {slot}: found by id"
-            assert self.worker_ids[slot] == member.worker_id, f"slot {slot}: its worker's id"
             assert member.noted is member.condition, (
                 f"{member.instance.name} is {member.condition}, noted as {member.noted}"
             )
-            assert CONDITIONS[self.conditions[slot]] is member.noted, f"slot {slot}: its worker's condition"
             expected = [member.instance.card.name] if member.condition is Condition.READY else []
             assert pools == expected, f"{member.instance.name} is {member.condition} and ready for {pools}"
             if member.connection is None:
@@ -273,35 +250,22 @@ class Fleet:
             _log.warning("worker_left_out", worker=instance.name, workers_max=self._config.workers_max)
             return None
         member = Member(instance, self._take_slot())
-        self._by_slot[member.slot] = self._members[instance.worker_id] = member
-        self._seats = None
-        self._ids[member.slot] = instance.worker_id
+        self._members[instance.worker_id] = member
+        self.seats.put(member)
         assert self._group is not None, "run() is under way"
         self._group.create_task(self._keep(member), name=f"connection to {instance.name}")
         return member
 
     def _take_slot(self) -> int:
-        if self._free_slots:
-            return heappop(self._free_slots)
-        slot = len(self._by_slot)
-        self._by_slot.append(None)
+        slot = self.seats.next_slot()
         if slot >= self.loads.num_slots:
             num_slots = min(2 * self.loads.num_slots, self._config.workers_max)
             self.tree.grow(num_slots)
             self.loads.grow(num_slots)
-            more = (0, num_slots - len(self._ids))
-            self._show(np.pad(self._ids, more), np.pad(self._conditions, more))
+            self.seats.grow(num_slots)
             for pool in self.pools.values():
                 pool.grow(num_slots)
         return slot
-
-    def _show(self, ids: NDArray[np.int64], conditions: NDArray[np.uint8]) -> None:
-        self._ids, self._conditions = ids, conditions
-        self.worker_ids = ids.view()
-        """(num_slots,) the worker in each slot, 0 where it is free; for reading."""
-        self.conditions = conditions.view()
-        """(num_slots,) indices of `CONDITIONS`; for reading."""
-        self.worker_ids.flags.writeable = self.conditions.flags.writeable = False
 
     async def _keep(self, member: Member) -> None:
         await self._connector.keep_connected(member)
@@ -323,14 +287,11 @@ class Fleet:
 
     def _forget(self, member: Member) -> None:
         del self._members[member.worker_id]
-        self._by_slot[member.slot] = None
-        self._seats = None
-        self._ids[member.slot] = 0
-        heappush(self._free_slots, member.slot)
         self._indexer.forget(member.slot)
         self.loads.reset(member.slot)
         self._leave_pool(member, member.instance.card.name)
         self._recount(member, None)
+        self.seats.leave(member)
         if self._left_out:
             self._put(self._left_out.pop(next(iter(self._left_out))))
 
@@ -399,7 +360,7 @@ class Fleet:
                 self._counts[changed] += by
                 self._metrics.workers.labels(changed).set(self._counts[changed])
         member.noted = condition
-        self._conditions[member.slot] = CONDITIONS.index(condition)
+        self.seats.note(member, condition)
 
     def _tell_soon(self) -> None:
         self._models = None

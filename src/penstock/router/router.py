@@ -158,7 +158,7 @@ class Router:
             metrics.prompt_tokens.inc(context.request_tokens)
             metrics.expected_hit_tokens.inc(overlap_tokens)
         return Route(
-            worker_id=self.fleet.at(slot).worker_id,
+            worker_id=self.fleet.seats.at(slot).worker_id,
             slot=slot,
             prefill_tokens=prefill_tokens,
             cached_tokens=context.request_tokens - prefill_tokens,
@@ -244,7 +244,7 @@ class Router:
             own_prefill_tokens=loads.own_prefill_tokens,
             own_prefill_pairs=loads.own_prefill_pairs,
             own_blocks=loads.own_blocks,
-            worker_ids=self.fleet.worker_ids,
+            worker_ids=self.fleet.seats.worker_ids,
             session=request.session,
             slo_ttft_s=request.slo_ttft_s,
             slo_itl_s=request.slo_itl_s,
@@ -286,8 +286,8 @@ class Router:
                 tier_blocks=context.tier_blocks,
                 terms=quote.choice.terms,
                 eligible=context.eligible.copy(),
-                conditions=fleet.conditions.copy(),
-                seats=fleet.seats(),
+                conditions=fleet.seats.conditions.copy(),
+                seats=fleet.seats.now(),
                 excluded=frozenset(quote.excluded),
             )
         )
@@ -295,7 +295,7 @@ class Router:
     def _record(self, quote: Quote) -> None:
         """Log all that a choice went by, for replays."""
         request, slot = quote.request, quote.choice.slot
-        workers = [None if member is None else member.instance.name for member in self.fleet.seats()]
+        workers = [None if member is None else member.instance.name for member in self.fleet.seats.now()]
         recorded = RecordedDecision(
             request_id=request.request_id,
             model=request.model,

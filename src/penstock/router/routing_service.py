@@ -205,7 +205,7 @@ class RoutingService:
         self._fleet.submit(route.slot, request, routed)
         self._open[request.request_id] = routed
         self._set_timer()
-        instance = self._fleet.at(route.slot).instance
+        instance = self._fleet.seats.at(route.slot).instance
         return Choice(id=request.request_id, worker=instance.name, url=instance.address)
 
     def feedback(
@@ -314,7 +314,7 @@ class RoutingService:
         with self._fleet.telling(news.set):
             while True:
                 slot = self._fleet.slot_of(instance.worker_id)
-                if slot is not None and self._fleet.at(slot).instance == instance:
+                if slot is not None and self._fleet.seats.at(slot).instance == instance:
                     (view,) = (view for view in self.workers() if view.worker_id == instance.worker_id)
                     if view.connections:
                         return view

@@ -134,21 +134,36 @@ def test_hardware_is_one_of_the_catalogue(tmp_path: Path) -> None:
     ]
 
 
-def test_topology_names_regions_that_are_somebody_s(tmp_path: Path) -> None:
-    places = "[{region: eu, zone: one}, {region: us}]"
-    graph = "model: demo\nroles: {aggregated: {replicas: 2, locations: %s}}\nrouter: {location: {region: %s}, topology: {pairs: [{%s}]}}\n"
-    way = "latency_s: 0.01, bandwidth_bytes_per_s: 1.0e+9"
-    for router, pair in (("''", "one: eu, other: us"), ("asia", "one: asia, other: us")):
-        load(write(tmp_path, graph % (places, router, f"{pair}, {way}")))
-    for pair, end, region in (("one: eu, other: su", "other", "su"), ("one: ue, other: us", "one", "ue")):
-        path = write(tmp_path, graph % (places, "asia", f"{pair}, {way}"))
-        (mistake,) = mistakes(path)
+def test_a_slip_in_a_region_of_the_topology_is_refused(tmp_path: Path) -> None:
+    graph = (
+        "model: demo\nroles: {aggregated: {replicas: 2, locations: %s}}\n"
+        "router: {location: {region: '%s'}, topology: {pairs: [%s]}}\n"
+    )
+
+    def written(places: str, router: str, *pairs: str) -> Path:
+        way = "latency_s: 0.01, bandwidth_bytes_per_s: 1.0e+9"
+        ends = (pair.split("/") for pair in pairs)
+        table = ", ".join(f"{{one: {one}, other: {other}, {way}}}" for one, other in ends)
+        return write(tmp_path, graph % (places, router, table))
+
+    both = "[{region: europe}, {region: us-1}]"
+    for router, pairs in (
+        ("", ["europe/us-1", "europe/us-2"]),  # all of its own are described; a table may have more
+        ("", ["europe/asia"]),
+        ("asia", ["europe/us-1", "asia/us-1"]),
+    ):
+        load(written(both, router, *pairs))
+    for places in ("[]", "[{region: us-1}, {}]"):  # the rest may come from the environment of processes
+        load(written(places, "europe", "us-1/euorpe"))
+    for router, pairs, index, region, known, meant in (
+        ("", ["us-1/euorpe"], 0, "euorpe", "europe, us-1", "europe"),
+        ("asia", ["europe/us-1", "aisa/us-1"], 1, "aisa", "asia, europe, us-1", "asia"),
+    ):
+        (mistake,) = mistakes(written(both, router, *pairs))
         assert mistake == (
-            f"graph.yaml: router.topology.pairs.0.{end}: nobody is in region '{region}'; roles.*.locations and"
-            " router.location name asia, eu, us"
+            f"graph.yaml: router.topology.pairs.{index}: nobody is in region '{region}'; roles.*.locations and"
+            f" router.location name {known}; did you mean '{meant}'?"
         )
-    for places in ("[]", "[{region: eu}, {}]"):  # the rest may come from the environment of processes
-        load(write(tmp_path, graph % (places, "eu", f"one: eu, other: su, {way}")))
 
 
 def test_links_join_roles_that_exist(tmp_path: Path) -> None:
