@@ -1,0 +1,136 @@
+"""Agents of two real processes: one that is killed or stopped is an error in time, and two idle ones use next to nothing."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import PenstockError
+from penstock.transfer import (
+    Descriptors,
+    Peer,
+    PeerLost,
+    TransferAgent,
+    TransferConfig,
+    TransferError,
+    TransferOp,
+)
+from penstock.transfer.agent import default_transports
+
+LOST_WITHIN_S = 0.2
+HEARTBEAT_TIMEOUT_S = 1.0
+IDLE_S = 4.0
+IDLE_SHARE_MAX = 0.005
+SIZE_BYTES = 64 << 20
+LISTEN = {"unix": "unix", "tcp": "tcp://127.0.0.1:0"}
+
+pytestmark = pytest.mark.slow
+
+
+def transports() -> tuple[str, ...]:
+    """All but nixl, whose idle figure its own documentation tells."""
+    return tuple(made.name for made in default_transports(TransferConfig()) if made.name != "nixl")
+
+
+@dataclass
+class Pair:
+    agent: TransferAgent
+    peer: Peer
+    pid: int
+
+    async def until_lost(self) -> PenstockError:
+        """Wait until the agent says that the peer is gone, as whoever asks it would see."""
+        while True:
+            try:
+                self.agent.send_notification(self.peer, b"?")
+                self.agent.estimate(TransferOp.READ, 1, 1, self.peer)
+            except PeerLost as error:
+                return error
+            except TransferError:
+                pass  # no transport reaches it, which says nothing of the link
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def pair(link: str, transport_names: tuple[str, ...] | None = None) -> AsyncIterator[Pair]:
+    """An agent here and one in a process of its own, connected over this kind of link."""
+    config = TransferConfig(
+        listen=(LISTEN[link],),
+        heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        transports=transports() if transport_names is None else transport_names,
+    )
+    script = Path(__file__).with_name("transfer_owner.py")
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), config.model_dump_json(), str(SIZE_BYTES), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        async with asyncio.timeout(30):
+            metadata = bytes.fromhex((await child.stdout.readline()).decode())
+        async with TransferAgent("reader", config) as agent:
+            yield Pair(agent, await agent.connect(metadata), child.pid)
+    finally:
+        if child.returncode is None:
+            os.kill(child.pid, signal.SIGKILL)
+        await child.wait()
+
+
+@pytest.mark.parametrize("link", LISTEN)
+def test_an_idle_peer_that_is_killed_is_lost_at_once(link: str) -> None:
+    async def main() -> None:
+        async with pair(link) as two:
+            await asyncio.sleep(0.1)
+            killed_s = time.perf_counter()
+            os.kill(two.pid, signal.SIGKILL)
+            async with asyncio.timeout(10):
+                error = await two.until_lost()
+            assert time.perf_counter() - killed_s < LOST_WITHIN_S
+            assert "agent owner is gone" in error.message
+            assert two.agent.counters.lost_peers == 1
+            with pytest.raises(PeerLost):
+                two.agent.prepare(Descriptors.joined([]), Descriptors.joined([]), two.peer)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("link", LISTEN)
+def test_a_peer_that_stops_is_lost_within_the_heartbeats_timeout(link: str) -> None:
+    async def main() -> None:
+        async with pair(link) as two:
+            await asyncio.sleep(0.1)
+            stopped_s = time.perf_counter()
+            os.kill(two.pid, signal.SIGSTOP)
+            async with asyncio.timeout(10):
+                error = await two.until_lost()
+            assert time.perf_counter() - stopped_s < HEARTBEAT_TIMEOUT_S + LOST_WITHIN_S
+            assert "agent owner is gone" in error.message
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("link", LISTEN)
+def test_idle_agents_use_next_to_no_cpu(link: str) -> None:
+    async def main() -> None:
+        async with pair(link) as two:
+            answers = two.agent.notifications()
+
+            async def cpu_s() -> np.ndarray:
+                two.agent.send_notification(two.peer, b"?")
+                _, text = await anext(answers)
+                return np.array([time.process_time(), float(text)])
+
+            await cpu_s()
+            before = await cpu_s()
+            await asyncio.sleep(IDLE_S)
+            share = (await cpu_s() - before) / IDLE_S
+            assert (share < IDLE_SHARE_MAX).all(), f"{share} of a core"
+
+    asyncio.run(main())

@@ -1,0 +1,23 @@
+"""A process with one agent that others use: `python transfer_owner.py CONFIG_JSON SIZE_BYTES`.
+
+It prints its metadata, then answers every notification with the CPU seconds that it has used so far.
+"""
+
+import asyncio
+import sys
+import time
+
+from penstock.transfer import Arena, TransferAgent, TransferConfig
+
+
+async def main(config: str, size_bytes: str) -> None:
+    with Arena.create(int(size_bytes)) as arena:
+        async with TransferAgent("owner", TransferConfig.model_validate_json(config)) as agent:
+            agent.register(arena, "shared")
+            print(agent.metadata().hex(), flush=True)
+            async for peer, _ in agent.notifications():
+                agent.send_notification(peer, repr(time.process_time()).encode())
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
