@@ -104,6 +104,12 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         return self.is_open and not self._paused
 
     @property
+    def peer_certificate(self) -> bytes | None:
+        """The other end's certificate in DER, where the connection is TLS."""
+        secure = self._transport.get_extra_info("ssl_object") if self._transport else None
+        return None if secure is None else secure.getpeercert(binary_form=True)
+
+    @property
     def buffered_bytes(self) -> int:
         """How much waits in the write buffer."""
         return self._transport.get_write_buffer_size() if self._transport else 0

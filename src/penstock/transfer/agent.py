@@ -44,6 +44,7 @@ from penstock.transfer.running import RunningTransfers, too_long
 from penstock.transfer.shm import ShmTransport
 from penstock.transfer.switchboard import Switchboard
 from penstock.transfer.tcp import TcpTransport
+from penstock.transfer.tls import TlsIdentity
 
 _log = get_logger()
 _TOKEN_BYTES = 16
@@ -110,6 +111,7 @@ class TransferAgent:
         self._notifications: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
         self._proof = Proof(self.config.secret.get_secret_value().encode(), self.token)
         self.host = host_fingerprint()
+        self.tls = TlsIdentity.of(self.config.tls)
         self._switchboard = Switchboard(self)
         self._addresses: tuple[str, ...] = ()
         self._tasks: asyncio.TaskGroup | None = None
@@ -253,6 +255,7 @@ class TransferAgent:
                 addresses=self._addresses,
                 contacts={name: transport.contact() for name, transport in self._transports.items()},
                 regions=tuple(registration.info for registration in given),
+                certificate=self.tls.fingerprint if self.tls else b"",
             )
         )
 

@@ -6,6 +6,7 @@ from pydantic import Field, SecretStr
 
 from penstock.core.config import Config
 from penstock.transfer.tcp_config import TcpConfig
+from penstock.transfer.tls import TlsConfig
 
 IN_PROCESS = "memory"
 SAME_HOST = "unix"
@@ -51,6 +52,8 @@ class TransferConfig(Config):
     """Native threads that share one large copy, and streams to one peer over TCP."""
     notifications_max: int = Field(default=65_536, ge=1)
     """Notifications kept for a reader; a peer that sends more is disconnected, with an error on both sides."""
+    tls: TlsConfig | None = None
+    """Certificates for `tcp://` addresses; null for no TLS."""
     tcp: TcpConfig = TcpConfig()
     """Bounds of transport `tcp`."""
     storage: StorageConfig = StorageConfig()

@@ -25,12 +25,7 @@ class Proof:
         return Challenge(version=TRANSFER_VERSION, nonce=secrets.token_bytes(NONCE_BYTES))
 
     def greet(self, challenge: Challenge, name: str, pid: int, host: bytes) -> Greeting:
-        """Answer a challenge.
-
-        Raises:
-            ProtocolError: the other side's version is too far from ours.
-        """
-        check_version(challenge.version, "the agent that listens there")
+        """Answer a challenge, of whatever version: the other side refuses this one, too, and knows why."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         return Greeting(
             version=TRANSFER_VERSION,
@@ -80,17 +75,40 @@ class Proof:
 class Visitor:
     """The initiator's side of the introduction."""
 
-    def __init__(self, proof: Proof, name: str, pid: int, host: bytes, *, peer: str) -> None:
-        """Know who meets whom."""
+    def __init__(
+        self,
+        proof: Proof,
+        name: str,
+        pid: int,
+        host: bytes,
+        *,
+        peer: str,
+        check_certificate: Callable[[bytes | None], None],
+    ) -> None:
+        """Know who meets whom.
+
+        Args:
+            proof: what the peer has to be shown.
+            name: this agent's.
+            pid: its process.
+            host: its machine.
+            peer: the other agent's name.
+            check_certificate: raises ProtocolError where the peer shows another one than it should.
+        """
         self._proof = proof
         self._name = name
         self._pid = pid
         self._host = host
         self._peer = peer
+        self._check_certificate = check_certificate
         self._said: tuple[Challenge, Greeting] | None = None
 
     def began(self, link: SocketLink) -> None:
-        """Wait for the challenge."""
+        """Wait for the challenge; say nothing to who listens in the peer's place."""
+        try:
+            self._check_certificate(link.channel.peer_certificate)
+        except ProtocolError as error:
+            self._give_up(link, error)
 
     def received(self, link: SocketLink, message: LinkFrame) -> None:
         try:
@@ -98,6 +116,7 @@ class Visitor:
                 case Challenge(), None:
                     self._said = message, self._proof.greet(message, self._name, self._pid, self._host)
                     link.channel.send(self._said[1])
+                    check_version(message.version, "the agent that listens there")
                 case Welcome(error=None), (challenge, greeting):
                     self._proof.check_welcome(challenge, greeting, message, self._peer)
                     link.admitted(self._proof.stream_key(challenge, greeting), message.link_id)
@@ -106,9 +125,13 @@ class Visitor:
                 case _:
                     raise ProtocolError(f"a {type(message).__name__} instead of an introduction")
         except PenstockError as error:
-            link.opened.set_exception(error)
-            link.opened.exception()
-            link.channel.abort(error.message)
+            self._give_up(link, error)
+
+    @staticmethod
+    def _give_up(link: SocketLink, error: PenstockError) -> None:
+        link.opened.set_exception(error)
+        link.opened.exception()
+        link.channel.close(error.message)  # what was said still goes out, so that the other side knows why
 
 
 class Host:

@@ -1,41 +1,50 @@
 """Where an agent listens, and how its peers connect: links, and streams that belong to a link, on the same addresses."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import secrets
 import socket
+import ssl
 import struct
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from penstock.core.address import Address
-from penstock.core.errors import ConfigError, PeerLost, ProtocolError, TransferRefused
+from penstock.core.errors import ConfigError, PeerLost, PenstockError, ProtocolError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.transfer.config import SAME_HOST
-from penstock.transfer.frames import NONCE_BYTES
+from penstock.transfer.frames import NONCE_BYTES, Welcome, link_codec
+from penstock.transfer.socket_io import receive_exactly, send_all, shake_hands
+from penstock.transfer.tls import TlsIdentity
 
 _log = get_logger()
 
-_LINK = b"PTA link"
-_STREAM = b"PTA strm"
+_LINK, _TLS_LINK = b"PTA link", b"PTA tlsl"
+_STREAM, _TLS_STREAM = b"PTA strm", b"PTA tlss"
 _KIND_BYTES = len(_LINK)
 _HEADER = struct.Struct(f"<Q{NONCE_BYTES}s16s32s")
 _ACCEPTED = b"\x01"
 _BACKLOG = 1024
+_STRANGERS_MAX = 1024
+"""Connections that have not shown yet who they are; more are closed."""
 
 
 class TaskStarter(Protocol):
     """Runs tasks that end with the agent."""
 
-    def create_task(self, work: Coroutine[object, object, None]) -> None: ...
+    def create_task(self, work: Coroutine[object, object, None]) -> "asyncio.Task[None]": ...
 
 
 class Reception(Protocol):
     """Who takes in what connects."""
 
-    async def link_came(self, connection: socket.socket) -> None: ...
+    async def link_came(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Take in a link, which begins with TLS where there is a context."""
+        ...
 
     def stream_key(self, link_id: int) -> bytes | None:
         """Give the key that streams of this link are opened with; None if there is no such link."""
@@ -49,22 +58,31 @@ class Reception(Protocol):
         """
         ...
 
+    def stranger_refused(self, error: PenstockError, where: str) -> None:
+        """Hear of what could not show who it is, or what it wants."""
+        ...
+
 
 class Listener:
     """The listening sockets of one agent."""
 
-    def __init__(self, token: bytes, reception: Reception, timeout_s: float) -> None:
+    def __init__(
+        self, token: bytes, reception: Reception, timeout_s: float, tls: TlsIdentity | None = None
+    ) -> None:
         """Open nothing.
 
         Args:
             token: names the socket for peers of this host.
             reception: takes what connects.
             timeout_s: how long a stranger may take to say what it wants.
+            tls: what to show on TCP; None for no TLS.
         """
         self._token = token
         self._reception = reception
         self._timeout_s = timeout_s
-        self._sockets: list[socket.socket] = []
+        self._tls = tls
+        self._accepting: list[asyncio.Task[None]] = []
+        self._strangers = 0
 
     def open(self, addresses: tuple[str, ...], tasks: "TaskStarter") -> list[str]:
         """Listen, in tasks.
@@ -78,19 +96,20 @@ class Listener:
         real: list[str] = []
         for text in addresses:
             listening = _listening_socket(text, self._token)
-            self._sockets.append(listening)
             address = text
             if text != SAME_HOST:
                 host, port = listening.getsockname()[:2]
                 address = str(Address(host=host, port=port))
             real.append(address)
-            tasks.create_task(self._accept(listening, tasks))
+            accepting = tasks.create_task(self._accept(listening, tasks))
+            accepting.add_done_callback(partial(_close, listening))  # not while the loop watches it
+            self._accepting.append(accepting)
         return real
 
     def close(self) -> None:
-        """Stop listening; the tasks end with their group."""
-        for listening in self._sockets:
-            listening.close()
+        """Stop listening, in the next turn of the loop."""
+        for accepting in self._accepting:
+            accepting.cancel()
 
     async def _accept(self, listening: socket.socket, tasks: "TaskStarter") -> None:
         loop = asyncio.get_running_loop()
@@ -101,56 +120,105 @@ class Listener:
                 _log.warning("transfer_accept_failed", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
+            if self._strangers >= _STRANGERS_MAX:
+                connection.close()
+                continue
             connection.setblocking(False)
+            self._strangers += 1
             tasks.create_task(self._take(connection))
 
     async def _take(self, connection: socket.socket) -> None:
+        where = _name_of(connection)
         try:
             async with asyncio.timeout(self._timeout_s):
-                kind = await receive_exactly(connection, _KIND_BYTES)
-                if kind == _LINK:
-                    await self._reception.link_came(connection)
-                    return
-                await self._take_stream(connection, kind)
-        except (OSError, EOFError, TimeoutError, ProtocolError, TransferRefused) as error:
-            _log.warning("transfer_connection_refused", error=str(error) or type(error).__name__)
+                await self._introduced(connection)
+        except (OSError, EOFError, TimeoutError) as error:
             connection.close()
+            _log.info("transfer_connection_ended", peer=where, error=str(error) or type(error).__name__)
+        except (ProtocolError, TransferRefused) as error:
+            connection.close()
+            self._reception.stranger_refused(error, where)
         except BaseException:
             connection.close()
             raise
+        finally:
+            self._strangers -= 1
 
-    async def _take_stream(self, connection: socket.socket, kind: bytes) -> None:
-        if kind != _STREAM:
-            raise ProtocolError(f"{kind!r} instead of a link or a stream")
+    async def _introduced(self, connection: socket.socket) -> None:
+        kind = await receive_exactly(connection, _KIND_BYTES)
+        if kind not in {_LINK, _TLS_LINK, _STREAM, _TLS_STREAM}:
+            raise ProtocolError(f"{kind!r} instead of a link or a stream; is that an agent of Penstock?")
+        tls = self._tls if connection.family != socket.AF_UNIX else None
+        if (tls is not None) != (kind in {_TLS_LINK, _TLS_STREAM}):
+            error = ProtocolError(
+                "it connects without TLS, and this agent has `tls`: give both the deployment's certificates"
+                if tls
+                else "it connects with TLS, and this agent has no `tls`: give both the deployment's certificates"
+            )
+            with contextlib.suppress(OSError):
+                connection.send(link_codec().encode(Welcome(error=error.to_info())))
+            raise error
+        if kind in {_LINK, _TLS_LINK}:
+            await self._reception.link_came(connection, tls.server if tls else None)
+        elif tls is None:
+            await self._take_stream(connection)
+        else:
+            secure = tls.wrap(connection, server_side=True)
+            try:
+                await shake_hands(secure)
+                await self._take_stream(secure)
+            except BaseException:
+                secure.close()
+                raise
+
+    async def _take_stream(self, connection: socket.socket) -> None:
         header = await receive_exactly(connection, _HEADER.size)
         link_id, nonce, transport, proof = _HEADER.unpack(header)
         key = self._reception.stream_key(link_id)
         if key is None or not hmac.compare_digest(proof, _prove(key, nonce, transport)):
             raise ProtocolError(f"a stream of link {link_id}, which is not known, or not known to the caller")
-        await asyncio.get_running_loop().sock_sendall(connection, _ACCEPTED)
+        await send_all(connection, _ACCEPTED)
         name = transport.rstrip(b"\0").decode("ascii", "replace")
         self._reception.stream_came(link_id, name, connection)
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """A peer's listening address, as seen by who connects; `token` is the peer's."""
+    """A peer's listening address, as seen by who connects.
+
+    Attributes:
+        address: where.
+        token: the peer's.
+        tls: what to show there; None for no TLS.
+        certificate: the fingerprint of what the peer shows.
+    """
 
     address: str
     token: bytes
+    tls: TlsIdentity | None = None
+    certificate: bytes = b""
 
-    @property
-    def same_host(self) -> bool:
-        return self.address == SAME_HOST
+    def check_certificate(self, shown: bytes | None) -> None:
+        """Check what the peer shows, in DER.
+
+        Raises:
+            ProtocolError: it is not what its metadata names.
+        """
+        if self.tls is not None:
+            self.tls.check_peer(shown, self.certificate)
 
     async def open_link(self, timeout_s: float) -> socket.socket:
-        """Connect for a link.
+        """Connect for a link, which then begins with TLS where there is one.
 
         Raises:
             PeerLost: nobody answers in time.
         """
         connection = await self._connect(timeout_s)
-        await asyncio.get_running_loop().sock_sendall(connection, _LINK)
+        try:
+            await send_all(connection, _TLS_LINK if self.tls else _LINK)
+        except OSError as error:
+            connection.close()
+            raise PeerLost(f"{self.address}: {error}") from error
         return connection
 
     async def open_stream(self, link_id: int, key: bytes, transport: str, timeout_s: float) -> socket.socket:
@@ -158,6 +226,7 @@ class Door:
 
         Raises:
             PeerLost: nobody answers in time, or the peer refuses.
+            ProtocolError: it has another certificate than its metadata names.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         padded = transport.encode("ascii").ljust(16, b"\0")
@@ -165,7 +234,14 @@ class Door:
         connection = await self._connect(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.get_running_loop().sock_sendall(connection, _STREAM + header)
+                if self.tls is None:
+                    await send_all(connection, _STREAM + header)
+                else:
+                    await send_all(connection, _TLS_STREAM)
+                    connection = secure = self.tls.wrap(connection, server_side=False)
+                    await shake_hands(secure)
+                    self.check_certificate(secure.getpeercert(binary_form=True))
+                    await send_all(secure, header)
                 await receive_exactly(connection, len(_ACCEPTED))
         except (OSError, EOFError, TimeoutError) as error:
             connection.close()
@@ -195,20 +271,16 @@ class Door:
         return connection
 
 
-async def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Receive so many bytes and not one more.
+def _close(listening: socket.socket, _: "asyncio.Task[None]") -> None:
+    listening.close()
 
-    Raises:
-        EOFError: the other end closed before.
-    """
-    loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < num_bytes:
-        more = await loop.sock_recv(connection, num_bytes - len(data))
-        if not more:
-            raise EOFError(f"closed after {len(data)} of {num_bytes} bytes")
-        data += more
-    return data
+
+def _name_of(connection: socket.socket) -> str:
+    try:
+        place = connection.getpeername()
+    except OSError:
+        return "somebody who left"
+    return f"{place[0]}:{place[1]}" if isinstance(place, tuple) else "a process of this host"
 
 
 def _abstract_name(token: bytes) -> str:

@@ -20,7 +20,8 @@ class AgentMetadata(Wire, frozen=True):
     """An agent as its peers see it.
 
     `token` is new for every agent that starts and proves that a peer was given this; `host` names the machine as far
-    as memory and abstract sockets reach; `contacts` is what each transport adds.
+    as memory and abstract sockets reach; `contacts` is what each transport adds; `certificate` is the fingerprint of
+    what it shows on TCP, where it speaks TLS.
     """
 
     version: int
@@ -31,6 +32,7 @@ class AgentMetadata(Wire, frozen=True):
     addresses: tuple[str, ...] = ()
     contacts: dict[str, bytes] = msgspec.field(default_factory=dict)
     regions: tuple[RegionInfo, ...] = ()
+    certificate: bytes = b""
 
 
 _decoder = msgspec.msgpack.Decoder(AgentMetadata)

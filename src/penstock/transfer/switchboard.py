@@ -3,12 +3,13 @@
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import Coroutine
 from itertools import count
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from penstock.core.errors import PeerLost, PenstockError, TransferRefused
+from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.seams import Transport
 from penstock.transfer.config import IN_PROCESS, SAME_HOST, TransferConfig
@@ -17,6 +18,7 @@ from penstock.transfer.links import AgentLink, SocketLink
 from penstock.transfer.listener import Door, Listener
 from penstock.transfer.memory_link import MemoryLink
 from penstock.transfer.metadata import AgentMetadata
+from penstock.transfer.tls import TlsIdentity
 
 _log = get_logger()
 
@@ -31,6 +33,7 @@ class Exchange(Protocol):
     token: bytes
     host: bytes
     config: TransferConfig
+    tls: TlsIdentity | None
 
     @property
     def proof(self) -> Proof: ...
@@ -58,7 +61,7 @@ class Switchboard:
         self._agent = agent
         self._links: dict[int, AgentLink] = {}
         self._ids = count(1)
-        self._listener = Listener(agent.token, self, agent.config.connect_timeout_s)
+        self._listener = Listener(agent.token, self, agent.config.connect_timeout_s, agent.tls)
         self._withdrawals: dict[int, set[AgentLink]] = {}
         self._withdrawn: dict[int, asyncio.Event] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -82,13 +85,14 @@ class Switchboard:
             real.insert(0, IN_PROCESS)
         return tuple(real)
 
-    def create_task(self, work: Coroutine[object, object, None]) -> None:
+    def create_task(self, work: Coroutine[object, object, None]) -> "asyncio.Task[None]":
         """Run something that ends with the agent."""
         assert self._group is not None, "opened"
         task = self._group.create_task(_guarded(work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         task.add_done_callback(lambda _: work.close())  # cancelled before its first turn it never began
+        return task
 
     def close(self) -> None:
         """End every link with a goodbye, and listen no more."""
@@ -113,7 +117,7 @@ class Switchboard:
                     return self._join(other, found)
             elif address != SAME_HOST or same_host:
                 try:
-                    return await self._dial(Door(address, found.token), found)
+                    return await self._dial(self._door(address, found), found)
                 except PeerLost as error:
                     tried.append(error.message)
         where = (
@@ -121,6 +125,23 @@ class Switchboard:
             or f"it listens at {', '.join(found.addresses) or 'no address'}, none reachable from here"
         )
         raise PeerLost(f"agent {found.name} cannot be reached: {where}")
+
+    def _door(self, address: str, found: AgentMetadata) -> Door:
+        """Find out how an address is spoken to.
+
+        Raises:
+            PeerLost: one of the two agents speaks TLS there and the other one does not.
+        """
+        if address == SAME_HOST:
+            return Door(address, found.token)
+        tls = self._agent.tls
+        if (tls is not None) != bool(found.certificate):
+            has, lacks = (self._agent.name, found.name) if tls else (found.name, self._agent.name)
+            raise PeerLost(
+                f"{address}: agent {has} speaks TLS there and nothing else, agent {lacks} has no `tls`; give both the"
+                " deployment's certificates"
+            )
+        return Door(address, found.token, tls, found.certificate)
 
     def link_to(self, name: str) -> AgentLink:
         """Find a link to an agent, whoever opened it.
@@ -160,7 +181,11 @@ class Switchboard:
                 "transfer_message_skipped", agent=self._agent.name, peer=link.peer, transport=transport
             )
             return
-        found.receive(link, payload)
+        try:
+            found.receive(link, payload)
+        except ProtocolError as error:
+            self._agent.refused(error, link.peer)
+            raise
 
     def link_notified(self, link: AgentLink, payload: bytes) -> None:
         self._agent.notified(link, payload)
@@ -183,14 +208,20 @@ class Switchboard:
 
     # -- what connects --------------------------------------------------------------------------------------------
 
-    async def link_came(self, connection: socket.socket) -> None:
+    async def link_came(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
         link = SocketLink(self, self._agent.config, self._agent.host, initiated=False)
         link.greets_by(
             Host(self._agent.proof, self._admit, lambda error: self._agent.refused(error, link.channel.peer))
         )
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: link.channel, connection)
         try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: link.channel, connection, ssl=tls
+            )
             await asyncio.shield(link.opened)
+        except OSError as error:
+            if tls is None:
+                raise
+            raise ProtocolError(f"TLS: {error!r}; give both agents the deployment's certificates") from error
         except PenstockError as error:
             _log.info("transfer_link_ended", agent=self._agent.name, error=error.message)
         finally:
@@ -199,7 +230,9 @@ class Switchboard:
 
     def stream_key(self, link_id: int) -> bytes | None:
         link = self._links.get(link_id)
-        return link.stream_key if isinstance(link, SocketLink) and link.error is None else None
+        if not isinstance(link, SocketLink) or link.initiated or link.error is not None:
+            return None
+        return link.stream_key
 
     def stream_came(self, link_id: int, transport: str, connection: socket.socket) -> None:
         found = self._agent.transport(transport)
@@ -207,6 +240,9 @@ class Switchboard:
         if found is None or link is None:
             raise TransferRefused(f"a stream for transport {transport!r}, which this agent does not have")
         found.accept(link, connection)
+
+    def stranger_refused(self, error: PenstockError, where: str) -> None:
+        self._agent.refused(error, where)
 
     def _admit(self, link: AgentLink) -> int:
         link_id = next(self._ids)
@@ -230,6 +266,7 @@ class Switchboard:
             os.getpid(),
             self._agent.host,
             peer=found.name,
+            check_certificate=door.check_certificate,
         )
 
         async def open_stream(transport: str) -> socket.socket:
@@ -238,14 +275,26 @@ class Switchboard:
         link.greets_by(visitor, open_stream)
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.get_running_loop().create_connection(lambda: link.channel, sock=connection)
+                await asyncio.get_running_loop().create_connection(
+                    lambda: link.channel,
+                    sock=connection,
+                    ssl=door.tls.client if door.tls else None,
+                    server_hostname="" if door.tls else None,
+                )
                 await asyncio.shield(link.opened)
+        except ssl.SSLError as error:
+            connection.close()
+            raise ProtocolError(
+                f"{door.address}: TLS: {error}; give both agents the deployment's certificates"
+            ) from error
         except TimeoutError as error:
             link.channel.abort("no answer")
             raise PeerLost(f"{door.address}: no answer within {timeout_s:g} s (connect_timeout_s)") from error
         except BaseException:
             link.channel.abort("given up")
             raise
+        if link.error is not None:  # it ended again before this task had its turn
+            raise link.error
         self._admit(link)
         return link
 

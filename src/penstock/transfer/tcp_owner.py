@@ -20,9 +20,9 @@ from penstock.core.errors import (
 from penstock.core.framing import UnknownFrame
 from penstock.core.log import get_logger
 from penstock.seams import Link, TransportHost
-from penstock.transfer.listener import receive_exactly
 from penstock.transfer.ranges import copy_ranges
 from penstock.transfer.regions import addresses_of, distinct
+from penstock.transfer.socket_io import receive_exactly
 from penstock.transfer.tcp_batch import Batch, check_sums, checksums_of
 from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.tcp_frames import (
@@ -88,6 +88,7 @@ class Guest:
     _streams: dict[int, DataStream] = field(default_factory=dict)
     _pushes: dict[int, _Push] = field(default_factory=dict)
     _strangers: int = 0  # streams that have not said their number yet
+    _unmet: set[socket.socket] = field(default_factory=set)  # those of them that nobody listens to yet
 
     @property
     def is_idle(self) -> bool:
@@ -129,6 +130,7 @@ class Guest:
             )
         self.estate.room.check_room()
         self._strangers += 1
+        self._unmet.add(connection)
         self.estate.host.spawn(self._introduce(connection))
 
     async def deregister(self, region_id: int) -> None:
@@ -148,6 +150,9 @@ class Guest:
         for stream in list(self._streams.values()):
             stream.abort()
         self._streams.clear()
+        for connection in self._unmet:
+            connection.close()
+        self._unmet.clear()
 
     async def _end(self, pushes: list[_Push], error: PenstockError) -> None:
         for push in pushes:
@@ -156,6 +161,7 @@ class Guest:
             await asyncio.wait([push.gone for push in pushes])
 
     async def _introduce(self, connection: socket.socket) -> None:
+        self._unmet.discard(connection)
         try:
             async with asyncio.timeout(self.estate.room.idle_s):
                 number = int.from_bytes(await receive_exactly(connection, STREAM_NUMBER_BYTES), "little")

@@ -18,7 +18,7 @@ from penstock.core.descriptors import OffsetArray
 from penstock.core.errors import TransferError, TransferRefused
 from penstock.transfer.streams import Streamed, StreamEnd, receive_ranges, send_ranges
 from penstock.transfer.tcp_batch import HEADER_BYTES, Batch
-from penstock.transfer.tls import receive_ranges_tls, send_ranges_tls
+from penstock.transfer.tls_streams import receive_ranges_tls, send_ranges_tls
 from penstock.transfer.waiting import settled
 
 _KEEPALIVE_S = 60

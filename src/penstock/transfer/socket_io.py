@@ -1,0 +1,68 @@
+"""Non-blocking sends and receives on sockets with TLS and without, awaited; what the event loop has knows no TLS sockets."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Receive so many bytes and not one more.
+
+    Raises:
+        EOFError: the other end closed before.
+    """
+    data = b""
+    while len(data) < num_bytes:
+        more = await _done(connection, partial(connection.recv, num_bytes - len(data)), writes=False)
+        if not more:
+            raise EOFError(f"closed after {len(data)} of {num_bytes} bytes")
+        data += more
+    return data
+
+
+async def send_all(connection: socket.socket, data: bytes) -> None:
+    """Send every byte."""
+    while data:
+        data = data[await _done(connection, partial(connection.send, data), writes=True) :]
+
+
+async def shake_hands(connection: ssl.SSLSocket) -> None:
+    """Begin TLS.
+
+    Raises:
+        ssl.SSLError: an OSError; the other end has no certificate, another authority's, or speaks no TLS.
+    """
+    await _done(connection, connection.do_handshake, writes=False)
+
+
+async def _done(connection: socket.socket, call: Callable[[], T], *, writes: bool) -> T:
+    """Call until it does not have to wait. `writes`: what a plain socket waits for; TLS says it itself."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            for_room = writes
+        except ssl.SSLWantReadError:
+            for_room = False
+        except ssl.SSLWantWriteError:
+            for_room = True
+        ready: asyncio.Future[None] = loop.create_future()
+        watch, forget = (
+            (loop.add_writer, loop.remove_writer) if for_room else (loop.add_reader, loop.remove_reader)
+        )
+        watch(connection, _set, ready)
+        try:
+            await ready
+        finally:
+            forget(connection)
+
+
+def _set(ready: "asyncio.Future[None]") -> None:
+    if not ready.done():
+        ready.set_result(None)
