@@ -77,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cells = np.zeros((NUM_BLOCKS, BLOCK_SIZE), dtype=np.int64)
         self.resident = set()
         self.generated = 0
+        self.held = []  # (blocks held from outside, what was in them)
         self.parents = {}  # low64 of every full block computed -> low64 of its parent
 
     @initialize(config=configs)
@@ -129,13 +130,41 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.abort(request_id)
         del self.expected[request_id]
 
+    # ---- blocks held from outside ---------------------------------------------------------------------
+    @rule(family=st.integers(0, 3), blocks=st.integers(1, 5))
+    def pin(self, family, blocks):
+        prompt = [(family + 7 * index) % VOCAB for index in range(blocks * BLOCK_SIZE)]
+        self.hold(self.scheduler.pins.pin(block_hashes(prompt, BLOCK_SIZE)))
+
+    @rule(count=st.integers(1, 4))
+    def reserve(self, count):
+        taken = self.scheduler.reserve(count)
+        if taken is not None:
+            self.cells[taken] = -self.num_submitted - 1
+            self.hold(taken)
+
+    def hold(self, block_ids):
+        if block_ids:
+            self.held.append((block_ids, self.cells[block_ids].copy()))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def unpin(self, data):
+        block_ids, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.scheduler.pins.unpin(block_ids)
+
+    @invariant()
+    def held_blocks_stay_as_they_are(self):
+        for block_ids, before in self.held:
+            assert (self.cells[block_ids] == before).all(), "a held block was written"
+
     # ---- steps ----------------------------------------------------------------------------------------
     @precondition(lambda self: self.plan is None)
     @rule()
     def begin_step(self):
         self.plan = self.scheduler.plan()
         if self.plan is None:
-            assert self.scheduler.load().waiting_requests == 0
+            assert self.held or self.scheduler.load().waiting_requests == 0
             assert self.scheduler.load().running_requests == 0
             self.read(self.scheduler.take_step())
         else:
@@ -229,6 +258,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check()
 
     def teardown(self):
+        while self.held:
+            self.scheduler.pins.unpin(self.held.pop()[0])
         for _ in range(2000):
             if self.plan is None:
                 self.begin_step()
