@@ -73,6 +73,7 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class KvBlocks(Protocol):
     """What an engine offers beside `Engine` so that KV can move: its memory, and blocks held while others copy.
 

@@ -52,7 +52,16 @@ INSTANCE = types.Instance(
     pid=42,
     host="h",
 )
-HANDLE = types.KvHandle(producer=7, pin_id=3, ttl_s=2.5, payload=b"blocks")
+HANDLE = types.KvHandle(
+    producer=7,
+    pin_id=3,
+    ttl_s=2.5,
+    num_tokens=32,
+    block_ids=b"\1\0\0\0",
+    block_bytes=64,
+    agent=b"PTA",
+    region_id=1,
+)
 REQUEST = types.Request(
     request_id="r-0",
     model="m",

@@ -55,15 +55,21 @@ class SamplingParams(Wire, frozen=True):
 
 
 class KvHandle(Wire, frozen=True):
-    """The right to read a finished prefill's blocks for `ttl_s` more seconds.
+    """The right to read a finished prefill's blocks for `ttl_s` more seconds, once.
 
-    Only an engine of the producer's kind looks into `payload`; frontend and router pass it on.
+    `block_ids` are packed little-endian uint32, the blocks of the first `num_tokens` tokens in the producer's region
+    `region_id`, of `block_bytes` each; `agent` is the metadata of its transfer agent. A region of 0 holds no bytes:
+    an engine without memory made it.
     """
 
     producer: WorkerId
     pin_id: PinId
     ttl_s: float
-    payload: bytes
+    num_tokens: int
+    block_ids: bytes
+    block_bytes: int = 0
+    agent: bytes = b""
+    region_id: int = 0
 
 
 class Request(Wire, frozen=True):
@@ -79,6 +85,7 @@ class Request(Wire, frozen=True):
     `expected_cached_tokens` is how much of the prompt its router takes to be cached where it sends it: what is left,
     the worker tells other routers. `known_peer_arrivals` is the worker's `peer_arrivals` that the choice of it was made
     by: if more have come, it sends the request back for another choice; None has it stay.
+    With `hand_over` it ends after its first token, if more would follow, and another worker goes on with `kv`.
     `slo_ttft_s` until its first token and `slo_itl_s` between two tokens are what its client wants it to take at most.
     """
 
@@ -100,6 +107,7 @@ class Request(Wire, frozen=True):
     known_peer_arrivals: int | None = None
     slo_ttft_s: float | None = None
     slo_itl_s: float | None = None
+    hand_over: bool = False
 
 
 class TokenLogprob(Wire, frozen=True, array_like=True):

@@ -83,6 +83,17 @@ class TransferHandle:
         if self._error is not None:
             raise self._error
 
+    async def complete(self) -> None:
+        """Wait as `wait` does; but where this is cancelled, so is the transfer, and both sides' memory is free afterwards."""
+        try:
+            await self.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            while self.is_pending:
+                assert self._done is not None, "waited"
+                await asyncio.wait([self._done])
+            raise
+
     def cancel(self) -> None:
         """End it; both sides' memory is free once `wait` has raised. No error if it has ended."""
         if self.is_pending and self._cancel is not None:

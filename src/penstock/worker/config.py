@@ -4,6 +4,18 @@ import pydantic
 
 from penstock.core.config import Config
 from penstock.runtime.config import EventConfig
+from penstock.transfer.config import TransferConfig
+
+
+class HandOverConfig(Config):
+    """How prefilled prompts go from worker to worker."""
+
+    pin_ttl_s: float = pydantic.Field(default=30.0, gt=0)
+    """How long a prefilled prompt's blocks are held for the worker that goes on; after that it computes them again."""
+    pinned_share_max: float = pydantic.Field(default=0.5, gt=0, le=1)
+    """The part of a worker's blocks that may be held so; beyond it prompts go without their KV."""
+    transfer: TransferConfig = pydantic.Field(default_factory=TransferConfig)
+    """How blocks move."""
 
 
 class WorkerConfig(Config):
@@ -19,3 +31,5 @@ class WorkerConfig(Config):
     """Tell routers what the prefix cache holds, where the engine does; without, they guess it from what they sent."""
     events: EventConfig = pydantic.Field(default_factory=EventConfig)
     """What is kept of the KV events for those who follow them."""
+    hand_over: HandOverConfig = pydantic.Field(default_factory=HandOverConfig)
+    """Between prefill and decode workers."""

@@ -49,6 +49,7 @@ class Frontend:
 class Running:
     """A request. `prefill` is what its router expects it to compute, None once it has a token."""
 
+    request: Request
     frontend: Frontend
     prefill: Prefill | None
     deadline: asyncio.TimerHandle | None = None
@@ -86,7 +87,7 @@ class Frontends:
     def take(self, request: Request, frontend: Frontend) -> Running:
         """Keep a request of a frontend's until it is forgotten."""
         prefill = _expected(request)
-        self.requests[request.request_id] = running = Running(frontend, prefill)
+        self.requests[request.request_id] = running = Running(request, frontend, prefill)
         frontend.requests.add(request.request_id)
         frontend.taken += 1
         frontend.prefill.add(prefill)

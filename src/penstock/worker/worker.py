@@ -7,6 +7,7 @@ KV events, load reports, deadlines, draining and death.
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,9 +42,11 @@ from penstock.core.types import (
 )
 from penstock.core.wire import num_tokens
 from penstock.runtime.events.publisher import EventPublisher
-from penstock.seams import Discovery, Engine, EventSink, FrontendSink, Registration, RequestPlane
+from penstock.seams import Discovery, Engine, EventSink, FrontendSink, KvBlocks, Registration, RequestPlane
+from penstock.transfer import TransferAgent
 from penstock.worker.config import WorkerConfig
 from penstock.worker.frontends import Frontend, Frontends
+from penstock.worker.hand_over import HandOver
 from penstock.worker.reports import LoadReports
 
 _log = get_logger()
@@ -75,6 +78,7 @@ class Worker:
         prices: Prices | None = None,
         adapters: Sequence[str] = (),
         config: WorkerConfig | None = None,
+        agent: TransferAgent | None = None,
     ) -> None:
         """Start nothing yet; `run` does.
 
@@ -88,6 +92,10 @@ class Worker:
             prices: what the engine's work takes, for routers; None where nobody can tell.
             adapters: LoRA adapters that the engine runs requests with.
             config: times and bounds.
+            agent: not entered; moves KV to and from other workers. None where prompts are not handed over.
+
+        Raises:
+            ConfigError: the engine's KV cannot be moved.
         """
         self.config = config or WorkerConfig()
         self.publisher = EventPublisher(self.config.events)
@@ -107,7 +115,15 @@ class Worker:
         self._frontends = Frontends()
         self._stopping = asyncio.Event()
         self._refusal: PenstockError | None = None
-        self._reports = LoadReports(self.config, engine.load, self._push_load)
+        self._reports = LoadReports(self.config, self._load, self._push_load)
+        if agent is not None and not isinstance(engine, KvBlocks):
+            raise ConfigError(
+                f"role {identity.role}: the engine of {identity.name} does not give its KV blocks; use the role aggregated,"
+                " or another engine"
+            )
+        self._agent = agent
+        self.hand_over: HandOver | None = None
+        """Moves KV between this worker and others, once started; None where prompts are not handed over."""
 
     async def run(self) -> None:
         """Start the engine and serve until `stop`; then finish what is under way and withdraw.
@@ -123,16 +139,15 @@ class Worker:
                 info = msgspec.structs.replace(info, kv_events=False)
             self._info = info
             card = self._fitting_card(info)
-            server = await self._plane.serve(self)
-            try:
+            async with AsyncExitStack() as stack:
+                if self._agent is not None:
+                    self.hand_over = await stack.enter_async_context(self._make_hand_over(info, self._agent))
+                server = await self._plane.serve(self)
+                stack.push_async_callback(server.close)
                 self.instance = self._make_instance(server.address, card, info)
                 registration = await self._discovery.register(self.instance)
-                try:
-                    await self._serve(registration)
-                finally:
-                    await registration.close()
-            finally:
-                await server.close()
+                stack.push_async_callback(registration.close)
+                await self._serve(registration)
         finally:
             self._reports.close()
             await self._engine.close()
@@ -144,28 +159,26 @@ class Worker:
     # -- WorkerService
 
     def connected(self, sink: FrontendSink) -> None:
-        self._push_load_to(self._frontends.connect(sink), self._engine.load())
+        self._push_load_to(self._frontends.connect(sink), self._load())
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         frontend = self._frontends.at(sink)
         frontend.sent += 1
         self._reports.accepted += 1
+        fetches = request.kv is not None and self.hand_over is not None
         try:
             self._check(request, frontend)
-            self._engine.submit(request)
+            if not fetches:
+                self._start(request)
         except PenstockError as error:
             if isinstance(error, Outrun):
-                self._push_load_to(
-                    frontend, self._engine.load()
-                )  # what it did not know comes before its request
+                self._push_load_to(frontend, self._load())  # what it did not know comes before its request
             self._push_error(frontend, request.request_id, error)
             return
-        except Exception as error:  # noqa: BLE001 - an engine's bug must not take the others' requests along
-            _log.exception("engine_submit_failed", request_id=request.request_id)
-            refusal = EngineError(f"request {request.request_id}: the engine could not take it: {error!r}")
-            self._push_error(frontend, request.request_id, refusal)
-            return
         running = self._frontends.take(request, frontend)
+        if fetches:
+            assert self.hand_over is not None
+            self.hand_over.fetch(request, self._start_fetched)
         if request.deadline_s is not None:
             loop = asyncio.get_running_loop()
             running.deadline = loop.call_later(
@@ -177,7 +190,7 @@ class Worker:
 
     def abort(self, request_id: RequestId) -> None:
         if self._frontends.forget(request_id) is not None:
-            self._engine.abort(request_id)
+            self._abandon(request_id)
             self._reports.note()
 
     def disconnected(self, sink: FrontendSink) -> None:
@@ -213,6 +226,12 @@ class Worker:
             )
         context_length = min(card.context_length, info.context_length)
         return msgspec.structs.replace(card, context_length=context_length)
+
+    def _make_hand_over(self, info: EngineInfo, agent: TransferAgent) -> HandOver:
+        assert isinstance(self._engine, KvBlocks), "checked when it was made"
+        return HandOver(
+            self._engine, info, self._identity.worker_id, agent=agent, config=self.config.hand_over
+        )
 
     def _make_instance(self, address: str, card: ModelCard, info: EngineInfo) -> Instance:
         identity = self._identity
@@ -270,16 +289,18 @@ class Worker:
             running = self._frontends.requests.get(delta.request_id)
             if running is None:
                 continue  # aborted meanwhile
-            parts.setdefault(running.frontend, []).append(delta)
             if delta.token_ids and running.prefill is not None:
                 self._frontends.prefilled(running)
             if delta.finish_reason is not None or delta.error is not None:
                 self._frontends.forget(delta.request_id)
+            parts.setdefault(running.frontend, []).append(self._handed_over(delta, running.request))
         # Deltas go last: whoever sees an answer end, and asks at once again, is routed by what it left behind.
         assert self._info is not None, "started"
         if self._info.kv_events:
             self.publisher.publish(step.events)
-        self._reports.note(step.load)
+        self._reports.note(None if step.load is None else self._with_fetches(step.load))
+        if self.hand_over is not None:
+            self.hand_over.stepped()
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)
 
@@ -307,7 +328,7 @@ class Worker:
                 Unavailable(f"{self._name} stops, after {self.config.drain_timeout_s:g} s of draining")
             )
             for request_id in aborted:
-                self._engine.abort(request_id)
+                self._abandon(request_id)
         _log.info("worker_drained", worker=self._name)
 
     def _hand_over(self, error: PenstockError) -> None:
@@ -354,10 +375,63 @@ class Worker:
                 " others have sent there since; it chooses again by the load that comes with this"
             )
 
+    def _start(self, request: Request) -> None:
+        """Have the engine compute a request; of one that is to be handed over, its prompt and a token.
+
+        Raises:
+            PenstockError: it does not take it.
+        """
+        if request.hand_over:
+            first = msgspec.structs.replace(request.sampling, max_tokens=request.num_emitted + 1)
+            request = msgspec.structs.replace(request, sampling=first)
+        try:
+            self._engine.submit(request)
+        except PenstockError:
+            raise
+        except Exception as error:
+            # an engine's bug must not take the others' requests along
+            _log.exception("engine_submit_failed", request_id=request.request_id)
+            raise EngineError(
+                f"request {request.request_id}: the engine could not take it: {error!r}"
+            ) from error
+
+    def _start_fetched(self, request: Request) -> None:
+        """Go on with a request whose KV has come, or will not."""
+        running = self._frontends.requests.get(request.request_id)
+        if running is None:
+            return
+        try:
+            if self._refusal is not None and isinstance(self._refusal, WorkerLost):
+                raise self._refusal
+            self._start(request)
+        except PenstockError as error:
+            self._frontends.forget(request.request_id)
+            self._push_error(running.frontend, request.request_id, error)
+        self._reports.note()
+
+    def _abandon(self, request_id: RequestId) -> None:
+        """Stop whatever goes on for a request."""
+        if self.hand_over is None or not self.hand_over.cancel(request_id):
+            self._engine.abort(request_id)
+
+    def _handed_over(self, delta: Delta, request: Request) -> Delta:
+        """Turn the end of a prompt that is to be handed over into a hand-over, if more would follow."""
+        if not request.hand_over or delta.finish_reason is not FinishReason.LENGTH:
+            return delta
+        assert self.instance is not None, "registered"
+        is_whole = (
+            request.sampling.max_tokens <= request.num_emitted + 1
+            or num_tokens(request.token_ids) + 1 >= self.instance.card.context_length
+        )
+        if is_whole:
+            return delta
+        handle = None if self.hand_over is None else self.hand_over.offer(request)
+        return msgspec.structs.replace(delta, finish_reason=FinishReason.PREFILLED, kv=handle)
+
     def _expire(self, request_id: RequestId, deadline_s: float) -> None:
         running = self._frontends.forget(request_id)
         if running is not None:
-            self._engine.abort(request_id)
+            self._abandon(request_id)
             error = DeadlineExceeded(
                 f"request {request_id}: its {deadline_s:g} s have passed; allow more time"
             )
@@ -371,6 +445,16 @@ class Worker:
         )
 
     # -- load
+
+    def _load(self) -> WorkerLoad:
+        return self._with_fetches(self._engine.load())
+
+    def _with_fetches(self, load: WorkerLoad) -> WorkerLoad:
+        """Count the requests whose KV is on its way as waiting."""
+        fetches = 0 if self.hand_over is None else len(self.hand_over)
+        if not fetches:
+            return load
+        return msgspec.structs.replace(load, waiting_requests=load.waiting_requests + fetches)
 
     def _push_load(self, load: WorkerLoad) -> None:
         for frontend in self._frontends.everybody():

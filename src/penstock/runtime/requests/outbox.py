@@ -50,7 +50,7 @@ class _Held:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         growth = len(delta.token_ids) + _logprobs_bytes(delta.logprobs)
-        growth += len(delta.kv.payload) if delta.kv else 0
+        growth += len(delta.kv.block_ids) + len(delta.kv.agent) if delta.kv else 0
         self.num_bytes += growth
         return growth
 

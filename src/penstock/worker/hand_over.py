@@ -1,0 +1,263 @@
+"""Hand-over of prefilled prompts between workers, once for all engines: a prefill worker offers blocks, a decode worker fetches.
+
+The decode worker reads one-sided, only what its own cache lacks, beside its batch. Then it asks the producer whether the
+blocks were held all the time; if they were not, or anything else went wrong, it computes the prompt itself: slower, never
+wrong.
+"""
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from penstock.core.descriptors import Descriptors, TransferOp
+from penstock.core.errors import DeadlineExceeded, PenstockError, PinExpired, TransferError
+from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types import EngineInfo, KvHandle, Request
+from penstock.core.wire import HashArray, Wire, encode, unpack_hashes
+from penstock.seams import KvBlocks
+from penstock.transfer import Peer, Registration, TransferAgent
+from penstock.worker.config import HandOverConfig
+from penstock.worker.offers import Offers
+
+_log = get_logger()
+
+_LOOK_S = 0.1
+"""So often a reader looks whether the producer it waits for is still there."""
+
+Submit = Callable[[Request], None]
+
+
+class PinRead(Wire, frozen=True, tag="pin_read"):
+    """To a producer: its blocks were read, or are not wanted; it may let them go."""
+
+    pin_id: PinId
+
+
+class PinHeld(Wire, frozen=True, tag="pin_held"):
+    """The answer: whether the blocks had been held until then."""
+
+    pin_id: PinId
+    was_held: bool
+
+
+_decoder = msgspec.msgpack.Decoder(PinRead | PinHeld)
+
+
+class HandOver:
+    """One worker's side of all hand-overs, either way. Enter it once its engine has started; its event loop owns it."""
+
+    def __init__(
+        self,
+        engine: KvBlocks,
+        info: EngineInfo,
+        worker_id: WorkerId,
+        *,
+        agent: TransferAgent,
+        config: HandOverConfig,
+    ) -> None:
+        """Move nothing yet.
+
+        Args:
+            engine: a started one.
+            info: what it said of itself.
+            worker_id: this worker's.
+            agent: not entered; this enters and closes it.
+            config: times and bounds.
+        """
+        self.offers = Offers(engine, info, worker_id, config)
+        self.fetched_blocks = 0
+        self.failures: dict[str, int] = {}
+        """Why prompts were computed again, by the error's code."""
+        self._engine = engine
+        self._info = info
+        self._agent = agent
+        self._memory: Registration | None = None
+        self._metadata = b""
+        self._fetches: dict[RequestId, asyncio.Task[None]] = {}
+        self._answers: dict[tuple[str, PinId], asyncio.Future[bool]] = {}
+        self._turn = asyncio.Lock()  # whose turn it is to wait for room
+        self._room = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Register the engine's memory and listen.
+
+        Raises:
+            ConfigError: the agent cannot listen as it should.
+        """
+        await self._agent.__aenter__()
+        try:
+            memory = self._engine.kv_memory()
+            if memory is not None:
+                self._memory = self._agent.register(memory, "kv")
+            self._metadata = self._agent.metadata()
+            self._tasks = await asyncio.TaskGroup().__aenter__()
+            self._listening = self._tasks.create_task(self._listen())
+        except BaseException:
+            await self._agent.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in (*self._fetches.values(), self._listening):
+            if task is not None:
+                task.cancel()
+        assert self._tasks is not None, "entered"
+        await self._tasks.__aexit__(None, None, None)
+        self._tasks = None
+        self.offers.close()
+        await self._agent.close()
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    def offer(self, request: Request) -> KvHandle | None:
+        """Hold the blocks of a prompt that was computed this moment; None where nothing can be held."""
+        return self.offers.make(request, self._memory, self._metadata)
+
+    def fetch(self, request: Request, submit: Submit) -> None:
+        """Bring what a request's handle names into the engine's cache, then submit it; whatever happens, it is submitted.
+
+        `cancel` prevents that.
+        """
+        assert self._tasks is not None, "entered"
+        task = self._tasks.create_task(self._fetch(request, submit))
+        self._fetches[request.request_id] = task
+        task.add_done_callback(lambda _: self._fetches.pop(request.request_id, None))
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """Give a fetch up; returns whether there was one."""
+        task = self._fetches.pop(request_id, None)
+        if task is None:
+            return False
+        task.cancel()
+        return True
+
+    def stepped(self) -> None:
+        """Hear that the engine may have given blocks back."""
+        self._room.set()
+
+    def check(self) -> None:
+        """Raise AssertionError where the parts disagree."""
+        self.offers.check()
+
+    # -- fetching
+
+    async def _fetch(self, request: Request, submit: Submit) -> None:
+        handle = request.kv
+        assert handle is not None, "what has no handle is submitted at once"
+        try:
+            async with asyncio.timeout(handle.ttl_s):
+                await self._bring(request, handle)
+        except TimeoutError:
+            self._failed(request, DeadlineExceeded(f"not here within the {handle.ttl_s:g} s of its handle"))
+        except PenstockError as error:
+            self._failed(request, error)
+        self._fetches.pop(request.request_id, None)
+        submit(msgspec.structs.replace(request, kv=None))
+
+    async def _bring(self, request: Request, handle: KvHandle) -> None:
+        """Fetch the blocks that are lacking, and publish them once it is certain that they are what they should be."""
+        offered = np.frombuffer(handle.block_ids, "<u4")
+        hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[: len(offered)]
+        peer = await self._agent.connect(handle.agent)
+        held = list(self._engine.pin(hashes))
+        try:
+            lacking = hashes[len(held) :]
+            if not len(lacking):
+                self._agent.send_notification(peer, encode(PinRead(pin_id=handle.pin_id)))
+                return
+            reserved = await self._reserve(len(lacking))
+            try:
+                await self._read(peer, handle, reserved, offered[len(held) : len(held) + len(lacking)])
+                parent = int(hashes[len(held) - 1, 0]) if held else None
+                self._engine.publish(reserved, lacking, parent)
+                self.fetched_blocks += len(reserved)
+            finally:
+                self._engine.unpin(reserved)
+        finally:
+            self._engine.unpin(held)
+
+    async def _reserve(self, count: int) -> list[BlockId]:
+        """Take blocks, in turn; waits while what runs needs them."""
+        if count >= self._info.total_blocks:
+            raise TransferError(f"{count} blocks do not fit into {self._info.total_blocks}")
+        async with self._turn:
+            while (reserved := self._engine.reserve(count)) is None:
+                self._room.clear()
+                await self._room.wait()
+            return list(reserved)
+
+    async def _read(self, peer: Peer, handle: KvHandle, targets: list[BlockId], sources: HashArray) -> None:
+        """Copy blocks, and hear from their producer that they had been held until that was done.
+
+        Raises:
+            TransferError: the bytes did not come.
+            PinExpired: they came, and may be anything.
+        """
+        done = encode(PinRead(pin_id=handle.pin_id))
+        key = peer.name, handle.pin_id
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        try:
+            if self._memory is None or not handle.region_id:
+                if self._memory is not None or handle.region_id:
+                    raise TransferError("one of the two engines keeps no memory for KV, the other one does")
+                self._agent.send_notification(peer, done)
+            else:
+                if handle.block_bytes != self._info.kv_bytes_per_block:
+                    raise TransferError(
+                        f"blocks of {handle.block_bytes} bytes there, {self._info.kv_bytes_per_block} here; serve the"
+                        " same model in the same format"
+                    )
+                here = self._memory.blocks(targets, handle.block_bytes)
+                there = Descriptors.blocks(handle.region_id, sources, handle.block_bytes)
+                await self._agent.post(TransferOp.READ, here, there, peer, notify=done).complete()
+            if not await self._or_lost(peer, answer):
+                raise PinExpired(
+                    f"pin {handle.pin_id} of {peer.name} had expired before its blocks were read"
+                )
+        finally:
+            del self._answers[key]
+
+    async def _or_lost(self, peer: Peer, answer: "asyncio.Future[bool]") -> bool:
+        """Wait for a producer's answer for as long as there is a producer."""
+        while not answer.done():
+            peer.check_alive()
+            await asyncio.wait([answer], timeout=_LOOK_S)
+        return answer.result()
+
+    def _failed(self, request: Request, error: PenstockError) -> None:
+        self.failures[error.code] = self.failures.get(error.code, 0) + 1
+        _log.warning(
+            "kv_not_fetched", request_id=request.request_id, error=error.message, effect="computed again"
+        )
+
+    # -- what peers say
+
+    async def _listen(self) -> None:
+        async for name, payload in self._agent.notifications():
+            try:
+                message = _decoder.decode(payload)
+            except msgspec.DecodeError as error:
+                _log.warning("notification_skipped", peer=name, error=str(error))
+                continue
+            if isinstance(message, PinRead):
+                was_held = self.offers.take_back(message.pin_id)
+                try:
+                    self._agent.send_notification(
+                        name, encode(PinHeld(pin_id=message.pin_id, was_held=was_held))
+                    )
+                except PenstockError as error:
+                    _log.debug("pin_answer_not_sent", peer=name, error=error.message)
+            else:
+                waiting = self._answers.get((name, message.pin_id))
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message.was_held)

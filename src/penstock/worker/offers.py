@@ -1,0 +1,107 @@
+"""A prefill worker's side of a hand-over: blocks held for whoever goes on, for a while."""
+
+import asyncio
+from itertools import count
+
+import numpy as np
+
+from penstock.core.ids import BlockId, PinId, WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types import EngineInfo, KvHandle, Request
+from penstock.core.wire import unpack_hashes
+from penstock.seams import KvBlocks
+from penstock.transfer.regions import Registration
+from penstock.worker.config import HandOverConfig
+
+_log = get_logger()
+
+
+class Offers:
+    """The prompts that this worker has prefilled for others. One event loop owns it."""
+
+    def __init__(
+        self, engine: KvBlocks, info: EngineInfo, producer: WorkerId, config: HandOverConfig
+    ) -> None:
+        """Offer nothing yet.
+
+        Args:
+            engine: a started one.
+            info: what it said of itself.
+            producer: this worker.
+            config: how much is held, and for how long.
+        """
+        self.expired = 0
+        """Offers that nobody took in time."""
+        self.refused = 0
+        """Prompts that went without their KV, as too much was held."""
+        self._engine = engine
+        self._info = info
+        self._producer = producer
+        self._config = config
+        self._ids = count(1)
+        self._held: dict[PinId, tuple[list[BlockId], asyncio.TimerHandle]] = {}
+        self._held_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def make(self, request: Request, memory: Registration | None, agent: bytes) -> KvHandle | None:
+        """Hold the full blocks of a request whose prompt was computed this moment.
+
+        Args:
+            request: as it came.
+            memory: the engine's, registered; None where it keeps none.
+            agent: metadata that gives it.
+
+        Returns:
+            None where nothing can be held.
+        """
+        hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)
+        room = int(self._config.pinned_share_max * self._info.total_blocks) - self._held_blocks
+        if len(hashes) > room:
+            self.refused += 1
+            return None
+        block_ids = list(self._engine.pin(hashes))
+        pin_id = PinId(next(self._ids))
+        timer = asyncio.get_running_loop().call_later(self._config.pin_ttl_s, self._expire, pin_id)
+        self._held[pin_id] = block_ids, timer
+        self._held_blocks += len(block_ids)
+        return KvHandle(
+            producer=self._producer,
+            pin_id=pin_id,
+            ttl_s=self._config.pin_ttl_s,
+            num_tokens=len(block_ids) * self._info.block_size,
+            block_ids=np.array(block_ids, dtype="<u4").tobytes(),
+            block_bytes=0 if memory is None else self._info.kv_bytes_per_block,
+            agent=agent,
+            region_id=0 if memory is None else memory.region_id,
+        )
+
+    def take_back(self, pin_id: PinId) -> bool:
+        """Let an offer's blocks go: they were read, or are not wanted.
+
+        Returns:
+            whether they were held until now; if not, what was read in the meantime may be anything.
+        """
+        held = self._held.pop(pin_id, None)
+        if held is None:
+            return False
+        block_ids, timer = held
+        timer.cancel()
+        self._held_blocks -= len(block_ids)
+        self._engine.unpin(block_ids)
+        return True
+
+    def close(self) -> None:
+        """Let everything go."""
+        for pin_id in list(self._held):
+            self.take_back(pin_id)
+
+    def check(self) -> None:
+        """Raise AssertionError where the sum is wrong."""
+        assert self._held_blocks == sum(len(block_ids) for block_ids, _ in self._held.values())
+
+    def _expire(self, pin_id: PinId) -> None:
+        self.expired += 1
+        _log.warning("kv_offer_expired", pin_id=pin_id, ttl_s=self._config.pin_ttl_s)
+        self.take_back(pin_id)
