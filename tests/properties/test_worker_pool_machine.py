@@ -105,7 +105,9 @@ class WorkerPoolMachine(RuleBasedStateMachine):
         assert np.flatnonzero(self.pool.ready).tolist() == sorted(expected)
         for adapter in "abc":
             holders = [m.slot for m in self.members if m.slot in expected and adapter in m.instance.adapters]
-            assert np.flatnonzero(self.pool.ready_with(adapter)).tolist() == sorted(holders)
+            assert np.flatnonzero(self.pool.with_adapter(self.pool.ready, adapter)).tolist() == sorted(
+                holders
+            )
             listed = [card for card in self.pool.cards() if card.name == adapter]
             assert listed == ([self.card.adapted(adapter)] if holders else [])
         for member in self.members:
@@ -127,11 +129,13 @@ def test_adapters_past_the_bound_are_left_out_until_there_is_room():
         pool.put(member)
         pool.set_ready(member.slot, is_ready=True)
         pool.check()
-    assert [pool.ready_with(name).tolist().count(True) for name in "abc"] == [1, 2, 0]
+    assert [pool.with_adapter(pool.ready, name).tolist().count(True) for name in "abc"] == [1, 2, 0]
     pool.remove(members[0])
     pool.put(members[2])
     pool.check()
-    assert np.flatnonzero(pool.ready_with("c")).tolist() == [2], "b still takes one of two places"
+    assert np.flatnonzero(pool.with_adapter(pool.ready, "c")).tolist() == [2], (
+        "b still takes one of two places"
+    )
 
 
 TestWorkerPoolMachine = WorkerPoolMachine.TestCase

@@ -50,7 +50,8 @@ class RoutingContext:
     before, and is 0 where it is free; `session` is what the client calls its session, if it does. `slo_ttft_s` (what is
     left of it) and `slo_itl_s` are what the client wants the first token and each further one to take at most, if it
     says. `prices` is what work takes on each worker; `request_rate_per_s` and `mean_output_tokens` are what this router
-    has lately seen or heard of the model's requests. All columns are live
+    has lately seen or heard of the model's requests. With `prompt_only` it is answered elsewhere once its prompt is
+    computed. All columns are live
     and cannot be written to: copy what is to be kept beyond the call.
     """
 
@@ -83,3 +84,4 @@ class RoutingContext:
     mean_output_tokens: float
     turn: int
     now_s: float
+    prompt_only: bool = False

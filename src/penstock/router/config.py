@@ -50,6 +50,17 @@ class RetryConfig(Config):
         return self
 
 
+class DisaggConfig(Config):
+    """When a prompt is computed by a prefill worker, where there are any, and handed over to a decode worker."""
+
+    remote_tokens_min: int = pydantic.Field(default=64, ge=1)
+    """Prompts of which a decode worker lacks fewer tokens are computed there."""
+    hand_over_s: float = pydantic.Field(default=0.005, ge=0)
+    """What a hand-over takes beside moving bytes, in seconds."""
+    link_bytes_per_s: float = pydantic.Field(default=5e9, gt=0)
+    """How fast KV moves between workers."""
+
+
 class ExplainConfig(Config):
     """What is kept of decisions, for those who ask why."""
 
@@ -118,6 +129,8 @@ class RouterConfig(Config):
     """When requests wait here for a worker that has time, and whose turn it is."""
     retries: RetryConfig = RetryConfig()
     """What happens to a request whose worker is lost or refuses it."""
+    disagg: DisaggConfig = DisaggConfig()
+    """When prompts are computed by prefill workers."""
     explain: ExplainConfig = ExplainConfig()
     """What is kept of decisions, for those who ask why."""
 

@@ -11,7 +11,8 @@ from penstock.core.ids import WorkerId
 from penstock.core.types import Tier
 from penstock.router.chooser import Chooser
 from penstock.router.config import ExplainConfig
-from penstock.router.explanation import Candidate, Explanation, LeftOut, RouteReason
+from penstock.router.disagg import Comparison
+from penstock.router.explanation import Candidate, Explanation, LeftOut, Prefill, RouteReason
 from penstock.router.member import CONDITIONS, Condition, Member
 
 _OBJECT_BYTES = 1024  # of one decision beside its arrays' content
@@ -41,6 +42,7 @@ class Decision:
     conditions: NDArray[np.uint8]
     seats: tuple[Member | None, ...]
     excluded: Collection[WorkerId]
+    comparison: Comparison | None
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,22 @@ class Decision:
             candidates=tuple(self._candidate(slot, costs) for slot in shown),
             num_left_out=len(left_out),
             left_out=tuple(left_out[:candidates_max]),
+            prefill=self._prefill(),
+        )
+
+    def _prefill(self) -> Prefill | None:
+        compared, scale = self.comparison, self.chooser.scale
+        if compared is None:
+            return None
+
+        def scaled(cost: float | None) -> float | None:
+            return None if cost is None or not np.isfinite(cost) else cost * scale
+
+        return Prefill(
+            remote=compared.is_remote,
+            local=scaled(compared.local),
+            prefill=scaled(compared.prefill),
+            decode=scaled(compared.decode),
         )
 
     def _shown(

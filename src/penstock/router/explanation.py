@@ -18,6 +18,7 @@ class RouteReason(StrEnum):
     NO_PREFIX = "no_prefix"  # nobody holds any of it
     LONGEST_PREFIX = "longest_prefix"  # nobody holds more of it than the chosen one
     SHORTER_PREFIX = "shorter_prefix"  # somebody holds more of it, but cost more
+    HANDED_OVER = "handed_over"  # goes on with a prompt that a prefill worker has computed
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,10 +44,23 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class Prefill(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the prompt was to be computed: `remote` by a prefill worker, else by the worker that answers.
+
+    `local` is what the whole request was expected to cost there, `prefill` and `decode` its two parts elsewhere, moving
+    the KV among the latter; None where the policy's costs are no times, or nothing was compared.
+    """
+
+    remote: bool
+    local: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+
+
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """One choice. `candidates`: the one chosen, then the cheapest, and whoever holds most of the prefix.
 
-    There were `num_candidates` and `num_left_out` in all. Costs and terms are in `unit`: `ms`, or `none` where they
+    `prefill` says where the prompt is computed, where there are prefill workers. There were `num_candidates` and `num_left_out` in all. Costs and terms are in `unit`: `ms`, or `none` where they
     are no times. `age_s` is how long ago it was.
     """
 
@@ -66,6 +80,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     num_left_out: int
     left_out: tuple[LeftOut, ...]
+    prefill: Prefill | None = None
 
     @property
     def chosen(self) -> Candidate:

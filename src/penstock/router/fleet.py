@@ -36,6 +36,7 @@ from penstock.router.worker_pool import WorkerPool
 from penstock.seams import Connection, Discovery, WayToWorkers
 
 FETCH_TIMEOUT_S = 30.0
+_READY = frozenset({Condition.READY, Condition.PREFILL_ONLY})
 
 _log = get_logger()
 
@@ -205,7 +206,9 @@ class Fleet:
             pool.check()
             assert len(pool.ready) == self.loads.num_slots == self.tree.num_slots, "as long as the loads"
         for slot, member in enumerate(self.seats.now()):
-            pools = [name for name, pool in self.pools.items() if pool.ready[slot]]
+            pools = [
+                name for name, pool in self.pools.items() if pool.ready[slot] or pool.ready_prefill[slot]
+            ]
             if member is None:
                 assert not pools, f"free slot {slot} is ready for {pools}"
                 assert not self.tree.held_blocks(slot), f"free slot {slot} holds blocks"
@@ -214,7 +217,7 @@ class Fleet:
             assert member.noted is member.condition, (
                 f"{member.instance.name} is {member.condition}, noted as {member.noted}"
             )
-            expected = [member.instance.card.name] if member.condition is Condition.READY else []
+            expected = [member.instance.card.name] if member.condition in _READY else []
             assert pools == expected, f"{member.instance.name} is {member.condition} and ready for {pools}"
             if member.connection is None:
                 assert not member.requests, f"{member.instance.name}: requests on no connection"
@@ -321,7 +324,7 @@ class Fleet:
         """Say anew whether a worker may get requests."""
         condition = member.condition
         pool = self.pools[member.instance.card.name]
-        pool.set_ready(member.slot, is_ready=condition is Condition.READY)
+        pool.set_ready(member.slot, is_ready=condition in _READY)
         if condition is not member.noted:
             self._recount(member, condition)
             self._tell_soon()

@@ -86,9 +86,9 @@ class Member:
             return Condition.WITHDRAWN
         if self.instance.state is InstanceState.DRAINING:
             return Condition.DRAINING
-        if self.instance.role is Role.PREFILL:
-            return Condition.PREFILL_ONLY
-        return Condition.READY if self.matching else Condition.MISMATCHED
+        if not self.matching:
+            return Condition.MISMATCHED
+        return Condition.PREFILL_ONLY if self.instance.role is Role.PREFILL else Condition.READY
 
     def view(
         self, load: WorkerLoad | None, reserved: Reserved, *, indexed_blocks: int, predicted: bool

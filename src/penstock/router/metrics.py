@@ -33,6 +33,11 @@ class RouterMetrics:
             return Histogram(f"penstock_router_{noun}", text, registry=registry, buckets=buckets)
 
         self.decisions = counter("decisions", "Routing decisions by what they came to", "policy", "reason")
+        self.prefills = counter(
+            "prefills",
+            "Prompts computed by prefill workers (remote) and by who answers (local), where there was a choice",
+            "place",
+        )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of routed requests")
         self.expected_hit_tokens = counter(
             "expected_hit_tokens", "Prompt tokens that the index knew to be cached where they were sent"

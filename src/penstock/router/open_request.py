@@ -19,10 +19,11 @@ from penstock.core.errors import (
     WorkerLost,
     from_info,
 )
-from penstock.core.types import Delta, FinishReason, Request
+from penstock.core.types import Delta, FinishReason, KvHandle, Request
 from penstock.core.wire import num_tokens
 from penstock.router.attempt import Attempt
 from penstock.router.gate import Place
+from penstock.router.handed_over import HandedOver
 from penstock.router.member import identity
 from penstock.router.progress import Progress
 from penstock.router.router import Quote, Route
@@ -49,12 +50,13 @@ class OpenRequest:
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._progress: Progress | None = None
         self._attempt: Attempt | None = None
-        self._interruption: PenstockError | None = (
+        self._interruption: PenstockError | HandedOver | None = (
             None  # why the last attempt ended early; the reader acts on it
         )
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._handed: HandedOver | None = None  # its prompt's KV, for the next worker
         self._setbacks = Setbacks(request, shared.brakes)
         self._has_waited = False
 
@@ -152,6 +154,11 @@ class OpenRequest:
             self._on_first_token(attempt, progress)
         if progress.cached_tokens is None and delta.cached_tokens is not None:
             attempt.compare(delta.cached_tokens, progress.block_size, self._shared.metrics)
+        if delta.finish_reason is FinishReason.PREFILLED:
+            progress.add(msgspec.structs.replace(delta, finish_reason=None, kv=None))
+            self._hand_over(delta.kv)
+            self.wake()
+            return
         progress.add(delta)
         if delta.error is not None:
             self._on_error(from_info(delta.error), attempt)
@@ -210,9 +217,10 @@ class OpenRequest:
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
         request, setbacks = self._with_time_left(self._progress.request()), self._setbacks
-        quote = shared.router.quote(request, exclude=setbacks.avoided | setbacks.lost)
+        handed = None if self._handed is None else self._handed.num_tokens
+        quote = shared.router.quote(request, setbacks.avoided | setbacks.lost, handed_tokens=handed)
         if quote is None and setbacks.lost:  # one that was lost and is back is better than none
-            quote = shared.router.quote(request, exclude=setbacks.avoided)
+            quote = shared.router.quote(request, setbacks.avoided, handed_tokens=handed)
         return quote
 
     def _with_time_left(self, request: Request) -> Request:
@@ -227,7 +235,8 @@ class OpenRequest:
     def _is_held(self, place: Place, quote: Quote) -> bool:
         """Say whether it has to wait at the gate; what has begun, was refused or has waited does not wait again."""
         setbacks = self._setbacks
-        return not (setbacks.avoided or setbacks.lost or self._has_waited) and place.stops(quote)
+        has_begun = self._has_waited or self._handed is not None
+        return not (setbacks.avoided or setbacks.lost or has_begun) and place.stops(quote)
 
     def _send_by(self, quote: Quote) -> bool:
         """Send the request where it is cheapest; False if that one does not take it."""
@@ -264,13 +273,16 @@ class OpenRequest:
             deadline_s=remaining_s,
             expected_cached_tokens=route.cached_tokens,
             known_peer_arrivals=known if self._setbacks.may_be_outrun else None,
+            hand_over=route.hand_over,
+            kv=None if self._handed is None else self._handed.handle(self._loop.time()),
         )
         self._attempt = Attempt(self._shared.fleet, route, request, self)
+        self._handed = None  # it can be read once
 
-    async def _go_on_after(self, interruption: PenstockError) -> None:
+    async def _go_on_after(self, interruption: PenstockError | HandedOver) -> None:
         """Take the request elsewhere, if it may."""
         now_s = self._loop.time()
-        if not isinstance(interruption, (Overloaded, Outrun)):
+        if not isinstance(interruption, (Overloaded, Outrun, HandedOver)):
             delay_s = self._setbacks.migrate(interruption, now_s, self.output_tokens)
             await self._wait_until(now_s + delay_s)
         if self._setbacks.needs_probation:
@@ -310,6 +322,13 @@ class OpenRequest:
             self._interrupt(error)
         else:
             self.fail(error)
+
+    def _hand_over(self, handle: KvHandle | None) -> None:
+        """Go on elsewhere: the prompt is computed, and its first token is here."""
+        self._release()
+        self._handed = HandedOver(handle, self._loop.time())
+        if self._error is None:
+            self._interruption = self._handed
 
     def _interrupt(self, error: PenstockError) -> None:
         if self.output_tokens >= self.request.sampling.max_tokens and self._progress is not None:

@@ -149,6 +149,8 @@ def _targets(context: RoutingContext) -> tuple[float, float]:
 def _pace_weight(context: RoutingContext) -> float:
     """Say how many seconds until the first token one between two tokens is worth to this request."""
     ttft_s, itl_s = context.slo_ttft_s, context.slo_itl_s
+    if context.prompt_only:
+        return 0.0  # its answer is paced elsewhere, and prefill workers have none to slow down
     if ttft_s is None or itl_s is None:
         return PACE_WEIGHT
     low, high = _PACE_WEIGHTS

@@ -4,7 +4,7 @@ import asyncio
 import random
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.chooser import Choice, Chooser
 from penstock.router.config import HoldConfig, RouterConfig
 from penstock.router.decisions import Decision, Decisions
+from penstock.router.disagg import Comparison, as_handed_over, compare
 from penstock.router.explanation import Explanation, RouteReason
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
@@ -34,7 +35,10 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes, and what it will need there: `overlap_blocks` of its prompt's `blocks` are cached."""
+    """Where a request goes, and what it will need there: `overlap_blocks` of its prompt's `blocks` are cached.
+
+    With `hand_over` only its prompt is computed there, and another worker goes on.
+    """
 
     worker_id: WorkerId
     slot: int
@@ -42,13 +46,15 @@ class Route:
     cached_tokens: int
     overlap_blocks: int
     blocks: int
+    hand_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Quote:
     """What a request costs on every worker, good for this turn of the loop: loads are live.
 
-    `tie` settles equal prices, `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it
+    With `hand_over` it is of a prompt on prefill workers; with `handed_blocks` of what follows, that many having been
+    computed by one; `comparison` of the two ways is there where both are open. `tie` settles equal prices, `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it
     would wait, none where the policy does not predict that.
     """
 
@@ -58,6 +64,9 @@ class Quote:
     tie: int
     excluded: Collection[WorkerId]
     wait_terms: Sequence[int]
+    hand_over: bool = False
+    handed_blocks: int = 0
+    comparison: Comparison | None = None
 
     def waits_s(self) -> NDArray[np.float64]:
         """Give (num_slots,) seconds before its work would begin."""
@@ -104,12 +113,15 @@ class Router:
         self._decisions = Decisions(config.explain)
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
-    def quote(self, request: Request, exclude: Collection[WorkerId] = ()) -> Quote | None:
-        """Price a request on all workers.
+    def quote(
+        self, request: Request, exclude: Collection[WorkerId] = (), *, handed_tokens: int | None = None
+    ) -> Quote | None:
+        """Price a request on all workers: its prompt on prefill workers, where handing it over costs less.
 
         Args:
             request: with its block hashes.
             exclude: workers that must not get it.
+            handed_tokens: so many were computed by a prefill worker, who hands them over; None: it is to be decided.
 
         Returns:
             None where no worker of its model may get it now.
@@ -117,24 +129,58 @@ class Router:
         pool = self.fleet.pools.get(request.model)
         if pool is None:
             return None
-        eligible, num_eligible = pool.ready, pool.num_ready
-        if request.adapter is not None:
-            eligible = pool.ready_with(request.adapter)
-            num_eligible = int(np.count_nonzero(eligible))
-        if exclude:
-            eligible = self._without(eligible, exclude)
-            num_eligible = int(np.count_nonzero(eligible))
-        if num_eligible > 1 and self._has_thresholds:
-            eligible = self._without_busy(eligible)
-            num_eligible = int(np.count_nonzero(eligible))
-        if not num_eligible:
+        eligible = self._eligible(request, pool.ready, exclude)
+        if eligible is None:
             return None
         hashes = unpack_hashes(request.block_hashes)[::2]
         now_s = asyncio.get_running_loop().time()
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
         tie = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
-        choice = self._chooser.choose(context, tie)
-        return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms)
+
+        def price(context: RoutingContext) -> Quote:
+            choice = self._chooser.choose(context, tie)
+            return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms)
+
+        if handed_tokens is not None:
+            handed_blocks = handed_tokens // context.block_size
+            return replace(price(self._handed(context, handed_blocks)), handed_blocks=handed_blocks)
+        whole = price(context)
+        prefillers = self._eligible(request, pool.ready_prefill, exclude) if pool.num_ready_prefill else None
+        if prefillers is None:
+            return whole
+        prefill = price(replace(context, eligible=prefillers, mean_output_tokens=1.0, prompt_only=True))
+        rest = price(self._handed(context, len(hashes)))
+        slot = whole.choice.slot
+        cached = (int(context.overlap_blocks[slot]) - _recomputed(context, slot)) * context.block_size
+        comparison = compare(
+            self._chooser,
+            local=_cost(whole),
+            prefill=_cost(prefill),
+            decode=_cost(rest),
+            uncached_tokens=context.request_tokens - cached,
+            config=self._config.disagg,
+        )
+        if comparison.is_remote:
+            return replace(prefill, hand_over=True, comparison=comparison)
+        return replace(whole, comparison=comparison)
+
+    def _eligible(
+        self, request: Request, ready: NDArray[np.bool_], exclude: Collection[WorkerId]
+    ) -> NDArray[np.bool_] | None:
+        """Say which of the workers that are ready may get a request; None where none may."""
+        if request.adapter is not None:
+            ready = self.fleet.pools[request.model].with_adapter(ready, request.adapter)
+        if exclude:
+            ready = self._without(ready, exclude)
+        if self._has_thresholds and np.count_nonzero(ready) > 1:
+            ready = self._without_busy(ready)
+        return ready if ready.any() else None
+
+    def _handed(self, context: RoutingContext, blocks: int) -> RoutingContext:
+        """Show a request to decode workers as if these of its blocks had been computed elsewhere."""
+        slot = int(context.eligible.argmax())
+        block_bytes = self.fleet.at(slot).instance.engine.kv_bytes_per_block
+        return as_handed_over(context, blocks, block_bytes, self._config.disagg)
 
     def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:
         """Price a request and take the cheapest worker at once."""
@@ -145,6 +191,8 @@ class Router:
         """Take a quote's cheapest worker; `again` is in place of the one taken before, which was counted."""
         context, slot = quote.context, quote.choice.slot
         overlap_blocks, reason = self._outcome(context, slot)
+        if quote.handed_blocks:
+            reason = RouteReason.HANDED_OVER
         self._chooser.chosen(context, slot)
         self._turn += 1
         self._keep(quote, reason)
@@ -152,7 +200,9 @@ class Router:
             self._record(quote)
         overlap_tokens = (overlap_blocks - _recomputed(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
-        if not again:
+        if quote.comparison is not None:
+            self._metrics.prefills.labels("remote" if quote.hand_over else "local").inc()
+        if not again and not quote.handed_blocks:
             metrics = self._metrics
             metrics.decided(self._chooser.policy.name, reason).inc()
             metrics.prompt_tokens.inc(context.request_tokens)
@@ -164,6 +214,7 @@ class Router:
             cached_tokens=context.request_tokens - prefill_tokens,
             overlap_blocks=overlap_blocks,
             blocks=context.request_blocks,
+            hand_over=quote.hand_over,
         )
 
     def arrived(self, model: str) -> None:
@@ -289,6 +340,7 @@ class Router:
                 conditions=fleet.seats.conditions.copy(),
                 seats=fleet.seats.now(),
                 excluded=frozenset(quote.excluded),
+                comparison=quote.comparison,
             )
         )
 
@@ -315,3 +367,8 @@ def _recomputed(context: RoutingContext, slot: int) -> int:
         return 0
     is_slow = ~context.prices.worth_fetching()[:, slot]
     return int(context.tier_blocks[is_slow, slot].sum())
+
+
+def _cost(quote: Quote) -> float:
+    """Give what its cheapest worker costs."""
+    return float(quote.choice.prices[quote.choice.slot])

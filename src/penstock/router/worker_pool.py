@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.log import get_logger
-from penstock.core.types import Instance, InstanceState, ModelCard
+from penstock.core.types import Instance, InstanceState, ModelCard, Role
 from penstock.perf.topology import Way
 from penstock.router.member import Member, identity
 from penstock.router.price_table import PriceTable
@@ -51,8 +51,8 @@ class _Ballot:
 class WorkerPool:
     """The workers of one model. A change costs O(1), but where the ruling card has to be chosen anew.
 
-    One event loop owns it. `ready` (num_slots,) is True for those that may get requests: a view that cannot be
-    written to.
+    One event loop owns it. `ready` (num_slots,) is True for those that may get requests, `ready_prefill` for those that
+    may get prompts alone, to be handed over: views that cannot be written to.
     """
 
     def __init__(self, first: Member, num_slots: int, adapters_max: int) -> None:
@@ -60,8 +60,9 @@ class WorkerPool:
         self.card = first.instance.card
         self._adapters_max = adapters_max
         self._holders: dict[str, NDArray[np.bool_]] = {}
-        self._show(np.zeros(num_slots, dtype=np.bool_))
-        self.num_ready = 0
+        self._whole = _Ready(num_slots)
+        self._prefill = _Ready(num_slots)
+        self._roles: dict[int, Role] = {}  # by slot
         self.prices = PriceTable(num_slots)
         self.traffic = Traffic()
         self._members: dict[Member, _Noted] = {}
@@ -85,6 +86,9 @@ class WorkerPool:
             self._ballot.count(old, -1)
             self._drop_adapters(member.slot, old.adapters)
         instance = member.instance
+        if self._roles.get(member.slot) is not instance.role:
+            self.set_ready(member.slot, is_ready=False)
+            self._roles[member.slot] = instance.role
         self.prices.put(member.slot, instance, member.drift.factor, way)
         is_staying = member.listed and instance.state is InstanceState.READY
         noted = _Noted(instance.card, is_staying, instance.adapters)
@@ -104,31 +108,49 @@ class WorkerPool:
         self._ballot.count(noted, -1)
         self._drop_adapters(member.slot, noted.adapters)
         self.set_ready(member.slot, is_ready=False)
+        del self._roles[member.slot]
         self.prices.remove(member.slot)
         return self._choose_card()
 
-    def ready_with(self, adapter: str) -> NDArray[np.bool_]:
-        """Say who may get requests for an adapter: (num_slots,), an array of its own."""
+    @property
+    def ready(self) -> NDArray[np.bool_]:
+        return self._whole.view
+
+    @property
+    def num_ready(self) -> int:
+        return self._whole.count
+
+    @property
+    def ready_prefill(self) -> NDArray[np.bool_]:
+        return self._prefill.view
+
+    @property
+    def num_ready_prefill(self) -> int:
+        return self._prefill.count
+
+    def with_adapter(self, ready: NDArray[np.bool_], adapter: str) -> NDArray[np.bool_]:
+        """Say which of `ready` have an adapter: (num_slots,), an array of its own."""
         holders = self._holders.get(adapter)
-        return np.zeros_like(self._ready) if holders is None else self._ready & holders
+        return np.zeros_like(ready) if holders is None else ready & holders
 
     def cards(self) -> Iterator[ModelCard]:
         """Give the model's card, and that of each adapter, which some worker may get requests for."""
         if self.num_ready:
             yield self.card
             for adapter in self._holders:
-                if self.ready_with(adapter).any():
+                if self.with_adapter(self.ready, adapter).any():
                     yield self.card.adapted(adapter)
 
     def set_ready(self, slot: int, *, is_ready: bool) -> None:
-        if bool(self.ready[slot]) is not is_ready:
-            self._ready[slot] = is_ready
-            self.num_ready += 1 if is_ready else -1
+        """Say whether a worker may get what is for its role."""
+        of_role = self._prefill if self._roles.get(slot) is Role.PREFILL else self._whole
+        of_role.set(slot, is_ready=is_ready)
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
-        more = (0, num_slots - len(self._ready))
-        self._show(np.pad(self._ready, more))
+        more = (0, num_slots - len(self.ready))
+        self._whole.grow(num_slots)
+        self._prefill.grow(num_slots)
         self._holders = {adapter: np.pad(holders, more) for adapter, holders in self._holders.items()}
         self.prices.grow(num_slots)
 
@@ -136,7 +158,13 @@ class WorkerPool:
         """Raise AssertionError where counts and members disagree."""
         self.prices.check()
         self.traffic.check()
-        assert self.num_ready == np.count_nonzero(self.ready), f"{self.num_ready} of {self.ready} are ready"
+        for of_role in (self._whole, self._prefill):
+            of_role.check()
+        for slot in np.flatnonzero(self.ready | self.ready_prefill).tolist():
+            is_prefill = self._roles[slot] is Role.PREFILL
+            assert is_prefill == bool(self.ready_prefill[slot]) != bool(self.ready[slot]), (
+                f"slot {slot}: its role"
+            )
         assert len(self._holders) <= self._adapters_max, f"{len(self._holders)} adapters: past the bound"
         for adapter, holders in self._holders.items():
             expected = {member.slot for member, noted in self._members.items() if adapter in noted.adapters}
@@ -167,7 +195,7 @@ class WorkerPool:
                         adapters_max=self._adapters_max,
                     )
                     continue
-                holders = self._holders[adapter] = np.zeros_like(self._ready)
+                holders = self._holders[adapter] = np.zeros_like(self.ready)
             holders[slot] = True
 
     def _drop_adapters(self, slot: int, adapters: Sequence[str]) -> None:
@@ -177,11 +205,6 @@ class WorkerPool:
                 holders[slot] = False
                 if not holders.any():
                     del self._holders[adapter]
-
-    def _show(self, ready: NDArray[np.bool_]) -> None:
-        self._ready = ready
-        self.ready = ready.view()
-        self.ready.flags.writeable = False
 
     def _choose_card(self) -> Sequence[Member]:
         """Have another card rule where nobody who counts has the present one; prefer one that names blocks alike."""
@@ -197,6 +220,30 @@ class WorkerPool:
         for member in everybody:
             member.matching = member.identity == identity(self.card)
         return everybody
+
+
+class _Ready:
+    """Which slots may get something now. `view` (num_slots,) cannot be written to."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.count = 0
+        self._show(np.zeros(num_slots, dtype=np.bool_))
+
+    def set(self, slot: int, *, is_ready: bool) -> None:
+        if bool(self._slots[slot]) is not is_ready:
+            self._slots[slot] = is_ready
+            self.count += 1 if is_ready else -1
+
+    def grow(self, num_slots: int) -> None:
+        self._show(np.pad(self._slots, (0, num_slots - len(self._slots))))
+
+    def check(self) -> None:
+        assert self.count == np.count_nonzero(self._slots), f"{self.count} of {self._slots} are ready"
+
+    def _show(self, slots: NDArray[np.bool_]) -> None:
+        self._slots = slots
+        self.view = slots.view()
+        self.view.flags.writeable = False
 
 
 def _count(counts: Counter[ModelCard], card: ModelCard, change: int) -> None:

@@ -9,12 +9,14 @@ from typing import Self
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
-from penstock.core.types import Instance, InstanceChange, ModelCard, Prices
+from penstock.core.types import Instance, InstanceChange, ModelCard, Prices, Role
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
 from penstock.runtime.requests.memory import MemoryPlane
 from penstock.seams import Engine
+from penstock.transfer import TransferAgent, TransferConfig
+from penstock.transfer.memory import MemoryTransport
 from penstock.worker.config import WorkerConfig
 from penstock.worker.worker import Worker, WorkerIdentity
 
@@ -67,6 +69,7 @@ class MemoryCluster:
         files: dict[str, bytes] | None = None,
         adapters: Sequence[str] = (),
         prices: Prices | None = None,
+        role: Role = Role.AGGREGATED,
     ) -> Worker:
         """Run a worker; returns once it is registered or has failed."""
         self._numbers += 1
@@ -75,12 +78,13 @@ class MemoryCluster:
             engine,
             discovery,
             self.plane,
-            identity=WorkerIdentity(WorkerId(self._numbers), name),
+            identity=WorkerIdentity(WorkerId(self._numbers), name, role),
             card=card or small_card(),
             read_file=(files or {}).get,
             prices=prices,
             adapters=adapters,
             config=config,
+            agent=None if role is Role.AGGREGATED else _agent(f"{name}-{self._numbers}"),
         )
         task = self._group.create_task(self._run(name, worker), name=name)
         self._seats[name] = _Seat(worker, engine, discovery, task)
@@ -119,6 +123,12 @@ class MemoryCluster:
             await worker.run()
         except PenstockError as error:
             self.errors[name] = error
+
+
+def _agent(name: str) -> TransferAgent:
+    """Make an agent that reaches others of this event loop, without sockets or threads of its own."""
+    transport = MemoryTransport(threads=1, inline_bytes_max=1 << 20)
+    return TransferAgent(name, TransferConfig(listen=("memory",)), transports=[transport])
 
 
 class _MortalDiscovery:

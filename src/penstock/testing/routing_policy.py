@@ -51,6 +51,7 @@ def make_context(num_slots: int = 3, **columns: Any) -> RoutingContext:
         "mean_output_tokens": 100.0,
         "turn": 0,
         "now_s": 0.0,
+        "prompt_only": False,
     }
     for column in fields(RoutingContext):
         values.setdefault(column.name, [0] * num_slots)

@@ -1,0 +1,28 @@
+"""A prompt that a prefill worker has computed, on its way to the worker that answers."""
+
+import msgspec
+
+from penstock.core.types import KvHandle
+
+_TTL_S_MIN = 0.001
+
+
+class HandedOver:
+    """Where its KV is, for as long as it is held there."""
+
+    def __init__(self, handle: KvHandle | None, now_s: float) -> None:
+        """Take the handle that came this moment; None where the KV could not be kept."""
+        self._handle = handle
+        self._expires_s = now_s + (0.0 if handle is None else handle.ttl_s)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt, whose KV can be had."""
+        return 0 if self._handle is None else self._handle.num_tokens
+
+    def handle(self, now_s: float) -> KvHandle | None:
+        """Give the handle with the time that is left of it."""
+        left_s = self._expires_s - now_s
+        if self._handle is None or left_s < _TTL_S_MIN:
+            return None
+        return msgspec.structs.replace(self._handle, ttl_s=left_s)

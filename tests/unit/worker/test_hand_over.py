@@ -1,0 +1,259 @@
+"""Prompts handed over from prefill to decode workers: whole deployments on virtual time, whose KV is checked on every step."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.core.ids import RequestId
+from penstock.core.types import FinishReason, Prices, Request, Role, SamplingParams
+from penstock.core.wire import pack_tokens, unpack_tokens
+from penstock.engine.mock import MockConfig, StepTiming, mock_engine
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster
+from penstock.worker.config import HandOverConfig, WorkerConfig
+
+VOCAB = 500
+TIMING = StepTiming(step_s=0.01, prefill_s_per_token=1e-3)
+PRICES = Prices(
+    prefill_step_s=0.01,
+    prefill_token_s=1e-3,
+    prefill_pair_s=0,
+    decode_step_s=0.01,
+    decode_sequence_s=1e-5,
+    decode_token_s=0,
+    onboard_token_s=(0.0, 0.0, 0.0, 0.0),
+)
+ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
+
+
+def engine(kv_blocks=200, kv_bytes=64):
+    shape = RunnerInfo(
+        num_blocks=kv_blocks, block_size=4, context_length=400, vocab_size=VOCAB, kv_bytes_per_block=kv_bytes
+    )
+    return mock_engine(
+        shape, MockConfig(timing=TIMING, answer_tokens=1000), SchedulerConfig(max_batch_tokens=64)
+    )
+
+
+def request(name, length=50, max_tokens=20, seed=0, **sampling):
+    return Request(
+        request_id=RequestId(name),
+        model="tiny",
+        token_ids=pack_tokens([1 + (seed * 31 + 7 * index) % (VOCAB - 1) for index in range(length)]),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),
+    )
+
+
+async def answer(dispatcher, asked):
+    tokens, cached, reason, logprobs = [], None, None, 0
+    async with dispatcher.open(asked) as stream:
+        async for delta in stream:
+            tokens += unpack_tokens(delta.token_ids).tolist()
+            cached = delta.cached_tokens if cached is None else cached
+            logprobs += len(delta.logprobs)
+            assert delta.kv is None, "a reader sees no handle"
+            assert delta.finish_reason is not FinishReason.PREFILLED
+            reason = delta.finish_reason
+    return tokens, reason, cached, logprobs
+
+
+async def expected(asked):
+    """What one worker alone answers."""
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        await cluster.start("alone", engine())
+        return await answer(dispatcher, asked)
+
+
+def play(scene, *, prefill=1, decode=1, router=ALWAYS, config=None, kv_bytes=64, kv_blocks=200):
+    async def main():
+        async with AsyncExitStack() as stack:
+            cluster = await stack.enter_async_context(MemoryCluster())
+            for number in range(prefill):
+                await cluster.start(
+                    f"p{number}", engine(kv_blocks, kv_bytes), role=Role.PREFILL, config=config, prices=PRICES
+                )
+            for number in range(decode):
+                await cluster.start(
+                    f"d{number}", engine(kv_blocks, kv_bytes), role=Role.DECODE, config=config, prices=PRICES
+                )
+            dispatcher = await stack.enter_async_context(cluster.dispatcher(router))
+            await dispatcher.looked()
+            await scene(cluster, dispatcher)
+            await asyncio.sleep(60)
+            for name in cluster.names:
+                worker = cluster.worker(name)
+                worker.check()
+                cluster.engine(name).scheduler.check()
+                assert cluster.engine(name).load().active_blocks == 0, f"{name} holds blocks"
+                assert len(worker.hand_over.offers) == len(worker.hand_over) == 0
+            dispatcher.check()
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("kv_bytes", [64, 0])
+@pytest.mark.parametrize("length", [3, 4, 50, 200])
+def test_an_answer_is_the_same_as_from_one_worker(length, kv_bytes):
+    asked = request("a", length, logprobs=2)
+
+    async def scene(cluster, dispatcher):
+        found = await answer(dispatcher, asked)
+        assert found == await expected(asked)
+        prefill, decode = cluster.engine("p0").load(), cluster.engine("d0").load()
+        assert prefill.prefilled_tokens == length
+        assert prefill.generated_tokens == 1
+        assert decode.generated_tokens == 19
+        assert decode.prefilled_tokens == length % 4 + 1, "only what no full block holds is computed again"
+        assert cluster.worker("d0").hand_over.fetched_blocks == length // 4
+        assert cluster.worker("d0").hand_over.failures == {}
+
+    play(scene, kv_bytes=kv_bytes)
+
+
+def test_what_the_decode_worker_has_is_not_fetched():
+    async def scene(cluster, dispatcher):
+        await answer(dispatcher, request("a", 40))
+        await answer(dispatcher, request("b", 60))
+        assert cluster.worker("d0").hand_over.fetched_blocks == 15
+        assert cluster.engine("p0").load().prefix_hit_tokens == 40
+
+    play(scene)
+
+
+def test_an_answer_of_one_token_is_not_handed_over():
+    async def scene(cluster, dispatcher):
+        asked = request("a", max_tokens=1)
+        assert await answer(dispatcher, asked) == await expected(asked)
+        assert cluster.engine("d0").load().steps == 0
+
+    play(scene)
+
+
+def test_many_at_once_with_preemption():
+    asked = [request(f"r{number}", 30 + 3 * number, 40, seed=number) for number in range(24)]
+
+    async def scene(_cluster, dispatcher):
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(answer(dispatcher, one)) for one in asked]
+        for one, found in zip(asked, answers, strict=True):
+            assert found.result()[:2] == (await expected(one))[:2]
+
+    play(scene, prefill=2, decode=2, kv_blocks=80)
+
+
+def test_without_a_prefill_worker_decode_workers_serve_alone_and_it_is_used_once_it_is_back():
+    async def scene(cluster, dispatcher):
+        cluster.kill("p0")
+        asked = request("a")
+        assert await answer(dispatcher, asked) == await expected(asked)
+        await cluster.start("p1", engine(), role=Role.PREFILL)
+        await asyncio.sleep(1)
+        await answer(dispatcher, request("b", seed=5))
+        assert cluster.engine("p1").load().prefilled_tokens == 50
+
+    play(scene)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.065, 0.08, 0.12, 0.2])
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_whoever_dies_the_stream_goes_on(victim, after_s):
+    asked = request("a")
+
+    async def scene(cluster, dispatcher):
+        async with asyncio.TaskGroup() as group:
+            found = group.create_task(answer(dispatcher, asked))
+            await asyncio.sleep(after_s)
+            cluster.kill(victim)
+        assert found.result()[:2] == (await expected(asked))[:2]
+
+    play(scene, prefill=2, decode=2)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.062, 0.07, 0.1])
+def test_a_client_that_leaves_frees_everything(after_s):
+    async def scene(_cluster, dispatcher):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(after_s):
+                await answer(dispatcher, request("a", max_tokens=300))
+
+    play(scene)
+
+
+def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_again():
+    async def scene(cluster, dispatcher):
+        asked = request("a")
+        stream = dispatcher.open(asked)
+        async with stream:
+            first = await anext(stream)
+            await asyncio.sleep(5)  # the reader takes its time: it is he who goes on
+            assert cluster.worker("p0").hand_over.offers.expired == 1
+            assert cluster.engine("p0").load().active_blocks == 0
+            tokens = unpack_tokens(first.token_ids).tolist()
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+        assert cluster.engine("d0").load().prefilled_tokens == 51
+
+    play(scene, config=WorkerConfig(hand_over=HandOverConfig(pin_ttl_s=1)))
+
+
+def test_no_more_blocks_are_held_than_allowed():
+    async def scene(cluster, dispatcher):
+        asked = request("a")
+        assert (await answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
+        assert cluster.worker("p0").hand_over.offers.refused == 1
+        assert cluster.engine("d0").load().prefilled_tokens == 51
+
+    play(scene, config=WorkerConfig(hand_over=HandOverConfig(pinned_share_max=0.01)))
+
+
+def test_engines_that_do_not_fit_compute_again():
+    async def scene(cluster, dispatcher):
+        await cluster.start("d1", engine(kv_bytes=128), role=Role.DECODE)
+        await asyncio.sleep(1)
+        asked = request("a")
+        assert (await answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
+        assert cluster.worker("d1").hand_over.failures == {"transfer_error": 1}
+
+    play(scene, decode=0)
+
+
+@pytest.mark.parametrize(("length", "is_remote"), [(300, True), (5, False)])
+def test_seconds_decide_where_a_prompt_is_computed(length, is_remote):
+    """With streams on the decode worker, each of which a long prompt would hold up."""
+    router = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4))
+
+    async def scene(cluster, dispatcher):
+        async with AsyncExitStack() as stack:
+            for number in range(12):
+                stream = dispatcher.open(request(f"stream{number}", 12, 300, seed=9 + number))
+                await anext(await stack.enter_async_context(stream))
+            await asyncio.sleep(0.2)  # until their worker has told of them
+            before = cluster.engine("p0").load().prefilled_tokens
+            await answer(dispatcher, request("a", length))
+            assert (cluster.engine("p0").load().prefilled_tokens - before >= length) is is_remote
+            explained = dispatcher.explain("a")
+            assert explained[0].prefill.remote is is_remote
+            assert (
+                explained[0].prefill.local > explained[0].prefill.prefill + explained[0].prefill.decode
+            ) is is_remote
+            assert [decision.worker for decision in explained] == (["p0", "d0"] if is_remote else ["d0"])
+            if is_remote:
+                assert explained[1].reason == "handed_over"
+
+    play(scene, router=router)
+
+
+def test_an_error_of_the_request_ends_it():
+    async def scene(_cluster, dispatcher):
+        wrong = msgspec.structs.replace(request("a", 3), token_ids=pack_tokens([VOCAB + 5, 2, 3]))
+        with pytest.raises(RequestError, match="token id 505"):
+            await answer(dispatcher, wrong)
+
+    play(scene)
