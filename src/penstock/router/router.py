@@ -179,7 +179,7 @@ class Router:
     def _handed(self, context: RoutingContext, blocks: int) -> RoutingContext:
         """Show a request to decode workers as if these of its blocks had been computed elsewhere."""
         slot = int(context.eligible.argmax())
-        block_bytes = self.fleet.at(slot).instance.engine.kv_bytes_per_block
+        block_bytes = self.fleet.seats.at(slot).instance.engine.kv_bytes_per_block
         return as_handed_over(context, blocks, block_bytes, self._config.disagg)
 
     def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:
