@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types import Delta, FinishReason, Request, Step, Tier, WorkerLoad
+from penstock.core.types import Delta, FinishReason, Request, Step, WorkerLoad
+from penstock.engine.intake import Intake
 from penstock.engine.queue import WaitingQueue
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
@@ -25,7 +26,7 @@ from penstock.engine.slots import Int32s, Slots
 from penstock.kv.onboarding import Onboarding
 from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
-from penstock.kv.tiers import TierBlocks, TieredPool
+from penstock.kv.tiers import TieredPool
 
 
 class Scheduler:
@@ -67,11 +68,13 @@ class Scheduler:
         self._slots = Slots(config.max_running_requests, limits, is_eos)
         self._under_way: StepPlan | None = None
         self._aborted_slots: set[int] = set()  # of the step under way
-        self._head_blocked = False  # the first waiting request did not fit, and no block was given back since
-        self.pins = Pins(pool, self._on_pins_changed)
+        self._intake = Intake(
+            self._waiting, self._slots, pool, limits=limits, config=config, onboarding=onboarding
+        )
+        self.pins = Pins(pool, self._intake.look_again)
         """Blocks held for transfers."""
         self._steps = self._preemptions = 0
-        self._prefilled_tokens = self._prefix_hit_tokens = self._generated_tokens = 0
+        self._prefilled_tokens = self._generated_tokens = 0
 
     @property
     def table(self) -> SequenceTable:
@@ -123,7 +126,7 @@ class Scheduler:
         kept = self._grow(slots, num_new)
         if kept == len(slots):
             budget_left = self._config.max_batch_tokens - int(num_new.sum())
-            new_slots, new_counts = self._admit(budget_left)
+            new_slots, new_counts = self._intake.admit(budget_left)
         else:  # out of blocks
             new_slots, new_counts = [], []
             slots, num_new, remaining = slots[:kept], num_new[:kept], remaining[:kept]
@@ -184,7 +187,7 @@ class Scheduler:
 
     def reserve(self, count: int) -> list[BlockId] | None:
         """Hold blocks to be written from outside; None where what runs will need them soon."""
-        if count + self._blocks_reserved() > self._pool.num_available:
+        if count + self._intake.blocks_reserved() > self._pool.num_available:
             return None
         return self.pins.reserve(count)
 
@@ -206,7 +209,7 @@ class Scheduler:
             steps=self._steps,
             preemptions=self._preemptions,
             prefilled_tokens=self._prefilled_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
+            prefix_hit_tokens=self._intake.prefix_hit_tokens,
             generated_tokens=self._generated_tokens,
             onboarded_tokens=() if self._onboarding is None else self._onboarding.tokens,
         )
@@ -261,70 +264,6 @@ class Scheduler:
                 self._preempt(self._slots.running[-1])
         return len(self._slots.running)
 
-    def _admit(self, budget: int) -> tuple[list[int], list[int]]:
-        """Move waiting requests into the batch, oldest first, while there is room for them.
-
-        A request fits where all its known tokens and one more do, beside what running prefills will still need
-        and one block of growth for each running request: else it would only be preempted soon.
-
-        Returns:
-            Their slots, and how many tokens each computes in this step.
-        """
-        slots: list[int] = []
-        counts: list[int] = []
-        if not self._waiting or self._head_blocked or budget <= 0:
-            return slots, counts
-        reserved = self._blocks_reserved()
-        while self._waiting and budget > 0 and self._slots.has_free:
-            sequence = self._waiting.first
-            size, known = self._limits.block_size, len(sequence.token_ids)
-            cacheable = (known - 1) // size  # the last token is always computed: it is sampled from
-            sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
-            hits = self._pool.match(sequence.block_hashes[:cacheable])
-            runs = self._worth_fetching(sequence, hits)
-            held = hits + [block_id for run in runs if run.tier is Tier.DEVICE for block_id in run.block_ids]
-            needed = known // size + 1 - len(held)
-            room = self._pool.num_available - self._pool.count_idle(held)
-            if needed + reserved > room:
-                self._head_blocked = True
-                break
-            if runs:
-                slot = self._take_in_to_onboard(sequence, hits, runs)
-            else:
-                count = min(budget, self._config.prompt_budget, known - len(hits) * size)
-                slot = self._take_in(sequence, hits, count)
-                budget -= count
-                slots.append(slot)
-                counts.append(count)
-            reserved += 1 + known // size + 1 - int(self.table.num_blocks[slot])
-        return slots, counts
-
-    def _blocks_reserved(self) -> int:
-        """Count the blocks that running requests will need soon: for the rest of their prefill and one more each."""
-        running = self._slots.running_array()
-        lacking = (
-            self.table.num_tokens[running] // self._limits.block_size + 1 - self.table.num_blocks[running]
-        )
-        return len(running) + int(np.maximum(lacking, 0).sum())
-
-    def _take_in(self, sequence: Sequence, hits: list[BlockId], num_new: int) -> int:
-        """Give a waiting request a slot, the cached blocks it hits, and blocks for its first tokens."""
-        cached = len(hits) * self._limits.block_size
-        slot = self._seat(sequence, hits, cached)
-        block_ids = self._pool.allocate(self._limits.blocks_for(cached + num_new) - len(hits))
-        assert block_ids is not None, "admitted without room"
-        self._slots.add_blocks(slot, block_ids)
-        return slot
-
-    def _seat(self, sequence: Sequence, hits: list[BlockId], cached: int) -> int:
-        """Give a waiting request a slot and the blocks that the device has of it; `cached` tokens it need not compute."""
-        self._prefix_hit_tokens += cached
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(cached, sequence.num_prompt)
-        self._waiting.remove(sequence)
-        self._pool.acquire(hits)
-        return self._slots.seat(sequence, hits)
-
     def _preempt(self, slot: int) -> None:
         """Put a running request back to the front of the queue; its blocks stay cached for as long as they can."""
         sequence = self._slots.sequence(slot)
@@ -333,25 +272,6 @@ class Scheduler:
         self._preemptions += 1
 
     # ---- lower tiers ----------------------------------------------------------------------------------
-
-    def _worth_fetching(self, sequence: Sequence, hits: list[BlockId]) -> list[TierBlocks]:
-        """Find what to bring into the device for a waiting request before it is computed."""
-        if self._onboarding is None:
-            return []
-        known = len(sequence.token_ids)
-        cacheable = (known - 1) // self._limits.block_size
-        return self._onboarding.worth(sequence.block_hashes[:cacheable], hits, known)
-
-    def _take_in_to_onboard(self, sequence: Sequence, hits: list[BlockId], runs: list[TierBlocks]) -> int:
-        """Give a waiting request a slot, and begin to fetch what lower tiers have of it; until then it only holds blocks."""
-        assert self._onboarding is not None, "found runs"
-        size = self._limits.block_size
-        if sequence.cached_tokens is None:
-            self._onboarding.count(runs, sequence.num_prompt - len(hits) * size)
-        cached = (len(hits) + sum(len(run.block_ids) for run in runs)) * size
-        slot = self._seat(sequence, hits, cached)
-        self._slots.add_blocks(slot, self._onboarding.begin(sequence.request.request_id, runs))
-        return slot
 
     def _take_arrived(self) -> None:
         """Publish what was fetched; those it was for are computed from there on."""
@@ -417,15 +337,12 @@ class Scheduler:
             )
         return deltas
 
-    def _on_pins_changed(self) -> None:
-        self._head_blocked = False
-
     def _drop(self, sequence: Sequence) -> None:
         if sequence.slot is not None:
             self._vacate(sequence.slot)
         else:
             self._waiting.remove(sequence)
-            self._head_blocked = False
+            self._intake.look_again()
 
     def _vacate_aborted(self) -> None:
         for slot in self._aborted_slots:
@@ -437,4 +354,4 @@ class Scheduler:
         if self._onboarding is not None:
             self._onboarding.cancel(self._slots.request_ids[slot])
         self._pool.release(self._slots.vacate(slot))
-        self._head_blocked = False
+        self._intake.look_again()

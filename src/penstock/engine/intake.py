@@ -1,0 +1,125 @@
+"""How requests that wait come into the batch: oldest first, each as soon as there is room for it."""
+
+import numpy as np
+
+from penstock.core.ids import BlockId
+from penstock.core.types import Tier
+from penstock.engine.queue import WaitingQueue
+from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.engine.sequences import Sequence, SequenceLimits
+from penstock.engine.slots import Slots
+from penstock.kv.onboarding import Onboarding
+from penstock.kv.pool import BlockPool
+from penstock.kv.tiers import TierBlocks, TieredPool
+
+
+class Intake:
+    """Gives waiting sequences slots, the blocks that are cached for them, and blocks for what they compute first.
+
+    One scheduler owns it, and shares its queue, slots and pool with it.
+    """
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        slots: Slots,
+        pool: BlockPool | TieredPool,
+        *,
+        limits: SequenceLimits,
+        config: SchedulerConfig,
+        onboarding: Onboarding | None,
+    ) -> None:
+        self.prefix_hit_tokens = 0
+        """Tokens that were not computed as they were cached, so far."""
+        self._waiting = waiting
+        self._slots = slots
+        self._pool = pool
+        self._limits = limits
+        self._config = config
+        self._onboarding = onboarding
+        self._is_blocked = False  # the first one did not fit, and no block was given back since
+
+    def look_again(self) -> None:
+        """Note that blocks were given back, or that another one is first."""
+        self._is_blocked = False
+
+    def admit(self, budget: int) -> tuple[list[int], list[int]]:
+        """Move waiting requests into the batch, oldest first, while there is room for them.
+
+        A request fits where all its known tokens and one more do, beside what running prefills will still need
+        and one block of growth for each running request: else it would only be preempted soon.
+
+        Returns:
+            Their slots, and how many tokens each computes in this step.
+        """
+        slots: list[int] = []
+        counts: list[int] = []
+        if not self._waiting or self._is_blocked or budget <= 0:
+            return slots, counts
+        reserved = self.blocks_reserved()
+        while self._waiting and budget > 0 and self._slots.has_free:
+            sequence = self._waiting.first
+            size, known = self._limits.block_size, len(sequence.token_ids)
+            cacheable = (known - 1) // size  # the last token is always computed: it is sampled from
+            sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
+            hits = self._pool.match(sequence.block_hashes[:cacheable])
+            runs = self._worth_fetching(sequence, hits)
+            held = hits + [block_id for run in runs if run.tier is Tier.DEVICE for block_id in run.block_ids]
+            needed = known // size + 1 - len(held)
+            room = self._pool.num_available - self._pool.count_idle(held)
+            if needed + reserved > room:
+                self._is_blocked = True
+                break
+            if runs:
+                slot = self._take_in_to_onboard(sequence, hits, runs)
+            else:
+                count = min(budget, self._config.prompt_budget, known - len(hits) * size)
+                slot = self._take_in(sequence, hits, count)
+                budget -= count
+                slots.append(slot)
+                counts.append(count)
+            reserved += 1 + known // size + 1 - int(self._slots.table.num_blocks[slot])
+        return slots, counts
+
+    def blocks_reserved(self) -> int:
+        """Count the blocks that running requests will need soon: for the rest of their prefill and one more each."""
+        running, table = self._slots.running_array(), self._slots.table
+        lacking = table.num_tokens[running] // self._limits.block_size + 1 - table.num_blocks[running]
+        return len(running) + int(np.maximum(lacking, 0).sum())
+
+    def _take_in(self, sequence: Sequence, hits: list[BlockId], num_new: int) -> int:
+        """Give a waiting request a slot, the cached blocks it hits, and blocks for its first tokens."""
+        cached = len(hits) * self._limits.block_size
+        slot = self._seat(sequence, hits, cached)
+        block_ids = self._pool.allocate(self._limits.blocks_for(cached + num_new) - len(hits))
+        assert block_ids is not None, "admitted without room"
+        self._slots.add_blocks(slot, block_ids)
+        return slot
+
+    def _seat(self, sequence: Sequence, hits: list[BlockId], cached: int) -> int:
+        """Give a waiting request a slot and the blocks that the device has of it; `cached` tokens it need not compute."""
+        self.prefix_hit_tokens += cached
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(cached, sequence.num_prompt)
+        self._waiting.remove(sequence)
+        self._pool.acquire(hits)
+        return self._slots.seat(sequence, hits)
+
+    def _worth_fetching(self, sequence: Sequence, hits: list[BlockId]) -> list[TierBlocks]:
+        """Find what to bring into the device for a waiting request before it is computed."""
+        if self._onboarding is None:
+            return []
+        known = len(sequence.token_ids)
+        cacheable = (known - 1) // self._limits.block_size
+        return self._onboarding.worth(sequence.block_hashes[:cacheable], hits, known)
+
+    def _take_in_to_onboard(self, sequence: Sequence, hits: list[BlockId], runs: list[TierBlocks]) -> int:
+        """Give a waiting request a slot, and begin to fetch what lower tiers have of it; until then it only holds blocks."""
+        assert self._onboarding is not None, "found runs"
+        size = self._limits.block_size
+        if sequence.cached_tokens is None:
+            self._onboarding.count(runs, sequence.num_prompt - len(hits) * size)
+        cached = (len(hits) + sum(len(run.block_ids) for run in runs)) * size
+        slot = self._seat(sequence, hits, cached)
+        self._slots.add_blocks(slot, self._onboarding.begin(sequence.request.request_id, runs))
+        return slot
