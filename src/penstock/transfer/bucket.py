@@ -13,6 +13,8 @@ _BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelt
 _CONNECT_S = 5.0
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 
+_ENDS_BEFORE = re.compile(r"InvalidRange|Invalid range|Range Not Satisfiable|range was invalid")
+
 
 class Bucket:
     """Where objects are.
@@ -46,7 +48,8 @@ class Bucket:
         self._obstore = obstore
         self._failures = (obstore.exceptions.BaseError, OSError)
         self._timeout_s = request_timeout_s
-        self.name = str(store).rstrip("/")
+        text = str(store).rstrip("/")
+        self.name = type(store).__name__ if text.startswith("<") else text
         if not isinstance(store, str):
             self._store: Any = store
             return
@@ -72,6 +75,8 @@ class Bucket:
                 raise TransferRefused(f"{what}: {_text(error)}") from error
             return None
         except self._failures as error:
+            if _ENDS_BEFORE.search(str(error)):
+                return memoryview(b"")
             raise self._worded(what, error) from error
 
     async def put(self, key: str, data: bytearray) -> None:

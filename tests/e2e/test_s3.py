@@ -1,0 +1,284 @@
+"""Transport `object` on a real S3 server over HTTP, which fails, hangs and dies."""
+
+import asyncio
+import io
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+
+from penstock.core.errors import ChecksumMismatch, DeadlineExceeded, TransferError, TransferRefused
+from penstock.testing.loop import run_async
+from penstock.testing.storage_harness import OwnStorage
+from penstock.testing.transport import TransportSuite
+from penstock.transfer import ObjectRegion, Registration, TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.object import ObjectTransport
+
+obstore = pytest.importorskip("obstore")
+pytest.importorskip("moto")
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+READ, WRITE = TransferOp.READ, TransferOp.WRITE
+
+
+class S3Server:
+    """moto's server in a process of its own, with one bucket."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            try:
+                self.put("/bucket", b"")
+            except (urllib.error.URLError, ConnectionError):
+                assert self.process.poll() is None, "the S3 server has ended"
+                time.sleep(0.05)
+            else:
+                return
+        raise AssertionError("the S3 server does not answer")
+
+    def put(self, path: str, data: bytes) -> None:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, method="PUT"), timeout=5):
+            pass
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+@dataclass
+class Front:
+    """Stands before the S3 server and spoils requests."""
+
+    fail_next: int = 0
+    """Answer so many requests with 503."""
+    hang: bool = False
+    """Answer nothing."""
+    drop_next: int = 0
+    """Close the connection of so many, without an answer."""
+    seen: list[str] = field(default_factory=list)
+    url: str = ""
+
+
+@asynccontextmanager
+async def _front(s3: S3Server) -> AsyncIterator[Front]:
+    front = Front()
+    over = asyncio.Event()
+
+    async def forward(request: web.Request) -> web.StreamResponse:
+        front.seen.append(request.method)
+        if front.hang:
+            await over.wait()
+        body = await request.read()
+        if front.fail_next:
+            front.fail_next -= 1
+            return web.Response(status=503, text="slow down")
+        if front.drop_next:
+            front.drop_next -= 1
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
+        async with session.request(
+            request.method, s3.url + request.path_qs, data=io.BytesIO(body) if body else None, headers=headers
+        ) as answer:
+            kept = {
+                name: value
+                for name, value in answer.headers.items()
+                if name.lower() in {"etag", "content-range", "last-modified"}
+            }
+            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+
+    app = web.Application(client_max_size=64 * MIB)
+    app.router.add_route("*", "/{path:.*}", forward)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        front.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield front
+        finally:
+            over.set()
+            await runner.cleanup()
+
+
+def _region(
+    url: str, *, size_bytes: int = 3 * MIB, prefix: str = "kv", bucket: str = "bucket"
+) -> ObjectRegion:
+    options = {
+        "endpoint": url,
+        "region": "us-east-1",
+        "access_key_id": "any",
+        "secret_access_key": "secret-of-the-test",
+    }
+    return ObjectRegion(f"s3://{bucket}/sub", size_bytes, prefix=prefix, object_bytes=MIB, options=options)
+
+
+class _Storing:
+    """An agent with memory and a region."""
+
+    def __init__(self, agent: TransferAgent, memory: np.ndarray, region: ObjectRegion) -> None:
+        self.agent = agent
+        self.memory = memory
+        self.local: Registration = agent.register(memory)
+        self.remote: Registration = agent.register(region)
+
+    async def move(self, op: TransferOp, *, timeout_s: float | None = None) -> None:
+        await self.agent.post(op, self.local.ranges(), self.remote.ranges(), timeout_s=timeout_s).wait()
+
+
+@asynccontextmanager
+async def _storing(
+    region: ObjectRegion, *, request_timeout_s: float = 10, retries: int = 3
+) -> AsyncIterator[_Storing]:
+    transport = ObjectTransport(requests=4, request_timeout_s=request_timeout_s, retries=retries)
+    async with TransferAgent("a", TransferConfig(listen=()), transports=[transport]) as agent:
+        memory = np.random.default_rng(1).integers(0, 256, region.size_bytes, np.uint8)
+        yield _Storing(agent, memory, region)
+
+
+class TestObjectTransportOnS3(TransportSuite):
+    size_bytes = 5 << 19
+    large_bytes = 12 << 20
+    server: ClassVar[S3Server]
+
+    @pytest.fixture(autouse=True)
+    def _on_server(self, s3: S3Server) -> None:
+        type(self).server = s3
+
+    @staticmethod
+    def harness(size_bytes: int) -> OwnStorage:
+        transport = ObjectTransport(requests=4, request_timeout_s=20, retries=3)
+        region = _region(
+            TestObjectTransportOnS3.server.url, size_bytes=size_bytes, prefix=f"suite{size_bytes}"
+        )
+        return OwnStorage(transport, region)
+
+
+def test_another_agent_finds_what_one_has_written(s3: S3Server) -> None:
+    async def main() -> None:
+        async with _storing(_region(s3.url)) as writer:
+            await writer.move(WRITE)
+            written = writer.memory.copy()
+        async with _storing(_region(s3.url)) as reader:
+            reader.memory[:] = 0
+            await reader.move(READ)
+            assert np.array_equal(reader.memory, written)
+
+    run_async(main())
+
+
+def test_an_object_that_changed_in_the_store_is_an_error(s3: S3Server) -> None:
+    async def main() -> None:
+        async with _storing(_region(s3.url, prefix="changed")) as storing:
+            await storing.move(WRITE)
+            region = _region(s3.url)
+            store = obstore.store.from_url(
+                region.store, config=region.options, client_options={"allow_http": True}
+            )
+            raw = bytes(obstore.get(store, "changed/00000001").bytes())
+            obstore.put(store, "changed/00000001", raw[:-1] + bytes([raw[-1] ^ 1]))
+            with pytest.raises(
+                ChecksumMismatch, match=r"s3://bucket/sub/changed/00000001: the block .* at 1044480"
+            ):
+                await storing.move(READ)
+
+    run_async(main())
+
+
+def test_errors_of_the_server_are_tried_again_for_a_while(s3: S3Server) -> None:
+    async def main() -> None:
+        async with _front(s3) as front, _storing(_region(front.url, prefix="busy")) as storing:
+            front.fail_next, front.drop_next = 2, 1
+            await storing.move(WRITE)
+            front.fail_next = 2
+            await storing.move(READ)
+            assert len(front.seen) == 3 + 3 + 3 + 2
+            front.fail_next = 1000
+            with pytest.raises(
+                TransferError,
+                match=r"putting \d+ bytes to s3://bucket/sub/busy/0000000\d: .*503 .*after 3 retries|503",
+            ) as caught:
+                await storing.move(WRITE)
+            assert "secret-of-the-test" not in str(caught.value)
+            assert 1000 - front.fail_next <= 3 * 4
+
+    run_async(main())
+
+
+def test_a_server_that_hangs_is_an_error_in_time(s3: S3Server) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with (
+            _front(s3) as front,
+            _storing(_region(front.url, prefix="hung"), request_timeout_s=0.5) as storing,
+        ):
+            front.hang = True
+            for op in (WRITE, READ):
+                began_s = loop.time()
+                with pytest.raises(TransferError, match="s3://bucket/sub/hung/0000000"):
+                    await storing.move(op)
+                assert loop.time() - began_s < 2.5
+            began_s = loop.time()
+            with pytest.raises(DeadlineExceeded):
+                await storing.move(READ, timeout_s=0.1)
+            assert loop.time() - began_s < 0.45, "a read waits for nothing once it is cancelled"
+
+    run_async(main())
+
+
+def test_a_server_that_dies_under_way_is_an_error_and_may_come_back() -> None:
+    server = S3Server()
+
+    async def main() -> None:
+        async with _storing(_region(server.url, size_bytes=24 * MIB), retries=1) as storing:
+            handle = storing.agent.post(WRITE, storing.local.ranges(), storing.remote.ranges())
+            await asyncio.sleep(0.1)
+            server.kill()
+            with pytest.raises(TransferError, match="s3://bucket/sub/kv/0000"):
+                await handle.wait()
+            await asyncio.to_thread(server.start)
+            await storing.move(WRITE)
+            await storing.move(READ)
+
+    try:
+        run_async(main())
+    finally:
+        server.kill()
+
+
+def test_a_bucket_that_is_not_there_is_refused(s3: S3Server) -> None:
+    async def main() -> None:
+        async with _storing(_region(s3.url, bucket="nowhere")) as storing:
+            for op in (READ, WRITE):
+                with pytest.raises(TransferRefused, match=r"s3://nowhere/sub/kv/0000000.*NoSuchBucket"):
+                    await storing.move(op)
+
+    run_async(main())
