@@ -102,6 +102,11 @@ def test_the_fields_of_the_configuration_page_are_current() -> None:
     assert done.returncode == 0, "run python tools/config_reference.py"
 
 
+@pytest.mark.parametrize("block", blocks(ROOT / "docs" / "transfer.md", "python"))
+def test_what_the_transfer_page_shows_runs(block: str) -> None:
+    exec(compile(block, "transfer.md", "exec"), {"__name__": "transfer_page"})
+
+
 def test_every_flag_of_serve_is_in_the_configuration_page() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     flags = [*cli._SERVE_FLAGS, "--demo", "--graph", "--first-chat", "--log-level", "--set"]
