@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 FACTOR_MIN, FACTOR_MAX = 0.125, 8.0
 _RATIO_MAX = 1000.0
 """An observation further off than this says no more than this one."""
+_LOG_MIN, _LOG_MAX = math.log(FACTOR_MIN), math.log(FACTOR_MAX)
 
 
 @dataclass(slots=True)
@@ -50,4 +51,4 @@ class Correction:
         weight = max(self.weight, 1 / (self.observations - 2))
         self._log_residual += self.weight * (abs(value - self._log_factor) - self._log_residual)
         moved = self._log_factor + weight * (value - self._log_factor)
-        self._log_factor = min(max(moved, math.log(FACTOR_MIN)), math.log(FACTOR_MAX))
+        self._log_factor = min(max(moved, _LOG_MIN), _LOG_MAX)

@@ -217,12 +217,13 @@ class Roofline:
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
         """Price one step; see `LatencyModel.mixed_step_s`."""
-        new_tokens = sum(new for new, _ in chunks)
+        news = [new for new, _ in chunks]
+        new_tokens = sum(news)
         if new_tokens + batch == 0:
             return 0.0
         queries = batch * self.tokens_per_step
         pp, copies = self.parallel.pp, self.parallel.pp * self.parallel.dp
-        rows = self._fullest([new for new, _ in chunks]) / pp + queries / copies
+        rows = self._fullest(news) / pp + queries / copies
         samples = max(len(chunks) / copies, min(len(chunks), 1) / pp) + queries / copies
         seconds = self._layers_s(rows, (new_tokens + queries) / pp) + self._head_s(samples)
         seconds += self._prefill_attention_s(chunks) / pp

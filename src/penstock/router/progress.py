@@ -84,7 +84,7 @@ class Progress:
             request = self._request
             self._request = msgspec.structs.replace(
                 request,
-                token_ids=PackedTokens(request.token_ids + bytes(self._output)),
+                token_ids=PackedTokens(b"".join((request.token_ids, self._output))),
                 num_emitted=self.output_tokens,
             )
             self._output.clear()

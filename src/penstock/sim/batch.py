@@ -5,7 +5,6 @@ A tick is a decode step. Who decodes is known by where it stood when it joined: 
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Self
@@ -88,6 +87,7 @@ class Batch:
         self.onboarding: list[SimSequence] = []
         """Those whose prompt is computed once its prefix has come from lower tiers."""
         self.tick = 0
+        self.num_decoding = 0
         self._size = block_size
         self._context = 0  # over the decoding: known - joined
         # of the decoding, sorted: at which ticks modulo the block size it begins a block, its arrival, itself
@@ -96,24 +96,22 @@ class Batch:
         self._ends: list[tuple[int, int, int, SimSequence]] = []
         self._numbers = count()
 
-    @property
-    def num_decoding(self) -> int:
-        return len(self._phases)
-
     def context_tokens(self, tick: int) -> int:
         """Sum the tokens of all that decode, at a tick."""
-        return self._context + len(self._phases) * tick
+        return self._context + self.num_decoding * tick
 
     def blocks_due(self, first_tick: int, steps: int) -> int:
         """Count the blocks that the decoding need for so many steps from `first_tick` on."""
         rounds, rest = divmod(steps, self._size)
-        blocks = rounds * len(self._phases)
+        blocks = rounds * self.num_decoding
         for start, end in self._spans(first_tick % self._size, rest):
             blocks += end - start
         return blocks
 
     def beginning(self, first_tick: int, steps: int = 1) -> list[tuple[SimSequence, int]]:
         """Give those that need more blocks for the steps from `first_tick` on, and how many."""
+        if not self._phases:
+            return []
         rounds, rest = divmod(steps, self._size)
         spans = self._spans(first_tick % self._size, rest)
         if not rounds:
@@ -143,6 +141,7 @@ class Batch:
         sequence.joined = self.tick
         self._context += sequence.known - self.tick
         insort(self._phases, (self._begins_at(sequence), sequence.arrival, sequence))
+        self.num_decoding += 1
         heapq.heappush(self._ends, (sequence.end_tick, sequence.arrival, next(self._numbers), sequence))
 
     def leave(self, sequence: SimSequence) -> None:
@@ -152,6 +151,7 @@ class Batch:
             (self.onboarding if sequence in self.onboarding else self.prefilling).remove(sequence)
             return
         del self._phases[bisect_left(self._phases, (self._begins_at(sequence), sequence.arrival))]
+        self.num_decoding -= 1
         self._context -= sequence.known - sequence.joined
         sequence.known += self.tick - sequence.joined
         sequence.computed = sequence.known - 1
@@ -163,17 +163,19 @@ class Batch:
             heapq.heappop(self._ends)
         return self._ends[0][0]
 
-    def ended(self) -> Iterator[SimSequence]:
-        """Give those that have all their tokens, for the caller to take out."""
+    def ended(self) -> SimSequence | None:
+        """Give one that has all its tokens, for the caller to take out before it asks again; None without any."""
         while self._ends and self._ends[0][0] <= self.tick:
             end = heapq.heappop(self._ends)
             if _is_end(*end):
-                yield end[-1]
+                return end[-1]
+        return None
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
         decoding = [s for s in self.running if s.joined is not None]
         phases = sorted((self._begins_at(s), s.arrival) for s in decoding)
+        assert self.num_decoding == len(phases), f"{self.num_decoding} are said to decode, {len(phases)} do"
         assert phases == [(phase, arrival) for phase, arrival, _ in self._phases], (
             "phases: of all that decode"
         )

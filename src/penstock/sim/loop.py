@@ -167,8 +167,10 @@ class SimLoop(asyncio.BaseEventLoop):
                     self.cancelled_timers -= 1
                 if not timers:
                     raise self._deadlock()
-                self._now_s = max(self._now_s, timers[0][0])
-            while timers and timers[0][0] <= self._now_s:
+                if timers[0][0] > self._now_s:
+                    self._now_s = timers[0][0]
+            now_s = self._now_s
+            while timers and timers[0][0] <= now_s:
                 handle = heappop(timers)
                 handle[5] = None
                 if handle[2] is None:

@@ -171,7 +171,7 @@ class Pipe:
     def send(self, num_bytes: int, call: Callable[..., None], *args: Any) -> None:
         """Make `call` at the far end once `num_bytes` have arrived there."""
         now_s = self._loop.time()
-        wire_s = max(now_s, self._wire_free_s)
+        wire_s = now_s if now_s > self._wire_free_s else self._wire_free_s
         self._wire_free_s = wire_s = wire_s + num_bytes / self._bandwidth_bytes_per_s
         burst = self._newest
         if burst is None or self._sent_s != now_s:
@@ -179,7 +179,10 @@ class Pipe:
             self._newest = burst = _Burst(0.0, self._latency_s + self._network.jitter_s(), [])
             self._bursts.append(burst)
         burst.calls.append((call, args))
-        burst.arrival_s = self._last_s = max(self._last_s, wire_s + burst.latency_s)
+        arrival_s = wire_s + burst.latency_s
+        if arrival_s > self._last_s:  # what is sent later never overtakes
+            self._last_s = arrival_s
+        burst.arrival_s = self._last_s
         if self._timer is None and self._is_open:
             self._arm()
 

@@ -111,8 +111,9 @@ class JumpScheduler:
 
     def plan(self) -> JumpPlan | None:
         """Choose what comes next; None while there is nothing to do."""
-        self._drop_aborted()
-        if self._has_arrived():
+        if self._aborted:
+            self._drop_aborted()
+        if self._onboarding is not None and self._onboarding.has_arrived:
             self._take_arrived()
         batch = self._batch
         budget = self._config.max_batch_tokens - batch.num_decoding
@@ -123,7 +124,7 @@ class JumpScheduler:
         self._grow(prompts)
         if len(batch.running) < num_running:  # out of blocks
             prompts = [(s, new) for s, new in prompts if s.blocks]
-        singles = [s for s, _ in prompts if s.known - s.computed == 1]
+        singles = [s for s, _ in prompts if s.known - s.computed == 1] if prompts else []
         if len(batch.running) == num_running and budget > 0 and self._may_admit():
             prompts += self._admit(budget)
         if not prompts and not batch.num_decoding:
@@ -138,10 +139,11 @@ class JumpScheduler:
         self._advance(steps)
         for sequence, new in plan.prompts:
             self._take_prompt(sequence, new)
-        for sequence in self._batch.ended():
-            self._finish(sequence)
+        while (ended := self._batch.ended()) is not None:
+            self._finish(ended)
         has_news = bool(self._deltas or self._aborted or plan.prompts)
-        self._drop_aborted()
+        if self._aborted:
+            self._drop_aborted()
         deltas, self._deltas = self._deltas, []
         events = self._pool.take_events()
         return Step(deltas=tuple(deltas), events=events) if has_news or events else None
@@ -250,7 +252,7 @@ class JumpScheduler:
         batch, size = self._batch, self._size
         lacking = [(s, -(-(s.computed + new) // size) - len(s.blocks)) for s, new in prompts]
         lacking += batch.beginning(batch.tick)
-        if sum(blocks for _, blocks in lacking) <= self._pool.num_available:
+        if not lacking or _total(lacking) <= self._pool.num_available:
             self._extend(lacking)
             return
         needs = dict(lacking)
@@ -264,7 +266,7 @@ class JumpScheduler:
 
     def _extend(self, lacking: list[tuple[SimSequence, int]]) -> None:
         """Give sequences so many more blocks each; they are there."""
-        total = sum(blocks for _, blocks in lacking)
+        total = _total(lacking)
         if not total:
             return
         taken = self._pool.allocate(total)
@@ -395,10 +397,9 @@ class JumpScheduler:
         self._head_blocked = False
 
     def _drop_aborted(self) -> None:
-        if self._aborted:
-            for sequence in self._aborted:
-                self._leave(sequence)
-            self._aborted.clear()
+        for sequence in self._aborted:
+            self._leave(sequence)
+        self._aborted.clear()
 
     def _tell(self, sequence: SimSequence, known: int, reason: FinishReason | None) -> None:
         """Send the output tokens up to `known` that were not sent; each token is its position."""
@@ -412,6 +413,13 @@ class JumpScheduler:
             )
         )
         sequence.is_fresh = False
+
+
+def _total(lacking: list[tuple[SimSequence, int]]) -> int:
+    total = 0
+    for _, blocks in lacking:
+        total += blocks
+    return total
 
 
 @lru_cache(maxsize=1)

@@ -55,12 +55,14 @@ class LoadReports:
         fresh = None if load is not None else self._read()
         load = load or fresh
         assert load is not None, "given or read"
-        changed = self._what_runs(load) != self._told
-        due_s = self._sent_s + self._config.load_interval_s
-        if _is_busy(load) is not self._was_busy or (changed and asyncio.get_running_loop().time() >= due_s):
+        if _is_busy(load) is not self._was_busy:
             self._report(fresh)
-        elif changed:
-            self._arm(due_s)
+        elif self._what_runs(load) != self._told:
+            due_s = self._sent_s + self._config.load_interval_s
+            if asyncio.get_running_loop().time() >= due_s:
+                self._report(fresh)
+            else:
+                self._arm(due_s)
 
     def hurry(self) -> None:
         """Report once what comes in this turn of the loop is taken."""
@@ -90,7 +92,8 @@ class LoadReports:
 
     def _arm(self, due_s: float) -> None:
         """Report by then. A timer that is set for earlier stays: it finds out when it rings, and is set anew."""
-        self._due_s = min(self._due_s, due_s)
+        if due_s < self._due_s:
+            self._due_s = due_s
         if self._timer is None or self._rings_s > self._due_s:
             self._disarm()
             self._rings_s = self._due_s
