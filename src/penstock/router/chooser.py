@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.router.policies import Costs, cheapest, prices_of
 from penstock.router.session_affinity import SessionAffinity
 from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
@@ -10,14 +13,15 @@ _WAITS = ("queue", "memory")
 
 
 class Choice(NamedTuple):
-    """The slot that is cheapest, and what was asked everywhere.
-
-    `terms` is (num_terms, num_slots); `prices`, their sums, are infinite where a worker is not eligible.
-    """
+    """The slot that is cheapest, and the (num_terms, num_slots) `terms` of what was asked everywhere."""
 
     slot: int
     terms: Costs
-    prices: Costs
+    eligible: NDArray[np.bool_]
+
+    def prices(self) -> Costs:
+        """Give the sums of the terms, infinite where a worker is not eligible."""
+        return prices_of(self.terms, self.eligible)
 
 
 class Chooser:
@@ -39,12 +43,10 @@ class Chooser:
         """Choose one of the eligible, of which there is one; `tie`, the request's hash, settles equal prices."""
         eligible = context.eligible
         if self._explained is None:
-            prices = prices_of(self.policy.costs(context), eligible)
-            terms = prices[None]
+            terms = prices_of(self.policy.costs(context)[None], eligible)[None]
         else:
             terms = self._explained.terms(context)
-            prices = prices_of(terms.sum(axis=0), eligible)
-        return Choice(cheapest(prices, eligible, tie), terms, prices)
+        return Choice(cheapest(terms, eligible, tie), terms, eligible)
 
     def follows_session(self, context: RoutingContext, slot: int) -> bool:
         """Say whether a slot is cheapest because the request's session is there; asked before `chosen`."""

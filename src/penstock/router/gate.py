@@ -110,7 +110,7 @@ class Gate:
             return True
         lane = _lane(place.waiting.request)
         is_first = lane not in self._queues and lane not in self._told
-        if is_first and self._room(quote).any():
+        if is_first and (quote.wait_s() <= self._config.threshold_s or self._room(quote).any()):
             return False
         self._hold(place, quote)
         return True

@@ -12,16 +12,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.native import native
 from penstock.router.predicted_seconds import PredictedSeconds
 from penstock.router.session_affinity import SessionAffinity
 from penstock.router.user_policy import find_user_policy
 from penstock.seams import RoutingContext, RoutingPolicy
 
 Costs = NDArray[np.float64]
-
-_INFINITY = np.array(
-    np.inf
-)  # as an array, since numpy takes longer to make one of it than to compare a few costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +106,26 @@ def choose(costs: Costs, eligible: NDArray[np.bool_], request_hash: int) -> int 
 
     Equal requests break them alike, so that they meet where their prefix will be.
     """
-    return cheapest(prices_of(costs, eligible), eligible, request_hash) if eligible.any() else None
+    return cheapest(costs[None], eligible, request_hash) if eligible.any() else None
 
 
-def prices_of(costs: Costs, eligible: NDArray[np.bool_]) -> Costs:
-    """Return the costs, and infinity where a worker is not eligible."""
-    prices: Costs = np.where(eligible, costs, _INFINITY)
+def prices_of(terms: Costs, eligible: NDArray[np.bool_]) -> Costs:
+    """Return (num_slots,) sums of the (num_terms, num_slots) terms, and infinity where a worker is not eligible."""
+    prices: Costs = np.where(eligible, terms.sum(axis=0), np.inf)
     return prices
 
 
-def cheapest(prices: Costs, eligible: NDArray[np.bool_], request_hash: int) -> int:
-    """Return an eligible slot, of which there is one, with the lowest price; the request's hash breaks ties."""
+def cheapest(terms: Costs, eligible: NDArray[np.bool_], request_hash: int) -> int:
+    """Return the eligible slot, of which there is one, with the lowest of `prices_of`; the request's hash breaks ties."""
+    if native is None:
+        return cheapest_python(terms, eligible, request_hash)
+    slot: int = native.cheapest(terms, eligible, request_hash)
+    return slot
+
+
+def cheapest_python(terms: Costs, eligible: NDArray[np.bool_], request_hash: int) -> int:
+    """Do what the native `cheapest` does; 10 terms of 8 workers take 9 us, and 1 us there."""
+    prices = prices_of(terms, eligible)
     first = int(prices.argmin())
     ties = ((prices == prices[first]) & eligible).nonzero()[0]
     return int(ties[mix(request_hash) % len(ties)]) if len(ties) else first

@@ -82,7 +82,7 @@ class Replay:
             chooser = self._choosers[process, name] = Chooser(make_policy(name))
         choice = chooser.choose(context, recorded.tie)
         chooser.chosen(context, recorded.slot)
-        then, now = choice.prices[[recorded.slot, choice.slot]].tolist()
+        then, now = choice.prices()[[recorded.slot, choice.slot]].tolist()
         return Replayed(
             request_id=recorded.request_id,
             policy=name,

@@ -75,9 +75,15 @@ class Quote:
         waits_s: NDArray[np.float64] = terms[queue] + terms[memory]
         return waits_s
 
+    def wait_s(self) -> float:
+        """Give the seconds before its work would begin where it is cheapest."""
+        queue, memory = self.wait_terms
+        slot, terms = self.choice.slot, self.choice.terms
+        return float(terms[queue, slot] + terms[memory, slot])
+
     def work_s(self) -> NDArray[np.float64]:
         """Give (num_slots,) seconds that it costs beside its own waiting; infinite where it may not go."""
-        work_s: NDArray[np.float64] = self.choice.prices - self.choice.terms[self.wait_terms].sum(axis=0)
+        work_s: NDArray[np.float64] = self.choice.prices() - self.choice.terms[self.wait_terms].sum(axis=0)
         return work_s
 
     def share_s(self) -> float:
@@ -309,7 +315,7 @@ class Router:
     def _outcome(self, context: RoutingContext, slot: int) -> tuple[int, RouteReason]:
         """Say how much of the prompt is cached in the slot, and what that makes of the choice."""
         overlaps = context.overlap_blocks * context.eligible
-        best, overlap = int(overlaps.max()), int(overlaps[slot])
+        best, overlap = overlaps[overlaps.argmax()], int(overlaps[slot])
         if np.count_nonzero(context.eligible) == 1:
             return overlap, RouteReason.ONLY_WORKER
         if self._chooser.follows_session(context, slot):
