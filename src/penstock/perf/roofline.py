@@ -107,6 +107,12 @@ class Roofline:
     """What every token takes of one layer with experts."""
     _head: Product = field(init=False, repr=False)
     _wide_bytes: float = field(init=False, repr=False)
+    _layers: int = field(init=False, repr=False)
+    _dense_layers: int = field(init=False, repr=False)
+    _launches_s: float = field(init=False, repr=False)
+    """What a layer takes however few tokens there are."""
+    _bytes_per_s: float = field(init=False, repr=False)
+    """The memory's, as reached."""
 
     def __post_init__(self) -> None:
         if self.shape.moe is not None:
@@ -127,6 +133,9 @@ class Roofline:
         """Work out what of each step's price is always the same."""
         shape, hardware, factors, tp = self.shape, self.hardware, self.factors, self.parallel.tp
         self._wide_bytes = self._wide.bytes
+        self._layers, self._dense_layers = shape.layers, shape.layers - shape.moe_layers
+        self._launches_s = factors.layer_s + factors.attention_s
+        self._bytes_per_s = hardware.bandwidth_bytes_per_s * factors.bandwidth
         self._attention = Attention(
             windows=tuple(Counter(shape.windows).items()),
             flops_per_pair=shape.attention_flops_per_pair(),
@@ -225,9 +234,11 @@ class Roofline:
         pp, copies = self.parallel.pp, self.parallel.pp * self.parallel.dp
         rows = self._fullest(news) / pp + queries / copies
         samples = max(len(chunks) / copies, min(len(chunks), 1) / pp) + queries / copies
-        seconds = self._layers_s(rows, (new_tokens + queries) / pp) + self._head_s(samples)
-        seconds += self._prefill_attention_s(chunks) / pp
-        seconds += self._attention.decode_s(queries / copies, batch / copies, context_tokens / copies)
+        seconds = self._layers_s(rows, (new_tokens + queries) / pp) + self._head.seconds(samples)
+        if chunks:
+            seconds += self._prefill_attention_s(chunks) / pp
+        if batch:
+            seconds += self._attention.decode_s(queries / copies, batch / copies, context_tokens / copies)
         return seconds + self._pipeline_s(rows) + self.factors.step_s
 
     def transfer_s(self, num_bytes: float, link: Link) -> float:
@@ -287,21 +298,20 @@ class Roofline:
             flops_per_s=hardware.peak_flops_per_s(dtype),
             reached=factors.gemm if dtype.bytes >= Dtype.BF16.bytes else factors.gemm_narrow,
             half_rows=factors.gemm_half_rows,
-            traffic_s=loaded * dtype.bytes / (hardware.bandwidth_bytes_per_s * factors.bandwidth),
+            traffic_s=loaded * dtype.bytes / self._bytes_per_s,
             overlap=factors.overlap,
         )
 
     def _layers_s(self, rows: float, tokens: float) -> float:
         """Price all layers but their attention proper: `rows` on the fullest copy, of `tokens` on all copies."""
-        shape, factors = self.shape, self.factors
-        dense_layers = shape.layers - shape.moe_layers
-        per_layer = factors.layer_s + factors.attention_s + self._activations_s(rows)
+        per_layer = self._launches_s + self._activations_s(rows)
         if self.parallel.tp > 1:
             per_layer += 2 * self._all_reduce_s(rows)
-        seconds = shape.layers * per_layer
-        seconds += dense_layers * self._dense.seconds(rows)
-        if shape.moe is not None:
-            seconds += shape.moe_layers * (self._shared.seconds(rows) + self._experts_s(rows, tokens))
+        seconds = self._layers * per_layer
+        seconds += self._dense_layers * self._dense.seconds(rows)
+        if self.shape.moe is not None:
+            moe_layers = self._layers - self._dense_layers
+            seconds += moe_layers * (self._shared.seconds(rows) + self._experts_s(rows, tokens))
         return seconds
 
     def _experts_s(self, rows: float, tokens: float) -> float:
@@ -339,12 +349,9 @@ class Roofline:
             heapq.heapreplace(loads, loads[0] + prompt)
         return max(loads)
 
-    def _head_s(self, samples: float) -> float:
-        return self._head.seconds(samples)
-
     def _activations_s(self, rows: float) -> float:
         moved = self.factors.activation_passes * rows * self.shape.hidden * self._wide_bytes
-        return moved / (self.hardware.bandwidth_bytes_per_s * self.factors.bandwidth)
+        return moved / self._bytes_per_s
 
     def _prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Price the (query, key) pairs of all chunks in all layers, on the copy with the most."""

@@ -48,10 +48,10 @@ class Dispatcher:
             rng: for jitter and the first turn.
             config: policy and bounds.
             hash_key: the deployment's, for the blocks of requests that move.
-            registry: where the metrics go; None keeps them apart.
+            registry: where the metrics go; None for nowhere.
         """
         config = config or RouterConfig()
-        metrics = RouterMetrics(registry or CollectorRegistry())
+        metrics = RouterMetrics(registry)
         fleet = Fleet(discovery, plane, config=config, metrics=metrics, rng=rng)
         self._shared = Shared(
             config=config,

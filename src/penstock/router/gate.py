@@ -6,10 +6,9 @@ tells a request that it may go. The request's own reader then sends it.
 
 import asyncio
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +67,12 @@ class Place:
         """Give it up, whatever it has come to. Safe twice."""
         self.gate.leave(self)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
 
 class Gate:
     """Holds requests, a queue for each model and each LoRA adapter, whose workers differ. One event loop owns it."""
@@ -89,14 +94,9 @@ class Gate:
         """Count those that wait, and those told to go that have not gone yet."""
         return len(self._places) + len(self._told)
 
-    @contextmanager
-    def place(self, waiting: Waiting) -> Iterator[Place]:
-        """Give a request a place until it is sent or given up."""
-        place = Place(self, waiting)
-        try:
-            yield place
-        finally:
-            self.leave(place)
+    def place(self, waiting: Waiting) -> Place:
+        """Give a request a place; leave its context once it is sent or given up."""
+        return Place(self, waiting)
 
     def stops(self, place: Place, quote: Quote) -> bool:
         """Say whether a request has to wait, and have it wait if so; it is woken when it may go.

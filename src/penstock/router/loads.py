@@ -181,7 +181,8 @@ class LoadTracker:
         rows[_PEER][slot] = load.peer_requests
         rows[_PEER_PREFILL][slot] = load.peer_prefill_tokens
         rows[_PEER_PAIRS][slot] = load.peer_prefill_pairs
-        self._tell()
+        if self.listener is not None:
+            self.listener()
         return max(arrivals, 0)
 
     def prefill_done(self, reservation: Reservation) -> None:
@@ -195,7 +196,8 @@ class LoadTracker:
             self._accounts[slot].reserved.prefill_tokens -= tokens
             self._rows[_QUEUED][slot] -= tokens
         reservation.prefill_tokens = reservation.prefill_pairs = 0
-        self._tell()
+        if self.listener is not None:
+            self.listener()
 
     def release(self, reservation: Reservation) -> None:
         """Note that the request has ended, in whatever way. Safe twice."""
@@ -213,7 +215,8 @@ class LoadTracker:
         rows[_OWN_PAIRS][slot] -= reservation.prefill_pairs
         rows[_OWN_BLOCKS][slot] -= reservation.blocks
         reservation.prefill_tokens = reservation.prefill_pairs = 0
-        self._tell()
+        if self.listener is not None:
+            self.listener()
 
     def open_requests(self, slot: int) -> int:
         """Count the requests sent to a worker that have not ended."""
@@ -278,10 +281,6 @@ class LoadTracker:
             assert all(part <= whole for part, whole in zip(sums, own, strict=True)), (
                 f"slot {slot}: what is reserved, {sums}, is part of what is open, {own}"
             )
-
-    def _tell(self) -> None:
-        if self.listener is not None:
-            self.listener()
 
     def _add_reserved(self, reservation: Reservation, sign: int) -> None:
         slot, prefill_tokens, blocks = (

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from functools import cache
-from typing import Literal
+from typing import Literal, Self, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -14,22 +14,41 @@ _INDEX_INTERVAL_S = 1.0  # its figures move with every step of every worker, and
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-class RouterMetrics:
-    """One frontend process's counters. Making two in one registry is an error."""
+class _Unread:
+    """Stands for a metric that nobody can read."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def labels(self, *_: str) -> Self:
+        return self
+
+    def inc(self, amount: float = 1) -> None: ...
+
+    def set(self, value: float) -> None: ...
+
+    def observe(self, amount: float) -> None: ...
+
+
+class RouterMetrics:
+    """One frontend process's counters. Making two in one registry is an error; without one, nothing is counted."""
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
         def counter(noun: str, text: str, *labels: str) -> Counter:
+            if registry is None:
+                return cast("Counter", _Unread())
             return Counter(f"penstock_router_{noun}", text, labels, registry=registry)
 
         def gauge(
             noun: str, text: str, *labels: str, together: Literal["livesum", "livemin", "livemax"]
         ) -> Gauge:
+            if registry is None:
+                return cast("Gauge", _Unread())
             # `together` says what several frontend processes' values come to
             return Gauge(
                 f"penstock_router_{noun}", text, labels, registry=registry, multiprocess_mode=together
             )
 
         def histogram(noun: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            if registry is None:
+                return cast("Histogram", _Unread())
             return Histogram(f"penstock_router_{noun}", text, registry=registry, buckets=buckets)
 
         self.decisions = counter("decisions", "Routing decisions by what they came to", "policy", "reason")

@@ -157,14 +157,11 @@ class SimLoop(asyncio.BaseEventLoop):
         super().close()
         self._timers.clear()
 
-    def _run_once(self) -> None:
+    def _run_once(self) -> None:  # noqa: C901, PLR0912 - calls would take as long as what they do
         """Take turns until the loop is stopped: run what is ready, or else go to the next timer."""
         ready, timers = self._ready, self._timers
         while True:
             if not ready:
-                while timers and timers[0][2] is None:
-                    heappop(timers)
-                    self.cancelled_timers -= 1
                 if not timers:
                     raise self._deadlock()
                 if timers[0][0] > self._now_s:
@@ -179,12 +176,15 @@ class SimLoop(asyncio.BaseEventLoop):
                     ready.append(handle)
             for _ in range(len(ready)):  # what they make ready is the next turn's
                 handle = ready.popleft()
-                callback = handle[2]
+                callback, args = handle[2], handle[3]
                 if callback is None:
                     continue
                 handle[2] = None
                 try:
-                    handle[4].run(callback, *handle[3])
+                    if args:
+                        handle[4].run(callback, *args)
+                    else:  # most of them, in half the time
+                        handle[4].run(callback)
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001 - nobody called it: the loop's handler takes it

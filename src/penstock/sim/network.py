@@ -176,7 +176,10 @@ class Pipe:
         burst = self._newest
         if burst is None or self._sent_s != now_s:
             self._sent_s = now_s
-            self._newest = burst = _Burst(0.0, self._latency_s + self._network.jitter_s(), [])
+            latency_s = self._latency_s
+            if self._network.config.jitter_s:
+                latency_s += self._network.jitter_s()
+            self._newest = burst = _Burst(0.0, latency_s, [])
             self._bursts.append(burst)
         burst.calls.append((call, args))
         arrival_s = wire_s + burst.latency_s

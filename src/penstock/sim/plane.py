@@ -15,7 +15,7 @@ from penstock.core.types import AllBlocksCleared, Delta, EventMessage, Instance,
 from penstock.core.wire import NO_TOKENS, PackedHashes, encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
-from penstock.runtime.requests.frames import encoding
+from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
 from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService, WorkerSink
 from penstock.sim.network import Pipe, SimNetwork
@@ -125,6 +125,7 @@ class _Link:
         self._untold: dict[RequestId, int] = {}  # tokens taken of the open requests, and not granted yet
         self._grant_tokens = max(1, server.config.window_tokens // 4)
         self._load: WorkerLoad | None = None
+        self._load_delay_s = server.network.config.load_delay_s
         self._patience: asyncio.TimerHandle | None = None
         self._outbox = Outbox(
             window_tokens=server.config.window_tokens,
@@ -143,9 +144,8 @@ class _Link:
             self.down.send(_FRAME_BYTES * len(deltas), self._deliver, deltas)
 
     def push_load(self, load: WorkerLoad) -> None:
-        delay_s = self.network.config.load_delay_s
-        if delay_s:
-            asyncio.get_running_loop().call_later(delay_s, self._send_load, load)
+        if self._load_delay_s:
+            asyncio.get_running_loop().call_later(self._load_delay_s, self._send_load, load)
         else:
             self._send_load(load)
 
@@ -341,5 +341,8 @@ def _num_bytes(request: Request) -> int:
         RequestError: a number or a text in it does not fit the wire.
     """
     rest = msgspec.structs.replace(request, token_ids=NO_TOKENS, block_hashes=_NO_HASHES)
-    with encoding(request):
-        return _FRAME_BYTES + len(encode(rest)) + len(request.token_ids) + len(request.block_hashes)
+    try:
+        rest_bytes = len(encode(rest))
+    except UNENCODABLE as error:
+        raise cannot_be_sent(request, error) from error
+    return _FRAME_BYTES + rest_bytes + len(request.token_ids) + len(request.block_hashes)

@@ -252,7 +252,9 @@ class JumpScheduler:
         batch, size = self._batch, self._size
         lacking = [(s, -(-(s.computed + new) // size) - len(s.blocks)) for s, new in prompts]
         lacking += batch.beginning(batch.tick)
-        if not lacking or _total(lacking) <= self._pool.num_available:
+        if not lacking:
+            return
+        if sum([blocks for _, blocks in lacking]) <= self._pool.num_available:
             self._extend(lacking)
             return
         needs = dict(lacking)
@@ -266,11 +268,14 @@ class JumpScheduler:
 
     def _extend(self, lacking: list[tuple[SimSequence, int]]) -> None:
         """Give sequences so many more blocks each; they are there."""
-        total = _total(lacking)
+        total = sum([blocks for _, blocks in lacking])
         if not total:
             return
         taken = self._pool.allocate(total)
         assert taken is not None, "counted before"
+        if len(lacking) == 1:
+            lacking[0][0].blocks += taken
+            return
         start = 0
         for sequence, blocks in lacking:
             sequence.blocks += taken[start : start + blocks]
@@ -413,13 +418,6 @@ class JumpScheduler:
             )
         )
         sequence.is_fresh = False
-
-
-def _total(lacking: list[tuple[SimSequence, int]]) -> int:
-    total = 0
-    for _, blocks in lacking:
-        total += blocks
-    return total
 
 
 @lru_cache(maxsize=1)

@@ -25,7 +25,7 @@ from penstock.sim.workload import Session, Turn
 
 OnProgress = Callable[[int, float], None]
 _SAMPLES_MAX = 600
-_COLLECT_AFTER = 50_000
+_COLLECT_AFTER = 250_000
 _SAMPLED = (
     "waiting_requests", "running_requests", "active_blocks", "total_blocks",
     "prefix_hit_tokens", "prefilled_tokens", "generated_tokens",

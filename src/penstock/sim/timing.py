@@ -23,6 +23,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._factor = 1.0
+        self.is_going = True
+        """Whether the host does anything at all; `stop` and `go_on` say so."""
         self._going = asyncio.Event()
         self._going.set()
         self._watchers: list[Callable[[], None]] = []
@@ -37,16 +39,13 @@ class Pace:
         self._factor = factor
         self._tell()
 
-    @property
-    def is_going(self) -> bool:
-        """Whether the host does anything at all."""
-        return self._going.is_set()
-
     def stop(self) -> None:
+        self.is_going = False
         self._going.clear()
         self._tell()
 
     def go_on(self) -> None:
+        self.is_going = True
         self._going.set()
         self._tell()
 

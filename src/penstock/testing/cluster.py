@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from prometheus_client import CollectorRegistry
+
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
 from penstock.core.types import Instance, InstanceChange, ModelCard, Prices, Role
@@ -104,7 +106,11 @@ class MemoryCluster:
     def dispatcher(self, config: RouterConfig | None = None) -> Dispatcher:
         """Make one more frontend's dispatcher; the caller enters it."""
         return Dispatcher(
-            self.discovery, self.plane, rng=random.Random(self.rng.getrandbits(64)), config=config
+            self.discovery,
+            self.plane,
+            rng=random.Random(self.rng.getrandbits(64)),
+            config=config,
+            registry=CollectorRegistry(),
         )
 
     def worker(self, name: str) -> Worker:

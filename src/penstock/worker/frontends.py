@@ -130,7 +130,7 @@ class Frontends:
         return msgspec.structs.replace(
             load,
             accepted_requests=frontend.sent,
-            peers=len(self) - 1,
+            peers=len(self._by_sink) - 1,
             peer_requests=len(self.requests) - len(frontend.requests),
             peer_prefill_tokens=self._prefill.tokens - frontend.prefill.tokens,
             peer_prefill_pairs=self._prefill.pairs - frontend.prefill.pairs,

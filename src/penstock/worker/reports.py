@@ -33,7 +33,7 @@ class LoadReports:
         """
         self.accepted = 0
         """Requests that came so far, refused ones included; the worker counts them."""
-        self._config = config
+        self._interval_s, self._refresh_s = config.load_interval_s, config.load_refresh_s
         self._read = read
         self._send = send
         self._sent_s = float("-inf")
@@ -58,7 +58,7 @@ class LoadReports:
         if _is_busy(load) is not self._was_busy:
             self._report(fresh)
         elif self._what_runs(load) != self._told:
-            due_s = self._sent_s + self._config.load_interval_s
+            due_s = self._sent_s + self._interval_s
             if asyncio.get_running_loop().time() >= due_s:
                 self._report(fresh)
             else:
@@ -87,7 +87,7 @@ class LoadReports:
             self._hurried.cancel()
             self._hurried = None
         if self._was_busy:
-            self._arm(self._sent_s + self._config.load_refresh_s)
+            self._arm(self._sent_s + self._refresh_s)
         self._send(load)
 
     def _arm(self, due_s: float) -> None:

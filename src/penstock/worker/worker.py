@@ -458,7 +458,7 @@ class Worker:
 
     def _push_load(self, load: WorkerLoad) -> None:
         for frontend in self._frontends.everybody():
-            self._push_load_to(frontend, load)
+            frontend.sink.push_load(self._frontends.load_for(frontend, load))
 
     def _push_load_to(self, frontend: Frontend, load: WorkerLoad) -> None:
         frontend.sink.push_load(self._frontends.load_for(frontend, load))

@@ -1,8 +1,5 @@
 """The messages of a request plane's connection. See `penstock.core.framing` for how they are cut and checked."""
 
-import contextlib
-from collections.abc import Iterator
-
 from penstock.core.errors import ErrorInfo, RequestError
 from penstock.core.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.ids import RequestId
@@ -68,17 +65,13 @@ CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))
 """A KV event of a newer kind ends no connection: the subscriber gets a snapshot instead."""
 
 
-@contextlib.contextmanager
-def encoding(request: Request) -> Iterator[None]:
-    """Make a request that cannot be encoded its sender's fault.
+UNENCODABLE = (OverflowError, TypeError, ValueError)
+"""What encoding a message raises for a number or a text that does not fit the wire."""
 
-    Raises:
-        RequestError: a number or a text in it does not fit the wire.
-    """
-    try:
-        yield
-    except (OverflowError, TypeError, ValueError) as error:
-        raise RequestError(
-            f"request {request.request_id!r}: cannot be sent: {error}; integers must fit into 64 bits and "
-            "text must be valid Unicode"
-        ) from error
+
+def cannot_be_sent(request: Request, error: Exception) -> RequestError:
+    """Word that a request cannot be encoded: it is its sender's fault."""
+    return RequestError(
+        f"request {request.request_id!r}: cannot be sent: {error}; integers must fit into 64 bits and "
+        "text must be valid Unicode"
+    )

@@ -17,7 +17,7 @@ from penstock.core.types import Delta, EventMessage, Instance, Request, WorkerLo
 from penstock.core.wire import encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
-from penstock.runtime.requests.frames import encoding
+from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
 from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService, WorkerSink
 
@@ -176,8 +176,10 @@ class MemoryConnection:
             raise WorkerLost(
                 f"worker {self.worker_id}: the connection has ended; connect again or try another"
             )
-        with encoding(request):
+        try:
             frame = encode(request)
+        except UNENCODABLE as error:
+            raise cannot_be_sent(request, error) from error
         self._link.later(self._link.submit, frame)
 
     def abort(self, request_id: RequestId) -> None:

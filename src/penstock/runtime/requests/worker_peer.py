@@ -16,6 +16,7 @@ from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.fetch import FileReceiver
 from penstock.runtime.requests.frames import (
     CODEC,
+    UNENCODABLE,
     Abort,
     Deltas,
     Event,
@@ -26,7 +27,7 @@ from penstock.runtime.requests.frames import (
     Load,
     Submit,
     Subscribe,
-    encoding,
+    cannot_be_sent,
 )
 from penstock.seams import WorkerSink
 
@@ -100,8 +101,10 @@ class WorkerPeer:
                 f"{self._name}: {self.channel.buffered_bytes} bytes wait to be read by it, more than "
                 f"{self._config.connection_bytes_max} (connection_bytes_max); try another worker"
             )
-        with encoding(request):
+        try:
             frame = CODEC.encode(Submit(request=request))
+        except UNENCODABLE as error:
+            raise cannot_be_sent(request, error) from error
         if len(frame) > self._config.frame_bytes_max:
             raise RequestError(
                 f"request {request.request_id}: {len(frame)} bytes, more than {self._config.frame_bytes_max} "
