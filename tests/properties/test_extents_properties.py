@@ -47,18 +47,24 @@ def test_extents_move_every_byte_once_and_know_what_they_cover(rows: list[tuple[
         covered = np.zeros(end - start, bool)
         tiles = True
         at = start
+        parts = []
         for piece in range(extents.bounds[index], extents.bounds[index + 1]):
             begin, address, size = (
                 int(column[piece]) for column in (extents.offsets, extents.addresses, extents.lengths)
             )
             assert start <= begin < begin + size <= end
-            moved.append(_bytes(region, begin, address, size))
+            parts.append(_bytes(region, begin, address, size))
             covered[begin - start : begin - start + size] = True
             tiles &= begin == at and begin % BLOCK_BYTES == size % BLOCK_BYTES == address % BLOCK_BYTES == 0
             at = begin + size
+        moved += parts
         by_block = covered.reshape(-1, BLOCK_BYTES)
         assert by_block.any(axis=1).all(), "a block is read or written for nothing"
         assert extents.aligned[index] == tiles
+        if tiles:
+            first = extents.first_blocks[index]
+            found = extents.block_addresses[first : first + len(by_block)]
+            assert np.array_equal(found, np.concatenate([part[::BLOCK_BYTES, 2] for part in parts]))
         assert extents.whole[index] == covered.all()
         partial = np.flatnonzero(~by_block.all(axis=1)) + start // BLOCK_BYTES
         assert extents.partial_blocks(index) == partial.tolist()

@@ -30,6 +30,8 @@ class Extents:
         offsets: (m,) of each piece, in the region; sorted within an I/O.
         addresses: (m,) of each piece, in memory.
         lengths: (m,) bytes.
+        first_blocks: (n,) where in `block_addresses` the blocks of an I/O with aligned pieces begin.
+        block_addresses: (k,) uint64, in memory, of the blocks of all I/Os with aligned pieces.
     """
 
     region_ids: list[int]
@@ -41,6 +43,8 @@ class Extents:
     offsets: NDArray[np.int64]
     addresses: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    first_blocks: list[int]
+    block_addresses: OffsetArray
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -73,7 +77,7 @@ class Extents:
             io_bytes,
         )
         if len(starts) == 0:
-            return cls([], [], [], [0], [], [], starts, memory, sizes)
+            return cls([], [], [], [0], [], [], starts, memory, sizes, [], np.empty(0, np.uint64))
         # All regions on one line, each in its own stretch, so that nothing of two regions touches.
         rank = np.concatenate([[0], np.cumsum(regions[1:] != regions[:-1])])
         shift = rank << _REGION_SHIFT
@@ -93,16 +97,22 @@ class Extents:
         covered = np.concatenate([[False], starts[1:] <= reach[:-1]])
         whole = np.logical_and.reduceat(covered | begins, first)
         whole &= (starts[first] % BLOCK_BYTES == 0) & (reach[last] % BLOCK_BYTES == 0)
+        aligned = np.logical_and.reduceat(on_block & (follows | begins), first)
+        blocks = np.where(np.repeat(aligned, last - first + 1), sizes // BLOCK_BYTES, 0)
+        until = np.cumsum(blocks)
+        in_piece = np.arange(until[-1]) - np.repeat(until - blocks, blocks)
         return cls(
             region_ids=regions[first].tolist(),
             starts=(starts[first] // BLOCK_BYTES * BLOCK_BYTES - shift[first]).tolist(),
             ends=(end_block[last] * BLOCK_BYTES - shift[last]).tolist(),
             bounds=[*first.tolist(), len(starts)],
-            aligned=np.logical_and.reduceat(on_block & (follows | begins), first).tolist(),
+            aligned=aligned.tolist(),
             whole=whole.tolist(),
             offsets=starts - shift,
             addresses=memory,
             lengths=sizes,
+            first_blocks=(until - blocks)[first].tolist(),
+            block_addresses=(np.repeat(memory, blocks) + in_piece * BLOCK_BYTES).astype(np.uint64),
         )
 
     def partial_blocks(self, index: int) -> list[int]:

@@ -102,7 +102,7 @@ class Slab:
         if extents.aligned[index]:
             self._transfer(self._disk.preadv, "reading", start, _views(extents, pieces))
             if checksum:
-                self._refuse(start, self._mismatches(start, _sums_of_pieces(extents, pieces, start, end)))
+                self._refuse(start, self._mismatches(start, _sums_of_pieces(extents, index, start, end)))
             return
         view = bounce.view[: end - start]
         self._transfer(self._disk.preadv, "reading", start, [view])
@@ -125,7 +125,7 @@ class Slab:
         start, end = extents.starts[index], extents.ends[index]
         pieces = slice(extents.bounds[index], extents.bounds[index + 1])
         if extents.aligned[index]:
-            sums = _sums_of_pieces(extents, pieces, start, end)
+            sums = _sums_of_pieces(extents, index, start, end)
             self._transfer(self._disk.pwritev, "writing", start, _views(extents, pieces))
             self._sums.record(start // BLOCK_BYTES, sums)
             return
@@ -320,11 +320,10 @@ def _without(views: list[memoryview], done: int) -> list[memoryview]:
     return []
 
 
-def _sums_of_pieces(extents: Extents, pieces: slice, start: int, end: int) -> Sums:
+def _sums_of_pieces(extents: Extents, index: int, start: int, end: int) -> Sums:
     """Give the checksum of each block of an I/O whose pieces are aligned."""
-    blocks = extents.lengths[pieces] // BLOCK_BYTES
-    shifts = np.repeat(extents.addresses[pieces] - extents.offsets[pieces], blocks)
-    return sum_blocks((shifts + np.arange(start, end, BLOCK_BYTES)).astype(np.uint64))
+    first = extents.first_blocks[index]
+    return sum_blocks(extents.block_addresses[first : first + (end - start) // BLOCK_BYTES])
 
 
 def _reason(error: OSError) -> str:
