@@ -353,8 +353,23 @@ class TransferAgent:
         prepared = self.prepare(local, remote, peer)
         return prepared.post(op, notify=notify, timeout_s=timeout_s, checksum=checksum)
 
-    def estimate(self, op: TransferOp, num_bytes: int, ranges: int, peer: Peer | str | None = None) -> float:
+    def estimate(
+        self,
+        op: TransferOp,
+        num_bytes: int,
+        ranges: int,
+        peer: Peer | str | None = None,
+        *,
+        remote: Registration | RemoteRegion | None = None,
+    ) -> float:
         """Estimate a transfer in seconds: by the fastest transport to that peer, and by what was measured so far.
+
+        Args:
+            op: the direction.
+            num_bytes: of all ranges.
+            ranges: how many.
+            peer: whose memory is at the other end; None for this agent itself, as for files.
+            remote: a region there; then only transports that reach it count, as those of a file.
 
         Raises:
             PeerLost: there is no such peer (any more).
@@ -362,7 +377,9 @@ class TransferAgent:
         """
         there = self._peer(peer)
         seconds = [
-            way.speeds.seconds(op, way.channel.cost(op), num_bytes, ranges) for way in there.ways.values()
+            way.speeds.seconds(op, way.channel.cost(op), num_bytes, ranges)
+            for way in there.ways.values()
+            if remote is None or way.channel.refusal(op, (), (remote.info,)) is None
         ]
         if not seconds:
             raise TransferError(f"no transport reaches agent {there.name}: {there.unreachable}")

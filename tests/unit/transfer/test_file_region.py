@@ -38,6 +38,7 @@ def test_a_slab_is_kept_by_the_next_agent(tmp_path: Path) -> None:
         handle = agent.post(WRITE, local.ranges(), slab.ranges())
         await handle.wait()
         assert handle.telemetry.backend == "file"
+        assert agent.estimate(WRITE, SIZE, 1, remote=slab) > agent.estimate(WRITE, SIZE, 1, remote=local)
         with pytest.raises(TransferRefused, match="kv is open in another agent or process"):
             agent.register(FileRegion(tmp_path / "kv", SIZE))
 
