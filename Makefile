@@ -11,7 +11,7 @@ PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysco
 FUZZ_RUNS = 5000
 FUZZ_SEED = 1
 # Those that need no running server.
-BENCHES = hashing pool mock cancel engine router
+BENCHES = hashing pool mock cancel engine router transfer
 
 VENV = .venv
 BIN = $(VENV)/bin

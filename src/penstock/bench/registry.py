@@ -27,6 +27,7 @@ BENCHES = {
     "routers": "several frontends beside one on the same requests, simulated: how much later first tokens come",
     "serve": "load on a running OpenAI-compatible server: latency, throughput, goodput",
     "simulate": "the simulator: requests per wall second, and where the time goes",
+    "transfer": "bytes moved by every transport between two processes, beside NIXL, memcpy and fio",
 }
 """Name, which is also the module in `penstock.bench`, and what it measures."""
 

@@ -1,0 +1,41 @@
+"""The other process of `penstock bench transfer`: it owns memory and does nothing.
+
+    python -m penstock.bench.transfer.owner TRANSPORT LISTEN MEMORY
+
+It prints its metadata in hex; for each line of seconds on stdin it then tells the share of a core that it took meanwhile.
+"""
+
+import asyncio
+import sys
+import time
+
+import numpy as np
+import uvloop
+
+from penstock.bench.transfer.shapes import POOL_BYTES
+from penstock.transfer import Arena, TransferAgent, TransferConfig
+
+
+def make_pool(memory: str) -> object:
+    """Take the pool's memory: an arena, or private memory that is touched."""
+    return Arena.create(POOL_BYTES) if memory == "shared" else np.ones(POOL_BYTES, np.uint8)
+
+
+def config_for(transport: str, listen: str) -> TransferConfig:
+    return TransferConfig(listen=(listen,), transports=(transport,), heartbeat_timeout_s=30)
+
+
+async def serve(transport: str, listen: str, memory: str) -> None:
+    async with TransferAgent("owner", config_for(transport, listen)) as agent:
+        agent.register(make_pool(memory), "pool")
+        print(agent.metadata().hex(), flush=True)  # noqa: T201 - the parent reads it
+        loop = asyncio.get_running_loop()
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            began_s, cpu_s = time.perf_counter(), time.process_time()
+            await asyncio.sleep(float(line))
+            share = (time.process_time() - cpu_s) / (time.perf_counter() - began_s)
+            print(share, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(*sys.argv[1:4]))

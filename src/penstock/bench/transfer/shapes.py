@@ -1,0 +1,42 @@
+"""What is moved: lists of equal ranges, scattered at random on both sides of a pool."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core.descriptors import OffsetArray
+
+POOL_BYTES = 256 << 20
+"""On either side: far more than any cache holds."""
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """So many ranges of so many bytes."""
+
+    name: str
+    count: int
+    size_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.size_bytes
+
+    def blocks(self) -> tuple[OffsetArray, OffsetArray]:
+        """Draw which blocks of the pool, here and there; the peer's driver draws the same."""
+        random = np.random.default_rng(SEED)
+        slots = POOL_BYTES // self.size_bytes
+        here, there = (random.permutation(slots)[: self.count].astype(np.uint64) for _ in range(2))
+        return here, there
+
+
+SHAPES = (
+    Shape("1x128MiB", 1, 128 << 20),
+    Shape("2048x32KiB", 2048, 32 << 10),
+    Shape("512x256KiB", 512, 256 << 10),
+    Shape("128x1MiB", 128, 1 << 20),
+)
+STORED_SHAPES = SHAPES[2:]
+"""Those of files and objects."""
+SMALL = Shape("4KiB", 1, 4096)
