@@ -103,3 +103,26 @@ def test_a_frontend_sees_its_peers_requests_and_they_go_with_its_peer(deploy):
         assert theirs not in pids
 
     deploy(scenario, workers=2, frontends=2)
+
+
+def test_a_frontend_that_is_started_again_knows_the_workers_before_it_answers(deploy):
+    async def scenario(site):
+        met = await doors(site)
+        for door in met.values():
+            door.close()
+        psutil.Process(min(met)).kill()
+        host, port = site.url.removeprefix("http://").split(":")
+        seen = set(met)
+        while seen == set(met):
+            try:
+                door = Door(*await asyncio.open_connection(host, int(port)))
+                pid, workers = await door.workers()
+            except (ConnectionError, asyncio.IncompleteReadError):  # it went to the one that was killed
+                continue
+            door.close()
+            seen.add(pid)
+            assert {name: worker["condition"] for name, worker in workers.items()} == dict.fromkeys(
+                WORKERS, "ready"
+            )
+
+    deploy(scenario, workers=2, frontends=2)
