@@ -10,6 +10,7 @@ PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysco
 	echo ON || echo OFF)
 FUZZ_RUNS = 5000
 FUZZ_SEED = 1
+WIRE_SECONDS = 300
 # Those that need no running server.
 BENCHES = hashing pool mock cancel engine router transfer
 
@@ -28,13 +29,14 @@ SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_b
 OTHER_FAST_TESTS = $(wildcard tests/properties tests/conformance tests/wire tests/native)
 
 .DEFAULT_GOAL = help
-.PHONY: help venv demo test check lint types floors test-unit test-other fuzz sanitize bench format clean
+.PHONY: help venv demo test check lint types floors test-unit test-other fuzz fuzz-wire sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
 	@echo 'make test     run every test'
 	@echo 'make check    format, lint, types, floors and the fast tests (make -j2 check is quicker)'
 	@echo 'make fuzz     compare native code with a second implementation under sanitisers (FUZZ_RUNS=... FUZZ_SEED=...)'
+	@echo 'make fuzz-wire feed what peers send to the parsers of transfers, with atheris (WIRE_SECONDS=... for each)'
 	@echo 'make sanitize run tests of native code, state machines among them, on a build with ASan and UBSan'
 	@echo 'make bench    run the benchmarks that need no server; results go to benchmarks/results/'
 	@echo 'make format   format the code'
@@ -75,6 +77,11 @@ fuzz: venv
 	build/fuzz/fuzz_attention -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_radix -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_ranges -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
+
+fuzz-wire: venv
+	@$(BIN)/pip install -q 'atheris>=2.3,<4'
+	for target in metadata link tcp_owner; do \
+	    $(BIN)/python tools/fuzz_transfer.py $$target -max_total_time=$(WIRE_SECONDS) -max_len=4096 || exit 1; done
 
 # The interpreter is not sanitised, so the sanitiser's library comes first by force, and what CPython keeps is no leak.
 sanitize: venv

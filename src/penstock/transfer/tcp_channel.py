@@ -318,10 +318,10 @@ class TcpChannel:
                 await ready
         except BaseException as error:
             stream.abort()
-            if isinstance(error, OSError):  # a timeout is one, too
-                raise TransferError(
-                    f"agent {self.link.peer}: stream {number} is not answered: {error!r}"
-                ) from error
+            if isinstance(error, TimeoutError):
+                raise TransferError(f"agent {self.link.peer}: stream {number} is not answered") from error
+            if isinstance(error, OSError):
+                raise self._no_stream() from error
             raise
         finally:
             del self._opening[number]
@@ -333,11 +333,12 @@ class TcpChannel:
             self._idle.remove(stream)
         waiting = self._opening.get(stream.number)
         if waiting is not None and not waiting.done():
-            waiting.set_exception(
-                TransferError(
-                    f"agent {self.link.peer} takes no more streams; see its log and its tcp.streams_per_peer_max"
-                )
-            )
+            waiting.set_exception(self._no_stream())
+
+    def _no_stream(self) -> TransferError:
+        return TransferError(
+            f"agent {self.link.peer} takes no more streams; see its log and its tcp.streams_per_peer_max"
+        )
 
     def _send(self, frame: TcpFrame) -> None:
         self.link.send("tcp", encode_frame(frame))

@@ -1,0 +1,590 @@
+"""Transport `tcp` against peers that lie, on either side; what they say is refused, and memory stays as it was."""
+
+import asyncio
+import contextlib
+import struct
+
+import numpy as np
+import pytest
+
+from penstock.core.descriptors import Descriptors
+from penstock.core.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+    TransferRefused,
+    from_info,
+)
+from penstock.testing.loop import run_async
+from penstock.transfer import TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.tcp import TcpTransport
+from penstock.transfer.tcp_config import TcpConfig
+from penstock.transfer.tcp_frames import (
+    Contact,
+    Done,
+    Ended,
+    Get,
+    Go,
+    PackedRanges,
+    Push,
+    Put,
+    Stop,
+    StreamReady,
+    decode_frame,
+    encode_frame,
+)
+
+READ, WRITE = TransferOp.READ, TransferOp.WRITE
+KIB, MIB = 1 << 10, 1 << 20
+IDLE_S = 0.15
+BOUNDS = TcpConfig(streams_per_peer_max=2, piece_bytes_max=MIB)
+CONFIG = TransferConfig(listen=("unix",), timeout_s=1.0)
+
+
+class Rogue:
+    """A transport `tcp` that says what a test has it say."""
+
+    name = "tcp"
+    checksums = False
+
+    def __init__(self, contact=None):
+        self.link = None
+        self.heard = asyncio.Queue()
+        self.streams = asyncio.Queue()
+        self._sockets = []
+        usual = Contact(version=1, streams=4, window=4, piece_bytes=64 * MIB)
+        self._contact = encode_frame(usual) if contact is None else contact
+
+    async def start(self, host): ...
+
+    def contact(self):
+        return self._contact
+
+    def register(self, region_id, region):
+        return b""
+
+    async def deregister(self, region_id): ...
+
+    async def connect(self, link, contact, regions):
+        if link is None:
+            raise TransferError("no")
+        self.link, self.regions = link, regions
+        return self
+
+    async def close(self):
+        for stream in self._sockets:
+            stream.close()
+
+    def receive(self, link, payload):
+        self.link = link
+        self.heard.put_nowait(decode_frame(payload))
+
+    def accept(self, link, stream):
+        self.link = link
+        self._sockets.append(stream)
+        self.streams.put_nowait(stream)
+
+    def lost(self, link, error): ...
+
+    def say(self, frame):
+        self.link.send("tcp", encode_frame(frame))
+
+    async def hear(self, kind, within_s=1.0):
+        async with asyncio.timeout(within_s):
+            frame = await self.heard.get()
+        assert isinstance(frame, kind), frame
+        return frame
+
+    async def open_stream(self, number):
+        stream = await self.link.open_stream("tcp")
+        self._sockets.append(stream)
+        with contextlib.suppress(BrokenPipeError):  # refused already
+            stream.send(number.to_bytes(4, "little"))
+        return stream
+
+    async def ready_stream(self, number=1):
+        stream = await self.open_stream(number)
+        assert (await self.hear(StreamReady)).stream == number
+        return stream
+
+
+def _tcp():
+    return TcpTransport(BOUNDS, streams=2, inline_bytes_max=64 * KIB, idle_s=IDLE_S)
+
+
+class Scene:
+    """A rogue agent and an honest one; `given` is half of the honest one's memory, `rest` is the other half."""
+
+    def __init__(self, rogue, honest, transport):
+        self.rogue, self.honest, self.transport = rogue, honest, transport
+        self.memory = np.full(4 * MIB, 7, np.uint8)
+        self.region = honest.register(self.memory[: 2 * MIB], "given")
+        self.hidden = honest.register(self.memory[2 * MIB :], "hidden")
+
+    def packed(self, offsets=0, lengths=KIB, key=None, region_id=None):
+        region_id = region_id or self.region.region_id
+        ranges = Descriptors.of(region_id, offsets, lengths)
+        return PackedRanges.pack(ranges, {region_id: self.region.key if key is None else key})
+
+    def untouched(self):
+        return bool((self.memory == 7).all())
+
+    async def lost(self):
+        """Wait until the honest side has ended the link."""
+        async with asyncio.timeout(1):
+            while self.rogue.link.error is None:  # noqa: ASYNC110 - the other agent knows
+                await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def rogue_asks():
+    rogue = Rogue()
+    async with (
+        TransferAgent("rogue", CONFIG, transports=[rogue]) as agent,
+        TransferAgent("honest", CONFIG, transports=[_tcp()]) as honest,
+    ):
+        scene = Scene(rogue, honest, honest._transports["tcp"])
+        await agent.connect(honest.metadata([scene.region]))
+        yield scene
+        # and another one is served as ever
+        async with TransferAgent("friend", CONFIG, transports=[_tcp()]) as friend:
+            peer = await friend.connect(honest.metadata([scene.region]))
+            target = np.zeros(2 * MIB, np.uint8)
+            local = friend.register(target)
+            async with asyncio.timeout(1):
+                await friend.post(READ, local.ranges(), scene.region.ranges(), peer).wait()
+            assert np.array_equal(target, scene.memory[: 2 * MIB])
+
+
+def _asking(play):
+    async def main():
+        async with rogue_asks() as scene:
+            await play(scene)
+
+    run_async(main())
+
+
+_ASKS = {
+    "put": lambda ranges: Put(exchange=5, ranges=ranges, payload=bytes(KIB)),
+    "get": lambda ranges: Get(exchange=5, ranges=ranges),
+    "write": lambda ranges: Push(exchange=5, stream=1, op=WRITE, ranges=ranges),
+    "read": lambda ranges: Push(exchange=5, stream=1, op=READ, ranges=ranges),
+}
+_FORBIDDEN = {
+    "a wrong key": lambda scene: scene.packed(key=bytes(8)),
+    "no key": lambda scene: scene.packed(key=b""),
+    "a region that was not given": lambda scene: scene.packed(region_id=scene.hidden.region_id),
+    "a region that never was": lambda scene: scene.packed(region_id=99),
+    "a range that ends outside": lambda scene: scene.packed(2 * MIB - KIB + 1),
+    "a range that begins outside": lambda scene: scene.packed(2 * MIB + 1),
+    "a range that wraps around": lambda scene: scene.packed(2**64 - KIB // 2),
+    "one of two ranges outside": lambda scene: scene.packed([0, 2 * MIB - 1], KIB // 2),
+}
+
+
+@pytest.mark.parametrize("ask", _ASKS)
+@pytest.mark.parametrize("wrong", _FORBIDDEN)
+def test_what_may_not_be_reached_is_refused(ask, wrong):
+    async def play(scene):
+        await scene.rogue.ready_stream()
+        scene.rogue.say(_ASKS[ask](_FORBIDDEN[wrong](scene)))
+        ended = await scene.rogue.hear(Ended)
+        assert ended.exchange == 5
+        assert isinstance(from_info(ended.error), TransferRefused)
+        assert scene.honest.counters.refused == {"transfer_refused": 1}
+        assert scene.untouched()
+
+    _asking(play)
+
+
+@pytest.mark.parametrize("ask", _ASKS)
+def test_a_region_that_is_gone_is_refused(ask):
+    async def play(scene):
+        await scene.rogue.ready_stream()
+        ranges = scene.packed()
+        await scene.honest.deregister(scene.region)
+        scene.rogue.say(_ASKS[ask](ranges))
+        assert "not registered" in (await scene.rogue.hear(Ended)).error.message
+        assert scene.untouched()
+        scene.region = scene.honest.register(scene.memory[: 2 * MIB], "given")
+
+    _asking(play)
+
+
+_NONSENSE = {
+    "a payload that is too short": lambda scene: Put(
+        exchange=1, ranges=scene.packed(), payload=bytes(KIB - 1)
+    ),
+    "a payload that is too long": lambda scene: Put(
+        exchange=1, ranges=scene.packed(), payload=bytes(KIB + 1)
+    ),
+    "checksums of other ranges": lambda scene: Put(
+        exchange=1, ranges=scene.packed(), payload=bytes(KIB), checksums=bytes(8)
+    ),
+    "more than fits a message": lambda scene: Get(
+        exchange=1, ranges=scene.packed([0, 0], (1 << 20) // 2 + 1)
+    ),
+    "more than a piece": lambda scene: Push(
+        exchange=1, stream=1, op=READ, ranges=scene.packed([0, 0], MIB // 2 + 1)
+    ),
+    "ranges without lengths": lambda scene: Get(
+        exchange=1, ranges=PackedRanges(regions=(1,), keys=(b"",), offsets=bytes(8), lengths=b"")
+    ),
+    "no ranges": lambda scene: Get(
+        exchange=1, ranges=PackedRanges(regions=(1,), keys=(b"",), offsets=b"", lengths=b"")
+    ),
+    "regions without keys": lambda scene: Get(
+        exchange=1, ranges=PackedRanges(regions=(1, 2), keys=(b"",), offsets=bytes(8), lengths=bytes(8))
+    ),
+    "a range of a region that is not listed": lambda scene: Get(
+        exchange=1,
+        ranges=PackedRanges(
+            regions=(1, 2), keys=(b"", b""), offsets=bytes(8), lengths=bytes(8), of=b"\2\0\0\0"
+        ),
+    ),
+    "a region id of no number": lambda scene: Get(
+        exchange=1, ranges=PackedRanges(regions=(-1,), keys=(b"",), offsets=bytes(8), lengths=bytes(8))
+    ),
+    "an answer": lambda scene: Done(exchange=1),
+}
+
+
+@pytest.mark.parametrize("what", _NONSENSE)
+def test_nonsense_ends_the_link_with_an_error_on_both_sides(what):
+    async def play(scene):
+        await scene.rogue.ready_stream()
+        scene.rogue.say(_NONSENSE[what](scene))
+        await scene.lost()
+        assert scene.honest.counters.refused == {"protocol_error": 1}
+        assert isinstance(scene.honest.refusals[0], ProtocolError)
+        assert scene.untouched()
+
+    _asking(play)
+
+
+def test_a_stream_in_use_is_not_for_another_exchange():
+    async def play(scene):
+        await scene.rogue.ready_stream()
+        for exchange in (1, 2):
+            scene.rogue.say(Push(exchange=exchange, stream=1, op=WRITE, ranges=scene.packed()))
+        await scene.lost()
+        assert "which is in use" in scene.honest.refusals[0].message
+
+    _asking(play)
+
+
+def test_a_stream_that_is_unknown_cannot_be_used():
+    async def play(scene):
+        scene.rogue.say(Push(exchange=1, stream=9, op=WRITE, ranges=scene.packed()))
+        assert "stream 9 has ended" in (await scene.rogue.hear(Ended)).error.message
+
+    _asking(play)
+
+
+def test_streams_are_counted():
+    async def play(scene):
+        for number in (1, 2):
+            await scene.rogue.ready_stream(number)
+        third = await scene.rogue.open_stream(3)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.get_running_loop().sock_recv(third, 1) == b""
+        assert len(scene.transport._room.streams) == 2
+
+    _asking(play)
+
+
+def test_a_number_is_given_once():
+    async def play(scene):
+        await scene.rogue.ready_stream(1)
+        again = await scene.rogue.open_stream(1)
+        assert await asyncio.get_running_loop().sock_recv(again, 1) == b""
+
+    _asking(play)
+
+
+def _header(exchange, num_bytes, magic=b"PTA data"):
+    return struct.pack("<8sQQ", magic, exchange, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (_header(1, KIB, b"PTA junk") + bytes(KIB), "protocol_error"),
+        (_header(2, KIB) + bytes(KIB), "protocol_error"),
+        (_header(1, KIB + 1) + bytes(KIB + 1), "protocol_error"),
+        (b"", "transfer_error"),
+        (_header(1, KIB)[:7], "transfer_error"),
+    ],
+)
+def test_a_stream_that_brings_something_else_is_refused_before_memory_is_touched(sent, code):
+    async def play(scene):
+        stream = await scene.rogue.ready_stream()
+        scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
+        await scene.rogue.hear(Go)
+        stream.send(sent)
+        ended = await scene.rogue.hear(Ended)
+        assert ended.error.code == code
+        assert scene.honest.counters.refused == {code: 1}
+        assert scene.untouched()
+        assert not scene.transport._room.streams
+
+    _asking(play)
+
+
+def test_too_few_bytes_are_an_error_soon():
+    async def play(scene):
+        stream = await scene.rogue.ready_stream()
+        scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
+        await scene.rogue.hear(Go)
+        stream.send(_header(1, KIB) + bytes(100))
+        ended = await scene.rogue.hear(Ended, within_s=10 * IDLE_S)
+        assert "none for 0.15 s" in ended.error.message
+        assert scene.honest.counters.refused == {"transfer_error": 1}
+        assert (scene.memory[KIB:] == 7).all()
+
+    _asking(play)
+
+
+def test_a_stream_that_ends_early_is_an_error_at_once():
+    async def play(scene):
+        stream = await scene.rogue.ready_stream()
+        scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
+        await scene.rogue.hear(Go)
+        stream.send(_header(1, KIB) + bytes(100))
+        stream.close()
+        ended = await scene.rogue.hear(Ended, within_s=IDLE_S / 2)
+        assert "ended after 100 bytes" in ended.error.message
+
+    _asking(play)
+
+
+def test_more_bytes_than_announced_reach_no_memory():
+    async def play(scene):
+        stream = await scene.rogue.ready_stream()
+        scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed(0, KIB)))
+        await scene.rogue.hear(Go)
+        stream.send(_header(1, KIB) + bytes(9 * KIB))
+        await scene.rogue.hear(Done)
+        async with asyncio.timeout(1):
+            while scene.transport._room.streams:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert not scene.memory[:KIB].any()
+        assert (scene.memory[KIB:] == 7).all()
+
+    _asking(play)
+
+
+def test_who_reads_nothing_is_given_up():
+    async def play(scene):
+        scene.transport._config = scene.transport._estate.config  # the bound is what makes it a megabyte
+        stream = await scene.rogue.ready_stream()
+        stream.setsockopt(1, 8, 4096)  # SO_RCVBUF
+        for exchange in range(1, 20):
+            scene.rogue.say(Push(exchange=exchange, stream=1, op=READ, ranges=scene.packed(0, MIB)))
+            frame = await scene.rogue.hear((Done, Ended), within_s=10 * IDLE_S)
+            if isinstance(frame, Ended):
+                break
+        assert "none for 0.15 s" in frame.error.message
+
+    _asking(play)
+
+
+def test_a_wrong_checksum_is_an_error_on_both_sides():
+    async def play(scene):
+        scene.rogue.say(Put(exchange=1, ranges=scene.packed(), payload=bytes(KIB), checksums=b"\1\2\3\4"))
+        assert (await scene.rogue.hear(Ended)).error.code == "checksum_mismatch"
+        stream = await scene.rogue.ready_stream()
+        scene.rogue.say(Push(exchange=2, stream=1, op=WRITE, ranges=scene.packed(), checksum=True))
+        await scene.rogue.hear(Go)
+        stream.send(_header(2, KIB) + bytes(KIB) + b"\1\2\3\4")
+        assert (await scene.rogue.hear(Ended)).error.code == "checksum_mismatch"
+        assert scene.honest.counters.refused == {"checksum_mismatch": 2}
+        assert (scene.memory[KIB:] == 7).all()
+
+    _asking(play)
+
+
+def test_stopping_lets_go_and_what_stops_late_is_no_error():
+    async def play(scene):
+        await scene.rogue.ready_stream()
+        scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
+        await scene.rogue.hear(Go)
+        scene.rogue.say(Stop(exchange=1))
+        assert "the peer ended" in (await scene.rogue.hear(Ended, within_s=IDLE_S / 2)).error.message
+        scene.rogue.say(Stop(exchange=1))
+        scene.rogue.say(Get(exchange=2, ranges=scene.packed()))
+        await scene.rogue.hear(Done)
+        assert scene.honest.counters.refused == {}
+
+    _asking(play)
+
+
+# -- and now the owner lies ------------------------------------------------------------------------------------------
+
+
+def _answering(play, contact=None):
+    async def main():
+        rogue = Rogue(contact)
+        async with (
+            TransferAgent("rogue", CONFIG, transports=[rogue]) as owner,
+            TransferAgent("honest", CONFIG, transports=[_tcp()]) as honest,
+        ):
+            scene = Scene(rogue, honest, honest._transports["tcp"])
+            theirs = owner.register(np.zeros(4 * MIB, np.uint8), "theirs")
+            scene.peer = await honest.connect(owner.metadata([theirs]))
+            scene.theirs = theirs
+            await play(scene)
+
+    run_async(main())
+
+
+def _post(scene, op, num_bytes, **options):
+    local, remote = scene.region.ranges(0, num_bytes), scene.theirs.ranges(0, num_bytes)
+    return scene.honest.post(op, local, remote, scene.peer, **options)
+
+
+@pytest.mark.parametrize("size", [0, KIB - 1, KIB + 1])
+def test_an_answer_of_another_size_is_an_error(size):
+    async def play(scene):
+        handle = _post(scene, READ, KIB)
+        await scene.rogue.hear(Get)
+        scene.rogue.say(Done(exchange=1, payload=bytes(size)))
+        with pytest.raises(ProtocolError, match=f"{size} bytes for ranges of 1024"):
+            await handle.wait()
+        assert scene.untouched()
+
+    _answering(play)
+
+
+async def _greeted(scene):
+    """Take the stream that the honest side opens."""
+    stream = await scene.rogue.streams.get()
+    number = int.from_bytes(await asyncio.get_running_loop().sock_recv(stream, 4), "little")
+    scene.rogue.say(StreamReady(stream=number))
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (_header(9, MIB), ProtocolError),
+        (_header(1, MIB - 1), ProtocolError),
+        (b"nonsense" * 3, ProtocolError),
+        (b"", TransferError),
+    ],
+)
+def test_a_read_that_brings_something_else_is_an_error(sent, error):
+    async def play(scene):
+        handle = _post(scene, READ, MIB)
+        stream = await _greeted(scene)
+        await scene.rogue.hear(Push)
+        stream.send(sent)
+        scene.rogue.say(Done(exchange=1))
+        with pytest.raises(error):
+            await handle.wait()
+        assert scene.untouched()
+
+    _answering(play)
+
+
+def test_a_read_whose_checksum_differs_is_an_error_on_both_sides():
+    async def play(scene):
+        handle = _post(scene, READ, KIB, checksum=True)
+        await scene.rogue.hear(Get)
+        scene.rogue.say(Done(exchange=1, payload=bytes(KIB), checksums=b"\1\2\3\4"))
+        with pytest.raises(ChecksumMismatch):
+            await handle.wait()
+        assert (await scene.rogue.hear(Stop)).error.code == "checksum_mismatch"
+        assert scene.untouched()
+
+    _answering(play)
+
+
+@pytest.mark.parametrize(("op", "size"), [(READ, KIB), (WRITE, KIB), (READ, MIB), (WRITE, MIB)])
+def test_silence_ends_at_the_deadline(op, size):
+    async def play(scene):
+        handle = _post(scene, op, size, timeout_s=0.05)
+        if size == MIB:
+            await _greeted(scene)
+        with pytest.raises(DeadlineExceeded):
+            async with asyncio.timeout(6 * IDLE_S):
+                await handle.wait()
+
+    _answering(play)
+
+
+def test_a_read_that_brings_nothing_is_an_error_soon():
+    async def play(scene):
+        handle = _post(scene, READ, MIB)
+        await _greeted(scene)
+        with pytest.raises(TransferError, match=r"none for 0\.15 s"):
+            async with asyncio.timeout(6 * IDLE_S):
+                await handle.wait()
+
+    _answering(play)
+
+
+def test_a_stream_that_nobody_greets_is_an_error():
+    async def play(scene):
+        handle = _post(scene, WRITE, MIB)
+        with pytest.raises(TransferError, match="stream 1 is not answered"):
+            await handle.wait()
+
+    _answering(play)
+
+
+def test_a_stream_that_is_closed_instead_of_greeted_is_an_error():
+    async def play(scene):
+        handle = _post(scene, WRITE, MIB)
+        (await scene.rogue.streams.get()).close()
+        with pytest.raises(TransferError, match="takes no more streams"):
+            await handle.wait()
+
+    _answering(play)
+
+
+@pytest.mark.parametrize("size", [KIB, MIB])
+def test_the_owners_word_is_what_is_raised(size):
+    async def play(scene):
+        handle = _post(scene, WRITE, size)
+        if size == MIB:
+            await _greeted(scene)
+        await scene.rogue.hear((Put, Push))
+        scene.rogue.say(Ended(exchange=1, error=TransferRefused("because").to_info()))
+        with pytest.raises(TransferRefused, match="because"):
+            await handle.wait()
+
+    _answering(play)
+
+
+@pytest.mark.parametrize(
+    ("contact", "why"),
+    [
+        (b"\xff", "cannot be read"),
+        (b"", "cannot be read"),
+        (encode_frame(Contact(version=7, streams=1, window=1, piece_bytes=1)), "speaks version 7"),
+        (encode_frame(Contact(version=1, streams=0, window=1, piece_bytes=1)), "lets nothing through"),
+    ],
+)
+def test_a_contact_that_makes_no_sense_is_why_it_is_not_reached(contact, why):
+    async def play(scene):
+        assert why in scene.peer.unreachable["tcp"]
+        with pytest.raises(TransferRefused, match=why):
+            _post(scene, WRITE, KIB)
+
+    _answering(play, contact)
+
+
+def test_questions_to_who_asks_end_the_link():
+    async def play(scene):
+        scene.rogue.link = next(iter(scene.honest._switchboard._links.values()))
+        handle = _post(scene, WRITE, KIB)
+        await scene.rogue.hear(Put)
+        scene.rogue.say(Get(exchange=1, ranges=scene.packed()))
+        with pytest.raises(PeerLost):
+            await handle.wait()
+        assert scene.honest.counters.refused == {"protocol_error": 1}
+
+    _answering(play)

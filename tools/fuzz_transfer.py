@@ -1,0 +1,55 @@
+"""Feeds parsers of the transfer library with what libFuzzer makes up: `python tools/fuzz_transfer.py TARGET [-runs=N]`.
+
+TARGET is one of those in penstock.testing.wire_targets. It runs until it is stopped, or finds something.
+"""
+
+import sys
+
+try:
+    import atheris
+except ModuleNotFoundError:
+    sys.exit("atheris is not installed: pip install atheris (the `fuzz` extra)")
+
+with atheris.instrument_imports(include=["penstock"]):
+    from penstock.core.descriptors import TransferOp
+    from penstock.testing.wire_targets import TARGETS
+    from penstock.transfer.metadata import TRANSFER_VERSION, AgentMetadata, encode_metadata
+    from penstock.transfer.tcp_frames import Get, PackedRanges, Push, Put, encode_frame
+
+
+def _seeds(target: str) -> list[bytes]:
+    """Give what is right, so that the fuzzer begins behind the first checks."""
+    ranges = PackedRanges(regions=(1,), keys=(b"k" * 8,), offsets=bytes(8), lengths=b"\1" + bytes(7))
+    frames = [
+        Put(exchange=1, ranges=ranges, payload=b"x"),
+        Get(exchange=1, ranges=ranges),
+        Push(exchange=1, stream=1, op=TransferOp.WRITE, ranges=ranges),
+    ]
+    if target == "tcp_owner":
+        return [len(data := encode_frame(frame)).to_bytes(2, "little") + data for frame in frames]
+    metadata = AgentMetadata(version=TRANSFER_VERSION, name="a", token=b"t" * 16, host=b"h" * 8, pid=1)
+    return [encode_metadata(metadata)]
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
+        sys.exit(f"usage: fuzz_transfer.py {{{','.join(TARGETS)}}} [libFuzzer's options]")
+    target = sys.argv.pop(1)
+    for seed in _seeds(target):
+        TARGETS[target](seed)
+    seeds = _seeds(target)
+
+    def one(data: bytes) -> None:
+        """Feed the bytes, and a right message that they change: its place is in the first byte."""
+        TARGETS[target](data)
+        if data:
+            right = seeds[data[0] % len(seeds)]
+            at = data[0] % len(right)
+            TARGETS[target](right[:at] + data[1:] + right[at + len(data) - 1 :])
+
+    atheris.Setup(sys.argv, one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
