@@ -81,13 +81,15 @@ class CopyMove:
             checksum: whether to compare what arrived.
             reach: how.
         """
-        self._targets, self._sources, self._lengths = _cut_long(targets, sources, lengths)
+        self._targets = targets
+        self._sources = sources
+        self._lengths = lengths
         self._reach = reach
         self._executor = executor
         self._threads = threads
         self._is_small = int(lengths.sum()) <= inline_bytes_max
         self._checksum = checksum
-        self._slices = _cut(self._lengths)
+        self._slices: list[tuple[int, int]] | None = None  # cut when first needed
 
     def run_now(self) -> bool:
         if not self._is_small:
@@ -97,10 +99,15 @@ class CopyMove:
         return True
 
     async def run(self) -> None:
+        if self._slices is None:
+            self._targets, self._sources, self._lengths = _cut_long(
+                self._targets, self._sources, self._lengths
+            )
+            self._slices = _cut(self._lengths)
         await on_thread(self._executor, self._copy)
 
     def _copy(self, is_cancelled: Callable[[], bool]) -> None:
-        for first, end in self._slices:
+        for first, end in self._slices or ():
             if is_cancelled():
                 return
             part = slice(first, end)
