@@ -180,8 +180,9 @@ class TransferCost:
 
 
 def _whole_numbers(name: str, values: ArrayLike) -> OffsetArray:
-    if isinstance(values, int) and 0 <= values < 1 << 64:  # a fifth of the time that it takes below
-        return np.array([values], np.uint64)
+    one: object = values
+    if isinstance(one, int) and 0 <= one < 1 << 64:  # a fifth of the time that it takes below
+        return np.array([one], np.uint64)
     array = np.atleast_1d(np.asarray(values))
     if array.ndim != 1:
         raise ValueError(f"{name}: shape {array.shape}, expected (n,)")
