@@ -266,8 +266,8 @@ def _played(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
     workers: dict[str, list[int]] = {}
     take = Router.take
 
-    def noted(self, quote):
-        chosen = take(self, quote)
+    def noted(self, quote, *, again):
+        chosen = take(self, quote, again=again)
         workers.setdefault(quote.request.request_id, []).append(chosen.worker_id)
         return chosen
 
@@ -346,8 +346,8 @@ def test_adapters_are_asked_for_where_they_are(monkeypatch):
     went: dict[str | None, set[int]] = {}
     take = Router.take
 
-    def noted(self, quote):
-        chosen = take(self, quote)
+    def noted(self, quote, *, again):
+        chosen = take(self, quote, again=again)
         went.setdefault(quote.request.adapter, set()).add(int(chosen.worker_id))
         return chosen
 
