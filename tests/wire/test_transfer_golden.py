@@ -1,0 +1,123 @@
+"""The bytes of what agents of different releases have to understand of each other: links, metadata, layouts.
+
+After an intended change (a new field with a default), run this file as a program to write the bytes anew.
+"""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.core.descriptors import MemoryKind, RegionInfo
+from penstock.core.errors import ErrorInfo
+from penstock.core.framing import LENGTH_BYTES, Goodbye, Ping, Pong
+from penstock.core.kv_layout import KvLayout, RankLayout
+from penstock.core.wire import encode
+from penstock.transfer import frames
+from penstock.transfer.metadata import AgentMetadata
+
+GOLDEN = Path(__file__).parent.parent / "data" / "golden_transfer.json"
+CODEC = frames.link_codec()
+ERROR = ErrorInfo(code="transfer_refused", message="no", http_status=503)
+LINK = {
+    "challenge": frames.Challenge(version=1, nonce=b"n" * 16),
+    "greeting": frames.Greeting(
+        version=1, nonce=b"m" * 16, proof=b"p" * 32, name="reader", pid=7, host=b"h" * 8
+    ),
+    "welcome": frames.Welcome(proof=b"p" * 32, link_id=3, error=ERROR),
+    "transport": frames.TransportMessage(transport="tcp", payload=b"\x80"),
+    "notification": frames.Notification(payload=b"done"),
+    "withdrawn": frames.Withdrawn(region_id=5),
+    "withdrawn_done": frames.WithdrawnDone(region_id=5),
+    "ping": Ping(),
+    "pong": Pong(),
+    "goodbye": Goodbye(reason="done"),
+}
+PLAIN = {
+    "metadata": AgentMetadata(
+        version=1,
+        name="owner",
+        token=b"t" * 16,
+        host=b"h" * 8,
+        pid=42,
+        addresses=("memory", "unix", "tcp://10.0.0.7:5000"),
+        contacts={"memory": b"c" * 8},
+        regions=(
+            RegionInfo(
+                region_id=1,
+                kind=MemoryKind.SHARED,
+                size_bytes=4096,
+                key=b"k" * 8,
+                name="kv",
+                ways={"shm": b"w"},
+            ),
+        ),
+        certificate=b"f" * 32,
+    ),
+    "kv_layout": KvLayout(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype="bfloat16",
+        element_bytes=2,
+        block_size=16,
+        planes=1,
+        ranks=(
+            RankLayout(
+                layers=(1, 0),
+                heads=(1,),
+                num_blocks=9,
+                order="layer | kv block head token",
+                strides_bytes=(40_960, 4096, 2048, 128),
+                offset_bytes=64,
+            ),
+        ),
+    ),
+}
+BYTES = {name: CODEC.encode(message) for name, message in LINK.items()} | {
+    name: encode(message) for name, message in PLAIN.items()
+}
+
+
+def from_bytes(name: str, data: bytes) -> object:
+    if name in LINK:
+        return CODEC.decode(data)
+    return msgspec.msgpack.decode(data, type=type(PLAIN[name]))
+
+
+def extended(value: object) -> object:
+    """Add a field that nobody knows to every map of fields, at every depth."""
+    if isinstance(value, dict):
+        known = {key: item if key in {"contacts", "ways"} else extended(item) for key, item in value.items()}
+        return known | {"from_the_future": [1, {"a": None}]}
+    return [extended(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_the_bytes_are_what_they_were(name: str) -> None:
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    assert BYTES[name].hex() == golden[name], "if this was intended, read the top of this file"
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_newer_agent_may_say_more_and_an_older_one_less(name: str) -> None:
+    message = (LINK | PLAIN)[name]
+    plain = msgspec.msgpack.decode(BYTES[name][LENGTH_BYTES:] if name in LINK else BYTES[name])
+    assert from_bytes(name, msgspec.msgpack.encode(extended(plain))) == message
+    for field in msgspec.structs.fields(message):
+        if not field.required:
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            shorter = {key: value for key, value in plain.items() if key != field.encode_name}
+            expected = msgspec.structs.replace(message, **{field.name: default})
+            assert from_bytes(name, msgspec.msgpack.encode(shorter)) == expected
+
+
+def test_every_message_of_a_link_has_its_bytes() -> None:
+    assert json.loads(GOLDEN.read_text(encoding="utf-8")).keys() == BYTES.keys()
+    assert CODEC.tags == {message.__struct_config__.tag for message in LINK.values()}
+
+
+if __name__ == "__main__":
+    golden = {name: data.hex() for name, data in BYTES.items()}
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
