@@ -107,6 +107,7 @@ def test_a_peer_that_is_killed_mid_transfer_is_an_error_at_once(
         async with pair(link, transport) as two:
             here = two.agent.register(np.zeros(SIZE_BYTES, np.uint8))
             prepared = two.agent.prepare(here.ranges(), two.peer.region("shared").ranges(), two.peer)
+            await prepared.post(op).wait()  # the first touch of memory may take a while
             done = 0
             killed_s = 0.0
 

@@ -129,11 +129,17 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         self._transport.write(frame)
 
     def close(self, reason: str) -> None:
-        """Say goodbye, let the write buffer empty, and end the connection. Safe twice."""
+        """Say goodbye, let the write buffer empty, and end the connection. Safe twice.
+
+        A peer that does not read has `heartbeat_timeout_s`.
+        """
         if self._transport is not None and not self._ending:
             self._transport.write(self._codec.encode(cast("M", Goodbye(reason=reason))))
             self._end("closed")
             self._transport.close()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._transport.abort)
 
     def abort(self, reason: str) -> None:
         """End the connection now; what is in the write buffer is lost."""
@@ -207,8 +213,9 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         self._reason = self._reason or reason
 
     def _schedule_beat(self) -> None:
+        """Look again after an interval, or when the peer has been silent for as long as it may be."""
         loop = asyncio.get_running_loop()
-        self._beat_at_s = loop.time() + self._interval_s
+        self._beat_at_s = min(loop.time() + self._interval_s, self._heard_s + self._timeout_s)
         self._timer = loop.call_at(self._beat_at_s, self._beat)
 
     def _beat(self) -> None:
@@ -216,7 +223,7 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         if now - self._beat_at_s > self._interval_s:
             self._heard_s = now  # it was this process that stood still: give the peer another turn
         silent_s = now - self._heard_s
-        if silent_s >= self._timeout_s:
+        if now >= self._heard_s + self._timeout_s:
             self.abort(f"silent for {silent_s:.1f} s (heartbeat_timeout_s {self._timeout_s:g})")
             return
         if silent_s >= self._interval_s and self.writable:

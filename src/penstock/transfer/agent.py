@@ -61,7 +61,8 @@ def default_transports(config: TransferConfig) -> list[Transport]:
             config.tcp,
             streams=config.threads,
             inline_bytes_max=config.inline_bytes_max,
-            idle_s=config.heartbeat_timeout_s,
+            idle_s=1.5
+            * config.heartbeat_timeout_s,  # where the whole link is silent, that is the better word
         ),
         NixlTransport(),
         FileTransport(threads=storage.io_threads, io_bytes=storage.io_bytes),

@@ -211,9 +211,7 @@ class DataStream:
             return
         what = f"{moved.moved_bytes} bytes of {batch.num_bytes} and a header"
         if moved.end is StreamEnd.IDLE:
-            raise StreamStalled(
-                f"a stream moved {what}, then none for {self._room.idle_s:g} s (heartbeat_timeout_s)"
-            )
+            raise StreamStalled(f"a stream moved {what}, then none for {self._room.idle_s:g} s")
         raise StreamBroken(
             f"a stream ended after {what}: {os.strerror(moved.errno) if moved.errno else 'closed'}"
         )

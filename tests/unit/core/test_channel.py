@@ -116,6 +116,18 @@ def test_a_ping_is_answered_and_a_silent_peer_is_pinged_and_then_given_up():
     play(scenario)
 
 
+def test_silence_is_noticed_when_its_time_is_up_and_not_at_the_next_beat():
+    async def scenario(stage):
+        await asyncio.sleep(0.3)
+        stage.receive(Pong())
+        await asyncio.sleep(3.99)
+        assert stage.transport.ends == []
+        await asyncio.sleep(0.02)
+        assert stage.transport.ends == ["abort"]
+
+    play(scenario)
+
+
 def test_a_peer_that_speaks_is_not_pinged():
     async def scenario(stage):
         for _ in range(20):
@@ -175,6 +187,21 @@ def test_closing_says_goodbye_once():
         assert stage.handler.closed == ["closed"]
         assert stage.channel.closed.is_set()
         stage.channel.abort("too late")
+
+    play(scenario)
+
+
+def test_who_reads_no_goodbye_is_given_up():
+    """It may go on to speak, which shows that it lives, and would keep this end open for ever."""
+
+    async def scenario(stage):
+        stage.channel.close("done")
+        for _ in range(7):
+            await asyncio.sleep(0.5)
+            stage.receive(Ping())
+        assert stage.transport.ends == ["close"]
+        await asyncio.sleep(1)
+        assert stage.transport.ends == ["close", "abort"]
 
     play(scenario)
 
