@@ -24,7 +24,7 @@ from penstock.bench.transfer.limits import Fio
 from penstock.bench.transfer.nixl_peer import VARIANTS, NixlPeer
 from penstock.bench.transfer.overheads import overheads
 from penstock.bench.transfer.rounds import figures_of, limits_of, play
-from penstock.bench.transfer.shapes import POOL_BYTES, SHAPES, SMALL, STORED_SHAPES
+from penstock.bench.transfer.shapes import POOL_BYTES, SHAPES, SMALL
 from penstock.core.errors import ConfigError, PenstockError
 
 _SMALL_REPEATS = 200
@@ -84,7 +84,7 @@ async def _run(options: argparse.Namespace, python: Path) -> Report:
             await play([one for one in moving if one.name != "memcpy"], (SMALL,), rounds, _SMALL_REPEATS)
         )
         stored = await _stored(stack, options.backends, directory, skipped)
-        samples.update(await play(stored, STORED_SHAPES, rounds))
+        samples.update(await play(stored, SHAPES, rounds))
         for one in moving:
             share = await one.idle_share(0.3 if options.quick else 3)
             if share is not None:

@@ -12,10 +12,11 @@ from penstock.core.errors import TransferError
 from penstock.transfer import StorageConfig
 
 _TIMEOUT_S = 120
+_BLOCK_BYTES_MAX = 1 << 20
 
 
 class Fio:
-    """fio with O_DIRECT, as many requests under way as transport `file` has, and its block size."""
+    """fio with O_DIRECT, as many requests under way as transport `file` has, and blocks of the shape, up to 1 MiB."""
 
     name = "fio"
 
@@ -39,7 +40,7 @@ class Fio:
     async def _run(self, op: TransferOp, shape: Shape) -> float:
         fio = await asyncio.create_subprocess_exec(
             "fio", "--name=limit", f"--filename={self._path}", f"--size={POOL_BYTES}", f"--io_size={shape.num_bytes}",
-            f"--rw=rand{op.value}", f"--bs={shape.size_bytes}", "--direct=1", "--ioengine=libaio",
+            f"--rw=rand{op.value}", f"--bs={min(shape.size_bytes, _BLOCK_BYTES_MAX)}", "--direct=1", "--ioengine=libaio",
             f"--iodepth={StorageConfig().io_threads}", "--output-format=json",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip

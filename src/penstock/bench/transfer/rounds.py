@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.bench.transfer.contenders import OPS, Contender
 from penstock.bench.transfer.nixl_peer import VARIANTS
-from penstock.bench.transfer.shapes import SHAPES, SMALL, STORED_SHAPES, Shape
+from penstock.bench.transfer.shapes import SHAPES, SMALL, Shape
 from penstock.core.descriptors import TransferOp
 
 Samples = dict[str, list[float]]
@@ -68,7 +68,7 @@ def limits_of(samples: Samples) -> dict[str, float]:
         both = [second for op in OPS for second in samples.get(key("memcpy", op, shape), ())]
         if both:
             limits[f"memcpy_{shape.name}_gb_per_s"] = _gb_per_s(both, shape)
-    for shape in STORED_SHAPES:
+    for shape in SHAPES:
         for op in OPS:
             seconds = samples.get(key("fio", op, shape))
             if seconds:

@@ -37,6 +37,4 @@ SHAPES = (
     Shape("512x256KiB", 512, 256 << 10),
     Shape("128x1MiB", 128, 1 << 20),
 )
-STORED_SHAPES = SHAPES[2:]
-"""Those of files and objects."""
 SMALL = Shape("4KiB", 1, 4096)
