@@ -38,6 +38,16 @@ def test_a_quick_run_of_hashing_writes_its_report(tmp_path, capsys):
 def test_a_wrong_size_is_refused():
     with pytest.raises(ConfigError, match="at least one block"):
         _main("hashing", "--tokens", "8")
+    with pytest.raises(ConfigError, match="--blocks: must be 1 to 20000, got 0"):
+        _main("reshard", "--blocks", "0")
+
+
+def test_a_quick_run_of_reshard_times_every_case(tmp_path):
+    out = tmp_path / "reshard.json"
+    assert _main("reshard", "--quick", "--blocks", "4", "--json", str(out)) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert figures["plan_per_layer_tp8_tp4_ms"] > 0
+    assert figures["ranges_per_block_heads_first_tp8_tp4"] == 160
 
 
 def test_a_quick_run_of_pool_times_both_of_each_size(tmp_path):

@@ -23,6 +23,7 @@ BENCHES = {
     "policies": "routing policies side by side, on the simulator: kv and the baselines under benchmarks/baselines",
     "pool": "a request's work in the block pool, against the Python twin",
     "profile": "how well `penstock profile` predicts the paged engine at points it was not fitted to",
+    "reshard": "listing the bytes that move between workers of different tensor parallelism and layout",
     "router": "the prefix index: lookups, stored and removed blocks per second, bytes, beside a peer's",
     "routers": "several frontends beside one on the same requests, simulated: how much later first tokens come",
     "serve": "load on a running OpenAI-compatible server: latency, throughput, goodput",
