@@ -20,6 +20,16 @@ _DEMO_WORKERS = 2  # so that there is something to route between
 
 _SERVE_FLAGS = {
     "--workers": ("roles.aggregated.replicas", "N", "worker processes (default 1; 2 with --demo)"),
+    "--prefill": (
+        "roles.prefill.replicas",
+        "P",
+        "prefill workers, which hand prompts over to decode workers",
+    ),
+    "--decode": (
+        "roles.decode.replicas",
+        "D",
+        "decode workers; with --prefill instead of --workers, or beside them",
+    ),
     "--engine": ("roles.aggregated.engine", "NAME", "paged: PyTorch (default); mock: made-up text, no model"),
     "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
     "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),
@@ -135,9 +145,11 @@ def _graph_of(options: argparse.Namespace) -> Any:
     if options.demo and options.model:
         raise ConfigError(f"--demo and {options.model}: serve one of them")
     overrides = Overrides(options.set)
+    roles = _roles_of(options)
     for flag, (place, _, _) in _SERVE_FLAGS.items():
         if (value := getattr(options, place)) is not None:
-            overrides.assign(place, value, flag=flag)
+            for meant in _places(place, roles):
+                overrides.assign(meant, value, flag=flag)
     engine = getattr(options, _SERVE_FLAGS["--engine"][0])
     if engine is not None and engine not in engine_names():
         raise ConfigError(f"--engine: unknown {engine!r}{nearest(engine, list(engine_names()))}")
@@ -150,10 +162,25 @@ def _graph_of(options: argparse.Namespace) -> Any:
         raise ConfigError(
             "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
         )
-    data: dict[str, Any] = {"model": DEMO_MODEL}
-    if options.demo:
+    data: dict[str, Any] = {"model": DEMO_MODEL, "roles": {role: {} for role in roles}}
+    if options.demo and roles == ["aggregated"]:
         data["roles"] = {"aggregated": {"replicas": _DEMO_WORKERS}}
     return build(data, overrides, source="serve")
+
+
+def _roles_of(options: argparse.Namespace) -> list[str]:
+    """Name the roles that the flags ask for."""
+    asked = [role for role in ("prefill", "decode") if getattr(options, f"roles.{role}.replicas") is not None]
+    if not asked or getattr(options, "roles.aggregated.replicas") is not None:
+        return ["aggregated", *asked]
+    return asked
+
+
+def _places(place: str, roles: list[str]) -> list[str]:
+    """Say where a flag's value goes: what describes a worker, to every role."""
+    if place.startswith("roles.aggregated.") and not place.endswith(".replicas"):
+        return [place.replace("aggregated", role, 1) for role in roles]
+    return [place]
 
 
 def _add_router(commands: Any) -> None:
@@ -265,7 +292,7 @@ def _add_graph(commands: Any) -> None:
 
 
 def _check_graph(options: argparse.Namespace) -> int:
-    from penstock.deploy.local import runnable_role  # noqa: PLC0415
+    from penstock.deploy.local import runnable_roles  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
     from penstock.sim.deployment import simulated_role  # noqa: PLC0415
 
@@ -274,7 +301,7 @@ def _check_graph(options: argparse.Namespace) -> int:
         f"{spec.replicas} {role} ({spec.engine})" for role, spec in graph.roles.present().items()
     )
     print(f"{options.file}: valid: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
-    for command, find_role in (("serve", runnable_role), ("simulate", simulated_role)):
+    for command, find_role in (("serve", runnable_roles), ("simulate", simulated_role)):
         try:
             find_role(graph)
         except ConfigError as error:

@@ -107,7 +107,8 @@ def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> 
         (("--demo", "--workers", "0"), "roles.aggregated.replicas: must be >= 1 to serve anything, got 0"),
         (("--demo", "--set", "roles.aggregated.tensor_parallel=2"), "tensor_parallel: must be 1 in this version, got 2"),
         (("--demo", "--set", "roles.aggregated.data_parallel=4"), "data_parallel: must be 1 in this version, got 4"),
-        (("--demo", "--set", "roles={prefill: {}, decode: {}}"), "disaggregated serving is not available in this version"),
+        (("--demo", "--prefill", "1", "--decode", "0"), "roles.decode.replicas: must be >= 1 to serve anything, got 0"),
+        (("--demo", "--prefill", "1"), "prefill needs decode"),
         ((__file__,), f"model: {__file__} is not a directory; expected a checkpoint's directory"),
         (("./absent",), "model: no such directory: ./absent"),
         (("--demo", "--host", "192.0.2.7", "--port", "0"), "192.0.2.7 is not an address of this machine"),
@@ -133,8 +134,6 @@ def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert cli.main(["graph", "check", str(path)]) == 0
     assert capsys.readouterr().out == (
         f"{path}: valid: demo, 2 prefill (paged), 1 decode (paged), frontend on port 8000\n"
-        f"{path}: but not for penstock serve: roles: disaggregated serving is not available in this version;"
-        " describe roles.aggregated alone\n"
         f"{path}: but not for penstock simulate: roles: disaggregated serving cannot be simulated in this version;"
         " describe roles.aggregated alone\n"
     )

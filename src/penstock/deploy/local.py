@@ -27,6 +27,7 @@ from penstock.runtime.handshake import Identity
 
 Say = Callable[[str, str, str], None]
 _SECRET_BYTES = 32
+_WORKER_NAMES = {Role.AGGREGATED: "worker", Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _KILL_AFTER_S = 5.0  # what a process gets to end by itself beyond its own time to drain
 
 
@@ -52,7 +53,7 @@ class LocalDeployment:
         Raises:
             ConfigError: the graph asks for what this version cannot run.
         """
-        self._role = runnable_role(graph)
+        self._roles = runnable_roles(graph)
         self.graph = graph
         self.url = ""
         """Where it answers, once entered."""
@@ -92,9 +93,13 @@ class LocalDeployment:
             self.url = port.url
             self._say("penstock", "starting", f"model {served_name(self.graph)}")
             checkpoint = await asyncio.to_thread(open_checkpoint, self.graph)
-            card = await asyncio.to_thread(make_card, checkpoint, self.graph, self._role)
+            cards = {
+                name: await asyncio.to_thread(make_card, checkpoint, self.graph, role)
+                for name, role in self._roles.items()
+            }
+            expect_same_blocks(cards)
             common = await self._share(stack)
-            self._employ(common, port, card, str(checkpoint.path))
+            self._employ(common, port, cards, str(checkpoint.path))
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = {member: group.create_task(member.run()) for member in self.members}
@@ -131,20 +136,21 @@ class LocalDeployment:
             supervisor_pid=os.getpid(),
         )
 
-    def _employ(self, common: Common, port: Port, card: ModelCard, model_dir: str) -> None:
+    def _employ(self, common: Common, port: Port, cards: dict[Role, ModelCard], model_dir: str) -> None:
         metrics_dir = Path(common.runtime_dir, "metrics") if self.graph.frontend.processes > 1 else None
         if metrics_dir is not None:
             metrics_dir.mkdir()
         worker_ids = itertools.count(1)  # every process gets a new one, a restarted one too
 
-        def work(index: int) -> WorkerJob:
+        def work(role: Role, index: int, device: int) -> WorkerJob:
             return WorkerJob(
                 worker_id=WorkerId(next(worker_ids)),
-                role=Role.AGGREGATED,
-                card=card,
+                role=role,
+                card=cards[role],
                 model_dir=model_dir,
                 index=index,
-                adapters=self._role.adapters_of(index),
+                device=device,
+                adapters=self._roles[role].adapters_of(index),
             )
 
         def front() -> FrontendJob:
@@ -152,8 +158,11 @@ class LocalDeployment:
                 self._forget_dead(metrics_dir)
             return FrontendJob(host=port.host, port=port.number, metrics_dir=str(metrics_dir or ""))
 
+        devices = itertools.count()
         self._workers = [
-            self._member(f"worker-{n + 1}", partial(work, n), common) for n in range(self._role.replicas)
+            self._member(f"{_WORKER_NAMES[role]}-{n + 1}", partial(work, role, n, next(devices)), common)
+            for role, spec in self._roles.items()
+            for n in range(spec.replicas)
         ]
         self._frontends = [
             self._member(f"frontend-{n + 1}", front, common) for n in range(self.graph.frontend.processes)
@@ -195,19 +204,38 @@ def _nobody_serves(group: list[Member]) -> bool:
     return not any(member.ready.is_set() for member in group)
 
 
-def runnable_role(graph: Graph) -> RoleSpec:
-    """Give the one role that this version runs.
+def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
+    """Give the roles that this machine is to run.
 
     Raises:
-        ConfigError: the graph asks for more.
+        ConfigError: the graph asks for what this version cannot run.
     """
-    role = graph.roles.only_aggregated("is not available in this version")
-    for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):
-        degree = getattr(role, field)
-        if degree != 1:
-            raise ConfigError(f"roles.aggregated.{field}: must be 1 in this version, got {degree}")
-    if role.kv_dtype not in {"auto", role.weight_dtype}:
-        raise ConfigError(
-            f"roles.aggregated.kv_dtype: must be auto or that of the weights in this version, got {role.kv_dtype}"
-        )
-    return role
+    roles = graph.roles.present()
+    for name, role in roles.items():
+        for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):
+            degree = getattr(role, field)
+            if degree != 1:
+                raise ConfigError(f"roles.{name}.{field}: must be 1 in this version, got {degree}")
+        if role.kv_dtype not in {"auto", role.weight_dtype}:
+            raise ConfigError(
+                f"roles.{name}.kv_dtype: must be auto or that of the weights in this version, got {role.kv_dtype}"
+            )
+    if not any(role.replicas for name, role in roles.items() if name is not Role.PREFILL):
+        without = " and ".join(f"roles.{name}.replicas" for name in roles if name is not Role.PREFILL)
+        raise ConfigError(f"{without}: must be >= 1 to serve anything, got 0")
+    return roles
+
+
+def expect_same_blocks(cards: dict[Role, ModelCard]) -> None:
+    """Refuse roles whose KV would never be the same.
+
+    Raises:
+        ConfigError: they name blocks differently.
+    """
+    first, *others = cards
+    for other in others:
+        if cards[other].salt != cards[first].salt:
+            raise ConfigError(
+                f"roles.{first} and roles.{other}: their KV differs, so that no prompt could be handed over or found again;"
+                " give both the same engine, weight_dtype, expert_dtype and kv_dtype"
+            )

@@ -13,7 +13,7 @@ from penstock.core.wire import Wire
 class WorkerJob(Wire, frozen=True, tag="worker"):
     """`card` says what it serves, from the files in `model_dir`; `index` is its number among its role's workers.
 
-    `adapters` are the LoRA adapters that it has.
+    `device` is the number of its first device on this machine, `adapters` are the LoRA adapters that it has.
     """
 
     worker_id: WorkerId
@@ -21,6 +21,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
     card: ModelCard
     model_dir: str
     index: int = 0
+    device: int = 0
     adapters: tuple[str, ...] = ()
 
 

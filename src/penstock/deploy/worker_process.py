@@ -5,9 +5,11 @@ import os
 import random
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
-from penstock.core.types import Prices
+from penstock.core.types import Prices, Role
 from penstock.deploy.engine_spec import engine_spec
 from penstock.deploy.location import location_here
 from penstock.deploy.messages import Assignment, Ready, Tell, WorkerJob
@@ -18,6 +20,7 @@ from penstock.graph.engine_prices import engine_prices
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
+from penstock.transfer import TransferAgent
 from penstock.worker.files import ModelFiles
 from penstock.worker.worker import Worker, WorkerIdentity
 
@@ -44,7 +47,7 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
                     graph,
                     role,
                     Checkpoint.open(job.model_dir),
-                    device_index=job.index,
+                    device_index=job.device,
                     hash_key=common.hash_key,
                 ),
             ),
@@ -62,6 +65,7 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
             adapters=job.adapters,
             read_file=ModelFiles(Path(job.model_dir), job.card.files).read,
             config=graph.worker,
+            agent=_transfer_agent(graph, job, name, common.secret),
         )
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(_tell_ready(worker, role, tell))
@@ -71,6 +75,14 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
             finally:
                 telling.cancel()
                 obeying.cancel()
+
+
+def _transfer_agent(graph: Graph, job: WorkerJob, name: str, secret: bytes) -> TransferAgent | None:
+    """Make what moves KV between workers, where prompts are handed over."""
+    if job.role is Role.AGGREGATED:
+        return None
+    config = graph.worker.hand_over.transfer.model_copy(update={"secret": SecretStr(secret.hex())})
+    return TransferAgent(f"{name}-{job.worker_id}", config)
 
 
 def _prices(role: RoleSpec, model_dir: Path) -> Prices | None:

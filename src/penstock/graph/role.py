@@ -176,7 +176,7 @@ class RoleSpec(Config):
 
 
 class Roles(Config):
-    """Which kinds of worker there are. Either whole requests (aggregated), or prefill and decode apart."""
+    """Which kinds of worker there are: for whole requests (aggregated), for prefill and decode apart, or both beside each other."""
 
     aggregated: RoleSpec | None = None
     """Workers that run whole requests."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
-from penstock.core.types import Tier
+from penstock.core.types import Role, Tier
 from penstock.router.chooser import Chooser
 from penstock.router.config import ExplainConfig
 from penstock.router.disagg import Comparison
@@ -125,13 +125,17 @@ class Decision:
             if condition is None:
                 continue  # nothing was known of it yet
             why = condition.value
-            if condition is Condition.READY:
+            if condition in {Condition.READY, Condition.PREFILL_ONLY}:
                 why = self._why_not(member)
             left_out.append(LeftOut(worker=member.instance.name, why=why))
         return left_out
 
     def _why_not(self, member: Member) -> str:
         """Say why a worker that was ready could not get the request."""
+        chosen = self.seats[self.slot]
+        assert chosen is not None, "it was eligible"
+        if (member.instance.role is Role.PREFILL) is not (chosen.instance.role is Role.PREFILL):
+            return "other_role"
         if self.adapter is not None and self.adapter not in member.instance.adapters:
             return "without_adapter"
         return "excluded" if member.worker_id in self.excluded else "busy"

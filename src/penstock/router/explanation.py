@@ -35,7 +35,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker of the model that could not get the request: its condition, or `busy`, `excluded`, `without_adapter`.
+    """A worker of the model that could not get the request: its condition, or `busy`, `excluded`, `without_adapter`, `other_role`.
 
     Busy is past a threshold; excluded is who refused this request, was lost with it, or was named by a gateway.
     """

@@ -23,9 +23,10 @@ from penstock.bench.report import machine
 from penstock.core.clock import wall_time_s
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
+from penstock.core.types import Role
 from penstock.deploy.card import open_checkpoint, served_name
 from penstock.deploy.engine_spec import engine_spec
-from penstock.deploy.local import runnable_role
+from penstock.deploy.local import runnable_roles
 from penstock.engine.registry import create_engine, engine_names
 from penstock.graph import DEMO_MODEL, Overrides, build
 from penstock.perf.hardware import find_hardware
@@ -125,7 +126,7 @@ def _open_engine(wanted: Wanted, seed: int) -> EngineTarget:
         "roles": {"aggregated": {"engine": wanted.target}},
     }
     graph = build(data, overrides, source="profile")
-    role = runnable_role(graph)
+    role = runnable_roles(graph)[Role.AGGREGATED]
     spec = engine_spec(graph, role, open_checkpoint(graph))
     host = machine()
     description = Description(
