@@ -377,4 +377,4 @@ def _recomputed(context: RoutingContext, slot: int) -> int:
 
 def _cost(quote: Quote) -> float:
     """Give what its cheapest worker costs."""
-    return float(quote.choice.prices[quote.choice.slot])
+    return float(quote.choice.terms[:, quote.choice.slot].sum())
