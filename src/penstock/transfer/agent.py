@@ -21,6 +21,7 @@ from penstock.seams import Transport
 from penstock.transfer.buffers import region_of
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.counters import TransferCounters, add
+from penstock.transfer.cuda import CudaTransport
 from penstock.transfer.file import FileTransport
 from penstock.transfer.frames import NOTIFICATION_BYTES_MAX
 from penstock.transfer.greeting import Proof
@@ -64,6 +65,7 @@ def default_transports(config: TransferConfig) -> list[Transport]:
             idle_s=1.5
             * config.heartbeat_timeout_s,  # where the whole link is silent, that is the better word
         ),
+        CudaTransport(),
         NixlTransport(),
         FileTransport(threads=storage.io_threads, io_bytes=storage.io_bytes),
         ObjectTransport(
