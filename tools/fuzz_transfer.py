@@ -12,7 +12,9 @@ except ModuleNotFoundError:
 
 with atheris.instrument_imports(include=["penstock"]):
     from penstock.core.descriptors import TransferOp
+    from penstock.core.wire import encode
     from penstock.testing.wire_targets import TARGETS
+    from penstock.transfer.grants import Ask
     from penstock.transfer.metadata import TRANSFER_VERSION, AgentMetadata, encode_metadata
     from penstock.transfer.tcp_frames import Get, PackedRanges, Push, Put, encode_frame
 
@@ -27,6 +29,9 @@ def _seeds(target: str) -> list[bytes]:
     ]
     if target == "tcp_owner":
         return [len(data := encode_frame(frame)).to_bytes(2, "little") + data for frame in frames]
+    if target == "shm_owner":
+        ask = encode(Ask(number=1, region_id=1, key=b"k" * 8, op=TransferOp.READ))
+        return [len(ask).to_bytes(4, "little") + ask]
     metadata = AgentMetadata(version=TRANSFER_VERSION, name="a", token=b"t" * 16, host=b"h" * 8, pid=1)
     return [encode_metadata(metadata)]
 

@@ -16,6 +16,7 @@ from penstock.core.framing import FrameReader
 from penstock.transfer.frames import STRANGER_FRAME_BYTES_MAX, link_codec
 from penstock.transfer.metadata import decode_metadata
 from penstock.transfer.regions import RegionTable
+from penstock.transfer.shm import ShmTransport
 from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.tcp_frames import Contact, TcpFrame, decode_frame
 from penstock.transfer.tcp_owner import Estate, Guest
@@ -50,15 +51,15 @@ class TcpOwner:
         """Register the region."""
         self.memory = np.full(3 * _GIVEN_BYTES, 7, np.uint8)
         self.answers: list[TcpFrame] = []
-        self._table = RegionTable()
+        self.table = RegionTable()
         region = Region(
             MemoryKind.DRAM, _GIVEN_BYTES, "given", self.memory.ctypes.data + _GIVEN_BYTES, owner=self.memory
         )
-        self.region_id = self._table.next_id()
-        self.key = self._table.add(self.region_id, region, {}).key
+        self.region_id = self.table.next_id()
+        self.key = self.table.add(self.region_id, region, {}).key
         room = StreamRoom(1, 1.0)
         self._guest = Guest(
-            Estate(_Host(self._table), {self.region_id: region}, TcpConfig(), room), _Link(self)
+            Estate(_Host(self.table), {self.region_id: region}, TcpConfig(), room), _Link(self)
         )
 
     def feed(self, payload: bytes) -> None:
@@ -89,6 +90,15 @@ class _Host:
     def spawn(self, work: Coroutine[object, object, None]) -> None:
         work.close()
         raise AssertionError("there are no streams to work on")
+
+
+class _HostOfStreams(_Host):
+    def __init__(self, table: RegionTable) -> None:
+        super().__init__(table)
+        self.spawned: list[Coroutine[object, object, None]] = []
+
+    def spawn(self, work: Coroutine[object, object, None]) -> None:
+        self.spawned.append(work)
 
 
 class _Link:
@@ -126,4 +136,29 @@ def feed_tcp_owner(data: bytes) -> None:
     asyncio.run(main())
 
 
-TARGETS = {"metadata": feed_metadata, "link": feed_link, "tcp_owner": feed_tcp_owner}
+def feed_shm_owner(data: bytes) -> None:
+    """Read what an admitted peer sends over the stream that grants memory."""
+
+    async def main() -> None:
+        owner = TcpOwner()
+        transport = ShmTransport(threads=1, inline_bytes_max=0)
+        host = _HostOfStreams(owner.table)
+        await transport.start(host)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+            transport.accept(_Link(owner), ours)
+            await host.spawned[0]
+        await transport.close()
+
+    asyncio.run(main())
+
+
+TARGETS = {
+    "metadata": feed_metadata,
+    "link": feed_link,
+    "tcp_owner": feed_tcp_owner,
+    "shm_owner": feed_shm_owner,
+}

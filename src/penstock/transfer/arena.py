@@ -12,7 +12,7 @@ import mmap
 import os
 from types import TracebackType
 from typing import Self
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +39,10 @@ class Arena:
     def __init__(self, fd: int, size_bytes: int, *, writable: bool, prefault: bool) -> None:
         """Map what is known to be sealed and long enough, and own `fd`. Use `create` or `map`."""
         self.size_bytes = size_bytes
-        self._fd: int | None = fd
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
         self.array: NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8)
         self.address: int = self.array.ctypes.data
-        _open.add(self)
         advise = ctypes.CDLL(None, use_errno=True).madvise
         whole = (ctypes.c_void_p(self.address), ctypes.c_size_t(size_bytes))
         advise(*whole, _MADV_HUGEPAGE)  # a wish; most hosts have no huge pages for shared memory
@@ -56,6 +54,10 @@ class Arena:
                 np.bitwise_or(pages, 0, out=pages)
             else:
                 pages.max()
+        self._fd = fd
+        self._closing = finalize(self, os.close, fd)
+        self._closing.atexit = False
+        _open.add(self)
 
     @classmethod
     def create(cls, size_bytes: int, *, prefault: bool = True) -> Self:
@@ -124,17 +126,16 @@ class Arena:
         Raises:
             TransferError: the arena is closed.
         """
-        if self._fd is None:
+        if not self._closing.alive:
             raise TransferError("the arena is closed")
         return self._fd
 
     def close(self) -> None:
         """Let go of the memory; arrays over it stay valid, and keep it, until they are gone. Safe twice."""
-        if self._fd is None:
+        if not self._closing.alive:
             return
         _open.discard(self)
-        os.close(self._fd)
-        self._fd = None
+        self._closing()
         self.array = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):  # somebody else's array keeps it
             self._mapping.close()

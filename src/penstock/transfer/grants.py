@@ -18,6 +18,8 @@ from penstock.core.descriptors import TransferOp
 from penstock.core.errors import ErrorInfo, PeerLost, ProtocolError
 from penstock.core.wire import Wire, encode
 
+UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""What msgpack that is none raises."""
 _LENGTH = struct.Struct("<I")
 _FRAME_BYTES_MAX = 4096
 _T = TypeVar("_T", bound=Wire)
@@ -91,7 +93,7 @@ class GrantStream:
                     payload, self._data = self._data[_LENGTH.size : end], self._data[end:]
                     try:
                         return msgspec.msgpack.decode(payload, type=kind)
-                    except msgspec.DecodeError as error:
+                    except UNREADABLE as error:
                         raise ProtocolError(f"a message about memory cannot be read: {error}") from error
             await self._read()
 

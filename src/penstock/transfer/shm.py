@@ -21,7 +21,7 @@ from penstock.core.log import get_logger
 from penstock.core.wire import Wire, encode
 from penstock.seams import Link, TransferChannel, TransportHost
 from penstock.transfer.arena import Arena
-from penstock.transfer.grants import Ask, Grant, GrantStream
+from penstock.transfer.grants import UNREADABLE, Ask, Grant, GrantStream
 from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.shm_channel import ShmChannel, ShmWay, why_untraceable
 
@@ -95,7 +95,7 @@ class ShmTransport:
             raise TransferError(f"agent {link.peer} runs on another host, or in other namespaces of this one")
         try:
             found = msgspec.msgpack.decode(contact, type=_Contact)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise TransferError(f"agent {link.peer}: its contact cannot be read: {error}") from error
         stream = GrantStream(await link.open_stream(self.name))
         untraceable = why_untraceable(link.peer_pid, found.address, found.nonce)
@@ -109,7 +109,7 @@ class ShmTransport:
             raise ProtocolError(f"agent {link.peer}: a message for transport shm, which asks over streams")
         try:
             gone = msgspec.msgpack.decode(payload, type=_Gone)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"agent {link.peer}, transport shm: {error}") from error
         if channel is not None:
             channel.forget(gone.region_id)

@@ -30,7 +30,7 @@ from penstock.seams import Link, Move
 from penstock.transfer.arena import Arena
 from penstock.transfer.checksum import Sums, checksum_ranges
 from penstock.transfer.copies import CopyMove, Mapped
-from penstock.transfer.grants import Ask, Grant, GrantStream
+from penstock.transfer.grants import UNREADABLE, Ask, Grant, GrantStream
 from penstock.transfer.ranges import ProcessMemoryError, read_process, write_process
 from penstock.transfer.regions import addresses_of, distinct
 
@@ -170,7 +170,7 @@ class ShmChannel:
     def _way(self, info: RegionInfo) -> ShmWay:
         try:
             return msgspec.msgpack.decode(info.ways.get("shm", b""), type=ShmWay)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise TransferRefused(
                 f"agent {self.link.peer} did not register region {info.region_id} for transport shm"
             ) from error

@@ -91,3 +91,22 @@ def test_an_array_outlives_the_arena():
         _ = arena.fd
     assert arena.array.size == 0
     np.testing.assert_array_equal(part, 3)
+
+
+def test_one_that_nobody_closed_is_closed_with_its_last_reference():
+    arena = Arena.create(PAGE)
+    fd = arena.fd
+    del arena
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+
+
+def test_memory_knows_its_arena():
+    with Arena.create(4 * PAGE) as arena, Arena.create(PAGE) as other:
+        part = arena.array[100:200]
+        assert Arena.around(part.ctypes.data, part.nbytes) is arena
+        assert Arena.around(other.address, PAGE) is other
+        assert Arena.around(arena.address, 4 * PAGE + 1) is None
+        assert Arena.around(np.zeros(10, np.uint8).ctypes.data, 10) is None
+        address = arena.address
+    assert Arena.around(address, 10) is None

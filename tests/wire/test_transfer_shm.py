@@ -1,0 +1,340 @@
+"""What peers may say about shared memory: lies, garbage, old answers; and what is left of a mapping afterwards."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.core.descriptors import Region, TransferOp
+from penstock.core.errors import PeerLost, ProtocolError, TransferRefused
+from penstock.core.wire import encode
+from penstock.testing.loop import run_async
+from penstock.testing.transport_harness import Bytes, TwoAgents
+from penstock.transfer import Arena, MemoryKind, TransferCancelled, TransferConfig, TransferError, shm
+from penstock.transfer.grants import Ask, Grant, GrantStream
+from penstock.transfer.shm import ShmTransport
+from penstock.transfer.shm_channel import ShmWay, why_untraceable
+
+READ, WRITE = TransferOp.READ, TransferOp.WRITE
+SIZE = 1 << 16
+
+
+class Arenas(TwoAgents):
+    """Two agents of shared memory, in an arena each."""
+
+    def __init__(self, listen: str = "unix") -> None:
+        super().__init__(self.transports, size_bytes=SIZE, config=TransferConfig(listen=(listen,)))
+
+    @staticmethod
+    def transports() -> list[ShmTransport]:
+        return [ShmTransport(threads=1, inline_bytes_max=0)]
+
+    def make_memory(self) -> tuple[Bytes, object]:
+        arena = Arena.create(self.size_bytes)
+        return arena.array, arena
+
+    async def move(self, op: TransferOp = READ) -> None:
+        await self.agent.post(op, self.local.ranges(), self.remote.ranges(), self.peer).wait()
+
+
+def play(scenario, *arguments) -> None:
+    async def main() -> None:
+        async with Arenas(*arguments) as two:
+            await scenario(two)
+
+    run_async(main())
+
+
+FDS_OF_AN_ARENA = 2  # its own, and one that mmap keeps
+
+
+def mappings(access: str = "") -> int:
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("penstock-arena" in line and access in line for line in lines)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextlib.asynccontextmanager
+async def streams():
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setblocking(False)
+    with theirs:
+        stream = GrantStream(ours)
+        yield stream, theirs
+        stream.close()
+
+
+class TestMappings:
+    def test_an_arena_is_mapped_once_and_let_go_with_its_last_region(self):
+        async def scenario(two: Arenas) -> None:
+            with Arena.create(4 * SIZE) as arena:
+                parts = [two.owner.register(arena.array[at : at + SIZE], f"part{at}") for at in (0, SIZE)]
+                peer = await two.agent.connect(two.owner.metadata(parts))
+                arena.array[SIZE] = 9
+                before = mappings(), descriptors()
+                for part in parts:
+                    for op in (WRITE, READ):
+                        remote = peer.region(part.region.name)
+                        await two.agent.post(op, two.local.ranges(0, 8), remote.ranges(8, 8), peer).wait()
+                assert (mappings(), descriptors()) == (before[0] + 1, before[1] + FDS_OF_AN_ARENA)
+                await two.owner.deregister(parts[0])
+                await asyncio.sleep(0.01)
+                assert mappings() == before[0] + 1
+                await two.owner.deregister(parts[1])
+                await asyncio.sleep(0.01)
+                assert (mappings(), descriptors()) == before, "all let go"
+
+        play(scenario)
+
+    def test_a_prepared_list_does_not_keep_a_mapping(self):
+        async def scenario(two: Arenas) -> None:
+            prepared = two.agent.prepare(two.local.ranges(), two.remote.ranges(), two.peer)
+            await prepared.post(READ).wait()
+            before = mappings()
+            await two.agent.disconnect(two.peer)
+            assert mappings() == before - 1
+            with pytest.raises(PeerLost):
+                await prepared.post(READ).wait()
+
+        play(scenario)
+
+    def test_nothing_is_left_of_agents_that_have_closed(self):
+        async def main() -> None:
+            async with Arenas() as two:
+                await two.move()
+                await two.move(WRITE)
+            await asyncio.sleep(0.01)
+
+        before = mappings()
+        open_before = descriptors()
+        run_async(main())
+        assert mappings() == before
+        assert descriptors() <= open_before
+
+    def test_memory_that_others_may_only_read_is_mapped_so(self):
+        async def scenario(two: Arenas) -> None:
+            with Arena.create(SIZE) as arena:
+                arena.array[:] = 5
+                shown = arena.array[:]
+                shown.flags.writeable = False
+                given = two.owner.register(shown, "shown")
+                peer = await two.agent.connect(two.owner.metadata([given]))
+                ranges = two.local.ranges(), peer.region("shown").ranges()
+                await two.agent.post(READ, *ranges, peer).wait()
+                assert (two.read_local() == 5).all()
+                with pytest.raises(TransferRefused, match="read-only"):
+                    await two.agent.post(WRITE, *ranges, peer).wait()
+                assert two.owner.counters.refused == {"transfer_refused": 1}
+                assert mappings("r--s") == 1
+
+        play(scenario)
+
+    def test_arenas_and_private_memory_in_one_list(self):
+        async def scenario(two: Arenas) -> None:
+            private = np.arange(SIZE, dtype=np.uint8)
+            given = two.owner.register(private, "private")
+            peer = await two.agent.connect(two.owner.metadata([given]))
+            await two.write_remote(np.full(SIZE, 3, np.uint8))
+            remote = type(two.remote.ranges()).joined(
+                [
+                    peer.region("private").ranges([0, 200], 100),
+                    two.remote.ranges(50, 100),
+                    peer.region("private").ranges(900, 7),
+                ]
+            )
+            local = two.local.ranges([0, 100, 200, 300], [100, 100, 100, 7])
+            await two.agent.post(READ, local, remote, peer).wait()
+            expected = np.concatenate([private[:100], private[200:300], np.full(100, 3), private[900:907]])
+            assert np.array_equal(two.read_local()[:307], expected)
+
+        play(scenario)
+
+
+class TestLyingOwners:
+    @pytest.mark.parametrize("way", [{"offset": SIZE}, {"offset": -8}, {"offset": 2**62}, {"offset": 1}])
+    def test_a_region_that_is_not_within_its_arena(self, way):
+        async def scenario(two: Arenas) -> None:
+            lie = encode(ShmWay(address=0, **way))
+            info = msgspec.structs.replace(two.remote.info, ways={"shm": lie})
+            two.peer.infos[two.remote.region_id] = info
+            before = mappings()
+            for op in (READ, WRITE):
+                with pytest.raises(TransferRefused, match="outside of its arena"):
+                    await two.move(op)
+            assert mappings() == before
+
+        play(scenario)
+
+    @pytest.mark.parametrize("lie", [b"", b"\xc1", b"\x80", encode(Grant(number=1))])
+    def test_a_way_that_is_none(self, lie):
+        async def scenario(two: Arenas) -> None:
+            info = msgspec.structs.replace(two.remote.info, ways={"shm": lie})
+            two.peer.infos[two.remote.region_id] = info
+            with pytest.raises(TransferRefused, match="did not register"):
+                await two.move()
+
+        play(scenario)
+
+    def test_an_arena_that_could_shrink(self, monkeypatch):
+        async def scenario(two: Arenas) -> None:
+            fd = os.memfd_create("loose")
+            os.ftruncate(fd, SIZE)
+            monkeypatch.setattr(shm.os, "open", lambda path, flags: os.dup(fd))
+            before = mappings()
+            with pytest.raises(TransferRefused, match="not sealed"):
+                await two.move()
+            assert mappings() == before
+            os.close(fd)
+
+        play(scenario)
+
+    def test_a_stream_that_the_owner_closes_is_not_waited_for_long(self, monkeypatch):
+        async def scenario(two: Arenas) -> None:
+            (transport,) = two.owner._transports.values()
+            for stream in transport._serving.values():
+                stream.close()
+            with pytest.raises(PeerLost):
+                await two.move()
+
+        monkeypatch.setattr("penstock.transfer.shm_channel._LINK_ENDS_S", 0.01)
+        play(scenario)
+
+    def test_messages_that_are_none_end_the_link(self):
+        async def scenario(two: Arenas) -> None:
+            (theirs,) = two.owner._transports.values()
+            (link,) = theirs._serving
+            link.send("shm", b"\xc1")
+            await asyncio.sleep(0.01)
+            with pytest.raises(PeerLost, match="transport shm"):
+                await two.move()
+
+        play(scenario)
+
+
+class TestStreams:
+    def test_a_descriptor_comes_with_its_message(self):
+        async def main() -> None:
+            before = descriptors()
+            async with streams() as (stream, theirs):
+                other = GrantStream(theirs)
+                with Arena.create(100) as arena:
+                    other.send(Grant(number=1))
+                    other.send(Grant(number=2, has_fd=True), arena.fd)
+                    other.send(Grant(number=3))
+                    got = [await stream.receive(Grant) for _ in range(3)]
+                    assert [grant.number for grant in got] == [1, 2, 3]
+                    with Arena.map(stream.take_fd(), 100) as mapped:
+                        mapped.array[5] = 1
+                        assert arena.array[5] == 1
+                with pytest.raises(ProtocolError, match="without the file descriptor"):
+                    stream.take_fd()
+                other.send(Grant(number=4, has_fd=True), 0)
+                await stream.receive(Grant)
+            assert descriptors() == before, "what nobody took is closed"
+
+        run_async(main())
+
+    def test_a_cancelled_question_does_not_spoil_the_next(self):
+        async def scenario(two: Arenas) -> None:
+            handle = two.agent.post(READ, two.local.ranges(), two.remote.ranges(), two.peer)
+            await asyncio.sleep(0)  # it asks
+            handle.cancel()
+            with pytest.raises(TransferCancelled):
+                await handle.wait()
+            before = descriptors()
+            await two.move(WRITE)
+            assert descriptors() == before + FDS_OF_AN_ARENA, "and not the cancelled answer's"
+
+        play(scenario)
+
+    @pytest.mark.parametrize("data", [b"\xff" * 4, b"\x01\0\0\0\xc1", b"\x01\0\0\0\x80"])
+    def test_garbage_is_refused(self, data):
+        async def main() -> None:
+            async with streams() as (stream, theirs):
+                theirs.send(data)
+                with pytest.raises(ProtocolError):
+                    await stream.receive(Ask)
+
+        run_async(main())
+
+    def test_a_message_in_pieces_is_put_together(self):
+        async def main() -> None:
+            async with streams() as (stream, theirs):
+                ask = Ask(number=1, region_id=2, key=b"k", op=WRITE)
+                payload = encode(ask)
+                data = len(payload).to_bytes(4, "little") + payload
+                waiting = asyncio.ensure_future(stream.receive(Ask))
+                for byte in data:
+                    theirs.send(bytes([byte]))
+                    await asyncio.sleep(0)
+                assert await waiting == ask
+                theirs.close()
+                with pytest.raises(PeerLost):
+                    await stream.receive(Ask)
+                with pytest.raises(PeerLost):
+                    stream.send(ask)
+
+        run_async(main())
+
+    def test_who_does_not_read_is_given_up(self):
+        async def main() -> None:
+            async with streams() as (stream, _):
+                with pytest.raises(PeerLost):
+                    [stream.send(Grant(number=number)) for number in range(1_000_000)]
+
+        run_async(main())
+
+
+class TestPrivateMemory:
+    def test_it_is_refused_where_the_kernel_refuses(self, monkeypatch):
+        def refuse(*_):
+            return "the kernel refuses"
+
+        async def main() -> None:
+            monkeypatch.setattr(shm, "why_untraceable", refuse)
+            async with Arenas() as two:
+                await two.move()
+                hidden = two.owner.register(np.zeros(100, np.uint8), "hidden")
+                peer = await two.agent.connect(two.owner.metadata([hidden]))
+                with pytest.raises(TransferRefused, match="private, and the kernel refuses; give an Arena"):
+                    two.agent.post(READ, two.local.ranges(0, 8), peer.region("hidden").ranges(0, 8), peer)
+
+        run_async(main())
+
+    def test_arenas_need_a_link_that_sends_descriptors(self, monkeypatch):
+        async def main() -> None:
+            monkeypatch.setattr(shm, "why_untraceable", lambda *_: "the kernel refuses")
+            async with Arenas("tcp://127.0.0.1:0") as two:
+                with pytest.raises(TransferRefused, match="the kernel refuses"):
+                    await two.move()
+
+        run_async(main())
+
+    def test_memory_that_went_although_it_was_registered(self):
+        async def scenario(two: Arenas) -> None:
+            gone = Region(MemoryKind.DRAM, 100, "gone", 4096)
+            given = two.owner.register(gone)
+            peer = await two.agent.connect(two.owner.metadata([given]))
+            with pytest.raises(TransferError, match="has to stay as long as it is registered"):
+                await two.agent.post(
+                    READ, two.local.ranges(0, 8), peer.region("gone").ranges(0, 8), peer
+                ).wait()
+
+        play(scenario)
+
+    def test_the_nonce_tells_who_a_process_is(self):
+        nonce = np.frombuffer(b"0123456789abcdef", np.uint8)
+        assert why_untraceable(os.getpid(), nonce.ctypes.data, nonce.tobytes()) is None
+        assert "not that agent" in why_untraceable(os.getpid(), nonce.ctypes.data, b"x" * 16)
+        assert "No such process" in why_untraceable(2**22 + 1, nonce.ctypes.data, b"x" * 16)
