@@ -10,6 +10,8 @@ from penstock.transfer.file import FileTransport
 
 
 class TestFileTransport(TransportSuite):
+    large_bytes = 16 << 20
+
     @staticmethod
     def harness(size_bytes: int) -> OwnStorage:
         directory = tempfile.TemporaryDirectory()

@@ -21,14 +21,17 @@ def _own_objects(url: str, size_bytes: int) -> OwnStorage:
 
 class TestObjectTransport(TransportSuite):
     size_bytes = 5 << 19  # two objects and a half
+    large_bytes = 16 << 20
 
     @staticmethod
     def harness(size_bytes: int) -> OwnStorage:
         return _own_objects("memory:///", size_bytes)
 
 
+@pytest.mark.slow
 class TestObjectTransportOnDirectory(TransportSuite):
     size_bytes = 5 << 19
+    large_bytes = 16 << 20
 
     @staticmethod
     def harness(size_bytes: int) -> OwnStorage:

@@ -26,7 +26,7 @@ def head_bytes(data_bytes: int) -> int:
 
 
 class StoredObject:
-    """An object in memory: whole, or its head and one stretch of its data."""
+    """An object in memory: nothing of it yet, its head and one stretch of its data, or the whole of it."""
 
     def __init__(self, name: str, index: int, data_bytes: int) -> None:
         """Begin with one of which nothing was ever written.
@@ -39,11 +39,15 @@ class StoredObject:
         self._name = name
         self._index = index
         self._data_bytes = data_bytes
+        self._head_bytes = head_bytes(data_bytes)
+        self._loaded: tuple[memoryview, memoryview] | None = None
+        self._whole: bytearray | None = None
+        self._sums: Sums
         self._first = 0  # byte of the data that the stretch begins with
-        self._set(bytearray(head_bytes(data_bytes) + data_bytes))
+        self._data_address = 0
 
     def load(self, head: memoryview, stretch: memoryview, *, end: int, first: int = 0) -> None:
-        """Take what the store has.
+        """Take what the store has; nothing is copied.
 
         Args:
             head: the first `head_bytes`.
@@ -74,10 +78,12 @@ class StoredObject:
                 " cut it off; write the whole object anew"
             )
         self._first = first
-        self._set(bytearray().join((head, stretch)))
+        self._loaded = head, stretch
+        self._sums = np.frombuffer(sums, "<u4")
+        self._data_address = np.frombuffer(stretch, np.uint8).ctypes.data
 
     def write(self, extents: Extents, index: int, base: int) -> None:
-        """Change it; the whole of it is here.
+        """Change it; nothing or the whole of it was loaded.
 
         Args:
             extents: of the region.
@@ -87,6 +93,7 @@ class StoredObject:
         Raises:
             ChecksumMismatch: a block is written in part, and the rest of it is not what was written.
         """
+        self._own()
         start, end = extents.starts[index] - base, extents.ends[index] - base
         if not extents.whole[index]:
             partial = [block - base // BLOCK_BYTES for block in extents.partial_blocks(index)]
@@ -104,6 +111,8 @@ class StoredObject:
         Raises:
             ChecksumMismatch: a block is not what was written, or nothing was.
         """
+        if self._loaded is None:
+            self._own()
         start, end = extents.starts[index] - base, extents.ends[index] - base
         if checksum:
             recorded = self._sums[start // BLOCK_BYTES : end // BLOCK_BYTES]
@@ -117,18 +126,22 @@ class StoredObject:
 
     def sealed(self) -> bytearray:
         """Give what is put into the store: all of it, its head made anew."""
+        whole = self._own()
         packed = _HEADER.pack(_MAGIC, BLOCK_BYTES, self._index, self._data_bytes)
-        check = _CHECK.pack(zlib.crc32(self._sums.tobytes(), zlib.crc32(packed)))
-        self._raw[:_SUMS_OFFSET] = packed + check
-        return self._raw
+        whole[:_SUMS_OFFSET] = packed + _CHECK.pack(zlib.crc32(self._sums.tobytes(), zlib.crc32(packed)))
+        return whole
 
-    def _set(self, raw: bytearray) -> None:
-        self._raw = raw
-        self._head_bytes = head_bytes(self._data_bytes)
-        self._sums: Sums = np.frombuffer(
-            raw, "<u4", count=self._data_bytes // BLOCK_BYTES, offset=_SUMS_OFFSET
-        )
-        self._data_address = np.frombuffer(raw, np.uint8).ctypes.data + self._head_bytes
+    def _own(self) -> bytearray:
+        """Make it whole, and memory of its own."""
+        if self._whole is None:
+            size = self._head_bytes + self._data_bytes
+            self._whole = bytearray().join(self._loaded) if self._loaded else bytearray(size)
+            assert len(self._whole) == size, "only a whole object is written"
+            self._sums = np.frombuffer(
+                self._whole, "<u4", count=self._data_bytes // BLOCK_BYTES, offset=_SUMS_OFFSET
+            )
+            self._data_address = np.frombuffer(self._whole, np.uint8).ctypes.data + self._head_bytes
+        return self._whole
 
     def _fits(self, block: int) -> bool:
         start = block * BLOCK_BYTES
