@@ -1,5 +1,7 @@
 """Transport `shm`: arenas that both map, private memory by way of the kernel, and both over a link that sends no descriptors."""
 
+import pytest
+
 from penstock.testing.transport import PeerTransportSuite
 from penstock.testing.transport_harness import Bytes, TwoAgents
 from penstock.transfer import Arena, TransferConfig
@@ -17,17 +19,21 @@ class _Arenas(TwoAgents):
 
 
 class TestShmWithArenas(PeerTransportSuite):
+    large_bytes = 48 << 20  # what they take is mostly the first touch of so much shared memory
+
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
         return _Arenas(_shm, size_bytes=size_bytes)
 
 
+@pytest.mark.slow
 class TestShmWithPrivateMemory(PeerTransportSuite):
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
         return TwoAgents(_shm, size_bytes=size_bytes)
 
 
+@pytest.mark.slow
 class TestShmOverTcpLinks(PeerTransportSuite):
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
