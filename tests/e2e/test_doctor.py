@@ -80,6 +80,15 @@ class _Broken(MemoryTransport):
         raise TransferError("it needs a warp drive: install one")
 
 
+class _Raising(MemoryTransport):
+    """It does what no transport may."""
+
+    name = "raising"
+
+    def contact(self) -> bytes:
+        raise RuntimeError("can't start new thread")
+
+
 def test_transports_are_those_that_there_are_and_a_missing_neighbour_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,12 +100,15 @@ def test_transports_are_those_that_there_are_and_a_missing_neighbour_is_a_proble
     def made(config: TransferConfig) -> list[Transport]:
         return [
             kind(threads=config.threads, inline_bytes_max=config.inline_bytes_max)
-            for kind in (MemoryTransport, _Broken)
+            for kind in (_Raising, MemoryTransport, _Broken)
         ]
 
     monkeypatch.setattr(examination, "neighbour", nobody)
     findings = asyncio.run(examination.examine(tmp_path, made))
-    assert findings.problems == ("another process could not start: no memory",)
+    assert findings.problems == (
+        "another process could not start: no memory",
+        "raising: RuntimeError: can't start new thread",
+    )
     assert {path.transport for path in findings.paths} == {"memory"}
     memory, broken = findings.transports
     assert (memory.name, broken.name) == ("memory", "broken")

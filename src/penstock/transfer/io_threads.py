@@ -66,8 +66,8 @@ class IoThreads:
             thread = threading.Thread(
                 target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True
             )
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
         with self._changed:
             self._jobs.append(job)
             self._changed.notify(min(self._size, steps))

@@ -151,7 +151,10 @@ async def examine(
                 problems.append(error.message)
             run = Examination(memories, others)
             for transport in transports(TransferConfig()):
-                await run.try_transport(transport)
+                try:
+                    await run.try_transport(transport)
+                except Exception as error:  # noqa: BLE001 - the others are still to be tried
+                    problems.append(f"{transport.name}: {_worded(error)}")
         return Findings(
             version=__version__,
             machine=f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
@@ -183,6 +186,13 @@ def _pairs(
         yield from (
             (local[kind], local[other]) for other in (*ours[index:], *STORAGE_KINDS) if other in local
         )
+
+
+def _worded(error: Exception) -> str:
+    """Word what no transport should raise."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error.message if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
 
 
 def _reason(transport: str, message: str) -> str:

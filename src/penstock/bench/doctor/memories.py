@@ -46,7 +46,7 @@ class Memories:
         for kind, make in makers.items():
             try:
                 self._memory[kind] = make()
-            except (PenstockError, OSError, _Missing) as error:
+            except (PenstockError, OSError, MemoryError, _Missing) as error:
                 self.missing[kind] = str(error)
         if self._directory is not None:
             self._memory[MemoryKind.FILE] = FileRegion(
