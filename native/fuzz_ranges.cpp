@@ -96,7 +96,7 @@ void compare_merging(std::mt19937_64& random) {
 
 // On the heap and exactly as long as needed, so that ASan sees one byte too many.
 void compare_copies(std::mt19937_64& random) {
-    const std::uint64_t size = random() % 16 == 0 ? random() % (12U << 20U) : random() % 5000;
+    const std::uint64_t size = random() % 64 == 0 ? random() % (24U << 20U) : random() % 5000;
     std::vector<std::uint8_t> source(size);
     std::vector<std::uint8_t> target(size);
     std::vector<std::uint8_t> expected(size);

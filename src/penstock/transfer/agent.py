@@ -55,9 +55,10 @@ _REFUSALS_KEPT = 64
 def default_transports(config: TransferConfig) -> list[Transport]:
     """Make one of each transport there is; those that cannot work here say so when they start."""
     storage = config.storage
+    copying = min(config.threads, max(1, len(os.sched_getaffinity(0)) // 2))
     return [
-        MemoryTransport(threads=config.threads, inline_bytes_max=config.inline_bytes_max),
-        ShmTransport(threads=config.threads, inline_bytes_max=config.inline_bytes_max),
+        MemoryTransport(threads=copying, inline_bytes_max=config.inline_bytes_max),
+        ShmTransport(threads=copying, inline_bytes_max=config.inline_bytes_max),
         TcpTransport(
             config.tcp,
             streams=config.threads,

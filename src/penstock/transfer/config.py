@@ -49,7 +49,7 @@ class TransferConfig(Config):
     inline_bytes_max: int = Field(default=64 << 10, ge=0)
     """Up to so many bytes are copied at once, within `post`; more than that on threads."""
     threads: int = Field(default=2, ge=1)
-    """Native threads that share one large copy, and streams to one peer over TCP."""
+    """Native threads that share one large copy, but at most half of the cores; and streams to one peer over TCP."""
     notifications_max: int = Field(default=65_536, ge=1)
     """Notifications kept for a reader; a peer that sends more is disconnected, with an error on both sides."""
     tls: TlsConfig | None = None

@@ -32,7 +32,7 @@ class ProcessMemoryError(OSError):
 def copy_ranges(targets: Numbers, sources: Numbers, lengths: Numbers, threads: int = 1) -> None:
     """Copy ranges of memory, each as memmove does; which of two that overlap each other comes last is not defined.
 
-    From 8 MiB on it writes past the cache, which on one thread gave 1.1 (32 KiB blocks) to 2 times (1 MiB) the speed
+    From 12 MiB on it writes past the cache, which on one thread gave 1.1 (32 KiB blocks) to 2 times (1 MiB) the speed
     of memcpy (2 cores of AMD EPYC, shared pages or private ones). There a second thread brought nothing; on machines
     with more memory channels than one core can fill it does.
 
