@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import signal
 import socket
 import subprocess
 import sys
@@ -235,21 +236,29 @@ def test_errors_of_the_server_are_tried_again_for_a_while(s3: S3Server) -> None:
 
 def test_a_server_that_hangs_is_an_error_in_time(s3: S3Server) -> None:
     async def main() -> None:
-        loop = asyncio.get_running_loop()
         async with (
             _front(s3) as front,
             _storing(_region(front.url, prefix="hung"), request_timeout_s=0.5) as storing,
         ):
             front.hang = True
             for op in (WRITE, READ):
-                began_s = loop.time()
-                with pytest.raises(TransferError, match="s3://bucket/sub/hung/0000000"):
-                    await storing.move(op)
-                assert loop.time() - began_s < 2.5
-            began_s = loop.time()
-            with pytest.raises(DeadlineExceeded):
-                await storing.move(READ, timeout_s=0.1)
-            assert loop.time() - began_s < 0.45, "a read waits for nothing once it is cancelled"
+                async with asyncio.timeout(10):
+                    with pytest.raises(TransferError, match="s3://bucket/sub/hung/0000000"):
+                        await storing.move(op)
+
+    run_async(main())
+
+
+def test_a_read_waits_for_nothing_once_its_deadline_is_over(s3: S3Server) -> None:
+    async def main() -> None:
+        async with (
+            _front(s3) as front,
+            _storing(_region(front.url, prefix="hung"), request_timeout_s=25) as storing,
+        ):
+            front.hang = True
+            async with asyncio.timeout(10):
+                with pytest.raises(DeadlineExceeded):
+                    await storing.move(READ, timeout_s=0.1)
 
     run_async(main())
 
@@ -259,8 +268,9 @@ def test_a_server_that_dies_under_way_is_an_error_and_may_come_back() -> None:
 
     async def main() -> None:
         async with _storing(_region(server.url, size_bytes=24 * MIB), retries=1) as storing:
+            server.process.send_signal(signal.SIGSTOP)
             handle = storing.agent.post(WRITE, storing.local.ranges(), storing.remote.ranges())
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
             server.kill()
             with pytest.raises(TransferError, match="s3://bucket/sub/kv/0000"):
                 await handle.wait()

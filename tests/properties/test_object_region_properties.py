@@ -1,0 +1,85 @@
+"""A region of an object store against a byte array: any writes, any reads, by one agent and then by another."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.errors import ChecksumMismatch
+from penstock.testing.loop import run_async
+from penstock.transfer import ObjectRegion, TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.block_sums import BLOCK_BYTES
+from penstock.transfer.object import ObjectTransport
+
+obstore = pytest.importorskip("obstore")
+
+OBJECT_BYTES = 1 << 20
+SIZE = 2 * OBJECT_BYTES + 3 * BLOCK_BYTES
+
+edges = st.sampled_from([0, BLOCK_BYTES, OBJECT_BYTES, 2 * OBJECT_BYTES, SIZE])
+places = st.builds(lambda edge, by: min(max(edge + by, 0), SIZE), edges, st.integers(-9000, 9000))
+cuts = st.lists(st.one_of(edges, places), min_size=2, max_size=6, unique=True).map(sorted)
+ranges = cuts.map(lambda points: list(zip(points[::2], points[1::2], strict=False)))
+steps = st.one_of(
+    st.tuples(st.just("write"), ranges, st.integers(0, 255)),
+    st.tuples(st.just("read"), ranges, st.just(0)),
+    st.tuples(st.just("reopen"), st.just([]), st.just(0)),
+)
+
+
+class _Model:
+    def __init__(self) -> None:
+        self.data = np.zeros(SIZE, np.uint8)
+        self.written = np.zeros(SIZE // BLOCK_BYTES, bool)
+
+    def blocks(self, start: int, end: int) -> slice:
+        return slice(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+
+
+@pytest.mark.slow
+@given(st.lists(steps, max_size=10))
+@settings(max_examples=25)
+def test_what_is_read_is_what_was_written(script: list[tuple[str, list[tuple[int, int]], int]]) -> None:
+    store = obstore.store.MemoryStore()
+    model = _Model()
+    memory = np.zeros(SIZE, np.uint8)
+
+    async def main() -> None:
+        turns = iter(script)
+        while await _life(store, memory, model, turns):
+            pass
+
+    run_async(main())
+
+
+async def _life(store: object, memory: np.ndarray, model: _Model, turns: Any) -> bool:
+    """Do what one agent does; says whether there is more for another one."""
+    transport = ObjectTransport(requests=3, request_timeout_s=10, retries=0)
+    async with TransferAgent("a", TransferConfig(listen=()), transports=[transport]) as agent:
+        local = agent.register(memory)
+        remote = agent.register(ObjectRegion(store, SIZE, object_bytes=OBJECT_BYTES))
+        for what, spans, seed in turns:
+            if what == "reopen":
+                return True
+            starts, lengths = [a for a, _ in spans], [b - a for a, b in spans]
+            lists = local.ranges(starts, lengths), remote.ranges(starts, lengths)
+            if what == "write":
+                memory[:] = np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
+                await agent.post(TransferOp.WRITE, *lists).wait()
+                for start, end in spans:
+                    model.data[start:end] = memory[start:end]
+                    model.written[model.blocks(start, end)] = True
+                continue
+            memory[:] = 0
+            known = all(model.written[model.blocks(start, end)].all() for start, end in spans)
+            try:
+                await agent.post(TransferOp.READ, *lists).wait()
+            except ChecksumMismatch:
+                assert not known
+                continue
+            assert known
+            for start, end in spans:
+                assert np.array_equal(memory[start:end], model.data[start:end])
+    return False
