@@ -13,12 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core import framing, types
+from penstock.core.descriptors import TransferOp
 from penstock.core.errors import ErrorInfo, ProtocolError
 from penstock.core.framing import LENGTH_BYTES, FrameReader, UnknownFrame
 from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.runtime import handshake
 from penstock.runtime.discovery import messages
 from penstock.runtime.requests import frames
+from penstock.transfer import frames as links
+from penstock.transfer import tcp_frames
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_frames.json"
 
@@ -166,9 +169,38 @@ HUB = {
     "change_synced": messages.Change(change=types.WatchSynced()),
     **LIFE,
 }
+LINK_CODEC = links.link_codec()
+LINK = {
+    "challenge": links.Challenge(version=1, nonce=b"n" * 16),
+    "greeting": links.Greeting(
+        version=1, nonce=b"m" * 16, proof=b"p" * 32, name="worker-0", pid=42, host=b"h" * 8
+    ),
+    "welcome": links.Welcome(proof=b"p" * 32, link_id=7),
+    "welcome_not": links.Welcome(error=ERROR),
+    "transport": links.TransportMessage(transport="tcp", payload=b"says"),
+    "notification": links.Notification(payload=b"done"),
+    "withdrawn": links.Withdrawn(region_id=3),
+    "withdrawn_done": links.WithdrawnDone(region_id=3),
+    **LIFE,
+}
+RANGES = tcp_frames.PackedRanges(
+    regions=(3, 5), keys=(b"k" * 8, b"l" * 8), offsets=bytes(range(16)), lengths=bytes(16), of=bytes(8)
+)
+TCP = {
+    "put": tcp_frames.Put(exchange=1, ranges=RANGES, payload=b"bytes", checksums=b"sums"),
+    "get": tcp_frames.Get(exchange=2, ranges=RANGES, checksum=True),
+    "push": tcp_frames.Push(exchange=3, stream=4, op=TransferOp.WRITE, ranges=RANGES, checksum=True),
+    "stop": tcp_frames.Stop(exchange=3, error=ERROR),
+    "ready": tcp_frames.StreamReady(stream=4),
+    "go": tcp_frames.Go(exchange=3),
+    "done": tcp_frames.Done(exchange=2, payload=b"bytes", checksums=b"sums"),
+    "ended": tcp_frames.Ended(exchange=3, error=ERROR),
+}
 CASES = [(frames.CODEC, name, message) for name, message in PLANE.items()] + [
     (messages.CODEC, f"hub_{name}", message) for name, message in HUB.items()
 ]
+CASES += [(LINK_CODEC, f"link_{name}", message) for name, message in LINK.items()]
+CASES += [(tcp_frames.TCP_CODEC, f"tcp_{name}", message) for name, message in TCP.items()]
 each_message = pytest.mark.parametrize(
     ("codec", "name", "message"), CASES, ids=[name for _, name, _ in CASES]
 )
@@ -187,7 +219,12 @@ def test_the_bytes_are_what_they_were(codec, name, message):
 
 def test_every_message_has_its_bytes():
     assert json.loads(GOLDEN.read_text(encoding="utf-8")).keys() == {name for _, name, _ in CASES}
-    for codec, known in ((frames.CODEC, PLANE), (messages.CODEC, HUB)):
+    for codec, known in (
+        (frames.CODEC, PLANE),
+        (messages.CODEC, HUB),
+        (LINK_CODEC, LINK),
+        (tcp_frames.TCP_CODEC, TCP),
+    ):
         assert codec.tags == {message.__struct_config__.tag for message in known.values()}
 
 

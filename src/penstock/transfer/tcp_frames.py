@@ -177,7 +177,7 @@ class Ended(Wire, frozen=True, tag="ended"):
 
 TcpFrame = Put | Get | Push | Stop | StreamReady | Go | Done | Ended
 
-_codec: FrameCodec[TcpFrame] = FrameCodec(TcpFrame)
+TCP_CODEC: FrameCodec[TcpFrame] = FrameCodec(TcpFrame)
 
 
 def encode_frame(frame: TcpFrame) -> bytes:
@@ -190,7 +190,7 @@ def decode_frame(payload: bytes) -> TcpFrame | UnknownFrame:
     Raises:
         ProtocolError: it is none, or a known one with impossible content.
     """
-    return _codec.decode(payload)
+    return TCP_CODEC.decode(payload)
 
 
 def _column(data: bytes) -> OffsetArray:
