@@ -37,7 +37,8 @@ class Site:
             return {worker["name"]: worker for worker in (await response.json())["workers"]}
 
     async def ready_workers(self) -> int:
-        return sum(worker["condition"] == "ready" for worker in (await self.workers()).values())
+        usable = {"ready", "prefill_only"}
+        return sum(worker["condition"] in usable for worker in (await self.workers()).values())
 
     async def load(self, name: str) -> dict[str, Any]:
         return (await self.workers())[name]["load"] or {}
@@ -146,7 +147,7 @@ async def site_of(graph: Graph, log_level: str = "warning") -> AsyncIterator[Sit
     ):
         site = Site(deployment, http, said)
         async with site.client:
-            wanted = graph.roles.aggregated.replicas if graph.roles.aggregated else 0
+            wanted = sum(role.replicas for role in graph.roles.present().values())
 
             async def all_known() -> bool:
                 return await site.ready_workers() == wanted

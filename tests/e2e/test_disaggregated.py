@@ -1,0 +1,122 @@
+"""Prefill and decode on different workers: real processes, the paged engine's real KV, whoever is killed."""
+
+import asyncio
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "Which parts does a request pass on its way, and what does each of them do with it? " * 4
+TOKENS = 40
+ALWAYS = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
+
+
+def roles(prefill=1, decode=1, **role):
+    return {"prefill": {"replicas": prefill} | role, "decode": {"replicas": decode} | role}
+
+
+async def metric(site, name):
+    async with site.http.get(f"{site.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+async def explained(site):
+    async with site.http.get(f"{site.url}/admin/explain?last=10") as response:
+        return (await response.json())["decisions"]
+
+
+def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
+    asked = [
+        {"temperature": 0},
+        {"temperature": 1.0, "n": 2},
+        {"temperature": 0.8, "logprobs": True, "top_logprobs": 2, "stop": ["the worker"]},
+    ]
+
+    async def answers(site):
+        found = []
+        for options in asked:
+            answer = await site.client.chat.completions.create(
+                model="penstock-demo",
+                messages=[{"role": "user", "content": PROMPT}],
+                max_tokens=TOKENS,
+                seed=7,
+                **options,
+            )
+            found.append(
+                [
+                    (
+                        choice.message.content,
+                        choice.finish_reason,
+                        [
+                            (token.token, round(token.logprob, 3))
+                            for token in (choice.logprobs.content if choice.logprobs else [])
+                        ],
+                    )
+                    for choice in answer.choices
+                ]
+            )
+        return found
+
+    whole = []
+
+    async def alone(site):
+        whole.extend(await answers(site))
+
+    async def apart(site):
+        assert await answers(site) == whole
+        assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == 4
+        decode = await site.load("decode-1")
+        size = 16
+        assert decode["prefilled_tokens"] <= 4 * size, "only what no full block holds is computed again"
+        assert (await site.load("prefill-1"))["generated_tokens"] == 4
+
+        async def nothing_is_held():
+            loads = [await site.load(name) for name in ("prefill-1", "decode-1")]
+            return all(load["active_blocks"] == 0 for load in loads)
+
+        await site.until(nothing_is_held, timeout_s=5)
+
+    deploy(alone, role={"engine": "paged"}, timeout_s=120)
+    deploy(apart, roles=roles(engine="paged"), router=ALWAYS, timeout_s=120)
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_a_worker_killed_at_any_moment_is_not_noticed(deploy, victim):
+    async def scenario(site):
+        for turn in range(4):
+            prompt = f"{turn} {PROMPT}"
+            expected = (await site.tell(prompt, max_tokens=TOKENS))[0]
+            text, chunks = "", 0
+            async for chunk in site.stream(prompt, max_tokens=TOKENS):
+                text += site.text_of(chunk)
+                chunks += 1
+                if chunks == 1 + 3 * turn:
+                    used = [decision["worker"] for decision in await explained(site)]
+                    site.kill([name for name in used if name.startswith(victim)][-1])
+            assert text == expected
+            await site.until(lambda: all_back(site))
+
+    async def all_back(site):
+        return await site.ready_workers() == 4
+
+    deploy(scenario, roles=roles(2, 2, engine="paged"), router=ALWAYS, timeout_s=240)
+
+
+def test_decode_workers_serve_alone_while_there_is_no_prefill_worker(deploy):
+    async def scenario(site):
+        expected, _ = await site.tell(PROMPT, max_tokens=TOKENS)
+        site.kill("prefill-1")
+        text, _ = await site.tell(PROMPT, max_tokens=TOKENS)
+        assert text == expected
+
+        async def back():
+            return await site.ready_workers() == 2
+
+        await site.until(back)
+        before = await metric(site, 'penstock_router_prefills_total{place="remote"}')
+        await asyncio.sleep(0.2)
+        assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == expected
+        assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == before + 1
+
+    deploy(scenario, roles=roles(engine="mock"), router=ALWAYS)
