@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.bench.transfer.owner import config_for, make_pool
+from penstock.bench.transfer.pools import config_for, make_pool
 from penstock.bench.transfer.shapes import POOL_BYTES, Shape
 from penstock.core.errors import TransferError
 from penstock.transfer import (

@@ -9,20 +9,10 @@ import asyncio
 import sys
 import time
 
-import numpy as np
 import uvloop
 
-from penstock.bench.transfer.shapes import POOL_BYTES
-from penstock.transfer import Arena, TransferAgent, TransferConfig
-
-
-def make_pool(memory: str) -> object:
-    """Take the pool's memory: an arena, or private memory that is touched."""
-    return Arena.create(POOL_BYTES) if memory == "shared" else np.ones(POOL_BYTES, np.uint8)
-
-
-def config_for(transport: str, listen: str) -> TransferConfig:
-    return TransferConfig(listen=(listen,), transports=(transport,), heartbeat_timeout_s=30)
+from penstock.bench.transfer.pools import config_for, make_pool
+from penstock.transfer import TransferAgent
 
 
 async def serve(transport: str, listen: str, memory: str) -> None:
