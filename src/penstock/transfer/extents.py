@@ -30,8 +30,8 @@ class Extents:
         offsets: (m,) of each piece, in the region; sorted within an I/O.
         addresses: (m,) of each piece, in memory.
         lengths: (m,) bytes.
-        first_blocks: (n,) where in `block_addresses` the blocks of an I/O with aligned pieces begin.
-        block_addresses: (k,) uint64, in memory, of the blocks of all I/Os with aligned pieces.
+        first_blocks: (n,) where in `block_addresses` the blocks of an I/O begin.
+        block_addresses: (k,) uint64, in memory, of each whole block's worth of a piece; blocks where pieces are aligned.
     """
 
     region_ids: list[int]
@@ -97,8 +97,7 @@ class Extents:
         covered = np.concatenate([[False], starts[1:] <= reach[:-1]])
         whole = np.logical_and.reduceat(covered | begins, first)
         whole &= (starts[first] % BLOCK_BYTES == 0) & (reach[last] % BLOCK_BYTES == 0)
-        aligned = np.logical_and.reduceat(on_block & (follows | begins), first)
-        blocks = np.where(np.repeat(aligned, last - first + 1), sizes // BLOCK_BYTES, 0)
+        blocks = sizes // BLOCK_BYTES
         until = np.cumsum(blocks)
         in_piece = np.arange(until[-1]) - np.repeat(until - blocks, blocks)
         return cls(
@@ -106,7 +105,7 @@ class Extents:
             starts=(starts[first] // BLOCK_BYTES * BLOCK_BYTES - shift[first]).tolist(),
             ends=(end_block[last] * BLOCK_BYTES - shift[last]).tolist(),
             bounds=[*first.tolist(), len(starts)],
-            aligned=aligned.tolist(),
+            aligned=np.logical_and.reduceat(on_block & (follows | begins), first).tolist(),
             whole=whole.tolist(),
             offsets=starts - shift,
             addresses=memory,

@@ -57,7 +57,7 @@ class SlabSums:
         self.path = path
         self.has_forgotten = False
         self._slab_bytes = slab_bytes
-        self._boot_id = bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
+        self._boot_id = _this_boot()
         create = os.O_CREAT if slab_is_empty else 0
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | create, 0o600)
@@ -139,3 +139,11 @@ class SlabSums:
         packed = _HEADER.pack(_MAGIC, BLOCK_BYTES, state, self._slab_bytes, self._boot_id)
         os.pwrite(self._fd, packed + _CHECK.pack(zlib.crc32(packed)), 0)
         os.fdatasync(self._fd)
+
+
+def _this_boot() -> bytes:
+    """Name the boot of this machine: 16 bytes; where the kernel does not say, no two openings are of one boot."""
+    try:
+        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
+    except OSError:
+        return os.urandom(16)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ChecksumMismatch, TransferError
+from penstock.transfer import slab_sums
 from penstock.transfer.block_sums import BLOCK_BYTES
 from penstock.transfer.extents import Extents
 from penstock.transfer.io_threads import Bounce
@@ -66,6 +68,24 @@ def test_what_was_written_outlives_the_process(tmp_path: Path) -> None:
     again = Slab(tmp_path / "kv", SIZE)
     assert _read(again, SIZE) == bytes([3]) * SIZE
     again.close()
+
+
+def test_where_the_kernel_names_no_boot_only_what_was_closed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slab_sums, "_BOOT_ID", tmp_path / "none")
+    slab = Slab(tmp_path / "kv", SIZE)
+    _write(slab, np.full(SIZE, 3, np.uint8))
+    for copy in ("kv", f"kv{SUMS_SUFFIX}"):
+        shutil.copy(tmp_path / copy, tmp_path / copy.replace("kv", "crashed"))
+    slab.close()
+    closed, crashed = Slab(tmp_path / "kv", SIZE), Slab(tmp_path / "crashed", SIZE)
+    assert _read(closed, 1) == bytes([3])
+    with pytest.raises(ChecksumMismatch, match="never written, or not since the slab was made or forgotten"):
+        _read(crashed, 1)
+    assert "slab_forgotten" in capsys.readouterr().out
+    closed.close()
+    crashed.close()
 
 
 def test_what_was_never_written_cannot_be_read(tmp_path: Path) -> None:
