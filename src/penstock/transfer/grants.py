@@ -35,12 +35,16 @@ class Ask(Wire, frozen=True):
 
 
 class Grant(Wire, frozen=True):
-    """You may, or `error`. With `has_fd` the descriptor of its arena comes along, open for writing if `writable`."""
+    """You may, or `error`. With `has_fd` the descriptor of its arena comes along, open for writing if `writable`.
+
+    The memory of an arena that `is_resident` was taken, so that looking at all of it takes no more.
+    """
 
     number: int
     arena_bytes: int = 0
     writable: bool = False
     has_fd: bool = False
+    is_resident: bool = False
     error: ErrorInfo | None = None
 
 

@@ -28,6 +28,8 @@ from penstock.transfer.shm_channel import ShmChannel, ShmWay, why_untraceable
 _log = get_logger()
 _KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _NONCE_BYTES = 16
+_TOUCHED_BYTES_MAX = 16 << 30
+"""Of an arena: about 1.5 s of CPU time, and 32 MiB of page tables. A larger one is touched where it is used."""
 
 
 class _Contact(Wire, frozen=True):
@@ -59,6 +61,7 @@ class ShmTransport:
         self.threads = threads
         self.inline_bytes_max = inline_bytes_max
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="transfer-shm")
+        self._toucher = ThreadPoolExecutor(1, thread_name_prefix="transfer-shm-touch")
         self._nonce = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), np.uint8)
         self._arenas: dict[int, Arena] = {}  # by region
         self._told: dict[int, set[Link]] = {}  # who was granted a region
@@ -141,12 +144,18 @@ class ShmTransport:
         self._arenas.clear()
         self._told.clear()
         self.executor.shutdown(wait=False)
+        self._toucher.shutdown(wait=False, cancel_futures=True)
 
     def local_addresses(self, ranges: Descriptors) -> OffsetArray:
         """Give (n,) uint64: where ranges of this agent are."""
         assert self._host is not None
         ids = distinct(ranges.region_ids)
         return addresses_of(ranges, {region_id: self._host.region(region_id).address for region_id in ids})
+
+    def touch(self, arena: Arena) -> None:
+        """Look up a peer's pages beside everything else, so that the first transfers need not."""
+        if arena.size_bytes <= _TOUCHED_BYTES_MAX:
+            self._toucher.submit(arena.touch)
 
     def closed(self, channel: ShmChannel) -> None:
         """Forget a channel."""
@@ -190,5 +199,13 @@ class ShmTransport:
             failure = TransferError(f"the arena of region {ask.region_id} cannot be opened: {error}")
             return Grant(number=ask.number, error=failure.to_info()), None
         self._told.setdefault(ask.region_id, set()).add(link)
-        arena_bytes = arena.size_bytes if arena is not None else 0
-        return Grant(number=ask.number, arena_bytes=arena_bytes, writable=writable, has_fd=fd is not None), fd
+        if arena is None or fd is None:
+            return Grant(number=ask.number), None
+        grant = Grant(
+            number=ask.number,
+            arena_bytes=arena.size_bytes,
+            writable=writable,
+            has_fd=True,
+            is_resident=arena.is_resident,
+        )
+        return grant, fd

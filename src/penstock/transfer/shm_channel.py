@@ -61,6 +61,8 @@ class Shm(Protocol):
 
     def local_addresses(self, ranges: Descriptors) -> OffsetArray: ...
 
+    def touch(self, arena: Arena) -> None: ...
+
     def closed(self, channel: "ShmChannel") -> None: ...
 
 
@@ -212,13 +214,15 @@ class ShmChannel:
         return grant
 
     def _map(self, fd: int, grant: Grant, region_id: int) -> Arena:
-        """Map an arena, or find where it is mapped already. Its pages are looked up at first touch."""
+        """Map an arena, or find where it is mapped already."""
         status = os.fstat(fd)
         key = status.st_dev, status.st_ino, grant.writable
         known = self._arenas.get(key)
         if known is None:
-            arena = Arena.map(fd, grant.arena_bytes, writable=grant.writable, prefault=False)
+            arena = Arena.map(fd, grant.arena_bytes, writable=grant.writable)
             self._arenas[key] = arena, {region_id}
+            if grant.is_resident:
+                self.shm.touch(arena)
             return arena
         os.close(fd)
         known[1].add(region_id)

@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import os
 import tempfile
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import TransferError, TransferRefused
+from penstock.transfer import arena as arena_module
 from penstock.transfer.arena import Arena
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -16,8 +18,10 @@ def test_both_mappings_are_the_same_memory(prefault):
     size = 3 * PAGE + 5
     with (
         Arena.create(size, prefault=prefault) as mine,
-        Arena.map(os.dup(mine.fd), size, prefault=prefault) as theirs,
+        Arena.map(os.dup(mine.fd), size) as theirs,
     ):
+        assert mine.is_resident is prefault
+        theirs.touch()
         assert not mine.array.any()
         mine.array[3 * PAGE + 4] = 7
         theirs.array[0] = 9
@@ -110,3 +114,23 @@ def test_memory_knows_its_arena():
         assert Arena.around(np.zeros(10, np.uint8).ctypes.data, 10) is None
         address = arena.address
     assert Arena.around(address, 10) is None
+
+
+def test_touching_looks_up_every_page(monkeypatch):
+    monkeypatch.setattr(arena_module, "_TOUCHED_BYTES", 4 * PAGE)
+    with Arena.create(10 * PAGE + 7, prefault=False) as mine:
+        assert os.fstat(mine.fd).st_blocks == 0
+        mine.touch()
+        assert os.fstat(mine.fd).st_blocks * 512 == 11 * PAGE
+        monkeypatch.setattr(arena_module, "_advise", lambda *_: errno.EINVAL)
+        mine.touch()
+        monkeypatch.setattr(arena_module, "_advise", lambda *_: errno.ENOMEM)
+        with pytest.raises(OSError, match="Cannot allocate"):
+            mine.touch()
+    mine.touch()
+
+
+def test_a_host_without_that_memory_is_said(monkeypatch):
+    monkeypatch.setattr(arena_module, "_advise", lambda *_: errno.ENOMEM)
+    with pytest.raises(TransferError, match="make it smaller"):
+        Arena.create(PAGE)
