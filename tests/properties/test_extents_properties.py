@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock.transfer.block_sums import BLOCK_BYTES
 from penstock.transfer.extents import Extents
 
-IO_BYTES = 2 * BLOCK_BYTES
+IO_BYTES = 3 * BLOCK_BYTES
 SIZE = 8 * BLOCK_BYTES
 MEMORY = 1 << 30
 

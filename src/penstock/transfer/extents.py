@@ -78,6 +78,7 @@ class Extents:
         )
         if len(starts) == 0:
             return cls([], [], [], [0], [], [], starts, memory, sizes, [], np.empty(0, np.uint64))
+        cell = starts // io_bytes
         # All regions on one line, each in its own stretch, so that nothing of two regions touches.
         rank = np.concatenate([[0], np.cumsum(regions[1:] != regions[:-1])])
         shift = rank << _REGION_SHIFT
@@ -85,7 +86,6 @@ class Extents:
         stops = starts + sizes
         reach = np.maximum.accumulate(stops)  # ranges may overlap: the pieces so far end here
         end_block = -(-reach // BLOCK_BYTES)
-        cell = starts // io_bytes
         begins = np.concatenate(
             [[True], (starts[1:] // BLOCK_BYTES > end_block[:-1]) | (cell[1:] != cell[:-1])]
         )
