@@ -34,6 +34,9 @@ class Offers:
         """Offers that nobody took in time."""
         self.refused = 0
         """Prompts that went without their KV, as too much was held."""
+        self.none_left = asyncio.Event()
+        """Set while nothing is held."""
+        self.none_left.set()
         self._engine = engine
         self._info = info
         self._producer = producer
@@ -65,6 +68,7 @@ class Offers:
         pin_id = PinId(next(self._ids))
         timer = asyncio.get_running_loop().call_later(self._config.pin_ttl_s, self._expire, pin_id)
         self._held[pin_id] = block_ids, timer
+        self.none_left.clear()
         self._held_blocks += len(block_ids)
         return KvHandle(
             producer=self._producer,
@@ -90,6 +94,8 @@ class Offers:
         timer.cancel()
         self._held_blocks -= len(block_ids)
         self._engine.unpin(block_ids)
+        if not self._held:
+            self.none_left.set()
         return True
 
     def close(self) -> None:
@@ -99,6 +105,7 @@ class Offers:
 
     def check(self) -> None:
         """Raise AssertionError where the sum is wrong."""
+        assert self.none_left.is_set() == (not self._held), "set exactly while nothing is held"
         assert self._held_blocks == sum(len(block_ids) for block_ids, _ in self._held.values())
 
     def _expire(self, pin_id: PinId) -> None:

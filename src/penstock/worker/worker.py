@@ -44,6 +44,7 @@ from penstock.core.wire import num_tokens
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.seams import Discovery, Engine, EventSink, FrontendSink, KvBlocks, Registration, RequestPlane
 from penstock.transfer import TransferAgent
+from penstock.worker.computing import Computing
 from penstock.worker.config import WorkerConfig
 from penstock.worker.frontends import Frontend, Frontends
 from penstock.worker.hand_over import HandOver
@@ -115,15 +116,14 @@ class Worker:
         self._frontends = Frontends()
         self._stopping = asyncio.Event()
         self._refusal: PenstockError | None = None
-        self._reports = LoadReports(self.config, self._load, self._push_load)
+        self._reports = LoadReports(self.config, self._computing.load, self._push_load)
         if agent is not None and not isinstance(engine, KvBlocks):
             raise ConfigError(
                 f"role {identity.role}: the engine of {identity.name} does not give its KV blocks; use the role aggregated,"
                 " or another engine"
             )
         self._agent = agent
-        self.hand_over: HandOver | None = None
-        """Moves KV between this worker and others, once started; None where prompts are not handed over."""
+        self._computing = Computing(engine, self._fail)
 
     async def run(self) -> None:
         """Start the engine and serve until `stop`; then finish what is under way and withdraw.
@@ -140,8 +140,10 @@ class Worker:
             self._info = info
             card = self._fitting_card(info)
             async with AsyncExitStack() as stack:
+                self._computing.context_length = card.context_length
                 if self._agent is not None:
-                    self.hand_over = await stack.enter_async_context(self._make_hand_over(info, self._agent))
+                    hand_over = self._make_hand_over(info, self._agent)
+                    self._computing.hand_over = await stack.enter_async_context(hand_over)
                 server = await self._plane.serve(self)
                 stack.push_async_callback(server.close)
                 self.instance = self._make_instance(server.address, card, info)
@@ -159,26 +161,21 @@ class Worker:
     # -- WorkerService
 
     def connected(self, sink: FrontendSink) -> None:
-        self._push_load_to(self._frontends.connect(sink), self._load())
+        self._push_load_to(self._frontends.connect(sink), self._computing.load())
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         frontend = self._frontends.at(sink)
         frontend.sent += 1
         self._reports.accepted += 1
-        fetches = request.kv is not None and self.hand_over is not None
         try:
             self._check(request, frontend)
-            if not fetches:
-                self._start(request)
+            self._computing.submit(request)
         except PenstockError as error:
-            if isinstance(error, Outrun):
-                self._push_load_to(frontend, self._load())  # what it did not know comes before its request
+            if isinstance(error, Outrun):  # what it did not know comes before its request
+                self._push_load_to(frontend, self._computing.load())
             self._push_error(frontend, request.request_id, error)
             return
         running = self._frontends.take(request, frontend)
-        if fetches:
-            assert self.hand_over is not None
-            self.hand_over.fetch(request, self._start_fetched)
         if request.deadline_s is not None:
             loop = asyncio.get_running_loop()
             running.deadline = loop.call_later(
@@ -190,7 +187,7 @@ class Worker:
 
     def abort(self, request_id: RequestId) -> None:
         if self._frontends.forget(request_id) is not None:
-            self._abandon(request_id)
+            self._computing.abort(request_id)
             self._reports.note()
 
     def disconnected(self, sink: FrontendSink) -> None:
@@ -215,6 +212,7 @@ class Worker:
         """Raise AssertionError where the parts disagree; for tests and simulations."""
         self._frontends.check()
         self.publisher.check()
+        self._computing.check()
 
     # -- starting
 
@@ -293,14 +291,13 @@ class Worker:
                 self._frontends.prefilled(running)
             if delta.finish_reason is not None or delta.error is not None:
                 self._frontends.forget(delta.request_id)
-            parts.setdefault(running.frontend, []).append(self._handed_over(delta, running.request))
+            parts.setdefault(running.frontend, []).append(self._computing.told(delta, running.request))
         # Deltas go last: whoever sees an answer end, and asks at once again, is routed by what it left behind.
         assert self._info is not None, "started"
         if self._info.kv_events:
             self.publisher.publish(step.events)
-        self._reports.note(None if step.load is None else self._with_fetches(step.load))
-        if self.hand_over is not None:
-            self.hand_over.stepped()
+        self._reports.note(None if step.load is None else self._computing.load(step.load))
+        self._computing.stepped()
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)
 
@@ -321,6 +318,7 @@ class Worker:
         try:
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await self._frontends.idle.wait()
+                await self._computing.handed_over()
         except TimeoutError:
             _log.warning("requests_handed_over", worker=self._name, requests=len(self._frontends.requests))
             aborted = tuple(self._frontends.requests)
@@ -328,7 +326,7 @@ class Worker:
                 Unavailable(f"{self._name} stops, after {self.config.drain_timeout_s:g} s of draining")
             )
             for request_id in aborted:
-                self._abandon(request_id)
+                self._computing.abort(request_id)
         _log.info("worker_drained", worker=self._name)
 
     def _hand_over(self, error: PenstockError) -> None:
@@ -337,6 +335,11 @@ class Worker:
             running = self._frontends.forget(request_id)
             if running is not None:
                 self._push_error(running.frontend, request_id, error)
+
+    @property
+    def hand_over(self) -> HandOver | None:
+        """What moves KV between this worker and others, once started; None where prompts are not handed over."""
+        return self._computing.hand_over
 
     @property
     def _name(self) -> str:
@@ -375,66 +378,20 @@ class Worker:
                 " others have sent there since; it chooses again by the load that comes with this"
             )
 
-    def _start(self, request: Request) -> None:
-        """Have the engine compute a request; of one that is to be handed over, its prompt and a token.
-
-        Raises:
-            PenstockError: it does not take it.
-        """
-        if request.hand_over:
-            first = msgspec.structs.replace(request.sampling, max_tokens=request.num_emitted + 1)
-            request = msgspec.structs.replace(request, sampling=first)
-        try:
-            self._engine.submit(request)
-        except PenstockError:
-            raise
-        except Exception as error:
-            # an engine's bug must not take the others' requests along
-            _log.exception("engine_submit_failed", request_id=request.request_id)
-            raise EngineError(
-                f"request {request.request_id}: the engine could not take it: {error!r}"
-            ) from error
-
-    def _start_fetched(self, request: Request) -> None:
-        """Go on with a request whose KV has come, or will not."""
-        running = self._frontends.requests.get(request.request_id)
-        if running is None:
-            return
-        try:
-            if self._refusal is not None and isinstance(self._refusal, WorkerLost):
-                raise self._refusal
-            self._start(request)
-        except PenstockError as error:
-            self._frontends.forget(request.request_id)
-            self._push_error(running.frontend, request.request_id, error)
-        self._reports.note()
-
-    def _abandon(self, request_id: RequestId) -> None:
-        """Stop whatever goes on for a request."""
-        if self.hand_over is None or not self.hand_over.cancel(request_id):
-            self._engine.abort(request_id)
-
-    def _handed_over(self, delta: Delta, request: Request) -> Delta:
-        """Turn the end of a prompt that is to be handed over into a hand-over, if more would follow."""
-        if not request.hand_over or delta.finish_reason is not FinishReason.LENGTH:
-            return delta
-        assert self.instance is not None, "registered"
-        is_whole = (
-            request.sampling.max_tokens <= request.num_emitted + 1
-            or num_tokens(request.token_ids) + 1 >= self.instance.card.context_length
-        )
-        if is_whole:
-            return delta
-        handle = None if self.hand_over is None else self.hand_over.offer(request)
-        return msgspec.structs.replace(delta, finish_reason=FinishReason.PREFILLED, kv=handle)
-
     def _expire(self, request_id: RequestId, deadline_s: float) -> None:
         running = self._frontends.forget(request_id)
         if running is not None:
-            self._abandon(request_id)
+            self._computing.abort(request_id)
             error = DeadlineExceeded(
                 f"request {request_id}: its {deadline_s:g} s have passed; allow more time"
             )
+            self._push_error(running.frontend, request_id, error)
+            self._reports.note()
+
+    def _fail(self, request_id: RequestId, error: PenstockError) -> None:
+        """End a request that had been taken."""
+        running = self._frontends.forget(request_id)
+        if running is not None:
             self._push_error(running.frontend, request_id, error)
             self._reports.note()
 
@@ -445,16 +402,6 @@ class Worker:
         )
 
     # -- load
-
-    def _load(self) -> WorkerLoad:
-        return self._with_fetches(self._engine.load())
-
-    def _with_fetches(self, load: WorkerLoad) -> WorkerLoad:
-        """Count the requests whose KV is on its way as waiting."""
-        fetches = 0 if self.hand_over is None else len(self.hand_over)
-        if not fetches:
-            return load
-        return msgspec.structs.replace(load, waiting_requests=load.waiting_requests + fetches)
 
     def _push_load(self, load: WorkerLoad) -> None:
         for frontend in self._frontends.everybody():

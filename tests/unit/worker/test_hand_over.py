@@ -203,6 +203,24 @@ def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_
     play(scene, config=WorkerConfig(hand_over=HandOverConfig(pin_ttl_s=1)))
 
 
+def test_a_prefill_worker_that_drains_stays_until_its_blocks_were_read():
+    async def scene(cluster, dispatcher):
+        asked = request("a")
+        async with dispatcher.open(asked) as stream:
+            tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
+            cluster.worker("p0").stop()
+            await asyncio.sleep(1)
+            assert "p0" in cluster.names
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+        assert cluster.worker("d0").hand_over.failures == {}
+        await asyncio.sleep(1)
+        assert "p0" not in cluster.names
+
+    play(scene)
+
+
 def test_no_more_blocks_are_held_than_allowed():
     async def scene(cluster, dispatcher):
         asked = request("a")

@@ -1,0 +1,107 @@
+"""A worker's requests at its engine: started at once, or once their KV has come; ended, or handed over to another worker."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.core.errors import EngineError, PenstockError
+from penstock.core.ids import RequestId
+from penstock.core.log import get_logger
+from penstock.core.types import Delta, FinishReason, Request, WorkerLoad
+from penstock.core.wire import num_tokens
+from penstock.seams import Engine
+from penstock.worker.hand_over import HandOver
+
+_log = get_logger()
+
+Fail = Callable[[RequestId, PenstockError], None]
+
+
+class Computing:
+    """Stands between a worker and its engine, and hides where a prompt was computed. One event loop owns it."""
+
+    def __init__(self, engine: Engine, on_failure: Fail) -> None:
+        """Begin without hand-over.
+
+        Args:
+            engine: the worker's.
+            on_failure: hears of a request that was taken, and that the engine refused when its KV had come.
+        """
+        self.hand_over: HandOver | None = None
+        """Moves KV to and from other workers; None where prompts are not handed over."""
+        self.context_length = 0
+        """Of the model as it is served; prompts that reach it are not handed over."""
+        self._engine = engine
+        self._on_failure = on_failure
+
+    def submit(self, request: Request) -> None:
+        """Have a request computed: at once, or once the KV that it brings a handle of is here.
+
+        Raises:
+            PenstockError: the engine does not take it.
+        """
+        if request.kv is None or self.hand_over is None:
+            self._start(request)
+        else:
+            self.hand_over.fetch(request, self._start_fetched)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Stop whatever goes on for a request."""
+        if self.hand_over is None or not self.hand_over.cancel(request_id):
+            self._engine.abort(request_id)
+
+    def told(self, delta: Delta, request: Request) -> Delta:
+        """Say what an engine's delta means to the request: the end of a prompt may be a hand-over."""
+        if not request.hand_over or delta.finish_reason is not FinishReason.LENGTH:
+            return delta
+        first = request.num_emitted + 1
+        if request.sampling.max_tokens <= first or num_tokens(request.token_ids) + 1 >= self.context_length:
+            return delta  # there was no more to come
+        handle = None if self.hand_over is None else self.hand_over.offer(request)
+        return msgspec.structs.replace(delta, finish_reason=FinishReason.PREFILLED, kv=handle)
+
+    async def handed_over(self) -> None:
+        """Wait until nobody has to read anything here any more; time limits of the offers bound it."""
+        if self.hand_over is not None:
+            await self.hand_over.offers.none_left.wait()
+
+    def stepped(self) -> None:
+        """Hear that the engine may have given blocks back."""
+        if self.hand_over is not None:
+            self.hand_over.stepped()
+
+    def load(self, load: WorkerLoad | None = None) -> WorkerLoad:
+        """Give the engine's load, or the one that a step left, with the requests whose KV is on its way as waiting."""
+        load = load or self._engine.load()
+        fetches = 0 if self.hand_over is None else len(self.hand_over)
+        return (
+            msgspec.structs.replace(load, waiting_requests=load.waiting_requests + fetches)
+            if fetches
+            else load
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError where the parts disagree."""
+        if self.hand_over is not None:
+            self.hand_over.check()
+
+    def _start(self, request: Request) -> None:
+        """Give a request to the engine; of one that is to be handed over, its prompt and a token."""
+        if request.hand_over:
+            first = msgspec.structs.replace(request.sampling, max_tokens=request.num_emitted + 1)
+            request = msgspec.structs.replace(request, sampling=first)
+        try:
+            self._engine.submit(request)
+        except PenstockError:
+            raise
+        except Exception as error:  # an engine's bug must not take the others' requests along
+            _log.exception("engine_submit_failed", request_id=request.request_id)
+            raise EngineError(
+                f"request {request.request_id}: the engine could not take it: {error!r}"
+            ) from error
+
+    def _start_fetched(self, request: Request) -> None:
+        try:
+            self._start(request)
+        except PenstockError as error:
+            self._on_failure(request.request_id, error)
