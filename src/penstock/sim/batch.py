@@ -26,6 +26,7 @@ class SimSequence:
     known:     its tokens; while it decodes, those at tick `joined`, and one more each tick since
     computed:  those whose KV is there, while its prompt is computed
     published: its leading blocks that are in the prefix cache
+    parent:    low64 of the last of those, None without any
     told:      output tokens that went out
     """
 
@@ -40,6 +41,7 @@ class SimSequence:
     joined: int | None = None
     blocks: list[BlockId] = field(default_factory=list)
     published: int = 0
+    parent: int | None = None
     told: int = 0
     cached_tokens: int | None = None
     is_fresh: bool = True
@@ -74,6 +76,12 @@ class SimSequence:
             more = self.stream.block_hashes(block_size, have, count)
             self.hashes = np.concatenate((self.hashes, more)) if have else more
         return self.hashes[:count]
+
+    def names_between(self, start: int, end: int, block_size: int) -> HashArray:
+        """Give the names of some of its blocks, (end - start, 2); those past `hashes` alone are not kept."""
+        if start >= len(self.hashes):
+            return self.stream.block_hashes(block_size, start, end)
+        return self.name_blocks(end, block_size)[start:]
 
 
 class Batch:

@@ -321,6 +321,7 @@ class JumpScheduler:
         self._pool.acquire(hits)
         sequence.blocks = hits
         sequence.published = len(hits)
+        sequence.parent = int(sequence.hashes[len(hits) - 1, 0]) if hits else None
         sequence.computed = len(hits) * self._size
         cached = sequence.computed + sum(len(run.block_ids) for run in runs) * self._size
         self._prefix_hit_tokens += cached
@@ -380,10 +381,9 @@ class JumpScheduler:
     def _publish(self, sequence: SimSequence, computed: int) -> None:
         start, end = sequence.published, computed // self._size
         if end > start:
-            hashes = sequence.name_blocks(end, self._size)
-            parent = int(hashes[start - 1, 0]) if start else None
-            self._pool.commit(sequence.blocks[start:end], hashes[start:], parent)
-            sequence.published = end
+            hashes = sequence.names_between(start, end, self._size)
+            self._pool.commit(sequence.blocks[start:end], hashes, sequence.parent)
+            sequence.published, sequence.parent = end, int(hashes[-1, 0])
 
     def _finish(self, sequence: SimSequence) -> None:
         del self._by_id[sequence.request.request_id]
@@ -399,6 +399,7 @@ class JumpScheduler:
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.published = sequence.computed = 0
+        sequence.parent = None
         self._head_blocked = False
 
     def _drop_aborted(self) -> None:
