@@ -19,6 +19,8 @@ PackedTokens = NewType("PackedTokens", bytes)  # little-endian int32
 PackedHashes = NewType("PackedHashes", bytes)  # little-endian uint64: `low64` of each block hash
 NO_TOKENS = PackedTokens(b"")
 
+_HASH = np.dtype("<u8")  # not parsed anew for each array
+
 TokenArray = NDArray[np.int32]
 HashArray = NDArray[np.uint64]
 
@@ -55,7 +57,7 @@ def pack_hashes(hashes: Iterable[int] | HashArray) -> PackedHashes:
 
 def unpack_hashes(packed: bytes) -> HashArray:
     """View packed hashes as a read-only (n,) uint64 array, without a copy."""
-    return np.frombuffer(packed, dtype="<u8")
+    return np.frombuffer(packed, dtype=_HASH)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from penstock._native import Pool
 
 
+_STORED, _REMOVED = int(ChangeKind.STORED), int(ChangeKind.REMOVED)  # an enum's members compare in Python
+
+
 class GivenUp(NamedTuple):
     """Blocks that went to make room, each the parent of the next. Their content is in place until they are written to.
 
@@ -158,14 +161,16 @@ class BlockPool:
 
     def _event(self, change: Change) -> KvEvent:
         kind, packed, parent = change
-        if kind == ChangeKind.CLEARED:
-            return AllBlocksCleared()
-        hashes = PackedHashes(packed)
-        if kind == ChangeKind.REMOVED:
-            return BlockRemoved(block_hashes=hashes, tier=self.tier)
-        return BlockStored(
-            block_hashes=hashes, parent_block_hash=parent, block_size=self.block_size, tier=self.tier
-        )
+        if kind == _STORED:
+            return BlockStored(
+                block_hashes=PackedHashes(packed),
+                parent_block_hash=parent,
+                block_size=self.block_size,
+                tier=self.tier,
+            )
+        if kind == _REMOVED:
+            return BlockRemoved(block_hashes=PackedHashes(packed), tier=self.tier)
+        return AllBlocksCleared()
 
 
 def _make_states(num_blocks: int, eviction: EvictionPolicy) -> "Pool | PoolTwin":

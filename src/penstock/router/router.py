@@ -180,7 +180,7 @@ class Router:
             ready = self._without(ready, exclude)
         if self._has_thresholds and np.count_nonzero(ready) > 1:
             ready = self._without_busy(ready)
-        return ready if ready.any() else None
+        return ready if np.count_nonzero(ready) else None  # 0.2 us, where any() takes 2
 
     def _handed(self, context: RoutingContext, blocks: int) -> RoutingContext:
         """Show a request to decode workers as if these of its blocks had been computed elsewhere."""
