@@ -116,6 +116,7 @@ class Worker:
         self._frontends = Frontends()
         self._stopping = asyncio.Event()
         self._refusal: PenstockError | None = None
+        self._computing = Computing(engine, self._fail)
         self._reports = LoadReports(self.config, self._computing.load, self._push_load)
         if agent is not None and not isinstance(engine, KvBlocks):
             raise ConfigError(
@@ -123,7 +124,6 @@ class Worker:
                 " or another engine"
             )
         self._agent = agent
-        self._computing = Computing(engine, self._fail)
 
     async def run(self) -> None:
         """Start the engine and serve until `stop`; then finish what is under way and withdraw.
