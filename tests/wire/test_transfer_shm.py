@@ -16,7 +16,15 @@ from penstock.core.errors import PeerLost, ProtocolError, TransferRefused
 from penstock.core.wire import encode
 from penstock.testing.loop import run_async
 from penstock.testing.transport_harness import Bytes, TwoAgents
-from penstock.transfer import Arena, MemoryKind, TransferCancelled, TransferConfig, TransferError, shm
+from penstock.transfer import (
+    Arena,
+    MemoryKind,
+    RemoteRegion,
+    TransferCancelled,
+    TransferConfig,
+    TransferError,
+    shm,
+)
 from penstock.transfer.grants import Ask, Grant, GrantStream
 from penstock.transfer.shm import ShmTransport
 from penstock.transfer.shm_channel import ShmWay, why_untraceable
@@ -173,6 +181,18 @@ class TestLyingOwners:
                 with pytest.raises(TransferRefused, match="outside of its arena"):
                     await two.move(op)
             assert mappings() == before
+
+        play(scenario)
+
+    def test_a_region_that_becomes_longer(self):
+        async def scenario(two: Arenas) -> None:
+            await two.move()
+            longer = msgspec.structs.replace(two.remote.info, size_bytes=SIZE + 4096)
+            two.peer.infos[two.remote.region_id] = longer
+            behind = RemoteRegion(two.remote.region_id, longer).ranges(SIZE, 8)
+            for op in (READ, WRITE):
+                with pytest.raises(TransferRefused, match="outside of its arena"):
+                    await two.agent.post(op, two.local.ranges(0, 8), behind, two.peer).wait()
 
         play(scenario)
 

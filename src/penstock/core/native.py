@@ -22,6 +22,6 @@ def warn_if_disabled() -> None:
     if native is None:
         get_logger().warning(
             "native_disabled",
-            effect="block hashes, the block pool and the prefix index run in Python, ten to a hundred times slower",
+            effect="block hashes, block pool, prefix index and transfers run in Python, two to a hundred times slower",
             fix="install g++ and Python's headers, then reinstall without PENSTOCK_NATIVE=OFF",
         )

@@ -72,6 +72,7 @@ class _Reachable:
 
     number: int
     address: int
+    size_bytes: int
     mapping: NDArray[np.uint8] | None
 
 
@@ -148,10 +149,14 @@ class ShmChannel:
                 del self._arenas[key]
 
     def granted(self, region_ids: Sequence[int], op: TransferOp) -> list[_Reachable] | None:
-        """Give what is known of these regions; None if one was not asked for yet."""
-        found = [self._reachable.get((region_id, op)) for region_id in region_ids]
-        known = [reachable for reachable in found if reachable is not None]
-        return known if len(known) == len(found) else None
+        """Give what is known of these regions; None if one was not asked for yet, or has become longer in its metadata."""
+        known: list[_Reachable] = []
+        for region_id in region_ids:
+            reachable, info = self._reachable.get((region_id, op)), self._regions.get(region_id)
+            if reachable is None or info is None or info.size_bytes > reachable.size_bytes:
+                return None
+            known.append(reachable)
+        return known
 
     async def ask(self, region_ids: Sequence[int], op: TransferOp) -> list[_Reachable]:
         """Have the peer grant regions that it has not granted yet.
@@ -160,9 +165,12 @@ class ShmChannel:
             TransferRefused: it does not.
             PeerLost: it is gone.
         """
+        found = self.granted(region_ids, op)
+        if found is not None:
+            return found
         async with self._asking:
             for region_id in region_ids:
-                if (region_id, op) not in self._reachable:
+                if self.granted([region_id], op) is None:
                     self._reachable[region_id, op] = await self._ask(region_id, op)
         found = self.granted(region_ids, op)
         if found is None:
@@ -193,16 +201,16 @@ class ShmChannel:
         if grant.error is not None:
             raise TransferRefused(f"agent {self.link.peer}: {grant.error.message}")
         if not grant.has_fd:
-            return _Reachable(number, way.address, None)
+            return _Reachable(number, way.address, info.size_bytes, None)
         fd = self._stream.take_fd()
         if way.offset is None:
             os.close(fd)
-            return _Reachable(number, way.address, None)
+            return _Reachable(number, way.address, info.size_bytes, None)
         arena = self._map(fd, grant, region_id)
         if not 0 <= way.offset <= arena.size_bytes - info.size_bytes:
             self.forget(region_id)
             raise TransferRefused(f"region {region_id} of agent {self.link.peer} ends outside of its arena")
-        return _Reachable(number, arena.address + way.offset, arena.array)
+        return _Reachable(number, arena.address + way.offset, info.size_bytes, arena.array)
 
     async def _answer(self, ask: Ask) -> Grant:
         self._stream.send(ask)
