@@ -1,5 +1,6 @@
 """What one stream moves at a time: ranges of this process's memory, behind a header, with checksums after them if wanted."""
 
+import ctypes
 import struct
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import numpy as np
 from penstock.core.descriptors import Descriptors, OffsetArray, RangePairs
 from penstock.core.errors import ChecksumMismatch, ProtocolError
 from penstock.transfer.checksum import checksum_ranges
+from penstock.transfer.ranges import copy_ranges
 
 _HEADER = struct.Struct("<8sQQ")
 HEADER_BYTES = _HEADER.size
@@ -90,6 +92,29 @@ def check_sums(addresses: OffsetArray, lengths: OffsetArray, checksums: bytes) -
             f"range {index}, {int(lengths[index])} bytes: checksum {int(arrived[index]):#010x} as it arrived,"
             f" {int(sent[index]):#010x} at the sender: the network or somebody who writes there meanwhile changed it"
         )
+
+
+def gather(addresses: OffsetArray, lengths: OffsetArray, num_bytes: int) -> bytes:
+    """Copy ranges of memory into one payload, one after the other."""
+    if len(lengths) == 1:
+        return ctypes.string_at(int(addresses[0]), num_bytes)
+    payload = np.empty(num_bytes, np.uint8)
+    copy_ranges(np.cumsum(lengths) - lengths + np.uint64(payload.ctypes.data), addresses, lengths)
+    return payload.tobytes()
+
+
+def scatter(payload: bytes, addresses: OffsetArray, lengths: OffsetArray) -> None:
+    """Copy a payload into ranges of memory, which are as long together."""
+    if len(lengths) == 1:
+        ctypes.memmove(int(addresses[0]), payload, len(payload))
+    else:
+        copy_ranges(addresses, places_in(payload, lengths), lengths)
+
+
+def places_in(payload: bytes, lengths: OffsetArray) -> OffsetArray:
+    """Give the (n,) addresses of ranges that lie in a payload one after the other; valid as long as it lives."""
+    start = np.uint64(np.frombuffer(payload, np.uint8).ctypes.data)
+    return np.cumsum(lengths) - lengths + start
 
 
 def cut(pairs: RangePairs, parts: int, ranges_max: int) -> list[RangePairs]:

@@ -1,14 +1,12 @@
 """The side of transport `tcp` that initiates: asks the owner, and moves its own bytes over streams that it opens."""
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from penstock.core.descriptors import (
     MemoryKind,
-    OffsetArray,
     RangePairs,
     Region,
     RegionInfo,
@@ -26,9 +24,8 @@ from penstock.core.errors import (
 )
 from penstock.core.framing import UnknownFrame
 from penstock.seams import Link, Move
-from penstock.transfer.ranges import copy_ranges
 from penstock.transfer.regions import addresses_of, distinct
-from penstock.transfer.tcp_batch import Batch, check_sums, checksums_of, cut
+from penstock.transfer.tcp_batch import Batch, check_sums, checksums_of, cut, gather, places_in, scatter
 from penstock.transfer.tcp_frames import (
     RANGES_MAX,
     Contact,
@@ -44,7 +41,8 @@ from penstock.transfer.tcp_frames import (
     TcpFrame,
     encode_frame,
 )
-from penstock.transfer.tcp_owner import STREAM_NUMBER_BYTES, gathered, places_in
+from penstock.transfer.tcp_move import LargeMove, Nothing, Piece, SmallMove
+from penstock.transfer.tcp_owner import STREAM_NUMBER_BYTES
 from penstock.transfer.tcp_stream import DataStream, StreamBroken, StreamRoom
 from penstock.transfer.waiting import settled
 
@@ -74,16 +72,6 @@ class _Exchange:
                 future.exception()  # seen, should nobody wait
         if self.stream is not None:
             self.stream.abort()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """What one exchange moves."""
-
-    packed: PackedRanges
-    addresses: OffsetArray
-    lengths: OffsetArray
-    num_bytes: int
 
 
 class TcpChannel:
@@ -139,13 +127,13 @@ class TcpChannel:
 
     def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
         if not len(pairs):
-            return _Nothing()
+            return Nothing()
         if pairs.total_bytes <= self.inline_bytes_max and len(pairs) <= RANGES_MAX:
-            return _SmallMove(self, op, self._piece(pairs), checksum=checksum)
+            return SmallMove(self, op, self._piece(pairs), checksum=checksum)
         by_streams = min(self.streams, pairs.total_bytes // _SPLIT_BYTES)
         by_bounds = -(-pairs.total_bytes // self._contact.piece_bytes)
         parts = cut(pairs, max(by_streams, by_bounds, 1), RANGES_MAX - 1)
-        return _LargeMove(self, op, [self._piece(part) for part in parts], checksum=checksum)
+        return LargeMove(self, op, [self._piece(part) for part in parts], checksum=checksum)
 
     async def close(self) -> None:
         self.lost(PeerLost(f"agent {self.link.peer} was disconnected"))
@@ -200,42 +188,42 @@ class TcpChannel:
 
     async def put(self, piece: Piece, *, checksum: bool) -> None:
         async with self._window:
-            with self._asking() as exchange:
-                payload = gathered(piece.addresses, piece.lengths, piece.num_bytes)
-                checksums = (
-                    checksums_of(places_in(payload, piece.lengths), piece.lengths) if checksum else b""
-                )
+            exchange = self._asked()
+            try:
+                payload = gather(piece.addresses, piece.lengths, piece.num_bytes)
+                sums = checksums_of(places_in(payload, piece.lengths), piece.lengths) if checksum else b""
                 self._send(
-                    Put(exchange=exchange.number, ranges=piece.packed, payload=payload, checksums=checksums)
+                    Put(exchange=exchange.number, ranges=piece.packed, payload=payload, checksums=sums)
                 )
-                try:
-                    await asyncio.shield(exchange.done)
-                except asyncio.CancelledError:
-                    await self._last_word(exchange)  # the owner may be at it
-                    raise
+                await self._done(exchange)
+            finally:
+                del self._exchanges[exchange.number]
 
     async def get(self, piece: Piece, *, checksum: bool) -> None:
         async with self._window:
-            with self._asking() as exchange:
+            exchange = self._asked()
+            try:
                 self._send(Get(exchange=exchange.number, ranges=piece.packed, checksum=checksum))
                 done = await exchange.done
+            finally:
+                del self._exchanges[exchange.number]
         if len(done.payload) != piece.num_bytes:
             raise ProtocolError(
                 f"agent {self.link.peer} answers with {len(done.payload)} bytes for ranges of {piece.num_bytes}"
             )
-        sources = places_in(done.payload, piece.lengths)
         if checksum:
             try:
-                check_sums(sources, piece.lengths, done.checksums)
+                check_sums(places_in(done.payload, piece.lengths), piece.lengths, done.checksums)
             except ChecksumMismatch as error:
                 self._send(Stop(exchange=exchange.number, error=error.to_info()))
                 raise
-        copy_ranges(piece.addresses, sources, piece.lengths)
+        scatter(done.payload, piece.addresses, piece.lengths)
 
     async def push(self, op: TransferOp, piece: Piece, *, checksum: bool) -> None:
         """Move a piece over a stream, when it is its turn."""
         async with self._turns:
-            with self._asking() as exchange:
+            exchange = self._asked()
+            try:
                 stream = exchange.stream = await self._held_stream()
                 try:
                     await self._push(op, piece, exchange, stream, checksum=checksum)
@@ -244,6 +232,8 @@ class TcpChannel:
                     stream.release()
                     if not stream.is_broken:
                         self._idle.append(stream)
+            finally:
+                del self._exchanges[exchange.number]
 
     async def _push(
         self, op: TransferOp, piece: Piece, exchange: _Exchange, stream: DataStream, *, checksum: bool
@@ -278,25 +268,34 @@ class TcpChannel:
                 await self._last_word(exchange)
             raise
 
+    async def _done(self, exchange: _Exchange) -> None:
+        """Wait for the answer; cancelled, all the same, as the owner may be at it."""
+        try:
+            await exchange.done
+        except asyncio.CancelledError:
+            if exchange.done.cancelled():
+                exchange.done = asyncio.get_running_loop().create_future()
+                await self._last_word(exchange)
+            raise
+
     async def _last_word(self, exchange: _Exchange) -> None:
         """Wait until the owner has let go, as long as that may take."""
         timer = asyncio.get_running_loop().call_later(
             self._room.idle_s, exchange.end, TransferError(f"agent {self.link.peer} does not answer")
         )
-        await settled(exchange.done)
-        timer.cancel()
+        try:
+            await settled(exchange.done)
+        finally:
+            timer.cancel()
 
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[_Exchange]:
+    def _asked(self) -> _Exchange:
+        """Begin an exchange; the caller forgets it."""
         if self.link.error is not None:
             raise PeerLost(self.link.error.message)
         loop = asyncio.get_running_loop()
         exchange = _Exchange(next(self._numbers), loop.create_future(), loop.create_future())
         self._exchanges[exchange.number] = exchange
-        try:
-            yield exchange
-        finally:
-            del self._exchanges[exchange.number]
+        return exchange
 
     async def _held_stream(self) -> DataStream:
         stream = self._idle.pop() if self._idle else await self._open_stream()
@@ -352,51 +351,6 @@ class TcpChannel:
             pairs.lengths,
             pairs.total_bytes,
         )
-
-
-class _Nothing:
-    """Moves nothing."""
-
-    def run_now(self) -> bool:
-        return True
-
-    async def run(self) -> None: ...
-
-
-class _SmallMove:
-    """Goes over the link, in one message."""
-
-    def __init__(self, channel: TcpChannel, op: TransferOp, piece: Piece, *, checksum: bool) -> None:
-        self._ask = channel.get if op is TransferOp.READ else channel.put
-        self._piece = piece
-        self._checksum = checksum
-
-    def run_now(self) -> bool:
-        return False
-
-    async def run(self) -> None:
-        await self._ask(self._piece, checksum=self._checksum)
-
-
-class _LargeMove:
-    """Goes over streams, in pieces."""
-
-    def __init__(self, channel: TcpChannel, op: TransferOp, pieces: list[Piece], *, checksum: bool) -> None:
-        self._channel = channel
-        self._op = op
-        self._pieces = pieces
-        self._checksum = checksum
-
-    def run_now(self) -> bool:
-        return False
-
-    async def run(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for piece in self._pieces:
-                    group.create_task(self._channel.push(self._op, piece, checksum=self._checksum))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
 
 
 def _error_of(info: ErrorInfo) -> PenstockError:

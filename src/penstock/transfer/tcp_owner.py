@@ -1,12 +1,9 @@
 """The side of transport `tcp` that owns the memory: checks what a peer asks for, and moves its own bytes."""
 
 import asyncio
-import ctypes
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from penstock.core.descriptors import OffsetArray, Region, TransferOp
 from penstock.core.errors import (
@@ -20,10 +17,9 @@ from penstock.core.errors import (
 from penstock.core.framing import UnknownFrame
 from penstock.core.log import get_logger
 from penstock.seams import Link, TransportHost
-from penstock.transfer.ranges import copy_ranges
 from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.socket_io import receive_exactly
-from penstock.transfer.tcp_batch import Batch, check_sums, checksums_of
+from penstock.transfer.tcp_batch import Batch, check_sums, checksums_of, gather, places_in, scatter
 from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.tcp_frames import (
     INLINE_BYTES_MAX,
@@ -208,18 +204,17 @@ class Guest:
         _, addresses, lengths, num_bytes = self._checked(put.ranges, TransferOp.WRITE, INLINE_BYTES_MAX)
         if len(put.payload) != num_bytes:
             raise ProtocolError(f"agent {self.link.peer}: {len(put.payload)} bytes for ranges of {num_bytes}")
-        sources = places_in(put.payload, lengths)
         if put.checksums:
             try:
-                check_sums(sources, lengths, put.checksums)
+                check_sums(places_in(put.payload, lengths), lengths, put.checksums)
             except ChecksumMismatch as error:
                 self.estate.host.refused(error, self.link.peer)
                 raise
-        copy_ranges(addresses, sources, lengths)
+        scatter(put.payload, addresses, lengths)
 
     def _got(self, get: Get) -> Done:
         _, addresses, lengths, num_bytes = self._checked(get.ranges, TransferOp.READ, INLINE_BYTES_MAX)
-        payload = gathered(addresses, lengths, num_bytes)
+        payload = gather(addresses, lengths, num_bytes)
         checksums = checksums_of(places_in(payload, lengths), lengths) if get.checksum else b""
         return Done(exchange=get.exchange, payload=payload, checksums=checksums)
 
@@ -260,7 +255,8 @@ class Guest:
         ranges, keys = packed.unpack()
         self.estate.host.authorize(self.link.peer, keys, ranges, op)
         regions = {region_id: self._reachable(region_id) for region_id in distinct(ranges.region_ids)}
-        num_bytes = ranges.total_bytes  # no range is longer than its region: 64 bits are enough
+        # no range is longer than its region: 64 bits are enough
+        num_bytes = int(ranges.lengths[0]) if len(ranges) == 1 else ranges.total_bytes
         if num_bytes > bytes_max:
             raise ProtocolError(
                 f"agent {self.link.peer}: {num_bytes} bytes at once, at most {bytes_max} may be"
@@ -301,18 +297,3 @@ class Guest:
         exchange = push.batch.exchange
         answer = Done(exchange=exchange) if error is None else Ended(exchange=exchange, error=error.to_info())
         self._say(answer)
-
-
-def gathered(addresses: OffsetArray, lengths: OffsetArray, num_bytes: int) -> bytes:
-    """Copy ranges of memory, one after the other."""
-    if len(lengths) == 1:
-        return ctypes.string_at(int(addresses[0]), num_bytes)
-    payload = np.empty(num_bytes, np.uint8)
-    copy_ranges(np.cumsum(lengths) - lengths + np.uint64(payload.ctypes.data), addresses, lengths)
-    return payload.tobytes()
-
-
-def places_in(payload: bytes, lengths: OffsetArray) -> OffsetArray:
-    """Give the (n,) addresses of ranges that lie in a payload one after the other; valid as long as it lives."""
-    start = np.uint64(np.frombuffer(payload, np.uint8).ctypes.data)
-    return np.cumsum(lengths) - lengths + start
