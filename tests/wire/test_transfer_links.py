@@ -137,3 +137,45 @@ def test_a_listener_that_speaks_another_version_is_refused():
         server.close()
 
     run_async(scenario())
+
+
+def test_who_listens_everywhere_is_told_to_peers_by_an_address_that_they_reach():
+    async def scenario():
+        everywhere = TransferConfig(listen=("tcp://0.0.0.0:0",))
+        async with TransferAgent("a", everywhere) as agent, TransferAgent("b", SOCKETS) as other:
+            (address,) = decode_metadata(agent.metadata()).addresses
+            assert "0.0.0.0" not in address
+            await other.connect(agent.metadata())
+
+    run_async(scenario())
+
+
+def test_a_refusal_of_the_version_is_known_on_both_sides(monkeypatch):
+    async def scenario():
+        async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", SOCKETS) as other:
+            metadata = other.metadata()
+            monkeypatch.setattr("penstock.transfer.greeting.TRANSFER_VERSION", TRANSFER_VERSION + 5)
+            with pytest.raises(ProtocolError, match="transfer version 6"):
+                await agent.connect(metadata)
+            async with asyncio.timeout(1):
+                while not other.refusals:  # noqa: ASYNC110 - the other side of a socket
+                    await asyncio.sleep(0.001)
+            assert "transfer version 6" in other.refusals[0].message
+
+    run_async(scenario())
+
+
+def test_a_stream_of_a_link_that_this_side_opened_is_refused():
+    """Only who initiates opens streams; the owner knows the key, too."""
+
+    async def scenario():
+        async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", SOCKETS) as other:
+            await agent.connect(other.metadata())
+            (link,) = agent._switchboard._links.values()
+            assert link.initiated
+            door = Door("unix", agent.token)
+            for link_id in range(4):
+                with pytest.raises(PeerLost, match="refuses a stream"):
+                    await door.open_stream(link_id, link.stream_key, "tcp", 1.0)
+
+    run_async(scenario())

@@ -96,11 +96,7 @@ class Listener:
         real: list[str] = []
         for text in addresses:
             listening = _listening_socket(text, self._token)
-            address = text
-            if text != SAME_HOST:
-                host, port = listening.getsockname()[:2]
-                address = str(Address(host=host, port=port))
-            real.append(address)
+            real.append(text if text == SAME_HOST else _address_of(listening))
             accepting = tasks.create_task(self._accept(listening, tasks))
             accepting.add_done_callback(partial(_close, listening))  # not while the loop watches it
             self._accepting.append(accepting)
@@ -254,21 +250,41 @@ class Door:
         return connection
 
     async def _connect(self, timeout_s: float) -> socket.socket:
-        family, where = await asyncio.to_thread(_place, self.address, self.token)
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.setblocking(False)
+        connection: socket.socket | None = None
         try:
             async with asyncio.timeout(timeout_s):
+                family, where = await asyncio.to_thread(_place, self.address, self.token)
+                connection = socket.socket(family, socket.SOCK_STREAM)
+                connection.setblocking(False)
                 await asyncio.get_running_loop().sock_connect(connection, where)
-        except (OSError, TimeoutError) as error:
-            connection.close()
-            raise PeerLost(f"{self.address}: {str(error) or f'no answer within {timeout_s:g} s'}") from error
-        except BaseException:
-            connection.close()
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, OSError):  # a timeout is one, too
+                raise PeerLost(
+                    f"{self.address}: {str(error) or f'no answer within {timeout_s:g} s'}"
+                ) from error
             raise
         if family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
+
+
+def _address_of(listening: socket.socket) -> str:
+    """Give the address that peers are told.
+
+    Where it listens at all addresses of the host, that is the one that it would speak to others from.
+    """
+    is_v4 = listening.family == socket.AF_INET
+    host, port = listening.getsockname()[:2]
+    if host in {"0.0.0.0", "::"}:  # noqa: S104 - to be replaced
+        with socket.socket(listening.family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1" if is_v4 else "2001:db8::1", 9))  # reserved; nothing is sent there
+                host = probe.getsockname()[0]
+            except OSError:  # no way to others: peers are on this host
+                host = "127.0.0.1" if is_v4 else "::1"
+    return str(Address(host=host, port=port))
 
 
 def _close(listening: socket.socket, _: "asyncio.Task[None]") -> None:
