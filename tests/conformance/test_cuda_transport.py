@@ -48,10 +48,10 @@ class PretendedCuda:
     def join(self, device: int, other: int) -> None:
         self.joined.add((device, other))
 
-    def pin(self, address: int, size_bytes: int) -> None:
+    def pin(self, device: int, address: int, size_bytes: int) -> None:
         self.pinned[address] += 1
 
-    def unpin(self, address: int) -> None:
+    def unpin(self, device: int, address: int) -> None:
         self.pinned[address] -= 1
 
     def share(self, device: int, address: int) -> tuple[bytes, int]:

@@ -50,7 +50,9 @@ class CudaTransport:
         self._host: TransportHost | None = None
         self._contact = secrets.token_bytes(_CONTACT_BYTES)
         self._regions: dict[int, Region] = {}
-        self._pinned: dict[int, int | None] = {}  # address by region; None where it cannot be
+        self._pinned: dict[
+            int, tuple[int, int] | None
+        ] = {}  # device and address by region; None: it cannot be
         self._lock = threading.Lock()  # of what is pinned: threads pin
         self._told: dict[int, set[Link]] = {}  # who was granted a region
         self._channels: dict[Link, CudaChannel] = {}
@@ -92,7 +94,8 @@ class CudaTransport:
         if isinstance(frame, Ask):
             if link.initiated:
                 raise ProtocolError(f"agent {link.peer}: asks for memory over a link that it did not open")
-            link.send(self.name, encode_frame(self._answer(link, frame)))
+            if self._host is not None:
+                self._host.spawn(self._answer(link, frame))
             return
         channel = self._channels.get(link)
         if channel is None:
@@ -117,10 +120,11 @@ class CudaTransport:
         self.by_contact.pop(self._contact, None)
         for channel in list(self._channels.values()):
             await channel.close()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self.executor.shutdown)  # what is to be unmapped is unmapped first
         cuda, self._cuda = self._cuda, None
         if cuda is not None:
-            await asyncio.get_running_loop().run_in_executor(self.executor, self._let_go, cuda)
-        self.executor.shutdown(wait=False)
+            await loop.run_in_executor(None, self._let_go, cuda)
 
     # -- for channels ---------------------------------------------------------------------------------------------
 
@@ -159,15 +163,15 @@ class CudaTransport:
             raise TransferRefused("transport cuda is not started")
         self._host.authorize(peer, keys, ranges, op)
 
-    def pin(self, regions: Mapping[int, Region]) -> None:
-        """Pin what is memory of a process and not pinned yet; from any thread."""
+    def pin(self, regions: Mapping[int, Region], device: int) -> None:
+        """Pin what is memory of a process and not pinned yet; from threads of the executor."""
         with self._lock:
             for region_id, region in regions.items():
                 if region.kind is MemoryKind.VRAM or region_id in self._pinned:
                     continue
                 try:
-                    self.cuda.pin(region.address, region.size_bytes)
-                    self._pinned[region_id] = region.address
+                    self.cuda.pin(device, region.address, region.size_bytes)
+                    self._pinned[region_id] = device, region.address
                 except (
                     TransferError
                 ) as error:  # read-only, pinned by somebody else, or more than the host allows
@@ -181,28 +185,31 @@ class CudaTransport:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _answer(self, link: Link, ask: Ask) -> Shared:
+    async def _answer(self, link: Link, ask: Ask) -> None:
         try:
             self.authorize(link.peer, {ask.region_id: ask.key}, Descriptors.of(ask.region_id, 0, 0), ask.op)
             region = self._regions.get(ask.region_id)
             if region is None or region.kind is not MemoryKind.VRAM:
                 raise TransferRefused(f"region {ask.region_id} is no device memory")
-            handle, offset = self.cuda.share(region.device, region.address)
+            self._told.setdefault(ask.region_id, set()).add(link)
+            handle, offset = await asyncio.get_running_loop().run_in_executor(
+                self.executor, self.cuda.share, region.device, region.address
+            )
+            answer = Shared(number=ask.number, handle=handle, offset=offset)
         except TransferError as error:
-            return Shared(number=ask.number, error=error.to_info())
-        self._told.setdefault(ask.region_id, set()).add(link)
-        return Shared(number=ask.number, handle=handle, offset=offset)
+            answer = Shared(number=ask.number, error=error.to_info())
+        link.send(self.name, encode_frame(answer))
 
     def _unpin(self, region_id: int) -> None:
         with self._lock:
-            address = self._pinned.pop(region_id, None)
-            if address is not None:
-                self.cuda.unpin(address)
+            pinned = self._pinned.pop(region_id, None)
+            if pinned is not None:
+                self.cuda.unpin(*pinned)
 
     def _let_go(self, cuda: Cuda) -> None:
         with self._lock:
-            pinned, self._pinned = self._pinned, {}
-            for address in pinned.values():
-                if address is not None:
-                    cuda.unpin(address)
+            every, self._pinned = self._pinned, {}
+            for pinned in every.values():
+                if pinned is not None:
+                    cuda.unpin(*pinned)
         cuda.close()

@@ -50,7 +50,7 @@ class CudaSide(Protocol):
         self, peer: str, keys: Mapping[int, bytes], ranges: Descriptors, op: TransferOp
     ) -> None: ...
 
-    def pin(self, regions: Mapping[int, Region]) -> None: ...
+    def pin(self, regions: Mapping[int, Region], device: int) -> None: ...
 
     def closed(self, channel: "CudaChannel") -> None: ...
 
@@ -187,7 +187,6 @@ class CudaChannel:
                 keys = {region_id: info.key for region_id, info in self._regions.items()}
                 other.authorize(self.link.peer, keys, ranges, op)
             regions = other.regions_of(ranges)
-            await on_thread(self.own.executor, lambda _: other.pin(regions))
             vram = {i: region.device for i, region in regions.items() if region.kind is MemoryKind.VRAM}
             return other.addresses(ranges), vram
         async with self._asking:
@@ -201,6 +200,11 @@ class CudaChannel:
             ranges, {region_id: address for region_id, (_, _, address) in mapped.items()}
         )
         return addresses, {region_id: device for region_id, (device, _, _) in mapped.items()}
+
+    def pin(self, ranges: Descriptors, device: int) -> None:
+        """Pin the peer's regions that are memory of this process."""
+        if self._other is not None:
+            self._other.pin(self._other.regions_of(ranges), device)
 
     async def _map(self, region_id: int, op: TransferOp) -> None:
         info = self._regions.get(region_id)
@@ -252,7 +256,8 @@ class _CudaMove:
 
             def get_ready(is_cancelled: Callable[[], bool]) -> None:
                 del is_cancelled
-                own.pin(regions)
+                own.pin(regions, devices[0])
+                channel.pin(self._pairs.remote, devices[0])
                 for other in devices[1:]:
                     own.cuda.join(devices[0], other)
 

@@ -23,14 +23,18 @@ _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 
 
 class Cuda(Protocol):
-    """A process's devices. Every method may block, and is called from any thread; each raises TransferError."""
+    """A process's devices. Each method raises TransferError.
+
+    Those that say nothing else may block and make a device the calling thread's, so they are for threads of our own:
+    in the user's they would change which device PyTorch takes for the current one.
+    """
 
     def bus_id(self, device: int) -> str:
-        """Name a device so that other processes know it."""
+        """Name a device so that other processes know it. From any thread."""
         ...
 
     def device_at(self, bus_id: str) -> int | None:
-        """Find a device; None if this process does not see it."""
+        """Find a device; None if this process does not see it. From any thread."""
         ...
 
     def copy(self, device: int, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray) -> None:
@@ -41,11 +45,11 @@ class Cuda(Protocol):
         """Have two devices reach each other's memory directly, if they can."""
         ...
 
-    def pin(self, address: int, size_bytes: int) -> None:
-        """Keep memory of this process where it is, so that devices read and write it directly."""
+    def pin(self, device: int, address: int, size_bytes: int) -> None:
+        """Keep memory of this process where it is, so that this device and all others read and write it directly."""
         ...
 
-    def unpin(self, address: int) -> None: ...
+    def unpin(self, device: int, address: int) -> None: ...
 
     def share(self, device: int, address: int) -> tuple[bytes, int]:
         """Give what another process needs to reach device memory: a handle, and where in it the address is."""
@@ -132,8 +136,8 @@ class CudaDriver:
             with contextlib.suppress(TransferError):  # without it copies go by way of the host
                 self._call("cuCtxEnablePeerAccess", there, ctypes.c_uint(0))
 
-    def pin(self, address: int, size_bytes: int) -> None:
-        self._enter(0)
+    def pin(self, device: int, address: int, size_bytes: int) -> None:
+        self._enter(device)
         self._call(
             "cuMemHostRegister_v2",
             ctypes.c_void_p(address),
@@ -141,8 +145,8 @@ class CudaDriver:
             ctypes.c_uint(_HOST_REGISTER_PORTABLE),
         )
 
-    def unpin(self, address: int) -> None:
-        self._enter(0)
+    def unpin(self, device: int, address: int) -> None:
+        self._enter(device)
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def share(self, device: int, address: int) -> tuple[bytes, int]:

@@ -120,8 +120,8 @@ def test_devices_are_joined_once_and_may_refuse(library: Library, driver: CudaDr
 
 
 def test_closing_gives_back_streams_and_contexts(library: Library, driver: CudaDriver) -> None:
-    driver.pin(4096, 100)
-    driver.unpin(4096)
+    driver.pin(0, 4096, 100)
+    driver.unpin(0, 4096)
     driver.copy(0, *columns((1, 2, 3)))
     library.calls.clear()
     driver.close()
