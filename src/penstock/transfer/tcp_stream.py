@@ -130,7 +130,9 @@ class DataStream:
         await self._move(self._receive, batch)
 
     def abort(self) -> None:
-        """End the stream at once, and with it what moves; a held one is closed when it is released."""
+        """End the stream at once, and with it what moves; a held one is closed when it is released. Safe twice."""
+        if self.is_broken:
+            return
         self.is_broken = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(

@@ -1,0 +1,226 @@
+"""Two honest agents and the streams between them: how many, in what order, and what is left when something ends."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import PeerLost, TransferCancelled, TransferRefused
+from penstock.testing.loop import run_async
+from penstock.transfer import TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.tcp_config import TcpConfig
+
+READ, WRITE = TransferOp.READ, TransferOp.WRITE
+MIB = 1 << 20
+PART = MIB
+PARTS = 24
+
+
+class Two:
+    """An agent that posts and one that owns; both have `PARTS` parts of a megabyte."""
+
+    def __init__(self, agent, owner):
+        self.agent, self.owner = agent, owner
+        random = np.random.default_rng(1)
+        self.here, self.there = (random.integers(0, 256, PARTS * PART, np.uint8) for _ in range(2))
+
+    async def meet(self):
+        self.local = self.agent.register(self.here)
+        self.owned = self.owner.register(self.there, "there")
+        self.peer = await self.agent.connect(self.owner.metadata())
+        self.channel = self.peer.ways["tcp"].channel
+        return self
+
+    def post(self, op, index, **options):
+        ranges = self.local.ranges(index * PART, PART), self.owned.ranges(index * PART, PART)
+        return self.agent.post(op, *ranges, self.peer, **options)
+
+    def guest(self):
+        (guest,) = self.owner._transports["tcp"]._guests.values()
+        return guest
+
+    def streams(self, agent):
+        return agent._transports["tcp"]._room.streams
+
+    async def until(self, happened):
+        async with asyncio.timeout(2):
+            while not happened():  # noqa: ASYNC110 - the other side of a socket
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def two(*, streams=2, **bounds):
+    config = TransferConfig(
+        listen=("tcp://127.0.0.1:0",), transports=("tcp",), threads=streams, tcp=TcpConfig(**bounds)
+    )
+    async with TransferAgent("a", config) as agent, TransferAgent("owner", config) as owner:
+        yield await Two(agent, owner).meet()
+
+
+def _play(scenario, **options):
+    async def main():
+        async with two(**options) as both:
+            await scenario(both)
+
+    run_async(main())
+
+
+def test_no_stream_is_opened_before_there_is_something_large_to_move():
+    async def scenario(both):
+        small = both.local.ranges(0, 64 << 10), both.owned.ranges(0, 64 << 10)
+        for op in (READ, WRITE):
+            await both.agent.post(op, *small, both.peer).wait()
+        assert not both.streams(both.agent)
+        await both.post(WRITE, 0).wait()
+        assert len(both.streams(both.agent)) == 1
+        for index in range(5):
+            await both.post(WRITE, index).wait()
+        assert len(both.streams(both.agent)) == 1, "the idle one is used again"
+
+    _play(scenario)
+
+
+def test_a_large_transfer_is_shared_by_all_streams():
+    async def scenario(both):
+        whole = both.local.ranges(), both.owned.ranges()
+        await both.agent.post(READ, *whole, both.peer).wait()
+        assert np.array_equal(both.here, both.there)
+        assert len(both.streams(both.agent)) == len(both.streams(both.owner)) == 3
+
+    _play(scenario, streams=3)
+
+
+@pytest.mark.parametrize("op", [READ, WRITE])
+def test_what_is_beyond_the_owners_bounds_waits_in_order(op):
+    async def scenario(both):
+        ended = []
+        handles = [both.post(op, index) for index in range(PARTS)]
+
+        async def wait(index):
+            await handles[index].wait()
+            ended.append(index)
+
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(PARTS):
+                tasks.create_task(wait(index))
+            while len(ended) < PARTS:
+                await asyncio.sleep(0)
+                if both.owner._transports["tcp"]._guests:
+                    assert len(both.guest()._pushes) <= 2
+        assert len(both.streams(both.owner)) == 2
+        for place, index in enumerate(ended):
+            assert abs(place - index) <= 2, ended
+        assert np.array_equal(both.here, both.there)
+
+    _play(scenario, streams=8, streams_per_peer_max=2)
+
+
+def test_many_small_ones_wait_for_the_window():
+    async def scenario(both):
+        size = 1000
+        handles = [
+            both.agent.post(
+                WRITE, both.local.ranges(index * size, size), both.owned.ranges(index * size, size), both.peer
+            )
+            for index in range(300)
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(both.channel._exchanges) == 4
+        for handle in handles:
+            await handle.wait()
+        assert np.array_equal(both.here[: 300 * size], both.there[: 300 * size])
+        assert not both.channel._exchanges
+
+    _play(scenario, window=4)
+
+
+def test_a_cancelled_transfer_leaves_others_alone():
+    async def scenario(both):
+        handles = [both.post(WRITE, index) for index in range(PARTS)]
+        await handles[0].wait()
+        for handle in handles[1::3]:
+            handle.cancel()
+        for index, handle in enumerate(handles):
+            if index % 3 == 1:
+                with pytest.raises(TransferCancelled):
+                    await handle.wait()
+            else:
+                await handle.wait()
+                part = slice(index * PART, (index + 1) * PART)
+                assert np.array_equal(both.here[part], both.there[part])
+        await both.until(lambda: not both.guest()._pushes)
+        await both.post(READ, 1).wait()
+        assert len(both.streams(both.owner)) <= 3
+
+    _play(scenario, streams=3)
+
+
+def test_deregistering_ends_only_what_uses_the_region():
+    async def scenario(both):
+        other = both.owner.register(np.zeros(PART, np.uint8), "other")
+        both.peer = await both.agent.connect(both.owner.metadata())
+        doomed = [both.post(WRITE, index) for index in range(8)]
+        kept = [
+            both.agent.post(WRITE, both.local.ranges(0, PART), other.ranges(), both.peer) for _ in range(8)
+        ]
+        await both.owner.deregister(both.owned)
+        there = both.there.copy()
+        for handle in doomed:
+            if handle.is_pending or handle.error is not None:
+                with pytest.raises(TransferRefused):
+                    await handle.wait()
+        for handle in kept:
+            await handle.wait()
+        assert np.array_equal(both.there, there), "written after it was given back"
+
+    _play(scenario)
+
+
+@pytest.mark.parametrize("op", [READ, WRITE])
+def test_an_owner_keeps_nothing_of_a_peer_that_is_gone(op):
+    async def scenario(both):
+        handles = [both.post(op, index) for index in range(PARTS)]
+        await handles[0].wait()
+        await both.agent.close()
+        for handle in handles:
+            if handle.error is not None:
+                with pytest.raises(Exception, match="closes"):
+                    await handle.wait()
+        await both.until(lambda: not both.owner._transports["tcp"]._guests)
+        assert not both.streams(both.owner)
+        assert not both.streams(both.agent)
+        there = both.there.copy()
+        await asyncio.sleep(0.02)
+        assert np.array_equal(both.there, there)
+
+    _play(scenario)
+
+
+def test_an_idle_stream_that_ends_is_replaced():
+    async def scenario(both):
+        await both.post(WRITE, 0).wait()
+        (stream,) = both.streams(both.owner)
+        stream._socket.shutdown(socket.SHUT_RDWR)
+        await both.until(lambda: not both.streams(both.agent) and not both.streams(both.owner))
+        assert not both.guest()._streams
+        await both.post(WRITE, 1).wait()
+        assert np.array_equal(both.here[: 2 * PART], both.there[: 2 * PART])
+
+    _play(scenario)
+
+
+def test_a_lost_link_takes_its_streams_along():
+    async def scenario(both):
+        await both.post(WRITE, 0).wait()
+        handle = both.post(READ, 1)
+        await asyncio.sleep(0)
+        both.peer.link.channel.abort("the test pulls the plug")
+        with pytest.raises(PeerLost):
+            await handle.wait()
+        await both.until(lambda: not both.streams(both.owner))
+        assert not both.streams(both.agent)
+
+    _play(scenario)
