@@ -26,8 +26,10 @@ from penstock.transfer.checksum import Sums as SumArray
 from penstock.transfer.checksum import checksum_ranges
 from penstock.transfer.nixl_channel import KINDS, NAME, NixlChannel
 from penstock.transfer.nixl_frames import (
+    Answer,
     Asked,
     Given,
+    Known,
     Place,
     Refused,
     SumRanges,
@@ -36,7 +38,7 @@ from penstock.transfer.nixl_frames import (
     decode_frame,
     encode_frame,
 )
-from penstock.transfer.nixl_thread import NixlThread, find_module, load_bindings
+from penstock.transfer.nixl_thread import NixlThread, find_module, load_bindings, row
 from penstock.transfer.regions import addresses_of, distinct
 
 _CONTACT = b"1"
@@ -113,7 +115,7 @@ class NixlTransport:
             def forget() -> None:
                 described = self._registered.pop(region_id, None)
                 if described is not None:
-                    thread.agent.deregisterMem(described, [thread.backend])
+                    thread.deregister(described)
 
             await thread.call(forget)
         self._owners.pop(region_id, None)
@@ -212,6 +214,7 @@ class NixlTransport:
         self._host.spawn(self._answer(link, asked))
 
     async def _answer(self, link: Link, asked: Asked) -> None:
+        answer: Answer
         try:
             answer = await (self._give(link, asked) if isinstance(asked, Want) else self._sums(link, asked))
         except PenstockError as error:
@@ -222,8 +225,13 @@ class NixlTransport:
                 self._answering[link] = left
         link.send(NAME, encode_frame(answer))
 
-    async def _give(self, link: Link, want: Want) -> Given | Refused:
+    async def _give(self, link: Link, want: Want) -> Given | Known:
         region_ids = list(want.keys)
+        if not region_ids:
+            thread = await self.thread()
+            whole = await thread.call(lambda: thread.export([thread.probe], has_agent=True))
+            nonce = thread.nonce
+            return Known(ask_id=want.ask_id, metadata=whole, nonce=nonce.tobytes(), address=nonce.ctypes.data)
         assert self._host is not None, "started"
         nothing = np.zeros(len(region_ids), np.uint64)
         ids = np.array(region_ids, np.uint64)
@@ -242,7 +250,7 @@ class NixlTransport:
         places = {region_id: self.places[region_id] for region_id in region_ids if region_id in self.places}
         return Given(ask_id=want.ask_id, metadata=metadata, places=places)
 
-    async def _sums(self, link: Link, asked: SumRanges) -> Sums | Refused:
+    async def _sums(self, link: Link, asked: SumRanges) -> Sums:
         assert self._host is not None, "started"
         ranges = asked.ranges
         self._host.authorize(link.peer, asked.keys, ranges, TransferOp.READ)
@@ -254,14 +262,11 @@ class NixlTransport:
 
     def _submit_region(self, thread: NixlThread, region_id: int, region: Region) -> None:
         def register() -> None:
-            row = np.array([[region.address, region.size_bytes, region.device]], np.uint64)
-            described = thread.describe(row, KINDS[region.kind])
+            whole = row(region.address, region.size_bytes, region.device)
             try:
-                thread.agent.registerMem(described, [thread.backend])
+                self._registered[region_id] = thread.register(whole, KINDS[region.kind])
             except Exception as error:  # noqa: BLE001 - told to whoever uses the region
                 self.failed[region_id] = f"NIXL does not register it: {thread.worded(error).message}"
-            else:
-                self._registered[region_id] = described
 
         thread.submit(register)
 

@@ -32,6 +32,7 @@ from penstock.transfer.nixl_frames import (
     Answer,
     Asked,
     Given,
+    Known,
     Place,
     Refused,
     SumRanges,
@@ -39,7 +40,7 @@ from penstock.transfer.nixl_frames import (
     Want,
     encode_frame,
 )
-from penstock.transfer.nixl_thread import Flight, Handles, NixlThread, Plan, Rows
+from penstock.transfer.nixl_thread import NONCE_BYTES, Flight, Handles, NixlThread, Plan, Rows, row
 from penstock.transfer.regions import addresses_of, distinct
 
 NAME = "nixl"
@@ -51,6 +52,8 @@ _SUM_RANGES = 1 << 16
 """Ranges summed in one message."""
 _LET_GO_S = 1.0
 """How long a cancelled transfer waits for what was posted already, where the peer still lives."""
+_PROBE_S = 3.0
+"""How long a peer's few bytes may take when two agents meet."""
 
 _PART_RANGES = 4096
 
@@ -117,6 +120,7 @@ class NixlChannel:
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._allowed: set[tuple[TransferOp, int]] = set()
         self._meeting = asyncio.Lock()
+        self._found = np.zeros(NONCE_BYTES, np.uint8)
 
     # -- the seam -------------------------------------------------------------------------------------------------
 
@@ -176,14 +180,25 @@ class NixlChannel:
     # -- for moves ------------------------------------------------------------------------------------------------
 
     async def meet(self) -> None:
-        """Have NIXL know the peer's agent.
+        """Have NIXL know the peer's agent, and see that it reaches it.
 
         Raises:
             TransferError: it does not work between these two.
         """
         async with self._meeting:
-            if not self.remote_name:
-                await self._load(Want(ask_id=next(self._ids), op=TransferOp.READ, keys={}))
+            if self.remote_name:
+                return
+            thread = await self.owner.thread()
+            known = await self._ask(Want(ask_id=next(self._ids), op=TransferOp.READ, keys={}))
+            if not isinstance(known, Known):
+                raise self._wrong(known)
+            name = await thread.call(lambda: thread.agent.loadRemoteMD(known.metadata).decode())
+            try:
+                await self._probe(thread, name, known)
+            except BaseException:
+                thread.submit(lambda: thread.agent.invalidateRemoteMD(name))
+                raise
+            self.remote_name = name
 
     async def allow(self, op: TransferOp, region_ids: Sequence[int]) -> None:
         """Have NIXL know regions of the peer, who checks that they were given.
@@ -222,19 +237,40 @@ class NixlChannel:
         infos = (self._regions.get(region_id) for region_id in region_ids)
         return {info.region_id: info.key for info in infos if info is not None}
 
+    async def _probe(self, thread: NixlThread, name: str, known: Known) -> None:
+        """Read the peer's random bytes."""
+        found = self._found
+        here, there = row(found.ctypes.data, found.nbytes), row(known.address, found.nbytes)
+        handles = Handles()
+
+        def get_ready() -> Any:
+            described = thread.register(here, "DRAM")
+            thread.make_ready(handles, Plan("READ", name, ("DRAM", "DRAM"), (here, there), [(0, 1)]))
+            return described
+
+        described = await thread.call(get_ready)
+        flight = thread.fly(handles)
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                await asyncio.shield(flight.ended)
+        except TimeoutError as error:
+            raise TransferError(
+                f"NIXL does not reach agent {self.link.peer}: nothing came within {_PROBE_S:g} s; see which networks UCX"
+                " may use (UCX_NET_DEVICES, UCX_TLS) and whether something between the two blocks them"
+            ) from error
+        finally:
+            thread.abandon(flight)
+            thread.discard(handles)
+            thread.submit(lambda: thread.deregister(described))
+        if found.tobytes() != known.nonce:
+            raise TransferError(f"NIXL reads other bytes at agent {self.link.peer} than there are")
+
     async def _load(self, want: Want) -> None:
         thread = await self.owner.thread()
         given = await self._ask(want)
         if not isinstance(given, Given) or given.places.keys() != want.keys.keys():
             raise self._wrong(given)
-
-        def load() -> str:
-            name: bytes = thread.agent.loadRemoteMD(given.metadata)
-            if not want.keys:
-                thread.agent.makeConnection(name.decode(), [thread.backend])
-            return name.decode()
-
-        self.remote_name = await thread.call(load)
+        await thread.call(lambda: thread.agent.loadRemoteMD(given.metadata))
         self.places = {k: v for k, v in self.places.items() if k in self._regions} | given.places
 
     async def _ask(self, asked: Asked) -> Answer:

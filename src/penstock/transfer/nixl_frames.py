@@ -8,7 +8,7 @@ from penstock.core.wire import Wire, encode, pack_hashes, unpack_hashes
 
 
 class Want(Wire, frozen=True, tag="want"):
-    """Give access to these regions. `keys` show that they were given; the first one of a link names none."""
+    """Give access to these regions. `keys` show that they were given; one that names none asks for the agent."""
 
     ask_id: int
     op: TransferOp
@@ -24,11 +24,20 @@ class Place(Wire, frozen=True):
 
 
 class Given(Wire, frozen=True, tag="given"):
-    """The answer to `Want`: NIXL's metadata of the owner and of these regions, and where each begins there."""
+    """The answer to `Want`: NIXL's metadata of these regions, and where each begins there."""
 
     ask_id: int
     metadata: bytes
     places: dict[int, Place]
+
+
+class Known(Wire, frozen=True, tag="known"):
+    """The answer to a `Want` of the agent: its metadata, and random bytes that can be read there as a test."""
+
+    ask_id: int
+    metadata: bytes
+    nonce: bytes
+    address: int
 
 
 class SumRanges(Wire, frozen=True, tag="sum"):
@@ -78,7 +87,7 @@ class Refused(Wire, frozen=True, tag="refused"):
 
 
 Asked = Want | SumRanges
-Answer = Given | Sums | Refused
+Answer = Given | Known | Sums | Refused
 
 _decoder: msgspec.msgpack.Decoder[Asked | Answer] = msgspec.msgpack.Decoder(Asked | Answer)
 

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import queue
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,10 +28,16 @@ _log = get_logger()
 _MODULES = ("nixl_cu12", "nixl_cu13")
 _PROGRESS_DELAY_US = 10_000
 _REQUESTS_AT_ONCE = 2
+NONCE_BYTES = 8
 _WAIT_S_MIN, _WAIT_S_MAX = 20e-6, 500e-6
 
 Done = TypeVar("Done")
 Rows = NDArray[np.uint64]
+
+
+def row(address: int, size_bytes: int, device: int = 0) -> Rows:
+    """Describe one range."""
+    return np.array([[address, size_bytes, device]], np.uint64)
 
 
 def find_module() -> str:
@@ -120,6 +127,9 @@ class NixlThread:
         self.nixl: Any = None
         self.agent: Any = None
         self.backend = 0
+        self.nonce = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
+        """Peers read it to see that they can."""
+        self.probe: Any = None
         threading.Thread(target=self._run, name="transfer-nixl", daemon=True).start()
 
     async def open(self) -> None:
@@ -205,23 +215,24 @@ class NixlThread:
 
     # -- in the thread --------------------------------------------------------------------------------------------
 
-    def describe(self, rows: Rows, kind: str) -> Any:
-        """Make a list for registering out of (n, 3) address, length, device; the thread's."""
-        return self.nixl.nixlRegDList(self._kind(kind), rows)
+    def register(self, rows: Rows, kind: str) -> Any:
+        """Register (n, 3) address, length, device; returns NIXL's list of them, for later; the thread's."""
+        described = self.nixl.nixlRegDList(self._kind(kind), rows)
+        self.agent.registerMem(described, [self.backend])
+        return described
 
-    def export(self, described: list[Any]) -> bytes:
-        """Give NIXL's metadata of what was registered, or where there is nothing, of its agent; the thread's."""
-        if not described:
-            whole: bytes = self.agent.getLocalPartialMD(
-                self.nixl.nixlRegDList(self.nixl.DRAM_SEG), True, [self.backend]
-            )
-            return whole
+    def deregister(self, described: Any) -> None:
+        """Forget what was registered; the thread's."""
+        self.agent.deregisterMem(described, [self.backend])
+
+    def export(self, described: list[Any], *, has_agent: bool = False) -> bytes:
+        """Give NIXL's metadata of what was registered, of one kind, and of its agent; the thread's."""
         if len({each.getType() for each in described}) > 1:
             raise TransferError("regions of both dram and vram; ask for one kind at a time")
         joined = self.nixl.nixlRegDList(described[0].getType())
         for each in described:
             joined.append(each[0])
-        metadata: bytes = self.agent.getLocalPartialMD(joined, False, [self.backend])
+        metadata: bytes = self.agent.getLocalPartialMD(joined, has_agent, [self.backend])
         return metadata
 
     def make_ready(self, handles: Handles, plan: Plan) -> None:
@@ -258,6 +269,7 @@ class NixlThread:
         config.pthrDelay = _PROGRESS_DELAY_US
         self.agent = self.nixl.nixlAgent(self.name, config)
         self.backend = self.agent.createBackend("UCX", {})
+        self.probe = self.register(row(self.nonce.ctypes.data, self.nonce.nbytes), "DRAM")
 
     def _run(self) -> None:
         wait_s: float | None = None

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from penstock.core.descriptors import Descriptors, TransferOp
 from penstock.core.errors import PeerLost, ProtocolError, TransferError
 from penstock.testing.loop import run_async
-from penstock.transfer import nixl_thread
+from penstock.testing.transport_harness import TwoAgents
+from penstock.transfer import nixl_channel, nixl_thread
+from penstock.transfer.nixl import NixlTransport
 from penstock.transfer.nixl_channel import cut, rows_of
 from penstock.transfer.nixl_frames import Place, SumRanges, Want, decode_frame, encode_frame
 from penstock.transfer.nixl_thread import Handles, NixlThread, Plan, find_module
@@ -23,11 +25,16 @@ class nixlRemoteDisconnectError(Exception):  # noqa: N801 - NIXL's name
     pass
 
 
+class Described(list[Any]):
+    def getType(self) -> str:  # noqa: N802
+        return "dram"
+
+
 class FakeNixl:
     """Stands for both the bindings and the agent: requests end when the test says so."""
 
     NIXL_INIT_AGENT = ""
-    NIXL_WRITE = "write"
+    NIXL_WRITE, NIXL_READ = "write", "read"
     NIXL_IN_PROG, NIXL_SUCCESS = 1, 0
     DRAM_SEG = "dram"
 
@@ -50,6 +57,21 @@ class FakeNixl:
     def createBackend(self, name: str, options: dict[str, str]) -> int:  # noqa: N802
         assert name == "UCX"
         return 1
+
+    def nixlRegDList(self, kind: str, rows: Any = ()) -> "Described":  # noqa: N802
+        return Described(rows)
+
+    def registerMem(self, described: Any, backends: list[int]) -> None: ...  # noqa: N802
+
+    def deregisterMem(self, described: Any, backends: list[int]) -> None: ...  # noqa: N802
+
+    def getLocalPartialMD(self, described: Any, has_agent: bool, backends: list[int]) -> bytes:  # noqa: N802
+        return b"metadata"
+
+    def loadRemoteMD(self, metadata: bytes) -> bytes:  # noqa: N802
+        return b"peer"
+
+    def invalidateRemoteMD(self, name: str) -> None: ...  # noqa: N802
 
     def nixlXferDList(self, kind: str, rows: Any) -> Any:  # noqa: N802
         return rows
@@ -215,6 +237,34 @@ def test_a_closed_thread_refuses() -> None:
             thread.fly(handles)
 
     play(scenario)
+
+
+def agents(fakes: list[FakeNixl]) -> TwoAgents:
+    waiting = iter(fakes)
+    return TwoAgents(lambda: [NixlTransport(lambda: "nixl", lambda: next(waiting))], size_bytes=64)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "text"),
+    [(False, "NIXL does not reach agent owner: nothing came within"), (True, "NIXL reads other bytes")],
+)
+def test_a_peer_that_ucx_does_not_reach_is_told_when_they_meet(
+    at_once: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_channel, "_PROBE_S", 0.02)
+    fakes = [FakeNixl(), FakeNixl()]
+    for fake in fakes:
+        fake.at_once = at_once
+
+    async def main() -> None:
+        async with agents(fakes) as harness:
+            handle = harness.agent.post(
+                TransferOp.READ, harness.local.ranges(), harness.remote.ranges(), harness.peer
+            )
+            with pytest.raises(TransferError, match=text):
+                await handle.wait()
+
+    run_async(main())
 
 
 def test_without_nixl_the_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
