@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
@@ -24,6 +25,7 @@ namespace {
 
 using Numbers = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using NumberArray = nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>, nb::c_contig>;
+using Flag = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Result = std::pair<std::uint64_t, int>;
 
 // A few microseconds of copying: giving up the GIL for less costs more than it frees.
@@ -59,21 +61,30 @@ auto without_gil(bool release, Call call) {
     return call();
 }
 
-void copy(const Numbers& targets, const Numbers& sources, const Numbers& lengths, std::size_t threads) {
+Stop as_stop(const std::optional<Flag>& stop) {
+    if (stop && stop->size() != 1) {
+        throw nb::value_error("stop: must be one byte");
+    }
+    return stop ? stop->data() : nullptr;
+}
+
+bool copy(const Numbers& targets, const Numbers& sources, const Numbers& lengths, std::size_t threads,
+          const std::optional<Flag>& stop) {
     expect_size(targets, "targets", lengths.size());
     expect_size(sources, "sources", lengths.size());
-    without_gil(is_long(lengths),
-                [&] { copy_ranges(as_column(targets), as_column(sources), as_column(lengths), threads); });
+    return without_gil(is_long(lengths), [&, flag = as_stop(stop)] {
+        return copy_ranges(as_column(targets), as_column(sources), as_column(lengths), threads, flag);
+    });
 }
 
 template <Direction kDirection>
 Result move_process(int pid, const Numbers& local, const Numbers& remote, const Numbers& lengths,
-                    std::size_t threads) {
+                    std::size_t threads, const std::optional<Flag>& stop) {
     expect_size(local, "local", lengths.size());
     expect_size(remote, "remote", lengths.size());
-    const Moved moved = without_gil(is_long(lengths), [&] {
+    const Moved moved = without_gil(is_long(lengths), [&, flag = as_stop(stop)] {
         return move_between_processes(kDirection, pid, as_column(local), as_column(remote), as_column(lengths),
-                                      threads);
+                                      threads, flag);
     });
     return {moved.bytes, moved.error};
 }
@@ -151,11 +162,11 @@ nb::tuple coalesce_by_region(const Numbers& local, const Numbers& remote, const 
 
 void bind_ranges(nb::module_& module) {
     module.def("copy_ranges", &copy, nb::arg("targets").noconvert(), nb::arg("sources").noconvert(),
-               nb::arg("lengths").noconvert(), "threads"_a);
+               nb::arg("lengths").noconvert(), "threads"_a, "stop"_a.none() = nb::none());
     module.def("read_process", &move_process<Direction::kRead>, "pid"_a, nb::arg("local").noconvert(),
-               nb::arg("remote").noconvert(), nb::arg("lengths").noconvert(), "threads"_a);
+               nb::arg("remote").noconvert(), nb::arg("lengths").noconvert(), "threads"_a, "stop"_a.none() = nb::none());
     module.def("write_process", &move_process<Direction::kWrite>, "pid"_a, nb::arg("local").noconvert(),
-               nb::arg("remote").noconvert(), nb::arg("lengths").noconvert(), "threads"_a);
+               nb::arg("remote").noconvert(), nb::arg("lengths").noconvert(), "threads"_a, "stop"_a.none() = nb::none());
     module.def("send_ranges", &stream<send_ranges>, "socket"_a, nb::arg("addresses").noconvert(),
                nb::arg("lengths").noconvert(), "skip"_a, "idle_s"_a, "deadline_s"_a);
     module.def("receive_ranges", &stream<receive_ranges>, "socket"_a, nb::arg("addresses").noconvert(),

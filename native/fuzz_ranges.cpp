@@ -115,7 +115,9 @@ void compare_copies(std::mt19937_64& random) {
         std::copy_n(source.data() + from, length, expected.data() + at);
         at += length + random() % 3;
     }
-    penstock::copy_ranges(targets, sources, lengths, random() % 4);
+    const std::uint8_t stop = 0;
+    expect(penstock::copy_ranges(targets, sources, lengths, random() % 4, random() % 2 == 0 ? &stop : nullptr),
+           "copy_ranges: stopped");
     expect(target == expected, "copy_ranges");
 }
 

@@ -25,6 +25,7 @@ namespace {
 constexpr std::uint64_t kStreamedBytes = 12U << 20U;
 constexpr std::uint64_t kStreamedRangeBytes = 1024;
 constexpr std::uint64_t kPieceBytes = 256U << 10U;  // waking a thread for less costs more than it brings
+constexpr std::uint64_t kPieceBytesMax = 4U << 20U;  // 0.3 ms, and 10 ms where each page is touched for the first time
 constexpr std::uint64_t kPiecesPerThread = 4;
 constexpr std::size_t kVectorsMax = 1024;  // IOV_MAX of Linux
 
@@ -43,7 +44,8 @@ std::uint64_t total_bytes(Column lengths) {
 template <class MayCut>
 std::vector<Piece> cut(Column lengths, std::size_t threads, MayCut may_cut) {
     const std::uint64_t total = total_bytes(lengths);
-    const std::uint64_t wanted = std::max(kPieceBytes, total / (threads * kPiecesPerThread) + 1);
+    const std::uint64_t share = total / (std::max<std::size_t>(threads, 1) * kPiecesPerThread) + 1;
+    const std::uint64_t wanted = std::clamp(share, kPieceBytes, kPieceBytesMax);
     std::vector<Piece> pieces;
     Piece piece{0, 0, 0};
     for (std::size_t i = 0; i < lengths.size(); ++i) {
@@ -122,6 +124,8 @@ void await_streamed() {}
 
 #endif
 
+bool is_set(Stop stop) { return stop != nullptr && __atomic_load_n(stop, __ATOMIC_RELAXED) != 0; }
+
 bool overlap(std::uint64_t target, std::uint64_t source, std::uint64_t bytes) {
     return target - source < bytes || source - target < bytes;
 }
@@ -191,23 +195,30 @@ Moved move_piece(Direction direction, int pid, Column local, Column remote, Colu
 
 }  // namespace
 
-void copy_ranges(Column targets, Column sources, Column lengths, std::size_t threads) {
+bool copy_ranges(Column targets, Column sources, Column lengths, std::size_t threads, Stop stop) {
     const std::uint64_t total = total_bytes(lengths);
     const bool streamed = total >= kStreamedBytes && can_stream();
-    if (threads <= 1 || total <= kPieceBytes) {
+    if (total <= kPieceBytes) {
         copy_piece(targets, sources, lengths, {0, 0, total}, streamed);
-        return;
+        return true;
     }
     const auto pieces =
         cut(lengths, threads, [&](std::size_t i) { return !overlap(targets[i], sources[i], lengths[i]); });
-    spread(threads, pieces.size(),
-           [&](std::size_t part) { copy_piece(targets, sources, lengths, pieces[part], streamed); });
+    std::atomic<bool> stopped{false};
+    spread(threads, pieces.size(), [&](std::size_t part) {
+        if (is_set(stop)) {
+            stopped.store(true, std::memory_order_relaxed);
+        } else {
+            copy_piece(targets, sources, lengths, pieces[part], streamed);
+        }
+    });
+    return !stopped.load();
 }
 
 Moved move_between_processes(Direction direction, int pid, Column local, Column remote, Column lengths,
-                             std::size_t threads) {
+                             std::size_t threads, Stop stop) {
     const std::uint64_t total = total_bytes(lengths);
-    if (threads <= 1 || total <= kPieceBytes) {
+    if (total <= kPieceBytes) {
         return move_piece(direction, pid, local, remote, lengths, {0, 0, total});
     }
     const auto pieces = cut(lengths, threads, [](std::size_t) { return true; });
@@ -217,7 +228,8 @@ Moved move_between_processes(Direction direction, int pid, Column local, Column 
         if (error.load(std::memory_order_relaxed) != 0) {
             return;
         }
-        const Moved moved = move_piece(direction, pid, local, remote, lengths, pieces[part]);
+        const Moved moved = is_set(stop) ? Moved{0, ECANCELED}
+                                         : move_piece(direction, pid, local, remote, lengths, pieces[part]);
         bytes.fetch_add(moved.bytes, std::memory_order_relaxed);
         if (int none = 0; moved.error != 0) {
             error.compare_exchange_strong(none, moved.error);

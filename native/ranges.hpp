@@ -12,9 +12,13 @@ namespace penstock {
 
 using Column = std::span<const std::uint64_t>;
 
+// A byte that another thread sets where a long call is to end early; null where nobody does.
+using Stop = const std::uint8_t*;
+
 // Copy each range as memmove does, on at most `threads` threads. Which of two ranges that overlap each other is last
-// is not defined. Every address must be mapped: a wrong one ends the process.
-void copy_ranges(Column targets, Column sources, Column lengths, std::size_t threads);
+// is not defined. Every address must be mapped: a wrong one ends the process. Returns whether all was copied: it is
+// not where `stop` was set before the end, at which it looks every 4 MiB.
+bool copy_ranges(Column targets, Column sources, Column lengths, std::size_t threads, Stop stop);
 
 struct Moved {
     std::uint64_t bytes;
@@ -23,9 +27,10 @@ struct Moved {
 
 enum class Direction { kRead, kWrite };
 
-// Copy ranges out of (kRead) or into (kWrite) the memory of process `pid`, without its help.
+// Copy ranges out of (kRead) or into (kWrite) the memory of process `pid`, without its help. The error is ECANCELED
+// where `stop` was set before the end.
 Moved move_between_processes(Direction direction, int pid, Column local, Column remote, Column lengths,
-                             std::size_t threads);
+                             std::size_t threads, Stop stop);
 
 // The first range that is not wholly within [0, size), or -1. A sum of offset and length that wraps around is outside.
 std::ptrdiff_t first_outside(Column offsets, Column lengths, std::uint64_t size);

@@ -43,14 +43,19 @@ def predicted_seconds(
 ) -> NDArray[np.float64]: ...
 def cheapest(terms: NDArray[np.float64], eligible: NDArray[np.bool_], request_hash: int) -> int: ...
 def copy_ranges(
-    targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64], threads: int
-) -> None: ...
+    targets: NDArray[np.uint64],
+    sources: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    threads: int,
+    stop: NDArray[np.uint8] | None = None,
+) -> bool: ...
 def read_process(
     pid: int,
     local: NDArray[np.uint64],
     remote: NDArray[np.uint64],
     lengths: NDArray[np.uint64],
     threads: int,
+    stop: NDArray[np.uint8] | None = None,
 ) -> tuple[int, int]: ...
 def write_process(
     pid: int,
@@ -58,6 +63,7 @@ def write_process(
     remote: NDArray[np.uint64],
     lengths: NDArray[np.uint64],
     threads: int,
+    stop: NDArray[np.uint8] | None = None,
 ) -> tuple[int, int]: ...
 def send_ranges(
     socket: int,

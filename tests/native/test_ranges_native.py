@@ -1,5 +1,6 @@
 """Ranges of memory: native against its Python twin, and what only native code does: threads."""
 
+import errno
 import os
 import signal
 import threading
@@ -82,6 +83,21 @@ def test_another_process_is_read_on_any_number_of_threads(threads):
     copy_ranges_python(*ranges)
     np.testing.assert_array_equal(got, target)
     assert source.any()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_stop_ends_a_call_early(threads):
+    source, target, ranges = random_copy(1, 9_000_000, seed=3)
+    set_already = np.ones(1, np.uint8)
+    assert not native.copy_ranges(*ranges, threads, set_already)
+    assert native.read_process(os.getpid(), *ranges, threads, set_already) == (0, errno.ECANCELED)
+    assert not copy_ranges_python(*ranges, set_already)
+    assert not target.any()
+    assert native.copy_ranges(*ranges, threads, np.zeros(1, np.uint8))
+    assert target.any()
+    assert source.any()
+    with pytest.raises(ValueError, match="one byte"):
+        native.copy_ranges(*ranges, threads, np.zeros(2, np.uint8))
 
 
 def test_several_callers_share_the_threads():

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
@@ -23,11 +24,13 @@ from penstock.transfer import (
     TransferCancelled,
     TransferConfig,
     TransferError,
+    copies,
     shm,
 )
 from penstock.transfer.grants import Ask, Grant, GrantStream
+from penstock.transfer.other_process import is_ending, why_untraceable
 from penstock.transfer.shm import ShmTransport
-from penstock.transfer.shm_channel import ShmWay, why_untraceable
+from penstock.transfer.shm_channel import ShmWay
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 SIZE = 1 << 16
@@ -358,3 +361,61 @@ class TestPrivateMemory:
         assert why_untraceable(os.getpid(), nonce.ctypes.data, nonce.tobytes()) is None
         assert "not that agent" in why_untraceable(os.getpid(), nonce.ctypes.data, b"x" * 16)
         assert "No such process" in why_untraceable(2**22 + 1, nonce.ctypes.data, b"x" * 16)
+
+
+class TestEnds:
+    def test_a_process_that_is_ending_ends_copies_before_its_link(self, monkeypatch):
+        async def scenario(two: Arenas) -> None:
+            await two.move()
+            monkeypatch.setattr("penstock.transfer.shm_channel.is_ending", lambda _: True)
+            await two.move(WRITE)
+            await asyncio.sleep(0.02)
+            for op in (READ, WRITE):
+                with pytest.raises(PeerLost, match="is ending"):
+                    await two.move(op)
+
+        monkeypatch.setattr("penstock.transfer.shm_channel._WATCH_S", 0.001)
+        play(scenario)
+
+    def test_a_copy_under_way_is_ended(self, monkeypatch):
+        async def scenario(two: Arenas) -> None:
+            is_held, let_go = threading.Event(), threading.Event()
+            copy = copies.copy_ranges
+
+            def slow(*arguments):
+                is_held.set()
+                assert let_go.wait(5)
+                return copy(*arguments)
+
+            await two.move()
+            monkeypatch.setattr(copies, "copy_ranges", slow)
+            handle = two.agent.post(READ, two.local.ranges(), two.remote.ranges(), two.peer)
+            await asyncio.to_thread(is_held.wait)
+            monkeypatch.setattr("penstock.transfer.shm_channel.is_ending", lambda _: True)
+            await asyncio.sleep(0.02)
+            assert handle.is_pending, "memory is still in use"
+            let_go.set()
+            with pytest.raises(PeerLost, match="is ending"):
+                await handle.wait()
+
+        monkeypatch.setattr("penstock.transfer.shm_channel._WATCH_S", 0.001)
+        play(scenario)
+
+    def test_nobody_is_watched_when_nothing_is_copied(self, monkeypatch):
+        async def scenario(two: Arenas) -> None:
+            await two.move()
+            await asyncio.sleep(0.02)
+            monkeypatch.setattr("penstock.transfer.shm_channel.is_ending", pytest.fail)
+            await asyncio.sleep(0.02)
+
+        monkeypatch.setattr("penstock.transfer.shm_channel._WATCH_S", 0.001)
+        play(scenario)
+
+    def test_processes_that_are_there_and_that_are_not(self):
+        assert not is_ending(os.getpid())
+        assert is_ending(2**22 + 1)
+        child = os.posix_spawn("/bin/true", ["true"], {})
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert is_ending(child), "a zombie"
+        os.waitpid(child, 0)
+        assert is_ending(child)

@@ -3,26 +3,29 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from penstock.core.descriptors import OffsetArray
-from penstock.core.errors import ChecksumMismatch
+from penstock.core.errors import ChecksumMismatch, TransferError
 from penstock.transfer.checksum import Sums, checksum_ranges
-from penstock.transfer.ranges import copy_ranges
+from penstock.transfer.ranges import Stop, copy_ranges
 from penstock.transfer.waiting import settled
 
 _SLICE_BYTES = 64 << 20
-"""Copied between two looks at whether it was cancelled: 5 to 20 ms, so that a lost peer is an error soon, and the
-interpreter's lock, for which a busy event loop makes others wait up to 5 ms, is seldom asked for."""
+"""Copied between two looks at whether it was cancelled, by a way that does not look itself. Each waits for the
+interpreter's lock, which a busy event loop gives up every 5 ms only."""
 
 
 class Reach(Protocol):
     """How bytes get from an address to another one."""
 
-    def copy(self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int) -> None:
-        """Copy ranges.
+    def copy(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
+    ) -> None:
+        """Copy ranges, or fewer where `stop` is set meanwhile and the way allows it.
 
         Raises:
             TransferError: it failed.
@@ -43,8 +46,10 @@ class Reach(Protocol):
 class Mapped:
     """Both sides are in this process's address space: its own memory, or another's that it has mapped."""
 
-    def copy(self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int) -> None:
-        copy_ranges(targets, sources, lengths, threads)
+    def copy(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
+    ) -> None:
+        copy_ranges(targets, sources, lengths, threads, stop)
 
     def checksums(
         self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
@@ -91,11 +96,12 @@ class CopyMove:
         self._is_small = int(lengths.sum()) <= inline_bytes_max
         self._checksum = checksum
         self._slices: list[tuple[int, int]] | None = None  # cut when first needed
+        self._runs: set[_Run] = set()
 
     def run_now(self) -> bool:
         if not self._is_small:
             return False
-        self._reach.copy(self._targets, self._sources, self._lengths, 1)
+        self._reach.copy(self._targets, self._sources, self._lengths, 1, np.zeros(1, np.uint8))
         self._check(slice(None))
         return True
 
@@ -105,15 +111,29 @@ class CopyMove:
                 self._targets, self._sources, self._lengths
             )
             self._slices = _cut(self._lengths)
-        await on_thread(self._executor, self._copy)
+        run = _Run()
+        self._runs.add(run)
+        try:
+            await on_thread(self._executor, self._copy, run.stop)
+        finally:
+            self._runs.discard(run)
+        if run.error is not None:
+            raise run.error
 
-    def _copy(self, is_cancelled: Callable[[], bool]) -> None:
+    def end(self, error: TransferError) -> None:
+        """Have every `run` that is under way raise this soon."""
+        for run in self._runs:
+            run.error = error
+            run.stop[0] = 1
+
+    def _copy(self, stop: Stop) -> None:
         for first, end in self._slices or ():
-            if is_cancelled():
-                return
             part = slice(first, end)
-            self._reach.copy(self._targets[part], self._sources[part], self._lengths[part], self._threads)
-            self._check(part)
+            columns = self._targets[part], self._sources[part], self._lengths[part]
+            if not stop[0]:
+                self._reach.copy(*columns, self._threads, stop)
+            if not stop[0]:
+                self._check(part)
 
     def _check(self, part: slice) -> None:
         if not self._checksum:
@@ -128,19 +148,28 @@ class CopyMove:
             )
 
 
-async def on_thread(executor: Executor, work: Callable[[Callable[[], bool]], None]) -> None:
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One copy under way, and why it is ended, if so."""
+
+    stop: Stop = field(default_factory=lambda: np.zeros(1, np.uint8))
+    error: TransferError | None = None
+
+
+async def on_thread(executor: Executor, work: Callable[[Stop], None], stop: Stop | None = None) -> None:
     """Run work that looks now and then whether it was cancelled; a cancellation waits until it has seen so.
 
     Args:
         executor: its threads.
-        work: gets a function that says whether to stop; what it raises is raised here.
+        work: gets what is set when it is cancelled; what it raises is raised here.
+        stop: that, where others may set it, too.
     """
-    cancelled = False
-    future = asyncio.get_running_loop().run_in_executor(executor, work, lambda: cancelled)
+    stop = np.zeros(1, np.uint8) if stop is None else stop
+    future = asyncio.get_running_loop().run_in_executor(executor, work, stop)
     try:
         await asyncio.shield(future)
     except asyncio.CancelledError:
-        cancelled = True
+        stop[0] = 1
         await settled(future)
         raise
 

@@ -1,7 +1,7 @@
 """What the `cuda` transport does for one peer, or for its agent's own memory."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from itertools import count
@@ -25,6 +25,7 @@ from penstock.transfer.checksum import Sums, checksum_ranges
 from penstock.transfer.copies import CopyMove, on_thread
 from penstock.transfer.cuda_driver import Cuda
 from penstock.transfer.cuda_frames import Ask, Shared, decode_way, encode_frame
+from penstock.transfer.ranges import Stop
 from penstock.transfer.regions import addresses_of, distinct
 
 KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED, MemoryKind.VRAM})
@@ -254,8 +255,8 @@ class _CudaMove:
             here = {i: region.device for i, region in regions.items() if region.kind is MemoryKind.VRAM}
             devices = list(dict.fromkeys([*here.values(), *there.values()]))
 
-            def get_ready(is_cancelled: Callable[[], bool]) -> None:
-                del is_cancelled
+            def get_ready(stop: Stop) -> None:
+                del stop
                 own.pin(regions, devices[0])
                 channel.pin(self._pairs.remote, devices[0])
                 for other in devices[1:]:
@@ -284,8 +285,10 @@ class _Device:
         self._cuda = cuda
         self._device = device
 
-    def copy(self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int) -> None:
-        del threads
+    def copy(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
+    ) -> None:
+        del threads, stop
         self._cuda.copy(self._device, targets, sources, lengths)
 
     def checksums(

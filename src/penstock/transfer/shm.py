@@ -22,8 +22,9 @@ from penstock.core.wire import Wire, encode
 from penstock.seams import Link, TransferChannel, TransportHost
 from penstock.transfer.arena import Arena
 from penstock.transfer.grants import UNREADABLE, Ask, Grant, GrantStream
+from penstock.transfer.other_process import why_untraceable
 from penstock.transfer.regions import addresses_of, distinct
-from penstock.transfer.shm_channel import ShmChannel, ShmWay, why_untraceable
+from penstock.transfer.shm_channel import ShmChannel, ShmWay
 
 _log = get_logger()
 _KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -24,18 +23,18 @@ from penstock.core.descriptors import (
     TransferCost,
     TransferOp,
 )
-from penstock.core.errors import PeerLost, TransferError, TransferRefused
+from penstock.core.errors import PeerLost, TransferRefused
 from penstock.core.wire import Wire
 from penstock.seams import Link, Move
 from penstock.transfer.arena import Arena
-from penstock.transfer.checksum import Sums, checksum_ranges
 from penstock.transfer.copies import CopyMove, Mapped
 from penstock.transfer.grants import UNREADABLE, Ask, Grant, GrantStream
-from penstock.transfer.ranges import ProcessMemoryError, read_process, write_process
+from penstock.transfer.other_process import OtherProcess, is_ending
 from penstock.transfer.regions import addresses_of, distinct
 
 _KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _LINK_ENDS_S = 1.0
+_WATCH_S = 0.05
 _COST = TransferCost(start_s=6e-6, range_s=2e-7, bytes_per_s=10e9)
 """As of a copy within a process; a little more, so that transport memory has those."""
 
@@ -106,6 +105,10 @@ class ShmChannel:
         self._numbers = count(1)
         self._asking = asyncio.Lock()
         self._ended = asyncio.Event()
+        self._copying: list[CopyMove] = []
+        self._was_used = False
+        self._watch: asyncio.TimerHandle | None = None
+        self._lost: PeerLost | None = None
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
@@ -132,11 +135,46 @@ class ShmChannel:
     def end(self) -> None:
         """Let go of the peer's memory; what is under way keeps it until it has ended."""
         self._ended.set()
+        if self._watch is not None:
+            self._watch.cancel()
         self._stream.close()
         self._reachable.clear()
         for arena, _ in self._arenas.values():
             arena.close()
         self._arenas.clear()
+
+    async def copy(self, part: CopyMove) -> None:
+        """Run a copy, and look meanwhile whether the peer's process is ending.
+
+        The kernel frees the memory of a killed process before it closes its sockets, so that the link would learn it
+        half a second late, or more, where that is gigabytes.
+
+        Raises:
+            PeerLost: it is.
+            TransferError: the copy failed.
+        """
+        if self._lost is not None:
+            raise self._lost
+        self._was_used = True
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
+        self._copying.append(part)
+        try:
+            await part.run()
+        finally:
+            self._copying.remove(part)
+
+    def _look(self) -> None:
+        self._watch = None
+        if is_ending(self.link.peer_pid):
+            self._lost = PeerLost(
+                f"agent {self.link.peer} is gone: its process {self.link.peer_pid} is ending; connect again once it is back"
+            )
+            for part in self._copying:
+                part.end(self._lost)
+        elif self._was_used:
+            self._was_used = bool(self._copying)
+            self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
 
     def forget(self, region_id: int) -> None:
         """Let go of a region, and of its arena if it was the last one there."""
@@ -263,7 +301,7 @@ class _ShmMove:
     async def run(self) -> None:
         reachable = await self._channel.ask(self._remote_ids, self._op)  # these keep mapped what they name
         for part in self._parts_for(reachable):
-            await part.run()
+            await self._channel.copy(part)
 
     def _parts_for(self, reachable: list[_Reachable]) -> list[CopyMove]:
         """Give what is to be copied: by mapped memory, by way of the kernel, or some of both."""
@@ -298,57 +336,5 @@ class _ShmMove:
             threads=self._channel.shm.threads,
             inline_bytes_max=self._channel.shm.inline_bytes_max,
             checksum=self._checksum,
-            reach=Mapped() if is_mapped else _OtherProcess(link.peer, link.peer_pid, self._op),
+            reach=Mapped() if is_mapped else OtherProcess(link.peer, link.peer_pid, self._op),
         )
-
-
-class _OtherProcess:
-    """One side is in another process, as the kernel reaches it."""
-
-    def __init__(self, peer: str, pid: int, op: TransferOp) -> None:
-        """Know which."""
-        self._peer = peer
-        self._pid = pid
-        self._op = op
-
-    def copy(self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int) -> None:
-        try:
-            if self._op is TransferOp.READ:
-                read_process(self._pid, targets, sources, lengths, threads)
-            else:
-                write_process(self._pid, sources, targets, lengths, threads)
-        except ProcessMemoryError as error:
-            if error.errno == errno.ESRCH:
-                raise PeerLost(f"agent {self._peer} is gone: its process {self._pid} has ended") from error
-            raise TransferError(
-                f"agent {self._peer}: {error}; memory has to stay as long as it is registered, and the kernel must permit"
-                " access (same user, and kernel.yama.ptrace_scope 0 or CAP_SYS_PTRACE): else give an Arena"
-            ) from error
-
-    def checksums(
-        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
-    ) -> tuple[Sums, Sums]:
-        """Read the other side once more: what the kernel copied may differ from what is there now."""
-        remote = sources if self._op is TransferOp.READ else targets
-        copies = np.empty(int(lengths.sum()), np.uint8)
-        here = np.cumsum(lengths) - lengths + np.uint64(copies.ctypes.data)
-        _OtherProcess(self._peer, self._pid, TransferOp.READ).copy(here, remote, lengths, 1)
-        theirs = checksum_ranges(here, lengths)
-        if self._op is TransferOp.READ:
-            return theirs, checksum_ranges(targets, lengths)
-        return checksum_ranges(sources, lengths), theirs
-
-
-def why_untraceable(pid: int, address: int, nonce: bytes) -> str | None:
-    """Find out whether the kernel lets this process reach another one's memory: there should be a nonce there.
-
-    Returns:
-        None if so, else why not.
-    """
-    found = np.zeros(len(nonce), np.uint8)
-    here, there, length = (np.array([value], np.uint64) for value in (found.ctypes.data, address, len(nonce)))
-    try:
-        read_process(pid, here, there, length)
-    except ProcessMemoryError as error:
-        return f"the kernel refuses to read memory of process {pid} ({os.strerror(error.errno or 0)})"
-    return None if found.tobytes() == nonce else f"process {pid} is not that agent's"
