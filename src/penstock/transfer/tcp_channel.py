@@ -28,6 +28,7 @@ from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.tcp_batch import Batch, check_sums, checksums_of, cut, gather, places_in, scatter
 from penstock.transfer.tcp_frames import (
     RANGES_MAX,
+    WINDOW_MAX,
     Contact,
     Done,
     Ended,
@@ -112,7 +113,7 @@ class TcpChannel:
         self._idle: list[DataStream] = []
         self._opening: dict[int, asyncio.Future[None]] = {}
         self._turns = asyncio.Semaphore(self.streams)
-        self._window = asyncio.Semaphore(contact.window)
+        self._window = asyncio.Semaphore(min(contact.window, WINDOW_MAX))
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op

@@ -16,8 +16,10 @@ from penstock.core.wire import Wire, encode
 
 TCP_VERSION = 1
 """Raised when an older side could misread a message; neighbours understand each other."""
-INLINE_BYTES_MAX = 1 << 20
+INLINE_BYTES_MAX = 256 << 10
 """The most bytes of memory in one message."""
+WINDOW_MAX = 128
+"""The most messages with bytes that wait for an answer: 32 MiB, half of what a link may have in its write buffer."""
 RANGES_MAX = 1 << 16
 """The most ranges in one message, which then has 1 to 1.3 MB."""
 REGIONS_MAX = 4096
