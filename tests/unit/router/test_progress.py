@@ -1,5 +1,6 @@
 """What a request has come to, and how it would go on elsewhere."""
 
+import msgspec
 import pytest
 
 from penstock.core.errors import RequestError
@@ -102,3 +103,12 @@ def test_an_error_is_not_for_the_reader_but_the_tokens_beside_it_are():
     assert unpack_tokens(delta.token_ids).tolist() == [5]
     assert delta.error is None
     assert delta.finish_reason is None
+
+
+def test_a_prompt_that_is_part_of_a_buffer_grows_as_any_other():
+    progress = Progress(make_request([1, 2, 3, 4]), small_card(), KEY)
+    part = memoryview(bytes(pack_tokens([1, 2, 3, 4, 9])))[:16]
+    in_parts = Progress(msgspec.structs.replace(make_request([]), token_ids=part), small_card(), KEY)
+    for of in (progress, in_parts):
+        of.add(make_delta(5, 6))
+    assert in_parts.request() == progress.request()
