@@ -24,7 +24,7 @@ from penstock.transfer import (
     TransferConfig,
     TransferOp,
 )
-from penstock.transfer.agent import default_transports
+from penstock.transfer.transports import default_transports
 
 LOST_WITHIN_S = 0.2
 HEARTBEAT_TIMEOUT_S = 1.0

@@ -102,7 +102,7 @@ def test_an_agent_survives_what_strangers_say(data):
     async def scenario():
         async with TransferAgent("b", SOCKETS) as agent:
             for where in decode_metadata(agent.metadata()).addresses:
-                await _reply(where, agent.token, data)
+                await _reply(where, agent.identity.token, data)
             assert not agent._switchboard._links
             async with TransferAgent("a", SOCKETS) as friend:
                 await friend.connect(agent.metadata())
@@ -173,7 +173,7 @@ def test_a_stream_of_a_link_that_this_side_opened_is_refused():
             await agent.connect(other.metadata())
             (link,) = agent._switchboard._links.values()
             assert link.initiated
-            door = Door("unix", agent.token)
+            door = Door("unix", agent.identity.token)
             for link_id in range(4):
                 with pytest.raises(PeerLost, match="refuses a stream"):
                     await door.open_stream(link_id, link.stream_key, "tcp", 1.0)

@@ -14,6 +14,7 @@ from penstock.core.descriptors import Descriptors, MemoryKind, Region, TransferO
 from penstock.core.errors import PenstockError, ProtocolError
 from penstock.core.framing import FrameReader
 from penstock.transfer.frames import STRANGER_FRAME_BYTES_MAX, link_codec
+from penstock.transfer.memory import MemoryTransport
 from penstock.transfer.metadata import decode_metadata
 from penstock.transfer.regions import RegionTable
 from penstock.transfer.shm import ShmTransport
@@ -55,8 +56,9 @@ class TcpOwner:
         region = Region(
             MemoryKind.DRAM, _GIVEN_BYTES, "given", self.memory.ctypes.data + _GIVEN_BYTES, owner=self.memory
         )
-        self.region_id = self.table.next_id()
-        self.key = self.table.add(self.region_id, region, {}).key
+        transport = MemoryTransport(threads=1, inline_bytes_max=0)
+        registration = self.table.register(region, {transport.name: transport}, {})
+        self.region_id, self.key = registration.region_id, registration.key
         room = StreamRoom(1, 1.0)
         self._guest = Guest(
             Estate(_Host(self.table), {self.region_id: region}, TcpConfig(), room), _Link(self)

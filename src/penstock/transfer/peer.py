@@ -58,6 +58,17 @@ class Peer:
             raise TransferRefused(f"agent {self.name} gave no region named {name!r}; given: {given}")
         return found
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the link has ended."""
+        return self.link is not None and self.link.error is not None
+
+    async def close_ways(self) -> None:
+        """Let go of all that transports opened for it; for the agent."""
+        while self.ways:
+            _, way = self.ways.popitem()
+            await way.channel.close()
+
     def check_alive(self) -> None:
         """Refuse to use what is gone.
 

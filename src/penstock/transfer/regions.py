@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from penstock.core.descriptors import Descriptors, MemoryKind, OffsetArray, Region, RegionInfo, TransferOp
-from penstock.core.errors import TransferRefused
+from penstock.core.errors import TransferError, TransferRefused
+from penstock.seams import Transport
 from penstock.transfer.ranges import check_bounds
 
 _KEY_BYTES = 8
@@ -93,19 +94,63 @@ class RegionTable:
     def __len__(self) -> int:
         return len(self._registrations)
 
-    def __contains__(self, region_id: int) -> bool:
-        return region_id in self._registrations
+    def __contains__(self, registration: Registration) -> bool:
+        return self._registrations.get(registration.region_id) is registration
 
-    def next_id(self) -> int:
-        return next(self._ids)
+    def register(
+        self, region: Region, transports: Mapping[str, Transport], unavailable: Mapping[str, str]
+    ) -> Registration:
+        """Number a region and tell the transports of it.
 
-    def add(self, region_id: int, region: Region, ways: Mapping[str, bytes]) -> Registration:
+        Args:
+            region: what to register.
+            transports: those that work here, by name.
+            unavailable: why others do not.
+
+        Raises:
+            TransferRefused: no transport has any use for it.
+        """
+        region_id = next(self._ids)
+        ways: dict[str, bytes] = {}
+        why: list[str] = []
+        for name, transport in transports.items():
+            try:
+                way = transport.register(region_id, region)
+            except TransferError as error:
+                why.append(f"{name}: {error.message}")
+                continue
+            if way is not None:
+                ways[name] = way
+        if not ways:
+            reasons = "; ".join([*why, *(f"{name}: {text}" for name, text in unavailable.items())])
+            raise TransferRefused(
+                f"region of {region.size_bytes} bytes, {region.kind.value}: no transport has any use for it"
+                f" ({reasons or ', '.join(transports)})"
+            )
         registration = Registration(region_id, region, secrets.token_bytes(_KEY_BYTES), ways)
         self._registrations[region_id] = registration
         return registration
 
-    def remove(self, region_id: int) -> None:
-        self._registrations.pop(region_id, None)
+    def remove(self, registration: Registration) -> None:
+        """Forget a region.
+
+        Raises:
+            TransferRefused: it is not registered (any more), or by another agent.
+        """
+        del self._registrations[self.expect(registration).region_id]
+
+    def expect(self, registration: Registration) -> Registration:
+        """Check that this very region is registered here.
+
+        Raises:
+            TransferRefused: it is not registered (any more), or by another agent.
+        """
+        if self.get(registration.region_id) is not registration:
+            raise TransferRefused(
+                f"region {registration.region_id} of {registration.region.size_bytes} bytes was registered by another"
+                " agent; use what `register` of this one gave"
+            )
+        return registration
 
     def get(self, region_id: int) -> Registration:
         """Look up a region.

@@ -1,7 +1,7 @@
 """Transfers under way: small ones are done at once, others run in a task of their own until they end, or are ended."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -12,20 +12,16 @@ from penstock.core.errors import (
     PenstockError,
     TransferCancelled,
     TransferError,
-    TransferRefused,
 )
 from penstock.core.log import get_logger
 from penstock.seams import Move
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.counters import TransferCounters, add
-from penstock.transfer.frames import NOTIFICATION_BYTES_MAX
-from penstock.transfer.links import AgentLink
+from penstock.transfer.mailbox import Mailbox
 from penstock.transfer.peer import Peer
 from penstock.transfer.prepared import Posting
 
 _log = get_logger()
-
-Notify = Callable[[AgentLink | None, bytes], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,17 +39,17 @@ class _Running:
 class RunningTransfers:
     """Those of one agent. Its event loop owns them."""
 
-    def __init__(self, config: TransferConfig, counters: TransferCounters, notify: Notify) -> None:
+    def __init__(self, config: TransferConfig, counters: TransferCounters, mailbox: Mailbox) -> None:
         """Run nothing.
 
         Args:
             config: how many, and how long.
             counters: what became of them.
-            notify: tells the peer that a transfer is done.
+            mailbox: tells the peer that a transfer is done.
         """
         self._config = config
         self._counters = counters
-        self._notify = notify
+        self._mailbox = mailbox
         self._running: set[_Running] = set()
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -69,7 +65,8 @@ class RunningTransfers:
 
         Raises:
             TransferError: the agent is not open.
-            Overloaded: too many are under way.
+            TransferRefused: the notification is too long.
+            Overloaded: too many are under way, or nobody reads this agent's notifications to itself.
         """
         if self._tasks is None:
             raise TransferError("the agent is not open; use it within `async with`")
@@ -77,8 +74,7 @@ class RunningTransfers:
             raise Overloaded(
                 f"{len(self._running)} transfers are under way, as many as may be (transfers_max); wait for some"
             )
-        if len(posting.notify) > NOTIFICATION_BYTES_MAX:
-            raise too_long(posting.notify)
+        self._mailbox.check(posting.prepared.peer.link, posting.notify)
         began_s = perf_counter()
         try:
             is_done = move.run_now()
@@ -137,19 +133,28 @@ class RunningTransfers:
                 op, way.channel.cost(op), pairs.total_bytes, len(pairs.lengths), telemetry.wire_s
             )
             if posting.notify:
-                self._notify(posting.prepared.peer.link, posting.notify)
+                self._mailbox.send(posting.prepared.peer.link, posting.notify)
         elif isinstance(error, TransferCancelled):
             self._counters.cancelled_transfers += 1
         else:
             add(self._counters.failed_transfers, way.name)
         posting.handle.finish(error)
 
-    def count(self, region_id: int, *, local: bool) -> int:
-        """Count the transfers that use a region: of this agent, or of a peer."""
-        return sum(
-            region_id in (prepared.local_ids if local else prepared.remote_ids)
-            for prepared in (running.posting.prepared for running in self._running)
-        )
+    def using_local(self, region_id: int) -> list[_Running]:
+        """List those that use a region of this agent, as local or as the remote side of a transfer with itself."""
+        return [
+            running
+            for running in self._running
+            if region_id in running.posting.prepared.local_ids
+            or (
+                running.posting.prepared.peer.link is None
+                and region_id in running.posting.prepared.remote_ids
+            )
+        ]
+
+    def using_remote(self, peer: Peer, region_id: int) -> list[_Running]:
+        """List those that use a region of a peer."""
+        return [running for running in self._of(peer) if region_id in running.posting.prepared.remote_ids]
 
     def doom_peer(self, peer: Peer, error: PenstockError) -> None:
         """Have all transfers with a peer end with this error, soon."""
@@ -161,21 +166,12 @@ class RunningTransfers:
         await _end(self._of(peer), error)
 
     async def end_local(self, region_id: int, error: PenstockError) -> None:
-        """End those that use a region of this agent, as local or as the remote side of a transfer with itself."""
-        users = [
-            running
-            for running in self._running
-            if region_id in running.posting.prepared.local_ids
-            or (
-                running.posting.prepared.peer.link is None
-                and region_id in running.posting.prepared.remote_ids
-            )
-        ]
-        await _end(users, error)
+        """End those that use a region of this agent."""
+        await _end(self.using_local(region_id), error)
 
     async def end_remote(self, peer: Peer, region_id: int, error: PenstockError) -> None:
         """End those that use a region of a peer."""
-        await _end([run for run in self._of(peer) if region_id in run.posting.prepared.remote_ids], error)
+        await _end(self.using_remote(peer, region_id), error)
 
     async def close(self, error: PenstockError) -> None:
         """End every transfer, and take no more."""
@@ -194,10 +190,3 @@ async def _end(users: Iterable[_Running], error: PenstockError) -> None:
             ending.append(running.task)
     if ending:
         await asyncio.wait(ending)
-
-
-def too_long(payload: bytes) -> TransferRefused:
-    """Word the refusal of a notification."""
-    return TransferRefused(
-        f"notification of {len(payload)} bytes; at most {NOTIFICATION_BYTES_MAX} fit: transfer what is longer"
-    )

@@ -13,12 +13,12 @@ from penstock.core.errors import PeerLost, PenstockError, ProtocolError, Transfe
 from penstock.core.log import get_logger
 from penstock.seams import Transport
 from penstock.transfer.config import IN_PROCESS, SAME_HOST, TransferConfig
-from penstock.transfer.greeting import Host, Proof, Visitor
+from penstock.transfer.greeting import Host, Visitor
+from penstock.transfer.identity import Identity
 from penstock.transfer.links import AgentLink, SocketLink
 from penstock.transfer.listener import Door, Listener
 from penstock.transfer.memory_link import MemoryLink
 from penstock.transfer.metadata import AgentMetadata
-from penstock.transfer.tls import TlsIdentity
 
 _log = get_logger()
 
@@ -29,16 +29,8 @@ _here: "WeakValueDictionary[bytes, Switchboard]" = WeakValueDictionary()
 class Exchange(Protocol):
     """The agent, as far as its links need it."""
 
-    name: str
-    token: bytes
-    host: bytes
     config: TransferConfig
-    tls: TlsIdentity | None
-
-    @property
-    def proof(self) -> Proof: ...
-
-    def proof_for(self, token: bytes) -> Proof: ...
+    identity: Identity
 
     def transport(self, name: str) -> Transport | None: ...
 
@@ -59,9 +51,10 @@ class Switchboard:
         self.tasks: set[asyncio.Task[None]] = set()
         """They end with the agent."""
         self._agent = agent
+        self._me = agent.identity
         self._links: dict[int, AgentLink] = {}
         self._ids = count(1)
-        self._listener = Listener(agent.token, self, agent.config.connect_timeout_s, agent.tls)
+        self._listener = Listener(self._me.token, self, agent.config.connect_timeout_s, self._me.tls)
         self._withdrawals: dict[int, set[AgentLink]] = {}
         self._withdrawn: dict[int, asyncio.Event] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -81,7 +74,7 @@ class Switchboard:
         on_sockets = tuple(address for address in addresses if address != IN_PROCESS)
         real = self._listener.open(on_sockets, self)
         if IN_PROCESS in addresses:
-            _here[self._agent.token] = self
+            _here[self._me.token] = self
             real.insert(0, IN_PROCESS)
         return tuple(real)
 
@@ -95,11 +88,12 @@ class Switchboard:
         return task
 
     def close(self) -> None:
-        """End every link with a goodbye, and listen no more."""
-        _here.pop(self._agent.token, None)
+        """End every link with a goodbye, and listen no more; links that are being opened end, too."""
+        self._loop = None
+        _here.pop(self._me.token, None)
         self._listener.close()
         for link in list(self._links.values()):
-            link.close(f"agent {self._agent.name} closes")
+            link.close(f"agent {self._me.name} closes")
 
     async def dial(self, found: AgentMetadata) -> AgentLink:
         """Open a link to the agent with this metadata, by the first of its addresses that works.
@@ -109,7 +103,7 @@ class Switchboard:
             PeerLost: it does not answer anywhere.
         """
         tried: list[str] = []
-        same_host = found.host == self._agent.host
+        same_host = found.host == self._me.host
         for address in found.addresses:
             if address == IN_PROCESS:
                 other = _here.get(found.token) if same_host and found.pid == os.getpid() else None
@@ -134,9 +128,9 @@ class Switchboard:
         """
         if address == SAME_HOST:
             return Door(address, found.token)
-        tls = self._agent.tls
+        tls = self._me.tls
         if (tls is not None) != bool(found.certificate):
-            has, lacks = (self._agent.name, found.name) if tls else (found.name, self._agent.name)
+            has, lacks = (self._me.name, found.name) if tls else (found.name, self._me.name)
             raise PeerLost(
                 f"{address}: agent {has} speaks TLS there and nothing else, agent {lacks} has no `tls`; give both the"
                 " deployment's certificates"
@@ -177,9 +171,7 @@ class Switchboard:
     def link_message(self, link: AgentLink, transport: str, payload: bytes) -> None:
         found = self._agent.transport(transport)
         if found is None:
-            _log.warning(
-                "transfer_message_skipped", agent=self._agent.name, peer=link.peer, transport=transport
-            )
+            _log.warning("transfer_message_skipped", agent=self._me.name, peer=link.peer, transport=transport)
             return
         try:
             found.receive(link, payload)
@@ -209,9 +201,9 @@ class Switchboard:
     # -- what connects --------------------------------------------------------------------------------------------
 
     async def link_came(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
-        link = SocketLink(self, self._agent.config, self._agent.host, initiated=False)
+        link = SocketLink(self, self._agent.config, self._me.host, initiated=False)
         link.greets_by(
-            Host(self._agent.proof, self._admit, lambda error: self._agent.refused(error, link.channel.peer))
+            Host(self._me.proof, self._admit, lambda error: self._agent.refused(error, link.channel.peer))
         )
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -223,7 +215,7 @@ class Switchboard:
                 raise
             raise ProtocolError(f"TLS: {error!r}; give both agents the deployment's certificates") from error
         except PenstockError as error:
-            _log.info("transfer_link_ended", agent=self._agent.name, error=error.message)
+            _log.info("transfer_link_ended", agent=self._me.name, error=error.message)
         finally:
             if not link.opened.done():  # too slow
                 link.channel.abort("it did not say who it is in time")
@@ -250,7 +242,7 @@ class Switchboard:
         return link_id
 
     def _join(self, other: "Switchboard", found: AgentMetadata) -> AgentLink:
-        ours, theirs = MemoryLink.pair((self, self._agent.name), (other, found.name), os.getpid())
+        ours, theirs = MemoryLink.pair((self, self._me.name), (other, found.name), os.getpid())
         self._admit(ours)
         other._admit(theirs)
         return ours
@@ -258,13 +250,13 @@ class Switchboard:
     async def _dial(self, door: Door, found: AgentMetadata) -> AgentLink:
         timeout_s = self._agent.config.connect_timeout_s
         connection = await door.open_link(timeout_s)
-        link = SocketLink(self, self._agent.config, self._agent.host, initiated=True)
+        link = SocketLink(self, self._agent.config, self._me.host, initiated=True)
         link.introduce(found.name, found.pid, found.host)
         visitor = Visitor(
-            self._agent.proof_for(found.token),
-            self._agent.name,
+            self._me.proof_for(found.token),
+            self._me.name,
             os.getpid(),
-            self._agent.host,
+            self._me.host,
             peer=found.name,
             check_certificate=door.check_certificate,
         )
@@ -295,6 +287,9 @@ class Switchboard:
             raise
         if link.error is not None:  # it ended again before this task had its turn
             raise link.error
+        if self._loop is None:
+            link.close(f"agent {self._me.name} closes")
+            raise PeerLost(f"agent {found.name}: agent {self._me.name} closes")
         self._admit(link)
         return link
 

@@ -25,7 +25,7 @@ from penstock.bench.doctor.probe import Figures, measure
 from penstock.core.errors import PenstockError, TransferRefused
 from penstock.seams import Transport
 from penstock.transfer import MemoryKind, Peer, Registration, RemoteRegion, TransferAgent, TransferConfig
-from penstock.transfer.agent import default_transports
+from penstock.transfer.transports import default_transports
 
 Remote = Registration | RemoteRegion
 

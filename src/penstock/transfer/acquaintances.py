@@ -1,0 +1,157 @@
+"""The agents that one agent has met: it connects to them, learns which transports reach them, and forgets them."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from penstock.core.errors import PeerLost, PenstockError, TransferError, TransferRefused
+from penstock.seams import Transport
+from penstock.transfer.links import AgentLink
+from penstock.transfer.metadata import AgentMetadata
+from penstock.transfer.peer import Peer, Way
+from penstock.transfer.regions import RemoteRegion
+from penstock.transfer.running import RunningTransfers
+
+
+class Dialler(Protocol):
+    """Opens links."""
+
+    async def dial(self, found: AgentMetadata) -> AgentLink: ...
+
+
+class Acquaintances:
+    """Those of one agent, and the agent itself as the peer that needs no link. Its event loop owns them."""
+
+    def __init__(
+        self,
+        own: Peer,
+        dialler: Dialler,
+        transports: Mapping[str, Transport],
+        running: RunningTransfers,
+        connect_timeout_s: float,
+    ) -> None:
+        """Know nobody.
+
+        Args:
+            own: the agent itself.
+            dialler: opens links to others.
+            transports: those that work here.
+            running: the transfers that end with a peer.
+            connect_timeout_s: how long a transport may take to find out whether it reaches a peer.
+        """
+        self.own = own
+        self.unavailable: dict[str, str] = {}
+        """Why transports cannot work here, by name."""
+        self.by_name: dict[str, Peer] = {}
+        self._dialler = dialler
+        self._transports = transports
+        self._running = running
+        self._timeout_s = connect_timeout_s
+        self._meeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def find(self, peer: Peer | str | None) -> Peer:
+        """Look up a peer; the agent itself for None.
+
+        Raises:
+            PeerLost: it is not connected (any more).
+        """
+        if peer is None:
+            return self.own
+        name = peer if isinstance(peer, str) else peer.name
+        known = self.by_name.get(name)
+        if known is not None and (known is peer or isinstance(peer, str)):
+            known.check_alive()
+            return known
+        if isinstance(peer, Peer):
+            peer.check_alive()
+        raise PeerLost(f"agent {name} is not connected (any more); connect to it first")
+
+    def who_gave(self, region: RemoteRegion) -> Peer | None:
+        """Find the peer that this region was given by, as long as it has it."""
+        for peer in self.by_name.values():
+            info = peer.infos.get(region.region_id)
+            if info is not None and info.key == region.info.key:
+                return peer
+        return None
+
+    async def meet(self, found: AgentMetadata) -> Peer:
+        """Connect, unless it is known already, and learn of its regions.
+
+        Raises:
+            ProtocolError: it is not who it should be.
+            PeerLost: it cannot be reached, or leaves meanwhile.
+        """
+        async with self._meeting.setdefault(found.name, asyncio.Lock()):
+            known = self.by_name.get(found.name)
+            if known is not None and (known.token != found.token or known.is_lost):
+                await self.forget(known, "it connects anew")
+                known = None
+            infos = {info.region_id: info for info in found.regions}
+            if known is not None:
+                known.infos.update(infos)
+                return known
+            peer = Peer(found.name, found.token, await self._dialler.dial(found))
+            peer.infos.update(infos)
+            self.by_name[peer.name] = peer
+            try:
+                await self.find_ways(peer, found.contacts)
+                peer.check_alive()
+            except BaseException:
+                await self.forget(peer, "they did not come to know each other")
+                raise
+            return peer
+
+    async def find_ways(self, peer: Peer, contacts: Mapping[str, bytes]) -> None:
+        """Find out which transports reach a peer."""
+        peer.unreachable.update(self.unavailable)
+        for name, transport in self._transports.items():
+            contact = contacts.get(name)
+            if contact is None:
+                peer.unreachable[name] = f"agent {peer.name} does not have it"
+                continue
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    channel = await transport.connect(peer.link, contact, peer.infos)
+            except TransferError as error:
+                peer.unreachable[name] = error.message
+            except TimeoutError:
+                peer.unreachable[name] = f"no answer within {self._timeout_s:g} s (connect_timeout_s)"
+            else:
+                peer.ways[name] = Way(name, channel, transport.checksums)
+
+    async def forget(self, peer: Peer, why: str) -> None:
+        """End all transfers with a peer, then the link and all that was opened for it."""
+        self._drop(peer)
+        await self._running.end_peer(peer, PeerLost(f"agent {peer.name}: {why}"))
+        if peer.link is not None:
+            peer.link.close(why)
+        await peer.close_ways()
+
+    def lost(self, link: AgentLink, error: PenstockError) -> Peer | None:
+        """A link has ended, and with it all transfers that go over it, soon.
+
+        Returns:
+            the peer, to be forgotten; None if it was not one that this agent connected to, or is forgotten already.
+        """
+        peer = self._at(link)
+        if peer is not None:
+            self._drop(peer)
+            self._running.doom_peer(peer, PeerLost(error.message))
+        return peer
+
+    async def withdrawn(self, link: AgentLink, region_id: int) -> None:
+        """A peer's region is gone, and so is what uses it when this returns."""
+        peer = self._at(link)
+        if peer is not None:
+            peer.infos.pop(region_id, None)
+            gone = TransferRefused(f"region {region_id} of agent {peer.name} was deregistered there")
+            await self._running.end_remote(peer, region_id, gone)
+
+    def _at(self, link: AgentLink) -> Peer | None:
+        peer = self.by_name.get(link.peer)
+        return peer if peer is not None and peer.link is link else None
+
+    def _drop(self, peer: Peer) -> None:
+        if self.by_name.get(peer.name) is peer:
+            del self.by_name[peer.name]
