@@ -148,7 +148,7 @@ def test_a_port_says_that_it_speaks_tls_or_does_not(files, kind):
         is_tls = kind in {b"PTA tlsl", b"PTA tlss"}
         async with TransferAgent("b", _config(None if is_tls else files["b"])) as other:
             (address,) = decode_metadata(other.metadata()).addresses
-            connection = await Door(address, other.token)._connect(1.0)
+            connection = await Door(address, other.identity.token)._connect(1.0)
             loop = asyncio.get_running_loop()
             with connection:
                 await loop.sock_sendall(connection, kind)
@@ -167,7 +167,7 @@ def test_garbage_instead_of_a_handshake_is_refused(files, data):
     async def scenario():
         async with TransferAgent("b", _config(files["b"])) as other:
             (address,) = decode_metadata(other.metadata()).addresses
-            connection = await Door(address, other.token)._connect(1.0)
+            connection = await Door(address, other.identity.token)._connect(1.0)
             loop = asyncio.get_running_loop()
             with connection:
                 await loop.sock_sendall(connection, data)

@@ -5,7 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from penstock.core.errors import ConfigError, Overloaded, PeerLost, ProtocolError, TransferError, TransferRefused
+from penstock.core.errors import (
+    ConfigError,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+    TransferRefused,
+)
 from penstock.sim.loop import run_virtual
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.memory import MemoryTransport
