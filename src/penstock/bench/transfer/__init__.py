@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 async def _run(options: argparse.Namespace, python: Path) -> Report:
-    rounds = 1 if options.quick else 5
+    rounds, repeats = (1, 1) if options.quick else (5, 3)
     variants = list(VARIANTS)[-1:] if options.quick else list(VARIANTS)
     skipped: dict[str, str] = {}
     figures: dict[str, float] = {}
@@ -79,12 +79,12 @@ async def _run(options: argparse.Namespace, python: Path) -> Report:
             Memcpy(),
             *await _peers(stack, python, variants, skipped),
         ]
-        samples = await play(moving, SHAPES, rounds)
+        samples = await play(moving, SHAPES, rounds, repeats)
         samples.update(
             await play([one for one in moving if one.name != "memcpy"], (SMALL,), rounds, _SMALL_REPEATS)
         )
         stored = await _stored(stack, options.backends, directory, skipped)
-        samples.update(await play(stored, SHAPES, rounds))
+        samples.update(await play(stored, SHAPES, rounds, repeats))
         for one in moving:
             share = await one.idle_share(0.3 if options.quick else 3)
             if share is not None:

@@ -22,9 +22,12 @@ _BESIDE = {
 
 
 async def play(
-    contenders: Sequence[Contender], shapes: Sequence[Shape], rounds: int, repeats: int = 1
+    contenders: Sequence[Contender], shapes: Sequence[Shape], rounds: int, repeats: int
 ) -> Samples:
-    """Have all contenders move each shape in turn, round after round, another one first each time."""
+    """Have all contenders move each shape in turn, round after round, another one first each time.
+
+    Of a contender's repeats in a round the median counts.
+    """
     samples: Samples = {}
     for shape in shapes:
         for op in OPS:
