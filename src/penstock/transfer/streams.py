@@ -4,8 +4,8 @@ Both calls run until all is moved, so they belong on threads; the GIL is free me
 loopback, two processes on two cores of AMD EPYC:
 
 - The kernel's two copies are the cost: 0.11 to 0.13 CPU seconds per GB to send and 0.14 to 0.16 to receive.
-- `BUFFER_BYTES` as SO_SNDBUF and SO_RCVBUF (the receiver's before `listen`, so that it is inherited): buffers of
-  256 KiB took half as much CPU again, for they wake the other side that much oftener.
+- SO_SNDBUF and SO_RCVBUF are best left to the kernel, which makes them grow: 1 to 4 MiB did no better, and 256 KiB took
+  half as much CPU again, for they wake the other side that much oftener.
 - 4 MiB a call did better than 256 KiB; MSG_WAITALL, SO_RCVLOWAT and a blocking socket did not.
 - MSG_ZEROCOPY copies over loopback, so that it only adds its notifications.
 """
@@ -22,7 +22,6 @@ from time import perf_counter
 from penstock.core.native import native
 from penstock.transfer.ranges import Numbers, expect_columns
 
-BUFFER_BYTES = 4 << 20
 _CALL_BYTES = 4 << 20
 _VECTORS_MAX = 1024
 
