@@ -393,4 +393,5 @@ class TransferAgent:
         peer = self._met.lost(link, error)
         if peer is not None:
             self.counters.lost_peers += 1
-            self.spawn(self._met.forget(peer, error.message))
+            if self._tasks is not None:  # else `close` lets go of it
+                self.spawn(self._met.forget(peer, error.message))
