@@ -90,14 +90,20 @@ async def _line(output: asyncio.StreamReader, within_s: float = 30) -> list[str]
         return (await output.readline()).decode().rstrip("\n").split("\t")
 
 
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
 @pytest.mark.parametrize("op", TransferOp)
-def test_a_pulled_cable_is_a_lost_peer_in_time_and_a_plugged_in_one_is_used_again(op: TransferOp) -> None:
+def test_a_pulled_cable_is_a_lost_peer_in_time_and_a_plugged_in_one_is_used_again(
+    op: TransferOp, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # else it sees that this is one host, and needs no cable
+
     async def main(laid: Cable) -> None:
         config = TransferConfig(
             listen=(f"tcp://{laid.addresses[0]}:0",),
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-            connect_timeout_s=1.0,
+            connect_timeout_s=1.0 if transport == "tcp" else 5.0,  # NIXL is loaded then
             secret="two hosts",
+            transports=(transport,),
         )
         away = config.model_copy(update={"listen": ()})
         async with program(laid.names[0], "transfer_owner.py", _json(config), str(SIZE_BYTES)) as owner:
@@ -105,7 +111,7 @@ def test_a_pulled_cable_is_a_lost_peer_in_time_and_a_plugged_in_one_is_used_agai
             async with program(
                 laid.names[1], "transfer_reader.py", _json(away), metadata, op.value, str(SIZE_BYTES)
             ) as reader:
-                assert await _line(reader) == ["moving", "tcp"]
+                assert await _line(reader) == ["moving", transport]
                 await asyncio.sleep(0.2)
                 laid.pull()
                 pulled_s = time.perf_counter()
