@@ -1,5 +1,7 @@
 """Transport `tcp`, over TCP and over unix sockets."""
 
+import pytest
+
 from penstock.testing.transport import PeerTransportSuite
 from penstock.testing.transport_harness import TwoAgents
 from penstock.transfer import TransferConfig
@@ -12,12 +14,17 @@ def _tcp() -> list[TcpTransport]:
 
 
 class TestTcpTransport(PeerTransportSuite):
+    large_bytes = 24 << 20
+
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
         return TwoAgents(_tcp, size_bytes=size_bytes, config=TransferConfig(listen=("tcp://127.0.0.1:0",)))
 
 
+@pytest.mark.slow
 class TestTcpTransportOverUnixSockets(PeerTransportSuite):
+    large_bytes = 24 << 20
+
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
         return TwoAgents(_tcp, size_bytes=size_bytes, config=TransferConfig(listen=("unix",)))

@@ -19,13 +19,13 @@ U64 = st.integers(0, 2**64 - 1)
 NUMBERS = st.one_of(st.sampled_from([0, 1, 8, 4095, 4096, 4097, 2**63, 2**64 - 8]), U64)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(sorted(TARGETS)), st.binary(max_size=300))
 def test_any_bytes_are_understood_or_refused(target, data):
     TARGETS[target](data)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_bytes_that_were_right_once_are_understood_or_refused(data):
     region = PackedRanges(regions=(1,), keys=(b"k" * 8,), offsets=bytes(16), lengths=b"\1" + bytes(15))
@@ -64,7 +64,7 @@ def packed_ranges(draw):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_an_owner_answers_what_is_asked_and_touches_only_what_it_gave(data):
     async def scenario():
