@@ -5,6 +5,7 @@ import random
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -119,6 +120,11 @@ class Router:
         self._decisions = Decisions(config.explain)
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that owns it, asked for once: asking takes a system call, half a microsecond."""
+        return asyncio.get_running_loop()
+
     def quote(
         self, request: Request, exclude: Collection[WorkerId] = (), *, handed_tokens: int | None = None
     ) -> Quote | None:
@@ -139,7 +145,7 @@ class Router:
         if eligible is None:
             return None
         hashes = unpack_hashes(request.block_hashes)[::2]
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
         tie = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
 
@@ -227,7 +233,7 @@ class Router:
         """Count a request, however often it is routed."""
         pool = self.fleet.pools.get(model)
         if pool is not None:
-            pool.traffic.arrived(asyncio.get_running_loop().time())
+            pool.traffic.arrived(self._loop.time())
 
     def has_ready(self, model: str) -> bool:
         """Say whether any worker of the model may get requests."""
@@ -240,11 +246,11 @@ class Router:
         Returns:
             Oldest first; nothing where nothing is known of it any more.
         """
-        return self._decisions.of(request_id, asyncio.get_running_loop().time())
+        return self._decisions.of(request_id, self._loop.time())
 
     def latest(self, most: int) -> Sequence[Explanation]:
         """Explain the latest decisions, oldest first."""
-        return self._decisions.latest(most, asyncio.get_running_loop().time())
+        return self._decisions.latest(most, self._loop.time())
 
     def check(self) -> None:
         """Raise AssertionError where too much is kept."""

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -152,8 +153,12 @@ class _Player:
         self._numbers = 0
         self._start_s = 0.0
 
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
     async def play(self, sessions: Iterable[Session]) -> Recording:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         spec = self._deployment.cluster_spec(self._streams)
         async with SimCluster(spec, self._rng) as cluster:
             for number in range(self._deployment.role.replicas):
@@ -171,7 +176,7 @@ class _Player:
         return self._recording
 
     async def _play(self, sessions: Iterable[Session], cluster: SimCluster) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         async with asyncio.TaskGroup() as group:
             for session in sessions:
                 wait_s = self._start_s + session.at_s - loop.time()
@@ -185,7 +190,7 @@ class _Player:
             return
         while True:
             await asyncio.sleep(samples.interval_s)
-            samples.take(asyncio.get_running_loop().time() - self._start_s, cluster)
+            samples.take(self._loop.time() - self._start_s, cluster)
 
     async def _run(self, session: Session, dispatchers: Sequence[Dispatcher]) -> None:
         """Send a session's turns, each to the frontend whose turn it is."""
@@ -209,7 +214,7 @@ class _Player:
                 self._note_end()
 
     async def _send(self, request: Request, dispatcher: Dispatcher) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         sent_s = loop.time()
         first_s = last_s = None
         async with dispatcher.open(request) as stream:
@@ -251,6 +256,6 @@ class _Player:
         return cast("PackedTokens", self._no_text[: 4 * count])
 
     def _note_end(self) -> None:
-        self._recording.end_s = asyncio.get_running_loop().time() - self._start_s
+        self._recording.end_s = self._loop.time() - self._start_s
         if self._on_progress is not None and self._recording.requests % 64 == 0:
             self._on_progress(self._recording.requests, self._recording.end_s)
