@@ -1,12 +1,20 @@
-"""Transport `tcp`, over TCP and over unix sockets."""
+"""Transport `tcp`, over TCP, over unix sockets and with TLS."""
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from penstock.testing.certificates import make_authority, make_certificate
 from penstock.testing.transport import PeerTransportSuite
 from penstock.testing.transport_harness import TwoAgents
 from penstock.transfer import TransferConfig
 from penstock.transfer.tcp import TcpTransport
 from penstock.transfer.tcp_config import TcpConfig
+from penstock.transfer.tls import TlsConfig
 
 
 def _tcp() -> list[TcpTransport]:
@@ -28,3 +36,20 @@ class TestTcpTransportOverUnixSockets(PeerTransportSuite):
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
         return TwoAgents(_tcp, size_bytes=size_bytes, config=TransferConfig(listen=("unix",)))
+
+
+@functools.cache
+def _tls() -> TlsConfig:
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return make_certificate(folder, "agent", make_authority(folder, "authority"))
+
+
+@pytest.mark.slow
+class TestTcpTransportWithTls(PeerTransportSuite):
+    large_bytes = 24 << 20
+
+    @staticmethod
+    def harness(size_bytes: int) -> TwoAgents:
+        config = TransferConfig(listen=("tcp://127.0.0.1:0",), tls=_tls())
+        return TwoAgents(_tcp, size_bytes=size_bytes, config=config)

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError, PeerLost, ProtocolError
+from penstock.testing.certificates import make_authority, make_certificate
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.listener import Door
@@ -16,38 +15,14 @@ from penstock.transfer.metadata import decode_metadata, encode_metadata
 from penstock.transfer.tls import TlsConfig, TlsIdentity
 
 
-def _openssl(*arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
-
-
-def _authority(folder: Path, name: str) -> Path:
-    _openssl(
-        *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"),
-        *("-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.pem")),
-        *("-subj", f"/CN={name}", "-days", "2"),
-    )
-    return folder / f"{name}.pem"
-
-
-def _certificate(folder: Path, name: str, authority: Path) -> TlsConfig:
-    key, request, signed = (str(folder / f"{name}.{end}") for end in ("key", "csr", "pem"))
-    _openssl(
-        *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"),
-        *("-keyout", key, "-out", request, "-subj", f"/CN={name}"),
-    )
-    signer = ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")), "-CAcreateserial")
-    _openssl("x509", "-req", "-in", request, *signer, "-out", signed, "-days", "2")
-    return TlsConfig(certificate=signed, key=key, authority=str(authority))
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("certificates")
-    ours, theirs = _authority(folder, "ours"), _authority(folder, "theirs")
+    ours, theirs = make_authority(folder, "ours"), make_authority(folder, "theirs")
     return {
-        "a": _certificate(folder, "a", ours),
-        "b": _certificate(folder, "b", ours),
-        "stranger": _certificate(folder, "stranger", theirs),
+        "a": make_certificate(folder, "a", ours),
+        "b": make_certificate(folder, "b", ours),
+        "stranger": make_certificate(folder, "stranger", theirs),
     }
 
 
