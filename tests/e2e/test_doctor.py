@@ -99,7 +99,7 @@ def test_transports_are_those_that_there_are_and_a_missing_neighbour_is_a_proble
 
     def made(config: TransferConfig) -> list[Transport]:
         return [
-            kind(threads=config.threads, inline_bytes_max=config.inline_bytes_max)
+            kind(threads=config.copies.threads, inline_bytes_max=config.copies.inline_bytes_max)
             for kind in (_Raising, MemoryTransport, _Broken)
         ]
 

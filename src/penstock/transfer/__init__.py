@@ -21,17 +21,20 @@ from penstock.core.errors import (
 from penstock.core.kv_layout import KvLayout, RankLayout
 from penstock.transfer.agent import TransferAgent
 from penstock.transfer.arena import Arena
-from penstock.transfer.config import StorageConfig, TransferConfig
+from penstock.transfer.config import CopyConfig, StorageConfig, TransferConfig
 from penstock.transfer.file import FileRegion
 from penstock.transfer.handle import Telemetry, TransferHandle, TransferState
 from penstock.transfer.object import ObjectRegion
 from penstock.transfer.peer import Peer
 from penstock.transfer.prepared import PreparedTransfer
 from penstock.transfer.regions import Registration, RemoteRegion
+from penstock.transfer.tcp_config import TcpConfig
+from penstock.transfer.tls import TlsConfig
 
 __all__ = [
     "Arena",
     "ChecksumMismatch",
+    "CopyConfig",
     "DeadlineExceeded",
     "Descriptors",
     "FileRegion",
@@ -47,7 +50,9 @@ __all__ = [
     "Registration",
     "RemoteRegion",
     "StorageConfig",
+    "TcpConfig",
     "Telemetry",
+    "TlsConfig",
     "TransferAgent",
     "TransferCancelled",
     "TransferConfig",

@@ -29,6 +29,15 @@ class StorageConfig(Config):
     """How often a request is tried again, after an error 5xx or a lost connection."""
 
 
+class CopyConfig(Config):
+    """How memory is copied."""
+
+    inline_bytes_max: int = Field(default=64 << 10, ge=0)
+    """Up to so many bytes are copied at once, within `post`, and go over TCP in one message; more than that by threads."""
+    threads: int = Field(default=2, ge=1)
+    """Native threads that share one large copy, but at most half of the cores."""
+
+
 class TransferConfig(Config):
     """What an agent may use, and how long it waits."""
 
@@ -46,14 +55,12 @@ class TransferConfig(Config):
     """A peer silent for so long is lost."""
     transfers_max: int = Field(default=1024, ge=1)
     """Transfers under way at once; more are refused."""
-    inline_bytes_max: int = Field(default=64 << 10, ge=0)
-    """Up to so many bytes are copied at once, within `post`; more than that on threads."""
-    threads: int = Field(default=2, ge=1)
-    """Native threads that share one large copy, but at most half of the cores; and streams to one peer over TCP."""
     notifications_max: int = Field(default=65_536, ge=1)
     """Notifications kept for a reader; a peer that sends more is disconnected, with an error on both sides."""
     tls: TlsConfig | None = None
     """Certificates for `tcp://` addresses; null for no TLS."""
+    copies: CopyConfig = CopyConfig()
+    """What is copied at once, and what by threads."""
     tcp: TcpConfig = TcpConfig()
     """Bounds of transport `tcp`."""
     storage: StorageConfig = StorageConfig()

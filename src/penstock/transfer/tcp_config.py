@@ -8,6 +8,8 @@ from penstock.core.config import Config
 class TcpConfig(Config):
     """What peers may have under way here at once by TCP, and how bytes are cut."""
 
+    streams: int = Field(default=2, ge=1)
+    """Streams to one peer that share one large transfer of this agent."""
     streams_per_peer_max: int = Field(default=16, ge=1)
     """Streams that one peer may open, each with a thread while bytes move; what it asks for beyond waits there."""
     streams_max: int = Field(default=256, ge=1)

@@ -20,15 +20,15 @@ _SILENCE = 1.5
 
 def default_transports(config: TransferConfig) -> list[Transport]:
     """Make one of each transport there is; those that cannot work here say so when they start."""
-    storage = config.storage
-    copying = min(config.threads, max(1, len(os.sched_getaffinity(0)) // 2))
+    copies, storage = config.copies, config.storage
+    copying = min(copies.threads, max(1, len(os.sched_getaffinity(0)) // 2))
     return [
-        MemoryTransport(threads=copying, inline_bytes_max=config.inline_bytes_max),
-        ShmTransport(threads=copying, inline_bytes_max=config.inline_bytes_max),
+        MemoryTransport(threads=copying, inline_bytes_max=copies.inline_bytes_max),
+        ShmTransport(threads=copying, inline_bytes_max=copies.inline_bytes_max),
         TcpTransport(
             config.tcp,
-            streams=config.threads,
-            inline_bytes_max=config.inline_bytes_max,
+            streams=config.tcp.streams,
+            inline_bytes_max=copies.inline_bytes_max,
             idle_s=_SILENCE * config.heartbeat_timeout_s,
         ),
         CudaTransport(),
