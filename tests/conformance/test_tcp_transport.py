@@ -18,7 +18,7 @@ from penstock.transfer.tls import TlsConfig
 
 
 def _tcp() -> list[TcpTransport]:
-    return [TcpTransport(TcpConfig(), streams=2, inline_bytes_max=64 << 10, idle_s=2.0)]
+    return [TcpTransport(TcpConfig(), inline_bytes_max=64 << 10, idle_s=2.0)]
 
 
 class TestTcpTransport(PeerTransportSuite):

@@ -53,7 +53,7 @@ class Two:
 @asynccontextmanager
 async def two(*, streams=2, **bounds):
     config = TransferConfig(
-        listen=("tcp://127.0.0.1:0",), transports=("tcp",), threads=streams, tcp=TcpConfig(**bounds)
+        listen=("tcp://127.0.0.1:0",), transports=("tcp",), tcp=TcpConfig(streams=streams, **bounds)
     )
     async with TransferAgent("a", config) as agent, TransferAgent("owner", config) as owner:
         yield await Two(agent, owner).meet()

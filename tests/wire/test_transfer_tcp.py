@@ -111,7 +111,7 @@ class Rogue:
 
 
 def _tcp():
-    return TcpTransport(BOUNDS, streams=2, inline_bytes_max=64 * KIB, idle_s=IDLE_S)
+    return TcpTransport(BOUNDS, inline_bytes_max=64 * KIB, idle_s=IDLE_S)
 
 
 class Scene:

@@ -26,17 +26,15 @@ class TcpTransport:
     name = "tcp"
     checksums = False
 
-    def __init__(self, config: TcpConfig, *, streams: int, inline_bytes_max: int, idle_s: float) -> None:
+    def __init__(self, config: TcpConfig, *, inline_bytes_max: int, idle_s: float) -> None:
         """Open nothing yet.
 
         Args:
-            config: bounds of what peers ask for.
-            streams: that one transfer is shared by.
+            config: its streams, and bounds of what peers ask for.
             inline_bytes_max: up to so many bytes go over the link, in one message.
             idle_s: a stream of which no byte moves for so long is given up.
         """
         self._config = config
-        self._streams = min(streams, config.streams_per_peer_max)
         self._inline_bytes_max = min(inline_bytes_max, INLINE_BYTES_MAX)
         self._room = StreamRoom(config.streams_max, idle_s)
         self._regions: dict[int, Region] = {}
@@ -78,7 +76,7 @@ class TcpTransport:
             link,
             Contact.decode(contact),
             self._room,
-            streams=self._streams,
+            streams=self._config.streams,
             inline_bytes_max=self._inline_bytes_max,
             regions=self._regions,
             remote=regions,

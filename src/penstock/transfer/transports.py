@@ -27,7 +27,6 @@ def default_transports(config: TransferConfig) -> list[Transport]:
         ShmTransport(threads=copying, inline_bytes_max=copies.inline_bytes_max),
         TcpTransport(
             config.tcp,
-            streams=config.tcp.streams,
             inline_bytes_max=copies.inline_bytes_max,
             idle_s=_SILENCE * config.heartbeat_timeout_s,
         ),
