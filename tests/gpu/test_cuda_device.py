@@ -16,10 +16,9 @@ from penstock.transfer import PeerLost, TransferAgent, TransferConfig, TransferO
 from penstock.transfer.cuda import CudaTransport
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.slow
 
 
 class DeviceBytes:
