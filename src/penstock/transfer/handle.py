@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -91,7 +92,10 @@ class TransferHandle:
             self.cancel()
             while self.is_pending:
                 assert self._done is not None, "waited"
-                await asyncio.wait([self._done])
+                with suppress(
+                    asyncio.CancelledError
+                ):  # once more: it is on its way out, and memory comes first
+                    await asyncio.wait([self._done])
             raise
 
     def cancel(self) -> None:
