@@ -54,9 +54,10 @@ class Route:
 class Quote:
     """What a request costs on every worker, good for this turn of the loop: loads are live.
 
-    With `hand_over` it is of a prompt on prefill workers; with `handed_blocks` of what follows, that many having been
-    computed by one; `comparison` of the two ways is there where both are open. `tie` settles equal prices, `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it
-    would wait, none where the policy does not predict that.
+    With `hand_over` it is of a prompt on prefill workers; with `handed_blocks` of what follows, that many (perhaps 0) being
+    there to be had from one; `comparison` of the two ways is there where both are open. `tie` settles equal prices,
+    `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it would wait, none where the
+    policy does not predict that.
     """
 
     request: Request
@@ -66,7 +67,7 @@ class Quote:
     excluded: Collection[WorkerId]
     wait_terms: Sequence[int]
     hand_over: bool = False
-    handed_blocks: int = 0
+    handed_blocks: int | None = None
     comparison: Comparison | None = None
 
     def waits_s(self) -> NDArray[np.float64]:
@@ -117,6 +118,7 @@ class Router:
         self._has_thresholds = config.busy_kv_share is not None or config.busy_queued_tokens is not None
         self._metrics = metrics
         self._turn = rng.randrange(1 << 16)  # frontends beside each other do not take turns in step
+        self._prompt_turn = self._turn  # of its own: else who has two prefill workers would use one of them
         self._decisions = Decisions(config.explain)
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
@@ -160,7 +162,10 @@ class Router:
         prefillers = self._eligible(request, pool.ready_prefill, exclude) if pool.num_ready_prefill else None
         if prefillers is None:
             return whole
-        prefill = price(replace(context, eligible=prefillers, mean_output_tokens=1.0, prompt_only=True))
+        prompt = replace(
+            context, eligible=prefillers, mean_output_tokens=1.0, prompt_only=True, turn=self._prompt_turn
+        )
+        prefill = price(prompt)
         rest = price(self._handed(context, len(hashes)))
         slot = whole.choice.slot
         cached = (int(context.overlap_blocks[slot]) - _recomputed(context, slot)) * context.block_size
@@ -206,15 +211,18 @@ class Router:
         if quote.handed_blocks:
             reason = RouteReason.HANDED_OVER
         self._chooser.chosen(context, slot)
-        self._turn += 1
+        if quote.hand_over:
+            self._prompt_turn += 1
+        else:
+            self._turn += 1
         self._keep(quote, reason)
-        if self._log_below and mix(self._turn) < self._log_below:
+        if self._log_below and mix(self._turn + self._prompt_turn) < self._log_below:
             self._record(quote)
         overlap_tokens = (overlap_blocks - _recomputed(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
-        if quote.comparison is not None:
+        if quote.comparison is not None and not again:
             self._metrics.prefills.labels("remote" if quote.hand_over else "local").inc()
-        if not again and not quote.handed_blocks:
+        if not again and quote.handed_blocks is None:
             metrics = self._metrics
             metrics.decided(self._chooser.policy.name, reason).inc()
             metrics.prompt_tokens.inc(context.request_tokens)

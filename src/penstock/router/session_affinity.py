@@ -25,16 +25,17 @@ class SessionAffinity:
     """A session's worker first, then as another policy has it.
 
     A request without a session, with a new one, or with one whose worker is not eligible goes where `otherwise`
-    sends it, and its session with it. A `seams.HistoryPolicy`; one event loop owns it.
+    sends it, and its session with it. Where prompts are computed apart, a session has a worker for these, too.
+    A `seams.HistoryPolicy`; one event loop owns it.
     """
 
     name: ClassVar[str] = "session"
     otherwise: RoutingPolicy
     sessions_max: int = SESSIONS_MAX
-    """Sessions remembered; past it the one unused for longest is forgotten."""
+    """Sessions remembered, those of prompts apart; past it the one unused for longest is forgotten."""
     idle_s: float = SESSION_IDLE_S
     """How long a session without requests is remembered."""
-    _places: OrderedDict[str, _Place] = field(default_factory=OrderedDict)  # latest used last
+    _places: OrderedDict[tuple[str, bool], _Place] = field(default_factory=OrderedDict)  # latest used last
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
         costs = self.otherwise.costs(context)
@@ -51,8 +52,9 @@ class SessionAffinity:
             places.popitem(last=False)
         if context.session is None:
             return
-        places[context.session] = _Place(WorkerId(int(context.worker_ids[slot])), context.now_s)
-        places.move_to_end(context.session)
+        key = context.session, context.prompt_only
+        places[key] = _Place(WorkerId(int(context.worker_ids[slot])), context.now_s)
+        places.move_to_end(key)
         if len(places) > self.sessions_max:
             places.popitem(last=False)
 
@@ -64,7 +66,9 @@ class SessionAffinity:
 
     def slot_of(self, context: RoutingContext) -> int | None:
         """Find the worker of the request's session, if it may get the request."""
-        place = None if context.session is None else self._places.get(context.session)
+        if context.session is None:
+            return None
+        place = self._places.get((context.session, context.prompt_only))
         if place is None or context.now_s - place.last_s > self.idle_s:
             return None
         found = np.flatnonzero(context.eligible & (context.worker_ids == place.worker_id))

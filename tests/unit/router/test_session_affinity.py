@@ -47,14 +47,14 @@ def test_an_idle_session_is_forgotten():
     assert send(policy, "a", 9.0, running_requests=[9, 0, 0]) == 0
     assert send(policy, "a", 19.5, running_requests=[9, 1, 0]) == 2
     send(policy, "b", 40.0)
-    assert list(policy._places) == ["b"]
+    assert list(policy._places) == [("b", False)]
 
 
 def test_the_session_unused_for_longest_makes_room():
     policy = SessionAffinity(LeastLoaded(), sessions_max=2)
     for session in ("a", "b", "a", "c"):
         send(policy, session)
-    assert list(policy._places) == ["a", "c"]
+    assert list(policy._places) == [("a", False), ("c", False)]
 
 
 def test_settings_reach_the_policy():
