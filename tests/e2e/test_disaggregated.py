@@ -120,3 +120,13 @@ def test_decode_workers_serve_alone_while_there_is_no_prefill_worker(deploy):
         assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == before + 1
 
     deploy(scenario, roles=roles(engine="mock"), router=ALWAYS)
+
+
+def test_workers_that_do_both_take_prompts_over(deploy):
+    async def scenario(site):
+        await site.tell(PROMPT, max_tokens=TOKENS)
+        assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == 1
+        assert (await site.load("worker-1"))["prefilled_tokens"] <= 16, "the rest was fetched"
+
+    both = {"replicas": 1, "engine": "mock"}
+    deploy(scenario, roles=roles(1, 0, engine="mock") | {"aggregated": both}, router=ALWAYS)

@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
-from penstock.core.types import Prices, Role
+from penstock.core.types import Prices
 from penstock.deploy.engine_spec import engine_spec
 from penstock.deploy.location import location_here
 from penstock.deploy.messages import Assignment, Ready, Tell, WorkerJob
@@ -78,8 +78,8 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
 
 
 def _transfer_agent(graph: Graph, job: WorkerJob, name: str, secret: bytes) -> TransferAgent | None:
-    """Make what moves KV between workers, where prompts are handed over."""
-    if job.role is Role.AGGREGATED:
+    """Make what moves KV between workers, where prompts are handed over: whoever answers may have to go on with one."""
+    if graph.roles.prefill is None:
         return None
     config = graph.worker.hand_over.transfer.model_copy(update={"secret": SecretStr(secret.hex())})
     return TransferAgent(f"{name}-{job.worker_id}", config)

@@ -1,5 +1,7 @@
 """A prompt that a prefill worker has computed, on its way to the worker that answers."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from penstock.core.types import KvHandle
@@ -10,15 +12,22 @@ _TTL_S_MIN = 0.001
 class HandedOver:
     """Where its KV is, for as long as it is held there."""
 
-    def __init__(self, handle: KvHandle | None, now_s: float) -> None:
-        """Take the handle that came this moment; None where the KV could not be kept."""
+    def __init__(self, handle: KvHandle | None, now_s: float, *, give_up: Callable[[], None]) -> None:
+        """Take the handle that came this moment; None where the KV could not be kept.
+
+        Args:
+            handle: as it came.
+            now_s: the loop's time.
+            give_up: tells the prefill worker that nobody will fetch it.
+        """
+        self.give_up = give_up
         self._handle = handle
         self._expires_s = now_s + (0.0 if handle is None else handle.ttl_s)
 
-    @property
-    def num_tokens(self) -> int:
+    def num_tokens(self, now_s: float) -> int:
         """Of the prompt, whose KV can be had."""
-        return 0 if self._handle is None else self._handle.num_tokens
+        handle = self.handle(now_s)
+        return 0 if handle is None else handle.num_tokens
 
     def handle(self, now_s: float) -> KvHandle | None:
         """Give the handle with the time that is left of it."""

@@ -56,7 +56,7 @@ class OpenRequest:
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._handed: HandedOver | None = None  # its prompt's KV, for the next worker
+        self._handed: HandedOver | None = None  # its prompt's KV, until another worker goes on
         self._setbacks = Setbacks(request, shared.brakes)
         self._has_waited = False
 
@@ -217,7 +217,7 @@ class OpenRequest:
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
         request, setbacks = self._with_time_left(self._progress.request()), self._setbacks
-        handed = None if self._handed is None else self._handed.num_tokens
+        handed = None if self._handed is None else self._handed.num_tokens(self._loop.time())
         quote = shared.router.quote(request, setbacks.avoided | setbacks.lost, handed_tokens=handed)
         if quote is None and setbacks.lost:  # one that was lost and is back is better than none
             quote = shared.router.quote(request, setbacks.avoided, handed_tokens=handed)
@@ -277,7 +277,6 @@ class OpenRequest:
             kv=None if self._handed is None else self._handed.handle(self._loop.time()),
         )
         self._attempt = Attempt(self._shared.fleet, route, request, self)
-        self._handed = None  # it can be read once
 
     async def _go_on_after(self, interruption: PenstockError | HandedOver) -> None:
         """Take the request elsewhere, if it may."""
@@ -300,6 +299,9 @@ class OpenRequest:
 
     def _on_first_token(self, attempt: Attempt, progress: Progress) -> None:
         attempt.on_first_token()
+        self._handed = (
+            None  # until then it may still be there for another worker, should this one not take it
+        )
         self._shared.brakes.probation.leave(self)
         if progress.output_tokens == self.request.num_emitted:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
@@ -325,8 +327,10 @@ class OpenRequest:
 
     def _hand_over(self, handle: KvHandle | None) -> None:
         """Go on elsewhere: the prompt is computed, and its first token is here."""
+        attempt = self._attempt
+        assert attempt is not None, "it said so"
         self._release()
-        self._handed = HandedOver(handle, self._loop.time())
+        self._handed = HandedOver(handle, self._loop.time(), give_up=attempt.abort)
         if self._error is None:
             self._interruption = self._handed
 
@@ -379,6 +383,9 @@ class OpenRequest:
     def _leave(self) -> None:
         """Give everything back. Safe twice."""
         self._abort()
+        if self._handed is not None:
+            self._handed.give_up()
+            self._handed = None
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         shared = self._shared

@@ -72,8 +72,12 @@ class MemoryCluster:
         adapters: Sequence[str] = (),
         prices: Prices | None = None,
         role: Role = Role.AGGREGATED,
+        transport: MemoryTransport | None = None,
     ) -> Worker:
-        """Run a worker; returns once it is registered or has failed."""
+        """Run a worker; returns once it is registered or has failed.
+
+        With a `transport`, or a role that needs one, it moves KV to and from others.
+        """
         self._numbers += 1
         discovery = _MortalDiscovery(self.discovery)
         worker = Worker(
@@ -86,7 +90,9 @@ class MemoryCluster:
             prices=prices,
             adapters=adapters,
             config=config,
-            agent=None if role is Role.AGGREGATED else _agent(f"{name}-{self._numbers}"),
+            agent=None
+            if role is Role.AGGREGATED and transport is None
+            else _agent(f"{name}-{self._numbers}", transport or memory_transport()),
         )
         task = self._group.create_task(self._run(name, worker), name=name)
         self._seats[name] = _Seat(worker, engine, discovery, task)
@@ -131,9 +137,13 @@ class MemoryCluster:
             self.errors[name] = error
 
 
-def _agent(name: str) -> TransferAgent:
+def memory_transport() -> MemoryTransport:
+    """Make one whose small moves are done at once."""
+    return MemoryTransport(threads=1, inline_bytes_max=1 << 20)
+
+
+def _agent(name: str, transport: MemoryTransport) -> TransferAgent:
     """Make an agent that reaches others of this event loop, without sockets or threads of its own."""
-    transport = MemoryTransport(threads=1, inline_bytes_max=1 << 20)
     return TransferAgent(name, TransferConfig(listen=("memory",)), transports=[transport])
 
 

@@ -39,6 +39,7 @@ class Computing:
 
         Raises:
             PenstockError: the engine does not take it.
+            Overloaded: too many wait for their KV.
         """
         if request.kv is None or self.hand_over is None:
             self._start(request)
@@ -49,6 +50,12 @@ class Computing:
         """Stop whatever goes on for a request."""
         if self.hand_over is None or not self.hand_over.cancel(request_id):
             self._engine.abort(request_id)
+            self.stepped()
+
+    def forget(self, request_id: RequestId) -> None:
+        """Hear that nobody goes on with a request that may have been handed over."""
+        if self.hand_over is not None:
+            self.hand_over.offers.forget(request_id)
 
     def told(self, delta: Delta, request: Request) -> Delta:
         """Say what an engine's delta means to the request: the end of a prompt may be a hand-over."""

@@ -14,6 +14,8 @@ class HandOverConfig(Config):
     """How long a prefilled prompt's blocks are held for the worker that goes on; after that it computes them again."""
     pinned_share_max: float = pydantic.Field(default=0.5, gt=0, le=1)
     """The part of a worker's blocks that may be held so; beyond it prompts go without their KV."""
+    fetches_max: int = pydantic.Field(default=1024, ge=1)
+    """Requests of a worker that may wait for their KV, or for room for it; more are refused."""
     transfer: TransferConfig = pydantic.Field(default_factory=TransferConfig)
     """How blocks move."""
 

@@ -7,6 +7,7 @@ wrong.
 
 import asyncio
 from collections.abc import Callable
+from itertools import count
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +15,14 @@ import msgspec
 import numpy as np
 
 from penstock.core.descriptors import Descriptors, TransferOp
-from penstock.core.errors import DeadlineExceeded, PenstockError, PinExpired, TransferError
+from penstock.core.errors import (
+    DeadlineExceeded,
+    EngineError,
+    Overloaded,
+    PenstockError,
+    PinExpired,
+    TransferError,
+)
 from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, KvHandle, Request
@@ -33,9 +41,10 @@ Submit = Callable[[Request], None]
 
 
 class PinRead(Wire, frozen=True, tag="pin_read"):
-    """To a producer: its blocks were read, or are not wanted; it may let them go."""
+    """To a producer: its blocks were read, or are not wanted; it may let them go. `read_id` is the reader's."""
 
     pin_id: PinId
+    read_id: int = 0
 
 
 class PinHeld(Wire, frozen=True, tag="pin_held"):
@@ -43,6 +52,7 @@ class PinHeld(Wire, frozen=True, tag="pin_held"):
 
     pin_id: PinId
     was_held: bool
+    read_id: int = 0
 
 
 _decoder = msgspec.msgpack.Decoder(PinRead | PinHeld)
@@ -75,11 +85,13 @@ class HandOver:
         """Why prompts were computed again, by the error's code."""
         self._engine = engine
         self._info = info
+        self._config = config
         self._agent = agent
         self._memory: Registration | None = None
         self._metadata = b""
         self._fetches: dict[RequestId, asyncio.Task[None]] = {}
-        self._answers: dict[tuple[str, PinId], asyncio.Future[bool]] = {}
+        self._read_ids = count(1)
+        self._answers: dict[tuple[str, int], asyncio.Future[bool]] = {}
         self._turn = asyncio.Lock()  # whose turn it is to wait for room
         self._room = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -111,10 +123,12 @@ class HandOver:
             if task is not None:
                 task.cancel()
         assert self._tasks is not None, "entered"
-        await self._tasks.__aexit__(None, None, None)
-        self._tasks = None
-        self.offers.close()
-        await self._agent.close()
+        tasks, self._tasks = self._tasks, None
+        try:
+            await tasks.__aexit__(None, None, None)
+        finally:
+            self.offers.close()
+            await self._agent.close()
 
     def __len__(self) -> int:
         return len(self._fetches)
@@ -127,11 +141,18 @@ class HandOver:
         """Bring what a request's handle names into the engine's cache, then submit it; whatever happens, it is submitted.
 
         `cancel` prevents that.
+
+        Raises:
+            Overloaded: too many wait already.
         """
         assert self._tasks is not None, "entered"
+        if len(self._fetches) >= self._config.fetches_max:
+            raise Overloaded(
+                f"{len(self._fetches)} requests wait for their KV already, hand_over.fetches_max; try another worker",
+                retry_after_s=1.0,
+            )
         task = self._tasks.create_task(self._fetch(request, submit))
         self._fetches[request.request_id] = task
-        task.add_done_callback(lambda _: self._fetches.pop(request.request_id, None))
 
     def cancel(self, request_id: RequestId) -> bool:
         """Give a fetch up; returns whether there was one."""
@@ -149,6 +170,12 @@ class HandOver:
         """Raise AssertionError where the parts disagree."""
         self.offers.check()
 
+    def check_idle(self) -> None:
+        """Raise AssertionError where something of a request is left; for one that has had none for a while."""
+        assert not self._fetches, f"{list(self._fetches)} are still fetched"
+        assert not self._answers, f"{list(self._answers)} are still waited for"
+        assert not self._turn.locked(), "somebody still waits for room"
+
     # -- fetching
 
     async def _fetch(self, request: Request, submit: Submit) -> None:
@@ -161,7 +188,12 @@ class HandOver:
             self._failed(request, DeadlineExceeded(f"not here within the {handle.ttl_s:g} s of its handle"))
         except PenstockError as error:
             self._failed(request, error)
-        self._fetches.pop(request.request_id, None)
+        except Exception as error:  # noqa: BLE001 - a bug, or a handle that is none, is this request's fate alone
+            _log.exception("kv_fetch_failed", request_id=request.request_id)
+            self._failed(request, EngineError(f"{type(error).__name__}: {error}; see the log"))
+        if self._fetches.get(request.request_id) is not asyncio.current_task():
+            return  # given up meanwhile; by now its id may be another's
+        del self._fetches[request.request_id]
         submit(msgspec.structs.replace(request, kv=None))
 
     async def _bring(self, request: Request, handle: KvHandle) -> None:
@@ -169,32 +201,58 @@ class HandOver:
         offered = np.frombuffer(handle.block_ids, "<u4")
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[: len(offered)]
         peer = await self._agent.connect(handle.agent)
-        held = list(self._engine.pin(hashes))
+        is_told = False
         try:
-            lacking = hashes[len(held) :]
-            if not len(lacking):
-                self._agent.send_notification(peer, encode(PinRead(pin_id=handle.pin_id)))
-                return
-            reserved = await self._reserve(len(lacking))
+            held, reserved = await self._hold(hashes)
             try:
-                await self._read(peer, handle, reserved, offered[len(held) : len(held) + len(lacking)])
-                parent = int(hashes[len(held) - 1, 0]) if held else None
-                self._engine.publish(reserved, lacking, parent)
-                self.fetched_blocks += len(reserved)
+                if reserved:
+                    sources = offered[len(held) : len(held) + len(reserved)]
+                    await self._read(peer, handle, reserved, sources)
+                    is_told = True
+                    parent = int(hashes[len(held) - 1, 0]) if held else None
+                    self._engine.publish(reserved, hashes[len(held) :], parent)
+                    self.fetched_blocks += len(reserved)
             finally:
                 self._engine.unpin(reserved)
+                self._engine.unpin(held)
+                self._room.set()
         finally:
-            self._engine.unpin(held)
+            if not is_told:
+                self._let_go(peer, handle)
 
-    async def _reserve(self, count: int) -> list[BlockId]:
-        """Take blocks, in turn; waits while what runs needs them."""
-        if count >= self._info.total_blocks:
-            raise TransferError(f"{count} blocks do not fit into {self._info.total_blocks}")
+    async def _hold(self, hashes: HashArray) -> tuple[list[BlockId], list[BlockId]]:
+        """Hold what is here, and room for what is not; waits in turn, holding nothing, while what runs needs the room.
+
+        Who held its prefix meanwhile could keep others, and these it, from any room at all.
+        """
+        held = list(self._engine.pin(hashes))
+        if len(held) == len(hashes):
+            return held, []
+        self._engine.unpin(held)
         async with self._turn:
-            while (reserved := self._engine.reserve(count)) is None:
+            while (taken := self._try_to_hold(hashes)) is None:
                 self._room.clear()
                 await self._room.wait()
-            return list(reserved)
+            return taken
+
+    def _try_to_hold(self, hashes: HashArray) -> tuple[list[BlockId], list[BlockId]] | None:
+        held = list(self._engine.pin(hashes))
+        lacking = len(hashes) - len(held)
+        if lacking >= self._info.total_blocks:
+            self._engine.unpin(held)
+            raise TransferError(f"{lacking} blocks do not fit into {self._info.total_blocks}")
+        reserved = self._engine.reserve(lacking) if lacking else []
+        if reserved is None:
+            self._engine.unpin(held)
+            return None
+        return held, list(reserved)
+
+    def _let_go(self, peer: Peer, handle: KvHandle) -> None:
+        """Tell a producer that its blocks are not wanted (any more); if that fails, time does it."""
+        try:
+            self._agent.send_notification(peer, encode(PinRead(pin_id=handle.pin_id)))
+        except PenstockError as error:
+            _log.debug("pin_not_given_back", peer=peer.name, error=error.message)
 
     async def _read(self, peer: Peer, handle: KvHandle, targets: list[BlockId], sources: HashArray) -> None:
         """Copy blocks, and hear from their producer that they had been held until that was done.
@@ -203,8 +261,9 @@ class HandOver:
             TransferError: the bytes did not come.
             PinExpired: they came, and may be anything.
         """
-        done = encode(PinRead(pin_id=handle.pin_id))
-        key = peer.name, handle.pin_id
+        read_id = next(self._read_ids)  # an answer to somebody else who reads the same is not for this one
+        done = encode(PinRead(pin_id=handle.pin_id, read_id=read_id))
+        key = peer.name, read_id
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         try:
             if self._memory is None or not handle.region_id:
@@ -252,12 +311,11 @@ class HandOver:
             if isinstance(message, PinRead):
                 was_held = self.offers.take_back(message.pin_id)
                 try:
-                    self._agent.send_notification(
-                        name, encode(PinHeld(pin_id=message.pin_id, was_held=was_held))
-                    )
+                    answer = PinHeld(pin_id=message.pin_id, was_held=was_held, read_id=message.read_id)
+                    self._agent.send_notification(name, encode(answer))
                 except PenstockError as error:
                     _log.debug("pin_answer_not_sent", peer=name, error=error.message)
             else:
-                waiting = self._answers.get((name, message.pin_id))
+                waiting = self._answers.get((name, message.read_id))
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message.was_held)

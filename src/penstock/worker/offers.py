@@ -1,11 +1,12 @@
 """A prefill worker's side of a hand-over: blocks held for whoever goes on, for a while."""
 
 import asyncio
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
-from penstock.core.ids import BlockId, PinId, WorkerId
+from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, KvHandle, Request
 from penstock.core.wire import unpack_hashes
@@ -14,6 +15,13 @@ from penstock.transfer.regions import Registration
 from penstock.worker.config import HandOverConfig
 
 _log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    request_id: RequestId
+    block_ids: list[BlockId]
+    timer: asyncio.TimerHandle
 
 
 class Offers:
@@ -42,8 +50,9 @@ class Offers:
         self._producer = producer
         self._config = config
         self._ids = count(1)
-        self._held: dict[PinId, tuple[list[BlockId], asyncio.TimerHandle]] = {}
+        self._held: dict[PinId, _Offer] = {}
         self._held_blocks = 0
+        self._pins: dict[RequestId, PinId] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -67,7 +76,8 @@ class Offers:
         block_ids = list(self._engine.pin(hashes))
         pin_id = PinId(next(self._ids))
         timer = asyncio.get_running_loop().call_later(self._config.pin_ttl_s, self._expire, pin_id)
-        self._held[pin_id] = block_ids, timer
+        self._held[pin_id] = _Offer(request.request_id, block_ids, timer)
+        self._pins[request.request_id] = pin_id
         self.none_left.clear()
         self._held_blocks += len(block_ids)
         return KvHandle(
@@ -87,16 +97,23 @@ class Offers:
         Returns:
             whether they were held until now; if not, what was read in the meantime may be anything.
         """
-        held = self._held.pop(pin_id, None)
-        if held is None:
+        offer = self._held.pop(pin_id, None)
+        if offer is None:
             return False
-        block_ids, timer = held
-        timer.cancel()
-        self._held_blocks -= len(block_ids)
-        self._engine.unpin(block_ids)
+        offer.timer.cancel()
+        if self._pins.get(offer.request_id) == pin_id:
+            del self._pins[offer.request_id]
+        self._held_blocks -= len(offer.block_ids)
+        self._engine.unpin(offer.block_ids)
         if not self._held:
             self.none_left.set()
         return True
+
+    def forget(self, request_id: RequestId) -> None:
+        """Let the blocks of a request go that nobody goes on with; no error where there are none."""
+        pin_id = self._pins.get(request_id)
+        if pin_id is not None:
+            self.take_back(pin_id)
 
     def close(self) -> None:
         """Let everything go."""
@@ -106,7 +123,8 @@ class Offers:
     def check(self) -> None:
         """Raise AssertionError where the sum is wrong."""
         assert self.none_left.is_set() == (not self._held), "set exactly while nothing is held"
-        assert self._held_blocks == sum(len(block_ids) for block_ids, _ in self._held.values())
+        assert self._held_blocks == sum(len(offer.block_ids) for offer in self._held.values())
+        assert all(self._held[pin_id].request_id == request for request, pin_id in self._pins.items())
 
     def _expire(self, pin_id: PinId) -> None:
         self.expired += 1

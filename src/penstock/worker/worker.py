@@ -189,6 +189,8 @@ class Worker:
         if self._frontends.forget(request_id) is not None:
             self._computing.abort(request_id)
             self._reports.note()
+        else:
+            self._computing.forget(request_id)
 
     def disconnected(self, sink: FrontendSink) -> None:
         frontend = self._frontends.disconnect(sink)

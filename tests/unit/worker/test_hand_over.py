@@ -7,60 +7,18 @@ import msgspec
 import pytest
 
 from penstock.core.errors import RequestError
-from penstock.core.ids import RequestId
-from penstock.core.types import FinishReason, Prices, Request, Role, SamplingParams
+from penstock.core.types import Role
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.engine.mock import MockConfig, StepTiming, mock_engine
-from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster
+from penstock.testing.hand_over import PRICES, VOCAB, check_nothing_is_held
+from penstock.testing.hand_over import tiny_engine as engine
+from penstock.testing.hand_over import tiny_request as request
+from penstock.testing.hand_over import whole_answer as answer
 from penstock.worker.config import HandOverConfig, WorkerConfig
 
-VOCAB = 500
-TIMING = StepTiming(step_s=0.01, prefill_s_per_token=1e-3)
-PRICES = Prices(
-    prefill_step_s=0.01,
-    prefill_token_s=1e-3,
-    prefill_pair_s=0,
-    decode_step_s=0.01,
-    decode_sequence_s=1e-5,
-    decode_token_s=0,
-    onboard_token_s=(0.0, 0.0, 0.0, 0.0),
-)
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
-
-
-def engine(kv_blocks=200, kv_bytes=64):
-    shape = RunnerInfo(
-        num_blocks=kv_blocks, block_size=4, context_length=400, vocab_size=VOCAB, kv_bytes_per_block=kv_bytes
-    )
-    return mock_engine(
-        shape, MockConfig(timing=TIMING, answer_tokens=1000), SchedulerConfig(max_batch_tokens=64)
-    )
-
-
-def request(name, length=50, max_tokens=20, seed=0, **sampling):
-    return Request(
-        request_id=RequestId(name),
-        model="tiny",
-        token_ids=pack_tokens([1 + (seed * 31 + 7 * index) % (VOCAB - 1) for index in range(length)]),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),
-    )
-
-
-async def answer(dispatcher, asked):
-    tokens, cached, reason, logprobs = [], None, None, 0
-    async with dispatcher.open(asked) as stream:
-        async for delta in stream:
-            tokens += unpack_tokens(delta.token_ids).tolist()
-            cached = delta.cached_tokens if cached is None else cached
-            logprobs += len(delta.logprobs)
-            assert delta.kv is None, "a reader sees no handle"
-            assert delta.finish_reason is not FinishReason.PREFILLED
-            reason = delta.finish_reason
-    return tokens, reason, cached, logprobs
 
 
 async def expected(asked):
@@ -87,11 +45,7 @@ def play(scene, *, prefill=1, decode=1, router=ALWAYS, config=None, kv_bytes=64,
             await scene(cluster, dispatcher)
             await asyncio.sleep(60)
             for name in cluster.names:
-                worker = cluster.worker(name)
-                worker.check()
-                cluster.engine(name).scheduler.check()
-                assert cluster.engine(name).load().active_blocks == 0, f"{name} holds blocks"
-                assert len(worker.hand_over.offers) == len(worker.hand_over) == 0
+                check_nothing_is_held(cluster.worker(name), cluster.engine(name))
             dispatcher.check()
 
     return run_virtual(main())

@@ -1,0 +1,310 @@
+"""What can go wrong while a prompt is handed over, one thing at a time, and what is left of it."""
+
+import asyncio
+import itertools
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+
+from penstock.core.errors import Overloaded
+from penstock.core.ids import RequestId
+from penstock.core.types import Role
+from penstock.core.wire import pack_tokens, unpack_tokens
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster
+from penstock.testing.hand_over import (
+    PRICES,
+    VOCAB,
+    SlowTransport,
+    check_nothing_is_held,
+    tiny_engine,
+    tiny_request,
+    whole_answer,
+)
+from penstock.worker.config import HandOverConfig, WorkerConfig
+
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
+BLOCKS = 12  # of a prompt of 50 tokens
+
+
+def play(scene, names=("p0", "d0"), *, policy="least-loaded", read_s=0.0, kv_blocks=None, config=None):
+    async def main():
+        async with AsyncExitStack() as stack:
+            cluster = await stack.enter_async_context(MemoryCluster())
+            for name in names:
+                await cluster.start(
+                    name,
+                    tiny_engine((kv_blocks or {}).get(name, 200)),
+                    role=ROLES[name[0]],
+                    prices=PRICES,
+                    config=config,
+                    transport=SlowTransport(read_s if callable(read_s) else lambda: read_s),
+                )
+            router = RouterConfig(policy=policy, disagg=DisaggConfig(remote_tokens_min=1))
+            dispatcher = await stack.enter_async_context(cluster.dispatcher(router))
+            await dispatcher.looked()
+            await scene(cluster, dispatcher)
+            await asyncio.sleep(60)
+            for name in cluster.names:
+                check_nothing_is_held(cluster.worker(name), cluster.engine(name))
+            dispatcher.check()
+
+    run_virtual(main())
+
+
+def fetched(cluster, name):
+    return cluster.worker(name).hand_over.fetched_blocks
+
+
+def offers(cluster, name="p0"):
+    return len(cluster.worker(name).hand_over.offers)
+
+
+async def read_and_leave(dispatcher, request, after_s):
+    async with dispatcher.open(request) as stream:
+        await anext(stream)
+        going_on = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(after_s)
+        going_on.cancel()
+
+
+def test_a_worker_that_does_both_fetches_too():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a"))
+        assert fetched(cluster, "a0") == BLOCKS
+        assert cluster.engine("a0").load().prefilled_tokens == 3
+
+    play(scene, ("p0", "a0"))
+
+
+def test_who_is_refused_by_one_decode_worker_is_handed_over_to_another():
+    async def scene(cluster, dispatcher):
+        cluster.worker("d0")._refusal = Overloaded("full", retry_after_s=1.0)
+        for number in range(4):
+            await whole_answer(dispatcher, tiny_request(f"r{number}", seed=number))
+        assert fetched(cluster, "d1") == 4 * BLOCKS
+        assert cluster.worker("d1").hand_over.failures == {}
+        assert cluster.engine("p0").load().generated_tokens == 4, "no prompt was sent there twice"
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_turns_are_taken_among_prefill_workers_and_among_decode_workers():
+    async def scene(cluster, dispatcher):
+        for number in range(4):
+            await whole_answer(dispatcher, tiny_request(f"r{number}", seed=number))
+        for name in ("p0", "p1"):
+            assert cluster.engine(name).load().prefilled_tokens == 100
+        for name in ("d0", "d1"):
+            assert fetched(cluster, name) == 2 * BLOCKS
+
+    play(scene, ("p0", "p1", "d0", "d1"), policy="round-robin")
+
+
+def test_a_session_stays_with_its_prefill_worker_and_with_its_decode_worker():
+    async def scene(cluster, dispatcher):
+        del cluster
+        used = set()
+        for number in range(5):
+            asked = tiny_request(f"r{number}", 60, seed=number)
+            await whole_answer(dispatcher, msgspec.structs.replace(asked, session="s"))
+            used.add(tuple(decision.worker for decision in dispatcher.explain(f"r{number}")))
+        assert len(used) == 1, used
+
+    play(scene, ("p0", "p1", "p2", "d0", "d1", "d2"), policy="session")
+
+
+@pytest.mark.parametrize("length", [3, 50])
+def test_a_request_is_counted_once(length):
+    async def scene(cluster, dispatcher):
+        del cluster
+        await whole_answer(dispatcher, tiny_request("a", length))
+        metrics = dispatcher._shared.metrics
+        assert metrics.prompt_tokens._value.get() == length
+        assert metrics.prefills.labels("remote")._value.get() == 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize("read_s", [0.0, 2.0])
+def test_who_leaves_while_his_prompt_is_handed_over_leaves_nothing_held(read_s):
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a")) as stream:
+            await anext(stream)
+            assert offers(cluster) == 1
+        await asyncio.sleep(0.1)
+        assert offers(cluster) == 0, "nobody had gone on with it"
+        await read_and_leave(dispatcher, tiny_request("b"), 0.1)
+        await asyncio.sleep(0.1 + read_s)
+        assert offers(cluster) == 0
+        assert cluster.engine("d0").load().active_blocks == 0
+
+    play(scene, read_s=read_s)
+
+
+def test_room_that_a_fetch_gives_back_is_another_ones():
+    async def scene(cluster, dispatcher):
+        begin_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(read_and_leave(dispatcher, tiny_request("a", 100), 0.5))
+            await asyncio.sleep(0.3)
+            group.create_task(whole_answer(dispatcher, tiny_request("b", 100, 5, seed=1)))
+        assert asyncio.get_running_loop().time() - begin_s < 5
+        assert fetched(cluster, "d0") == 25
+
+    play(scene, kv_blocks={"d0": 40}, read_s=1.0)
+
+
+def test_those_that_wait_for_room_do_not_hold_each_others():
+    async def scene(cluster, dispatcher):
+        for seed in (1, 2):
+            await whole_answer(dispatcher, tiny_request(f"begun{seed}", 60, 2, seed=seed))
+        begin_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(whole_answer(dispatcher, tiny_request("running", 40, 60, seed=3)))
+            await asyncio.sleep(0.1)
+            for seed in (1, 2):
+                group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", 120, 2, seed=seed)))
+        assert asyncio.get_running_loop().time() - begin_s < 5
+        assert cluster.worker("d0").hand_over.failures == {}
+
+    play(scene, kv_blocks={"d0": 42})
+
+
+def test_what_is_cached_does_not_wait_for_room():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a", 40, 2))
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(whole_answer(dispatcher, tiny_request("long", 40, 60, seed=1)))
+            await asyncio.sleep(0.2)
+            waiting = group.create_task(whole_answer(dispatcher, tiny_request("b", 130, 2, seed=2)))
+            await asyncio.sleep(0.25)
+            assert len(cluster.worker("d0").hand_over) == 1
+            await whole_answer(dispatcher, tiny_request("c", 40, 2))
+            assert not running.done()
+            assert not waiting.done()
+
+    play(scene, kv_blocks={"d0": 40})
+
+
+def test_a_handle_that_is_none_harms_nobody_else():
+    async def scene(cluster, dispatcher):
+        made = cluster.worker("p0").hand_over.offers
+
+        class Offering:
+            make = staticmethod(
+                lambda *args: msgspec.structs.replace(type(made).make(made, *args), block_ids=b"abc")
+            )
+            __getattr__ = staticmethod(lambda name: getattr(made, name))
+            __len__ = staticmethod(lambda: len(made))
+
+        cluster.worker("p0").hand_over.offers = Offering()
+        tokens, *_ = await whole_answer(dispatcher, tiny_request("a"))
+        assert len(tokens) == 20
+        assert cluster.worker("d0").hand_over.failures == {"engine_error": 1}
+        assert "d0" in cluster.names
+
+    play(scene)
+
+
+async def handle_of(cluster, dispatcher, request):
+    """Have a prompt computed, and give the request that would go on, with its handle."""
+    async with dispatcher.open(request) as stream:
+        await anext(stream)
+        handed = stream._handed
+        stream._handed = None
+        return msgspec.structs.replace(
+            stream._progress.request(), kv=handed.handle(asyncio.get_running_loop().time())
+        )
+
+
+def test_two_that_read_the_same_are_told_apart():
+    delays_s = itertools.chain([0.1, 0.5], itertools.repeat(0.0))
+
+    async def scene(cluster, dispatcher):
+        request = await handle_of(cluster, dispatcher, tiny_request("a"))
+        hand_over = cluster.worker("d0").hand_over
+        submitted = []
+        hand_over.fetch(request, submitted.append)
+        hand_over.fetch(msgspec.structs.replace(request, request_id=RequestId("again")), submitted.append)
+        await asyncio.sleep(1)
+        assert [one.request_id for one in submitted] == ["a", "again"]
+        assert fetched(cluster, "d0") == BLOCKS
+        assert hand_over.failures == {"pin_expired": 1}
+
+    play(scene, read_s=lambda: next(delays_s))
+
+
+def test_an_id_that_is_given_up_and_used_again_at_once_is_the_new_ones():
+    async def scene(cluster, dispatcher):
+        request = await handle_of(cluster, dispatcher, tiny_request("a"))
+        hand_over = cluster.worker("d0").hand_over
+        submitted = []
+        hand_over.fetch(request, submitted.append)
+        await asyncio.sleep(0.1)
+        assert hand_over.cancel(request.request_id)
+        hand_over.fetch(request, submitted.append)
+        await asyncio.sleep(0.1)
+        assert len(hand_over) == 1
+        assert hand_over.cancel(request.request_id)
+        assert not hand_over.cancel(request.request_id)
+        await asyncio.sleep(2)
+        assert submitted == []
+
+    play(scene, read_s=1.0)
+
+
+def test_no_more_wait_for_their_kv_than_may():
+    async def scene(cluster, dispatcher):
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", seed=seed)))
+                for seed in range(4)
+            ]
+        assert [len(one.result()[0]) for one in asked] == [20] * 4
+        assert fetched(cluster, "d0") <= fetched(cluster, "d1") + BLOCKS
+        assert sum(fetched(cluster, name) for name in ("d0", "d1")) == 2 * BLOCKS
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        play(
+            scene,
+            ("p0", "d0", "d1"),
+            read_s=1.0,
+            config=WorkerConfig(hand_over=HandOverConfig(fetches_max=1)),
+        )
+    assert caught.group_contains(Overloaded, match="fetches_max")
+
+
+def test_a_last_token_of_a_context_is_no_hand_over():
+    async def scene(cluster, dispatcher):
+        for length, tokens in ((398, 2), (399, 1)):
+            ids = pack_tokens([1 + index % (VOCAB - 1) for index in range(length)])
+            asked = msgspec.structs.replace(tiny_request(f"r{length}"), token_ids=ids)
+            found, reason, *_ = await whole_answer(dispatcher, asked)
+            assert (len(found), reason.value) == (tokens, "length")
+        assert cluster.engine("d0").load().generated_tokens == 1
+
+    play(scene)
+
+
+def test_a_decode_worker_that_dies_before_it_has_read_leaves_that_to_another():
+    async def scene(cluster, dispatcher):
+        asked = tiny_request("a")
+        async with dispatcher.open(asked) as stream:
+            tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
+            going_on = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0.2)
+            used = [decision.worker for decision in dispatcher.explain("a")]
+            cluster.worker(used[-1]).hand_over._let_go = lambda *_: None  # who is dead says nothing
+            cluster.kill(used[-1])
+            tokens += unpack_tokens((await going_on).token_ids).tolist()
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert len(tokens) == 20
+        (left,) = {"d0", "d1"} - {used[-1]}
+        assert fetched(cluster, left) == BLOCKS
+        assert cluster.engine("p0").load().generated_tokens == 1
+
+    play(scene, ("p0", "d0", "d1"), read_s=1.0)
