@@ -9,8 +9,10 @@ A target without a progress thread polls all the time, as NIXL wants it; so betw
 stopped (SIGSTOP to their group).
 """
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ import numpy as np
 from nixl_cu12 import _bindings as nixl  # its own Python API sets the delay to 0
 
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+PR_SET_PDEATHSIG = 1
 
 
 class Agent:
@@ -129,6 +132,9 @@ def main(pool_bytes: int, delay_us: int | None) -> None:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # who is stopped would outlive a parent that was killed
     arguments = int(sys.argv[1]), None if sys.argv[2] == "polled" else int(sys.argv[2])
     if sys.argv[3:] == ["target"]:
         serve(*arguments)
