@@ -14,7 +14,7 @@ from penstock.core.errors import PeerLost, ProtocolError
 from penstock.core.framing import LENGTH_BYTES
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.frames import Challenge, Greeting, Withdrawn, link_codec
+from penstock.transfer.frames import Challenge, Greeting, LinkFrame, Welcome, Withdrawn, link_codec
 from penstock.transfer.listener import Door
 from penstock.transfer.metadata import TRANSFER_VERSION, decode_metadata
 
@@ -110,33 +110,37 @@ def test_an_agent_survives_what_strangers_say(data):
     run_async(scenario(), timeout_s=10)
 
 
+async def _connect_to_an_impostor(*frames: LinkFrame, match: str) -> None:
+    """Connect to who listens in a peer's place, and says this whatever it hears."""
+    path = f"\0penstock-test-{os.getpid()}"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(8)
+        for frame in frames:
+            writer.write(link_codec().encode(frame))
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, path)
+    async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", _config("")) as other:
+        metadata = other.metadata()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("penstock.transfer.listener._abstract_name", lambda _: path)
+            with pytest.raises(ProtocolError, match=match):
+                await agent.connect(metadata)
+        assert not agent.peers
+    server.close()
+
+
 def test_a_listener_that_speaks_another_version_is_refused():
-    async def scenario():
-        codec = link_codec()
+    challenge = Challenge(version=TRANSFER_VERSION + 7, nonce=b"n" * 16)
+    run_async(_connect_to_an_impostor(challenge, match="transfer version 8"))
 
-        async def serve(reader, writer):
-            await reader.readexactly(8)
-            writer.write(codec.encode(Challenge(version=TRANSFER_VERSION + 7, nonce=b"n" * 16)))
-            await writer.drain()
-            await reader.read()
-            writer.close()
 
-        path = f"\0penstock-test-{os.getpid()}"
-        server = await asyncio.start_unix_server(serve, path)
-        from penstock.transfer import listener
-
-        async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", _config("")) as other:
-            metadata = other.metadata()
-            original = listener._abstract_name
-            listener._abstract_name = lambda token: path
-            try:
-                with pytest.raises(ProtocolError, match="transfer version 8"):
-                    await agent.connect(metadata)
-            finally:
-                listener._abstract_name = original
-        server.close()
-
-    run_async(scenario())
+def test_a_listener_that_cannot_prove_who_it_is_is_refused():
+    challenge = Challenge(version=TRANSFER_VERSION, nonce=b"n" * 16)
+    run_async(_connect_to_an_impostor(challenge, Welcome(proof=b"p" * 32), match="its proof does not fit"))
 
 
 def test_who_listens_everywhere_is_told_to_peers_by_an_address_that_they_reach():

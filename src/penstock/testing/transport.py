@@ -197,6 +197,7 @@ class TransportSuite:
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_a_cancelled_transfer_lets_go_of_memory(self, op: TransferOp) -> None:
         async def scenario(harness: TransportHarness) -> None:
+            await _differ(harness)
             whole = harness.local.ranges(), harness.remote.ranges()
             handle = harness.agent.post(op, *whole, harness.peer)
             await asyncio.sleep(0)
@@ -333,6 +334,7 @@ class PeerTransportSuite(TransportSuite):
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_what_the_owner_deregisters_is_out_of_reach(self, op: TransferOp) -> None:
         async def scenario(harness: TwoAgents) -> None:
+            await _differ(harness)
             whole = harness.local.ranges(), harness.remote.ranges()
             prepared = harness.agent.prepare(*whole, harness.peer)
             handle = prepared.post(op)
@@ -340,10 +342,11 @@ class PeerTransportSuite(TransportSuite):
             await harness.owner.deregister(harness.owned)
             with pytest.raises(TransferRefused, match=r"deregistered|not registered"):
                 await handle.wait()
-            there = await harness.read_remote()
+            here, there = harness.read_local(), await harness.read_remote()
             with pytest.raises(TransferRefused):
                 prepared.post(op)
             await asyncio.sleep(0.05)
+            assert np.array_equal(harness.read_local(), here), "bytes arrived after the end"
             assert np.array_equal(await harness.read_remote(), there), "bytes arrived after the end"
 
         self.play_two(scenario, self.large_bytes)
@@ -391,6 +394,13 @@ class PeerTransportSuite(TransportSuite):
             assert np.array_equal(view, here)
 
         self.play_two(scenario)
+
+
+async def _differ(harness: TransportHarness) -> None:
+    """Put other bytes on either side, so that every one that moves is seen."""
+    size = harness.local.region.size_bytes
+    harness.write_local(np.full(size, 1, np.uint8))
+    await harness.write_remote(np.full(size, 2, np.uint8))
 
 
 async def _fill(harness: TransportHarness, seed: int) -> tuple[Bytes, Bytes]:

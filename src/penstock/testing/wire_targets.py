@@ -52,7 +52,7 @@ class TcpOwner:
         """Register the region."""
         self.memory = np.full(3 * _GIVEN_BYTES, 7, np.uint8)
         self.answers: list[TcpFrame] = []
-        self.table = RegionTable()
+        self.table = RegionTable(first_id=1)
         region = Region(
             MemoryKind.DRAM, _GIVEN_BYTES, "given", self.memory.ctypes.data + _GIVEN_BYTES, owner=self.memory
         )

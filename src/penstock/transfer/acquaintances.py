@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from penstock.core.errors import PeerLost, PenstockError, TransferError, TransferRefused
+from penstock.core.errors import PeerLost, TransferError, TransferRefused
 from penstock.seams import Transport
 from penstock.transfer.links import AgentLink
 from penstock.transfer.metadata import AgentMetadata
@@ -120,16 +120,22 @@ class Acquaintances:
             else:
                 peer.ways[name] = Way(name, channel, transport.checksums)
 
-    async def forget(self, peer: Peer, why: str) -> None:
-        """End all transfers with a peer, then the link and all that was opened for it."""
+    async def forget(self, peer: Peer, why: str, error: PeerLost | None = None) -> None:
+        """End all transfers with a peer, then the link and all that was opened for it.
+
+        Args:
+            peer: whom.
+            why: for the peer.
+            error: of the transfers; None to say no more than that.
+        """
         self._drop(peer)
-        await self._running.end_peer(peer, PeerLost(f"agent {peer.name}: {why}"))
+        await self._running.end_peer(peer, error or PeerLost(f"agent {peer.name}: {why}"))
         if peer.link is not None:
             peer.link.close(why)
         await peer.close_ways()
 
-    def lost(self, link: AgentLink, error: PenstockError) -> Peer | None:
-        """A link has ended, and with it all transfers that go over it, soon.
+    def lost(self, link: AgentLink) -> Peer | None:
+        """A link has ended: who was reached by it is known no longer.
 
         Returns:
             the peer, to be forgotten; None if it was not one that this agent connected to, or is forgotten already.
@@ -137,7 +143,6 @@ class Acquaintances:
         peer = self._at(link)
         if peer is not None:
             self._drop(peer)
-            self._running.doom_peer(peer, PeerLost(error.message))
         return peer
 
     async def withdrawn(self, link: AgentLink, region_id: int) -> None:

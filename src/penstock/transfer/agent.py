@@ -8,6 +8,7 @@ from typing import Self
 
 from penstock.core.descriptors import Descriptors, Region, TransferOp
 from penstock.core.errors import (
+    PeerLost,
     PenstockError,
     ProtocolError,
     TransferError,
@@ -390,8 +391,8 @@ class TransferAgent:
         """A link has ended: so has all that goes over it."""
         for transport in self._transports.values():
             transport.lost(link, error)
-        peer = self._met.lost(link, error)
+        peer = self._met.lost(link)
         if peer is not None:
             self.counters.lost_peers += 1
             if self._tasks is not None:  # else `close` lets go of it
-                self.spawn(self._met.forget(peer, error.message))
+                self.spawn(self._met.forget(peer, error.message, PeerLost(error.message)))

@@ -35,7 +35,10 @@ class Mailbox:
         Raises:
             TransferRefused: it is too long.
             Overloaded: it is for the agent itself, which does not read.
+            TypeError: it is not bytes.
         """
+        if not isinstance(payload, bytes):
+            raise TypeError(f"notification: {type(payload).__name__}; expected bytes")
         if len(payload) > NOTIFICATION_BYTES_MAX:
             raise TransferRefused(
                 f"notification of {len(payload)} bytes; at most {NOTIFICATION_BYTES_MAX} fit: transfer what is longer"

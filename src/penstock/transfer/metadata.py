@@ -47,7 +47,12 @@ def decode_metadata(data: bytes) -> AgentMetadata:
 
     Raises:
         ProtocolError: it is none, or of a version that this one does not speak.
+        TypeError: it is not bytes.
     """
+    if not isinstance(data, bytes | bytearray):
+        raise TypeError(
+            f"agent metadata: {type(data).__name__}; expected the bytes that `metadata()` of the peer gave"
+        )
     if not data.startswith(_MAGIC) or len(data) > _BYTES_MAX:
         raise ProtocolError(
             f"agent metadata: {len(data)} bytes that begin with {bytes(data[:4])!r}; expected what"

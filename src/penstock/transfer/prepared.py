@@ -88,6 +88,8 @@ class PreparedTransfer:
         checksum: bool | None = None,
     ) -> TransferHandle:
         """Begin to move the bytes. See `TransferAgent.post`."""
+        if not isinstance(op, TransferOp):
+            raise TypeError(f"op: {op!r}; expected TransferOp.READ or TransferOp.WRITE")
         self._agent.check_prepared(self, op)
         ways, refusals = self._found(op)
         pairs = self.pairs

@@ -14,6 +14,8 @@ from penstock.seams import Transport
 from penstock.transfer.ranges import check_bounds
 
 _KEY_BYTES = 8
+_FIRST_IDS, _IDS_APART = 1 << 20, 1 << 12
+"""Agents begin to number somewhere, so that a list of one's regions names none of another one's by mistake."""
 _FEW = 8
 
 
@@ -83,10 +85,14 @@ class RemoteRegion:
 class RegionTable:
     """Every region that is registered now."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, first_id: int | None = None) -> None:
+        """Start empty.
+
+        Args:
+            first_id: the number of the first region; None for one that other agents hardly have.
+        """
         self._registrations: dict[int, Registration] = {}
-        self._ids = count(1)
+        self._ids = count(1 + secrets.randbelow(_FIRST_IDS) * _IDS_APART if first_id is None else first_id)
 
     def __iter__(self) -> Iterator[Registration]:
         return iter(self._registrations.values())
@@ -122,7 +128,7 @@ class RegionTable:
             if way is not None:
                 ways[name] = way
         if not ways:
-            reasons = "; ".join([*why, *(f"{name}: {text}" for name, text in unavailable.items())])
+            reasons = "; ".join(why or (f"{name}: {text}" for name, text in unavailable.items()))
             raise TransferRefused(
                 f"region of {region.size_bytes} bytes, {region.kind.value}: no transport has any use for it"
                 f" ({reasons or ', '.join(transports)})"

@@ -156,11 +156,6 @@ class RunningTransfers:
         """List those that use a region of a peer."""
         return [running for running in self._of(peer) if region_id in running.posting.prepared.remote_ids]
 
-    def doom_peer(self, peer: Peer, error: PenstockError) -> None:
-        """Have all transfers with a peer end with this error, soon."""
-        for running in self._of(peer):
-            running.end(error)
-
     async def end_peer(self, peer: Peer, error: PenstockError) -> None:
         """End all transfers with a peer; they have ended when this returns."""
         await _end(self._of(peer), error)

@@ -1,6 +1,7 @@
 """Meeting and losing peers, on virtual time."""
 
 import asyncio
+from itertools import count
 
 import numpy as np
 import pytest
@@ -152,6 +153,7 @@ def test_regions_of_two_peers_with_one_number_are_two():
         transport.may.set()
         async with TransferAgent("c", IN_PROCESS) as other:
             kept = owner.register(np.zeros(8, np.uint8), "kv")
+            other._table._ids = count(kept.region_id)
             gone = other.register(np.zeros(8, np.uint8), "kv")
             assert kept.region_id == gone.region_id
             first = (await agent.connect(owner.metadata())).region("kv")
@@ -165,9 +167,11 @@ def test_regions_of_two_peers_with_one_number_are_two():
 
 def test_what_another_agent_registered_is_refused():
     async def scenario(agent, owner, _transport):
-        mine, theirs = agent.register(bytearray(8)), owner.register(bytearray(9))
+        theirs = owner.register(bytearray(9))
+        agent._table._ids = count(theirs.region_id)
+        mine = agent.register(bytearray(8))
         assert mine.region_id == theirs.region_id
-        with pytest.raises(TransferRefused, match="region 1 of 9 bytes was registered by another agent"):
+        with pytest.raises(TransferRefused, match=r"region \d+ of 9 bytes was registered by another agent"):
             agent.metadata([theirs])
         with pytest.raises(TransferRefused, match="by another agent"):
             await agent.deregister(theirs)
@@ -195,3 +199,30 @@ def test_notifications_to_itself_that_nobody_reads_are_refused():
 def test_a_transport_that_there_is_not_is_named():
     with pytest.raises(ConfigError, match=r"transports: 'smh' is unknown; there are cuda, .*shm"):
         TransferAgent("a", TransferConfig(transports=("smh",)))
+
+
+def test_lists_that_were_mixed_up_are_refused():
+    async def scenario(agent, owner, transport):
+        transport.may.set()
+        owner.register(bytearray(8), "kv")
+        here, peer = agent.register(bytearray(8)), await agent.connect(owner.metadata())
+        there = peer.region("kv")
+        for lists in ((there.ranges(), here.ranges(), peer), (here.ranges(), there.ranges())):
+            with pytest.raises(TransferRefused, match=r"is not registered|was not given"):
+                agent.post(TransferOp.READ, *lists)
+
+    _play(scenario)
+
+
+def test_what_is_of_the_wrong_type_is_named():
+    async def scenario(agent, owner, _transport):
+        own = agent.register(bytearray(16))
+        ranges = own.ranges(0, 8), own.ranges(8, 8)
+        with pytest.raises(TypeError, match="op: 'read'"):
+            agent.post("read", *ranges)
+        with pytest.raises(TypeError, match="notification: str"):
+            agent.post(TransferOp.READ, *ranges, notify="done")
+        with pytest.raises(TypeError, match="agent metadata: str"):
+            await agent.connect(owner.metadata().hex())
+
+    _play(scenario)
