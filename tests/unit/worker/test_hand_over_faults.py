@@ -308,3 +308,14 @@ def test_a_decode_worker_that_dies_before_it_has_read_leaves_that_to_another():
         assert cluster.engine("p0").load().generated_tokens == 1
 
     play(scene, ("p0", "d0", "d1"), read_s=1.0)
+
+
+def test_a_prompt_goes_to_no_prefill_worker_that_is_too_small_for_it():
+    async def scene(cluster, dispatcher):
+        for length, is_remote in ((94, True), (95, False), (150, False)):
+            tokens, *_ = await whole_answer(dispatcher, tiny_request(f"r{length}", length, seed=length))
+            assert len(tokens) == 20
+            assert dispatcher.explain(f"r{length}")[0].worker == ("p0" if is_remote else "d0")
+        assert cluster.engine("p0").load().prefilled_tokens == 94
+
+    play(scene, kv_blocks={"p0": 24})

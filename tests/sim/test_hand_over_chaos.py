@@ -1,0 +1,315 @@
+"""Seeded faults on prefill, decode and aggregated workers: answers are exact, and afterwards nothing is held by anybody.
+
+Engines check each read of KV; transfers take their time and copy at its end, whatever the memory holds by then.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import AsyncExitStack, contextmanager
+from unittest import mock
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
+from penstock.core.hashing import block_hashes
+from penstock.core.types import FinishReason, Role
+from penstock.core.wire import unpack_tokens
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.sim.loop import Deadlock, run
+from penstock.testing.cluster import MemoryCluster
+from penstock.testing.hand_over import (
+    BLOCK_SIZE,
+    PRICES,
+    SlowTransport,
+    check_nothing_is_held,
+    tiny_engine,
+    tiny_request,
+    whole_answer,
+)
+from penstock.transfer.handle import TransferHandle
+from penstock.worker.computing import Computing
+from penstock.worker.config import HandOverConfig, WorkerConfig
+from penstock.worker.hand_over import HandOver
+from penstock.worker.offers import Offers
+
+pytestmark = pytest.mark.slow
+
+CLIENTS = 30
+FAULTS = 4
+LAST_S = 2.0
+QUIET_S = 40.0
+LATE_S = 0.3
+MAX_TOKENS = 30
+PROMPTS = [(length, seed) for length in (3, 17, 40, 84) for seed in range(1, 7)]
+ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "a0": Role.AGGREGATED}
+KV_BLOCKS = {Role.PREFILL: 26, Role.DECODE: 56, Role.AGGREGATED: 56}
+"""So few that what is not held is soon another prompt's."""
+POLICIES = ("least-loaded", "round-robin", "kv", "session")
+
+
+def asked(name, prompt, tokens=MAX_TOKENS):
+    return tiny_request(name, prompt[0], tokens, seed=prompt[1])
+
+
+_make = Offers.make
+
+
+def arriving_late(self, *args):
+    """Give handles that have been on their way for so long that they end before their readers know."""
+    handle = _make(self, *args)
+    return None if handle is None else msgspec.structs.replace(handle, ttl_s=handle.ttl_s + LATE_S)
+
+
+def references():
+    """What one worker alone answers."""
+
+    async def main(_rng):
+        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+            await cluster.start("alone", tiny_engine())
+            return {
+                prompt: (await whole_answer(dispatcher, asked(str(prompt), prompt)))[0] for prompt in PROMPTS
+            }
+
+    return run(main, 0)
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return references()
+
+
+class HandOverTrial:
+    """One deployment, its clients and its faults."""
+
+    def __init__(self, rng, answers):
+        self.outcomes = Counter()
+        self.rng = rng
+        self.answers = answers
+        self.cluster = MemoryCluster(rng.getrandbits(32), lease_ttl_s=1.0)
+        self.config = WorkerConfig(
+            drain_timeout_s=0.5,
+            kv_events=rng.random() < 0.8,
+            hand_over=HandOverConfig(
+                pin_ttl_s=rng.choice((0.05, 0.2, 3.0)), pinned_share_max=rng.choice((0.3, 0.9)), fetches_max=8
+            ),
+        )
+        self.slowest_s = rng.choice((0.0, 0.1, 0.4))
+        self.is_silent = (
+            rng.random() < 0.5
+        )  # who leaves or dies says nothing of it to whoever holds blocks for him
+        self.hurt = set()
+        self.ended = Counter()  # what workers that are gone had done
+
+    async def run(self):
+        rng = self.rng
+        async with AsyncExitStack() as stack:
+            stack.enter_context(mock.patch.object(Offers, "make", arriving_late))
+            if self.is_silent:
+                stack.enter_context(mock.patch.object(Computing, "forget"))
+                stack.enter_context(mock.patch.object(HandOver, "_let_go"))
+            await stack.enter_async_context(self.cluster)
+            for name in ROLES:
+                await self.start(name)
+            router = RouterConfig(
+                policy=rng.choice(POLICIES), disagg=DisaggConfig(remote_tokens_min=1), no_worker_wait_s=3.0
+            )
+            dispatchers = [await stack.enter_async_context(self.cluster.dispatcher(router)) for _ in range(2)]
+            for dispatcher in dispatchers:
+                await dispatcher.looked()
+            async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+                for number in range(CLIENTS):
+                    group.create_task(self.client(number, rng.choice(dispatchers), rng.uniform(0, LAST_S)))
+                for _ in range(FAULTS):
+                    group.create_task(self.fault(rng.uniform(0, LAST_S)))
+            await asyncio.sleep(QUIET_S)
+            for name in self.cluster.names:
+                check_nothing_is_held(self.cluster.worker(name), self.cluster.engine(name))
+                self.check_contents(name)
+                self.note(name)
+            for dispatcher in dispatchers:
+                dispatcher.check()
+        self.outcomes += self.ended
+        return self.outcomes
+
+    async def start(self, name):
+        rng = random.Random(self.rng.getrandbits(32))
+        await self.cluster.start(
+            name,
+            tiny_engine(KV_BLOCKS[ROLES[name]]),
+            role=ROLES[name],
+            config=self.config,
+            prices=PRICES,
+            transport=SlowTransport(lambda: rng.uniform(0, self.slowest_s)),
+        )
+
+    async def client(self, number, dispatcher, at_s):
+        rng = random.Random(self.rng.getrandbits(32))
+        await asyncio.sleep(at_s)
+        prompt = rng.choice(PROMPTS)
+        tokens = rng.choice((1, 2, 12, MAX_TOKENS))
+        request = msgspec.structs.replace(
+            asked(f"r{number}", prompt, tokens),
+            session=rng.choice((None, "s", "t")),
+            deadline_s=rng.uniform(0.05, 1.0) if rng.random() < 0.15 else None,
+        )
+        leaves_s = rng.uniform(0.0, 0.6) if rng.random() < 0.3 else None
+        pause_s = rng.choice((0.0, 0.0, 0.1))
+        expected, found, outcome = self.answers[prompt][:tokens], [], None
+        try:
+            async with asyncio.timeout(leaves_s), dispatcher.open(request) as stream:
+                async for delta in stream:
+                    found += unpack_tokens(delta.token_ids).tolist()
+                    outcome = delta.finish_reason
+                    await asyncio.sleep(pause_s)
+        except TimeoutError:
+            outcome = "left"
+        except (Unavailable, DeadlineExceeded, Overloaded) as error:
+            outcome = error.code
+        assert found == expected[: len(found)], f"{request.request_id}: not the answer of one worker"
+        if isinstance(outcome, FinishReason):
+            assert outcome is FinishReason.LENGTH
+            assert len(found) == tokens
+        self.outcomes[str(outcome)] += 1
+
+    async def fault(self, at_s):
+        rng = random.Random(self.rng.getrandbits(32))
+        await asyncio.sleep(at_s)
+        alive = [name for name in ROLES if name not in self.hurt]
+        if len(alive) < 3:
+            return
+        name = rng.choice(alive)
+        self.hurt.add(name)
+        self.note(name)
+        if rng.random() < 0.7:
+            self.cluster.kill(name)
+        else:
+            self.cluster.worker(name).stop()
+            await asyncio.sleep(1.0)  # longer than it drains
+            assert name not in self.cluster.names
+        await asyncio.sleep(rng.uniform(0, 0.5))
+        await self.start(name)
+        self.hurt.discard(name)
+
+    def note(self, name):
+        hand_over = self.cluster.worker(name).hand_over
+        self.ended["fetched"] += hand_over.fetched_blocks
+        for code, times in hand_over.failures.items():
+            self.ended[code] += times
+
+    def check_contents(self, name):
+        """Raise AssertionError where a block is not what its name says, read or not."""
+        engine = self.cluster.engine(name)
+        kv = engine._runner._kv
+        for length, seed in PROMPTS:
+            request = tiny_request("", length, seed=seed)
+            ids = unpack_tokens(request.token_ids)
+            block_ids = engine.pool.match(block_hashes(request.token_ids, BLOCK_SIZE))
+            digests = np.cumsum(kv._terms(ids, np.arange(length)))
+            cells = kv._cells[block_ids].ravel()
+            assert (cells == digests[: len(cells)]).all(), f"{name}: a block of another prefix"
+
+
+def run_hand_over_trial(seed, answers):
+    try:
+        return run(lambda rng: HandOverTrial(rng, answers).run(), seed)
+    except BaseExceptionGroup as group:
+        error = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
+
+
+SEEDS = range(48)
+
+
+def test_answers_are_exact_and_nothing_is_left(answers):
+    outcomes = Counter()
+    for seed in SEEDS:
+        try:
+            outcomes += run_hand_over_trial(seed, answers)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert outcomes["length"] > CLIENTS * len(SEEDS) / 2
+    assert outcomes["unavailable"] + outcomes["overloaded"] < CLIENTS * len(SEEDS) / 20
+    for kind in ("left", "deadline_exceeded", "pin_expired", "fetched"):
+        assert outcomes[kind] > 10, f"{kind}: {outcomes}"
+
+
+MUTANTS = {}
+
+
+def mutant(plant):
+    MUTANTS[plant.__name__] = contextmanager(plant)
+    return plant
+
+
+@mutant
+def published_without_asking():
+    """What was read counts, whatever its producer says."""
+
+    async def always(_self, _peer, _answer):
+        return True
+
+    with mock.patch.object(HandOver, "_or_lost", always):
+        yield
+
+
+@mutant
+def unpinned_before_the_read():
+    """A producer lets blocks go at once, and says that it held them."""
+    original = _make
+
+    def make(self, *args):
+        handle = original(self, *args)
+        if handle is not None:
+            offer = self._held[handle.pin_id]
+            self._engine.unpin(offer.block_ids)
+            self._held_blocks -= len(offer.block_ids)
+            offer.block_ids.clear()
+        return handle
+
+    with mock.patch.dict(globals(), _make=make):
+        yield
+
+
+@mutant
+def pin_without_expiry():
+    """What nobody fetches stays held."""
+    with mock.patch.object(Offers, "_expire"):
+        yield
+
+
+@mutant
+def prefix_that_stays_held():
+    """A fetch forgets to let go of what was there already."""
+    original = HandOver._hold
+
+    async def hold(self, hashes):
+        held, reserved = await original(self, hashes)
+        self._engine.pin(hashes[: len(held)])
+        return held, reserved
+
+    with mock.patch.object(HandOver, "_hold", hold):
+        yield
+
+
+@mutant
+def memory_given_back_during_a_transfer():
+    """Who gives a fetch up does not wait until its bytes have stopped arriving."""
+    with mock.patch.object(TransferHandle, "complete", TransferHandle.wait):
+        yield
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_caught(name, answers):
+    for seed in SEEDS[:24]:
+        try:
+            with MUTANTS[name]():
+                run_hand_over_trial(seed, answers)
+        except (AssertionError, PenstockError, Deadlock):
+            return
+    pytest.fail(f"{name} went through")
