@@ -13,6 +13,7 @@ from penstock.core.errors import (
     DeadlineExceeded,
     PeerLost,
     ProtocolError,
+    TransferCancelled,
     TransferError,
     TransferRefused,
     from_info,
@@ -511,6 +512,22 @@ def test_silence_ends_at_the_deadline(op, size):
         with pytest.raises(DeadlineExceeded):
             async with asyncio.timeout(6 * IDLE_S):
                 await handle.wait()
+
+    _answering(play)
+
+
+@pytest.mark.parametrize("op", [READ, WRITE])
+def test_a_cancelled_transfer_ends_when_the_owner_has_let_go(op):
+    async def play(scene):
+        handle = _post(scene, op, MIB)
+        await _greeted(scene)
+        asked = await scene.rogue.hear(Push)
+        handle.cancel()
+        assert (await scene.rogue.hear(Stop)).exchange == asked.exchange
+        assert handle.is_pending
+        scene.rogue.say(Ended(exchange=asked.exchange, error=TransferError("as you wish").to_info()))
+        with pytest.raises(TransferCancelled):
+            await handle.wait()
 
     _answering(play)
 

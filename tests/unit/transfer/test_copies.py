@@ -1,3 +1,5 @@
+import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 from penstock.core.errors import ChecksumMismatch
 from penstock.testing.loop import run_async
 from penstock.transfer import copies
-from penstock.transfer.copies import CopyMove, Mapped
+from penstock.transfer.copies import CopyMove, Mapped, on_thread
 
 SIZE = 10_000
 
@@ -73,3 +75,28 @@ def test_bytes_that_change_meanwhile_are_noticed(length):
     source, target = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
     with pytest.raises(ChecksumMismatch, match="somebody writes there"):
         copy(columns(target, source, [(0, 0, length)]), checksum=True, reach=Disturbed())
+
+
+def test_a_cancellation_waits_until_the_thread_has_let_go():
+    began, may_end = threading.Event(), threading.Event()
+    ended = []
+
+    def work(stop):
+        began.set()
+        assert may_end.wait(10)
+        ended.append(bool(stop[0]))
+
+    async def main():
+        with ThreadPoolExecutor(1) as executor:
+            task = asyncio.ensure_future(on_thread(executor, work))
+            await asyncio.to_thread(began.wait)
+            task.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not task.done()
+            may_end.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert ended == [True]
+
+    run_async(main())
