@@ -128,5 +128,5 @@ def test_workers_that_do_both_take_prompts_over(deploy):
         assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == 1
         assert (await site.load("worker-1"))["prefilled_tokens"] <= 16, "the rest was fetched"
 
-    both = {"replicas": 1, "engine": "mock"}
-    deploy(scenario, roles=roles(1, 0, engine="mock") | {"aggregated": both}, router=ALWAYS)
+    each = {"replicas": 1, "engine": "mock"}
+    deploy(scenario, roles={"prefill": each, "aggregated": each}, router=ALWAYS)

@@ -70,7 +70,7 @@ class Graph(Config):
         prefill, decode = roles.prefill, roles.decode
         if not roles.present():
             raise wrong("no role is described; describe aggregated, or prefill and decode")
-        if prefill and not decode:
+        if prefill and not (decode or roles.aggregated):
             raise wrong("prefill needs decode: nobody would take its KV over; describe roles.decode as well")
         if decode and not prefill:
             raise wrong("decode needs prefill: nobody would run its prompts; describe roles.prefill as well")

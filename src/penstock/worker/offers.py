@@ -74,6 +74,8 @@ class Offers:
             self.refused += 1
             return None
         block_ids = list(self._engine.pin(hashes))
+        if not block_ids:
+            return None
         pin_id = PinId(next(self._ids))
         timer = asyncio.get_running_loop().call_later(self._config.pin_ttl_s, self._expire, pin_id)
         self._held[pin_id] = _Offer(request.request_id, block_ids, timer)

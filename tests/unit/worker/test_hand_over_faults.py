@@ -319,3 +319,17 @@ def test_a_prompt_goes_to_no_prefill_worker_that_is_too_small_for_it():
         assert cluster.engine("p0").load().prefilled_tokens == 94
 
     play(scene, kv_blocks={"p0": 24})
+
+
+def test_of_a_prompt_shorter_than_a_block_nothing_is_held():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", 3)) as stream:
+            await anext(stream)
+            assert offers(cluster) == 0
+            async for _ in stream:
+                pass
+        assert cluster.engine("d0").load().prefilled_tokens == 4
+        sent = cluster.worker("d0").hand_over._agent.counters.notifications_sent
+        assert sent == 0, "nor is anybody told of it"
+
+    play(scene)
