@@ -200,6 +200,18 @@ def test_what_may_not_be_reached_is_refused(ask, wrong):
     _asking(play)
 
 
+@pytest.mark.parametrize("ask", ["put", "write"])
+def test_what_is_read_only_is_not_written(ask):
+    async def play(scene):
+        await scene.rogue.ready_stream()
+        shown = scene.honest.register(bytes(KIB), "shown")
+        ranges = PackedRanges.pack(shown.ranges(), {shown.region_id: shown.key})
+        scene.rogue.say(_ASKS[ask](ranges))
+        assert "read-only" in (await scene.rogue.hear(Ended)).error.message
+
+    _asking(play)
+
+
 @pytest.mark.parametrize("ask", _ASKS)
 def test_a_region_that_is_gone_is_refused(ask):
     async def play(scene):

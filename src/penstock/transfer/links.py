@@ -158,6 +158,7 @@ class SocketLink:
         return await self._open_stream(transport)
 
     def close(self, reason: str) -> None:
+        self.error = self.error or PeerLost(f"agent {self.peer}: {reason}")
         self.channel.close(reason)
 
     def channel_opened(self) -> None:

@@ -52,7 +52,7 @@ class MemoryLink:
 
     def close(self, reason: str) -> None:
         if self.error is None:
-            self._end(PeerLost(f"agent {self.peer}: disconnected: {reason}"))
+            self._end(PeerLost(f"agent {self.peer}: {reason}"))
             self._tell(
                 lambda link: link._end(PeerLost(f"agent {link.peer} is gone: it said goodbye: {reason}")),
                 although_ended=True,
