@@ -25,11 +25,11 @@ NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_block_pool_machine.py \
 	tests/native/test_radix_native.py tests/native/test_pool_native.py tests/native/test_predicted_seconds_native.py tests/native/test_cheapest_native.py \
 	tests/native/test_ranges_native.py tests/native/test_checksum_native.py tests/native/test_streams_native.py
-# Beside tests/unit: about as long, so that two jobs end together.
-OTHER_FAST_TESTS = $(wildcard tests/properties tests/conformance tests/wire tests/native)
+# Beside tests/unit: in parts about as long, so that two jobs end together.
+OTHER_FAST_TESTS = $(wildcard tests/properties tests/wire tests/native)
 
 .DEFAULT_GOAL = help
-.PHONY: help venv demo test check lint types floors test-unit test-other fuzz fuzz-wire sanitize bench format clean
+.PHONY: help venv demo test check lint types floors test-unit test-conformance test-other fuzz fuzz-wire sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
@@ -49,7 +49,7 @@ demo: venv
 test: venv $(NIXL_STAMP)
 	$(BIN)/pytest
 
-check: lint types floors test-unit test-other
+check: test-conformance test-unit test-other types lint floors
 
 lint: venv
 	$(BIN)/ruff format --check
@@ -63,6 +63,9 @@ floors: venv
 
 test-unit: venv
 	$(BIN)/pytest -q -m 'not slow' tests/unit
+
+test-conformance: venv
+	$(BIN)/pytest -q -m 'not slow' tests/conformance
 
 test-other: venv
 	$(BIN)/pytest -q -m 'not slow' $(OTHER_FAST_TESTS)
