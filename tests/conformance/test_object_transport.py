@@ -9,8 +9,6 @@ from penstock.testing.transport import TransportSuite
 from penstock.transfer import ObjectRegion
 from penstock.transfer.object import ObjectTransport
 
-pytest.importorskip("obstore")
-
 
 def _own_objects(url: str, size_bytes: int) -> OwnStorage:
     return OwnStorage(

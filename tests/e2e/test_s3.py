@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import aiohttp
+import moto  # noqa: F401 - its server is started as a process
 import numpy as np
+import obstore
 import pytest
 from aiohttp import web
 
@@ -26,8 +28,6 @@ from penstock.testing.transport import TransportSuite
 from penstock.transfer import ObjectRegion, Registration, TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.object import ObjectTransport
 
-obstore = pytest.importorskip("obstore")
-pytest.importorskip("moto")
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
 
 from penstock.core.errors import ChecksumMismatch, ConfigError, TransferError, TransferRefused
@@ -12,8 +13,6 @@ from penstock.testing.loop import run_async
 from penstock.transfer import ObjectRegion, TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.object import ObjectTransport
 from penstock.transfer.stored_object import head_bytes
-
-obstore = pytest.importorskip("obstore")
 
 MIB = 1 << 20
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
