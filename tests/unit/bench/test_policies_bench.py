@@ -1,5 +1,6 @@
 """`penstock bench policies`: what is resumed, what is searched, what the ratios are, and what a workload is."""
 
+import argparse
 import asyncio
 import math
 from dataclasses import replace
@@ -378,3 +379,13 @@ def test_a_game_is_played_and_its_figures_add_up():
     )
     assert late["ttft_mean_s"] != in_time["ttft_mean_s"]
     assert game.describe(place, played)["guess_rps"] > 1
+
+
+def test_a_policy_that_is_kv_without_sessions_is_no_baseline_unless_asked_for(monkeypatch):
+    options = argparse.Namespace(baselines=ROOT / "benchmarks", policies=None)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    played = command._policies(options)
+    assert "session" not in played
+    assert {"kv", "round-robin", "product", "weighted-scores"} <= set(played)
+    options.policies = "kv,session"
+    assert set(command._policies(options)) == {"kv", "session"}

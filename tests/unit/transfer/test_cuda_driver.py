@@ -22,18 +22,18 @@ OUTPUTS = {
 
 
 class Function:
-    def __init__(self, library: "Library", name: str) -> None:
-        self.library = library
+    def __init__(self, driver: "Library", name: str) -> None:
+        self._driver = driver
         self.name = name
         self.argtypes: tuple[object, ...] = ()
 
     def __call__(self, *arguments: Any) -> int:
-        self.library.calls.append((self.name, *(getattr(each, "value", each) for each in arguments)))
+        self._driver.calls.append((self.name, *(getattr(each, "value", each) for each in arguments)))
         if self.name == "cuGetErrorName":
             arguments[1]._obj.value = b"CUDA_ERROR_MADE_UP"
         elif self.name in OUTPUTS:
             arguments[0]._obj.value = OUTPUTS[self.name]
-        return self.library.codes.get(self.name, 0)
+        return self._driver.codes.get(self.name, 0)
 
 
 class Library:

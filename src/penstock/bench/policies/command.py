@@ -21,6 +21,7 @@ from penstock.bench.policies.workload import RECORDED, SYNTHETIC
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.router.policies import POLICIES, make_policy
+from penstock.router.session_affinity import SessionAffinity
 
 SUBJECT = "kv"
 _QUICK = Effort(requests=250, headline_requests=250, seeds=1, headline_seeds=1, tolerance=None)
@@ -40,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="results so far; the same file goes on where the last run ended (default: keep none)",
     )
     parser.add_argument(
-        "--policies", metavar="NAMES", help="names, or module:Class, with commas between (default: all)"
+        "--policies",
+        metavar="NAMES",
+        help="names, or module:Class, with commas between (default: all but session, which is kv with sessions)",
     )
     parser.add_argument(
         "--cells", metavar="PATTERNS", help="only these cells, such as S/*/80,M/8b-bf16/* (default: all)"
@@ -126,10 +129,17 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _policies(options: argparse.Namespace) -> dict[str, str]:
-    """Give what `router.policy` takes, by name."""
+    """Give what `router.policy` takes, by name.
+
+    `session` is no baseline unless asked for: where a request has no session it is `kv` itself.
+    """
     sys.path.insert(0, str(options.baselines.resolve()))
     known = {name: name for name in POLICIES} | importlib.import_module("baselines").BASELINES
-    names = options.policies.split(",") if options.policies else list(known)
+    names = (
+        options.policies.split(",")
+        if options.policies
+        else [name for name in known if name != SessionAffinity.name]
+    )
     found = {name: known.get(name, name) for name in names}
     for policy in found.values():
         make_policy(policy)
