@@ -1,0 +1,98 @@
+"""What runs a model, and what it offers so that KV can move."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from penstock.core.ids import BlockId, RequestId
+from penstock.core.types import (
+    EngineInfo,
+    Request,
+    Step,
+    WorkerLoad,
+)
+from penstock.core.wire import HashArray
+
+
+class Engine(Protocol):
+    """Runs a model: token ids in, token ids out, one batched step at a time. One task owns it."""
+
+    async def start(self) -> EngineInfo:
+        """Load the model; when this returns, `submit` accepts requests.
+
+        Raises:
+            ConfigError: the model or a setting cannot work.
+        """
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its tokens come out of `steps`. What is late is aborted: an engine knows no deadline.
+
+        Raises:
+            RequestError: it can never run here (longer than the context or than all KV blocks).
+            Overloaded: the queue is full.
+        """
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Free the request's blocks by the end of the step under way; unknown and finished ids are no error.
+
+        No delta of this request follows, not even a last one.
+        """
+        ...
+
+    def steps(self) -> AsyncIterator[Step]:
+        """Yield what each step changed; waits while there is nothing to do and ends after `close`. One consumer."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """Account for every request `submit` has taken so far, also within a step."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything. Safe after a failed `start`, and twice."""
+        ...
+
+
+@runtime_checkable
+class KvBlocks(Protocol):
+    """What an engine offers beside `Engine` so that KV can move: its memory, and blocks held while others copy.
+
+    A block of all layers is one contiguous run of `EngineInfo.kv_bytes_per_block` bytes. Held blocks are nobody's to
+    write but the holder's, so that bytes may move while a step computes. Sync, from the event loop.
+    """
+
+    def kv_memory(self) -> object | None:
+        """Give the memory of all blocks, as `penstock.transfer` registers it: block i begins at i times a block's bytes.
+
+        None where the engine keeps none (a mock): holding and publishing are then all there is to a move.
+        """
+        ...
+
+    def pin(self, block_hashes: HashArray) -> Sequence[BlockId]:
+        """Hold the leading blocks that are resident.
+
+        Args:
+            block_hashes: (n, 2) uint64, chained.
+
+        Returns:
+            (m,) with m <= n: it stops at the first block that is not there.
+        """
+        ...
+
+    def reserve(self, count: int) -> Sequence[BlockId] | None:
+        """Hold `count` blocks to be written; None where what runs will need them."""
+        ...
+
+    def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
+        """Put held blocks whose content is complete into the prefix cache and announce them; they stay held.
+
+        Args:
+            block_ids: (n,) each the child of the one before it.
+            block_hashes: (n, 2) uint64, their names.
+            parent: low64 of the block before the first, None at the root.
+        """
+        ...
+
+    def unpin(self, block_ids: Sequence[BlockId]) -> None:
+        """Let go of what `pin` or `reserve` gave, once each."""
+        ...
