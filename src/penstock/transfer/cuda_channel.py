@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -19,14 +18,15 @@ from penstock.core.descriptors import (
     TransferCost,
     TransferOp,
 )
-from penstock.core.errors import PenstockError, ProtocolError, TransferError, TransferRefused, from_info
+from penstock.core.errors import PenstockError, TransferError, TransferRefused, from_info
 from penstock.seams import Link, Move
 from penstock.transfer.checksum import Sums, checksum_ranges
 from penstock.transfer.copies import CopyMove, on_thread
 from penstock.transfer.cuda_driver import Cuda
 from penstock.transfer.cuda_frames import Ask, Shared, decode_way, encode_frame
+from penstock.transfer.questions import Questions
 from penstock.transfer.ranges import Stop
-from penstock.transfer.regions import addresses_of, distinct
+from penstock.transfer.regions import addresses_of, distinct, other_kind
 
 KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED, MemoryKind.VRAM})
 _NAME = "cuda"
@@ -75,8 +75,7 @@ class CudaChannel:
         self._regions = regions
         self._other = other
         self._error: PenstockError | None = None
-        self._numbers = count(1)
-        self._answers: dict[int, asyncio.Future[Shared]] = {}
+        self._questions: Questions[Shared] = Questions(link.peer if link is not None else "")
         self._allowed: set[tuple[int, TransferOp]] = set()
         self._mapped: dict[
             int, tuple[int, int, int]
@@ -88,11 +87,10 @@ class CudaChannel:
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
-        kinds = [*(region.kind for region in local), *(info.kind for info in remote)]
-        for kind in kinds:
-            if kind not in KINDS:
-                return f"{kind.value} is no memory of a process or device"
-        if kinds and MemoryKind.VRAM not in kinds:
+        kind = other_kind(KINDS, local, remote)
+        if kind is not None:
+            return f"{kind.value} is no memory of a process or device"
+        if (local or remote) and other_kind({MemoryKind.DRAM, MemoryKind.SHARED}, local, remote) is None:
             return "there is no device memory on either side"
         for info in remote:
             way = decode_way(info.ways.get(_NAME, b""))
@@ -126,13 +124,7 @@ class CudaChannel:
         Raises:
             ProtocolError: nobody asked.
         """
-        waiting = self._answers.pop(answer.number, None)
-        if waiting is None:
-            raise ProtocolError(
-                f"an answer to question {answer.number} about device memory, which nobody asked"
-            )
-        if not waiting.done():
-            waiting.set_result(answer)
+        self._questions.answered(answer.number, answer)
 
     def forget(self, region_id: int) -> None:
         """Let go of a region that nothing here uses any more."""
@@ -144,10 +136,7 @@ class CudaChannel:
     def end(self, error: PenstockError) -> None:
         """Let go of the peer's memory, once nothing uses it any more."""
         self._error = self._error or error
-        for waiting in self._answers.values():
-            if not waiting.done():
-                waiting.set_exception(self._error)
-        self._answers.clear()
+        self._questions.end(self._error)
         if self._users == 0:
             for region_id in list(self._mapped):
                 self.forget(region_id)
@@ -213,7 +202,9 @@ class CudaChannel:
         device = self.own.cuda.device_at(way.bus_id) if way is not None else None
         if info is None or device is None:
             raise TransferRefused(f"region {region_id} of the peer is gone")
-        answer = await self._ask(Ask(number=next(self._numbers), region_id=region_id, key=info.key, op=op))
+        answer = await self._ask(
+            Ask(number=self._questions.number(), region_id=region_id, key=info.key, op=op)
+        )
 
         def open_it() -> None:  # and note so: the wait may be cancelled meanwhile
             base = self.own.cuda.map(device, answer.handle)
@@ -225,11 +216,9 @@ class CudaChannel:
 
     async def _ask(self, ask: Ask) -> Shared:
         assert self.link is not None, "the agent's own memory is in this process"
-        self._check_alive()
-        future: asyncio.Future[Shared] = asyncio.get_running_loop().create_future()
-        self._answers[ask.number] = future
+        waiting = self._questions.ask(ask.number)
         self.link.send(_NAME, encode_frame(ask))
-        answer = await future
+        answer = await waiting
         if answer.error is not None:
             raise from_info(answer.error)
         return answer

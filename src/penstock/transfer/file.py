@@ -4,16 +4,16 @@ A peer that wants what is in a file reads this agent's memory; its file is not i
 """
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.core.descriptors import MemoryKind, RangePairs, Region, RegionInfo, TransferCost, TransferOp
-from penstock.core.errors import ConfigError, PenstockError, ProtocolError, TransferError, TransferRefused
+from penstock.core.errors import ConfigError, TransferError, TransferRefused
 from penstock.seams import Link, Move, TransferChannel, TransportHost
 from penstock.transfer.block_sums import BLOCK_BYTES
 from penstock.transfer.extents import Extents
 from penstock.transfer.io_threads import Bounce, IoThreads
+from penstock.transfer.quiet import QuietTransport
 from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.slab import Disk, Slab
 
@@ -55,7 +55,7 @@ class FileRegion(Region):
         object.__setattr__(self, "path", Path(path))
 
 
-class FileTransport:
+class FileTransport(QuietTransport):
     """Reads and writes slabs on a few threads that all transfers share."""
 
     name = "file"
@@ -102,18 +102,6 @@ class FileTransport:
                 f"files of agent {link.peer} are reached by itself only; read its memory instead"
             )
         return _FileChannel(self)
-
-    def receive(self, link: Link, payload: bytes) -> None:
-        raise ProtocolError(
-            f"agent {link.peer}: {len(payload)} bytes for transport file, which says nothing to peers"
-        )
-
-    def accept(self, link: Link, stream: socket.socket) -> None:
-        stream.close()
-        raise TransferRefused(f"agent {link.peer}: transport file uses no streams")
-
-    def lost(self, link: Link, error: PenstockError) -> None:
-        """Do nothing: no link is used."""
 
     async def close(self) -> None:
         for region_id in list(self.slabs):

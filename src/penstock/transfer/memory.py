@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
@@ -15,10 +14,11 @@ from penstock.core.descriptors import (
     TransferCost,
     TransferOp,
 )
-from penstock.core.errors import PenstockError, ProtocolError, TransferError, TransferRefused
+from penstock.core.errors import TransferError
 from penstock.seams import Link, Move, TransferChannel, TransportHost
 from penstock.transfer.copies import CopyMove
-from penstock.transfer.regions import addresses_of
+from penstock.transfer.quiet import QuietTransport
+from penstock.transfer.regions import addresses_of, other_kind
 
 _KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _COST = TransferCost(start_s=5e-6, range_s=2e-7, bytes_per_s=10e9)
@@ -30,7 +30,7 @@ _by_contact: "WeakValueDictionary[bytes, MemoryTransport]" = WeakValueDictionary
 """Every started one of this process."""
 
 
-class MemoryTransport:
+class MemoryTransport(QuietTransport):
     """Copies where both sides' memory is this process's own."""
 
     name = "memory"
@@ -76,18 +76,6 @@ class MemoryTransport:
             raise TransferError(f"agent {link.peer} runs in another process")
         return _MemoryChannel(self, other, self._name, regions)
 
-    def receive(self, link: Link, payload: bytes) -> None:
-        raise ProtocolError(
-            f"agent {link.peer}: {len(payload)} bytes for transport memory, which says nothing"
-        )
-
-    def accept(self, link: Link, stream: socket.socket) -> None:
-        stream.close()
-        raise TransferRefused(f"agent {link.peer}: transport memory uses no streams")
-
-    def lost(self, link: Link, error: PenstockError) -> None:
-        """Do nothing: the agent ends what is under way."""
-
     async def close(self) -> None:
         _by_contact.pop(self._contact, None)
         self.executor.shutdown(wait=False)
@@ -110,9 +98,9 @@ class _MemoryChannel:
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
-        for kind in (*(region.kind for region in local), *(info.kind for info in remote)):
-            if kind not in _KINDS:
-                return f"{kind.value} is no memory of a process"
+        kind = other_kind(_KINDS, local, remote)
+        if kind is not None:
+            return f"{kind.value} is no memory of a process"
         return None
 
     def cost(self, op: TransferOp) -> TransferCost:

@@ -3,7 +3,6 @@
 import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +20,6 @@ from penstock.core.descriptors import (
 from penstock.core.errors import (
     ChecksumMismatch,
     PenstockError,
-    ProtocolError,
     TransferError,
     TransferRefused,
     from_info,
@@ -41,7 +39,8 @@ from penstock.transfer.nixl_frames import (
     encode_frame,
 )
 from penstock.transfer.nixl_thread import NONCE_BYTES, Flight, Handles, NixlThread, Plan, Rows, row
-from penstock.transfer.regions import addresses_of, distinct
+from penstock.transfer.questions import Questions
+from penstock.transfer.regions import addresses_of, distinct, other_kind
 
 NAME = "nixl"
 KINDS = {MemoryKind.DRAM: "DRAM", MemoryKind.SHARED: "DRAM", MemoryKind.VRAM: "VRAM"}
@@ -116,8 +115,7 @@ class NixlChannel:
         self.remote_name = ""
         self._regions = regions
         self._cost = cost
-        self._ids = count(1)
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._questions: Questions[Answer] = Questions(link.peer)
         self._allowed: set[tuple[TransferOp, int]] = set()
         self._meeting = asyncio.Lock()
         self._found = np.zeros(NONCE_BYTES, np.uint8)
@@ -126,9 +124,9 @@ class NixlChannel:
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
-        for kind in (*(region.kind for region in local), *(info.kind for info in remote)):
-            if kind not in KINDS:
-                return f"{kind.value} is no memory that this transport registers with NIXL"
+        kind = other_kind(KINDS, local, remote)
+        if kind is not None:
+            return f"{kind.value} is no memory that this transport registers with NIXL"
         for info in remote:
             if NAME not in info.ways:
                 return f"agent {self.link.peer} did not register region {info.region_id} with NIXL"
@@ -160,22 +158,13 @@ class NixlChannel:
         Raises:
             ProtocolError: nobody asked.
         """
-        waiting = self._answers.pop(answer.ask_id, None)
-        if waiting is None:
-            raise ProtocolError(
-                f"agent {self.link.peer}: an answer to question {answer.ask_id}, which nobody asked"
-            )
-        if not waiting.done():
-            waiting.set_result(answer)
+        self._questions.answered(answer.ask_id, answer)
 
     def fail(self, error: PenstockError) -> None:
         """The peer is gone: nothing more is waited for."""
         if not self.lost.done():
             self.lost.set_result(error)
-        for waiting in self._answers.values():
-            if not waiting.done():
-                waiting.set_exception(error)
-        self._answers.clear()
+        self._questions.end(error)
 
     # -- for moves ------------------------------------------------------------------------------------------------
 
@@ -189,7 +178,7 @@ class NixlChannel:
             if self.remote_name:
                 return
             thread = await self.owner.thread()
-            known = await self._ask(Want(ask_id=next(self._ids), op=TransferOp.READ, keys={}))
+            known = await self._ask(Want(ask_id=self._questions.number(), op=TransferOp.READ, keys={}))
             if not isinstance(known, Known):
                 raise self._wrong(known)
             name = await thread.call(lambda: thread.agent.loadRemoteMD(known.metadata).decode())
@@ -213,7 +202,7 @@ class NixlChannel:
             wanted = [region_id for region_id in region_ids if (op, region_id) not in self._allowed]
             if wanted:
                 keys = self._keys(wanted)
-                await self._load(Want(ask_id=next(self._ids), op=op, keys=keys))
+                await self._load(Want(ask_id=self._questions.number(), op=op, keys=keys))
                 self._allowed.update((op, region_id) for region_id in wanted)
 
     async def sum_there(self, ranges: Descriptors) -> SumArray:
@@ -227,7 +216,7 @@ class NixlChannel:
             part = slice(first, first + _SUM_RANGES)
             some = Descriptors(ranges.region_ids[part], ranges.offsets[part], ranges.lengths[part])
             keys = self._keys(distinct(some.region_ids))
-            answer = await self._ask(SumRanges.of(next(self._ids), keys, some))
+            answer = await self._ask(SumRanges.of(self._questions.number(), keys, some))
             if not isinstance(answer, Sums) or len(answer.sums) != 4 * len(some):
                 raise self._wrong(answer)
             parts.append(np.frombuffer(answer.sums, "<u4"))
@@ -274,17 +263,9 @@ class NixlChannel:
         self.places = {k: v for k, v in self.places.items() if k in self._regions} | given.places
 
     async def _ask(self, asked: Asked) -> Answer:
-        if self.lost.done():
-            raise self.lost.result()
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answers[asked.ask_id] = future
-        try:
-            self.link.send(NAME, encode_frame(asked))
-            answer = await future
-        except asyncio.CancelledError:
-            if asked.ask_id in self._answers:
-                future.cancel()  # its answer may still come
-            raise
+        waiting = self._questions.ask(asked.ask_id)
+        self.link.send(NAME, encode_frame(asked))
+        answer = await waiting
         if isinstance(answer, Refused):
             raise from_info(answer.error)
         return answer

@@ -5,7 +5,6 @@ A write of all of an object puts it; a write of a part gets it first, changes it
 """
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from penstock.core.errors import (
     ChecksumMismatch,
     ConfigError,
     PenstockError,
-    ProtocolError,
     TransferError,
     TransferRefused,
 )
@@ -27,6 +25,7 @@ from penstock.transfer.block_sums import BLOCK_BYTES
 from penstock.transfer.bucket import Bucket
 from penstock.transfer.extents import Extents
 from penstock.transfer.io_threads import IoThreads
+from penstock.transfer.quiet import QuietTransport
 from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.stored_object import StoredObject, head_bytes
 
@@ -100,7 +99,7 @@ class ObjectRegion(Region):
         object.__setattr__(self, "options", dict(options or {}))
 
 
-class ObjectTransport:
+class ObjectTransport(QuietTransport):
     """Gets and puts objects, so many at once for all transfers together."""
 
     name = "object"
@@ -154,18 +153,6 @@ class ObjectTransport:
                 f"object stores of agent {link.peer} are reached by itself only; register the same one here"
             )
         return _ObjectChannel(self)
-
-    def receive(self, link: Link, payload: bytes) -> None:
-        raise ProtocolError(
-            f"agent {link.peer}: {len(payload)} bytes for transport object, which says nothing to peers"
-        )
-
-    def accept(self, link: Link, stream: socket.socket) -> None:
-        stream.close()
-        raise TransferRefused(f"agent {link.peer}: transport object uses no streams")
-
-    def lost(self, link: Link, error: PenstockError) -> None:
-        """Do nothing: no link is used."""
 
     async def close(self) -> None:
         self.regions.clear()

@@ -1,7 +1,7 @@
 """This agent's registered memory: numbers that are never used again, keys that show what was given, and bounds."""
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -195,6 +195,16 @@ class RegionTable:
             if not secrets.compare_digest(self.get(region_id).key, key):
                 raise TransferRefused(f"region {region_id} was not given: the key shown for it does not fit")
         self.check(ranges, writes=op is TransferOp.WRITE)
+
+
+def other_kind(
+    kinds: Container[MemoryKind], local: Iterable[Region], remote: Iterable[RegionInfo]
+) -> MemoryKind | None:
+    """Find a region of either side that is of none of these kinds; None where there is none."""
+    for kind in (*(region.kind for region in local), *(info.kind for info in remote)):
+        if kind not in kinds:
+            return kind
+    return None
 
 
 def distinct(region_ids: OffsetArray) -> list[int]:

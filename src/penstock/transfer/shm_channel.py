@@ -30,7 +30,7 @@ from penstock.transfer.arena import Arena
 from penstock.transfer.copies import CopyMove, Mapped
 from penstock.transfer.grants import UNREADABLE, Ask, Grant, GrantStream
 from penstock.transfer.other_process import OtherProcess, is_ending
-from penstock.transfer.regions import addresses_of, distinct
+from penstock.transfer.regions import addresses_of, distinct, other_kind
 
 _KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _LINK_ENDS_S = 1.0
@@ -112,9 +112,9 @@ class ShmChannel:
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
-        for kind in (*(region.kind for region in local), *(info.kind for info in remote)):
-            if kind not in _KINDS:
-                return f"{kind.value} is no memory of a process"
+        kind = other_kind(_KINDS, local, remote)
+        if kind is not None:
+            return f"{kind.value} is no memory of a process"
         for info in remote:
             if self._untraceable is None or (self._way(info).offset is not None and self._stream.sends_fds):
                 continue

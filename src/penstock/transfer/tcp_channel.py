@@ -24,7 +24,7 @@ from penstock.core.errors import (
 )
 from penstock.core.framing import UnknownFrame
 from penstock.seams import Link, Move
-from penstock.transfer.regions import addresses_of, distinct
+from penstock.transfer.regions import addresses_of, distinct, other_kind
 from penstock.transfer.tcp_batch import Batch, check_sums, checksums_of, cut, gather, places_in, scatter
 from penstock.transfer.tcp_frames import (
     RANGES_MAX,
@@ -117,9 +117,9 @@ class TcpChannel:
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
-        for kind in (*(region.kind for region in local), *(info.kind for info in remote)):
-            if kind not in REACHABLE:
-                return f"{kind.value} cannot be sent from or received into"
+        kind = other_kind(REACHABLE, local, remote)
+        if kind is not None:
+            return f"{kind.value} cannot be sent from or received into"
         return None
 
     def cost(self, op: TransferOp) -> TransferCost:
