@@ -35,6 +35,10 @@ class MemoryKind(Enum):
     OBJECT = "object"
 
 
+MAIN_MEMORY = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
+"""Kinds that a process addresses itself."""
+
+
 class RegionInfo(Wire, frozen=True):
     """What a peer learns of a region that it is given. `key` shows that it was; `ways` is what each transport adds."""
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.core.descriptors import (
+    MAIN_MEMORY,
     Descriptors,
     MemoryKind,
     OffsetArray,
@@ -90,7 +91,7 @@ class CudaChannel:
         kind = other_kind(KINDS, local, remote)
         if kind is not None:
             return f"{kind.value} is no memory of a process or device"
-        if (local or remote) and other_kind({MemoryKind.DRAM, MemoryKind.SHARED}, local, remote) is None:
+        if (local or remote) and other_kind(MAIN_MEMORY, local, remote) is None:
             return "there is no device memory on either side"
         for info in remote:
             way = decode_way(info.ways.get(_NAME, b""))

@@ -7,7 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.core.descriptors import MemoryKind, RangePairs, Region, RegionInfo, TransferCost, TransferOp
+from penstock.core.descriptors import (
+    MAIN_MEMORY,
+    MemoryKind,
+    RangePairs,
+    Region,
+    RegionInfo,
+    TransferCost,
+    TransferOp,
+)
 from penstock.core.errors import ConfigError, TransferError, TransferRefused
 from penstock.seams import Link, Move, TransferChannel, TransportHost
 from penstock.transfer.block_sums import BLOCK_BYTES
@@ -17,7 +25,6 @@ from penstock.transfer.quiet import QuietTransport
 from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.slab import Disk, Slab
 
-_MEMORY_KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _COST = TransferCost(start_s=2e-4, range_s=5e-6, bytes_per_s=2e9)
 """A virtio disk with O_DIRECT, 1 MiB at a time: 1 to 4 GB/s, measured."""
 
@@ -84,7 +91,7 @@ class FileTransport(QuietTransport):
     def register(self, region_id: int, region: Region) -> bytes | None:
         """Open the file, which takes as long as the file system needs to reserve its space."""
         if not isinstance(region, FileRegion):
-            return b"" if region.kind in _MEMORY_KINDS else None
+            return b"" if region.kind in MAIN_MEMORY else None
         self.slabs[region_id] = Slab(region.path, region.size_bytes, self._disk)
         return b""
 
@@ -116,7 +123,7 @@ class _FileChannel:
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
         for region in local:
-            if region.kind not in _MEMORY_KINDS:
+            if region.kind not in MAIN_MEMORY:
                 return f"transport file moves between files and main memory, and the local side is {region.kind.value}"
         for info in remote:
             if info.region_id not in self._own.slabs:

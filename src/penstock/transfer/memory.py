@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 from penstock.core.descriptors import (
-    MemoryKind,
+    MAIN_MEMORY,
     RangePairs,
     Region,
     RegionInfo,
@@ -20,7 +20,6 @@ from penstock.transfer.copies import CopyMove
 from penstock.transfer.quiet import QuietTransport
 from penstock.transfer.regions import addresses_of, other_kind
 
-_KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _COST = TransferCost(start_s=5e-6, range_s=2e-7, bytes_per_s=10e9)
 """A copy on two cores of an AMD EPYC: 10 to 19 GB/s, measured."""
 _CONTACT_BYTES = 8
@@ -58,7 +57,7 @@ class MemoryTransport(QuietTransport):
         return self._contact
 
     def register(self, region_id: int, region: Region) -> bytes | None:
-        if region.kind not in _KINDS:
+        if region.kind not in MAIN_MEMORY:
             return None
         self.regions[region_id] = region
         return b""
@@ -98,7 +97,7 @@ class _MemoryChannel:
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
-        kind = other_kind(_KINDS, local, remote)
+        kind = other_kind(MAIN_MEMORY, local, remote)
         if kind is not None:
             return f"{kind.value} is no memory of a process"
         return None

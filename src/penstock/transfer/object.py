@@ -12,7 +12,15 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from penstock.core.descriptors import MemoryKind, RangePairs, Region, RegionInfo, TransferCost, TransferOp
+from penstock.core.descriptors import (
+    MAIN_MEMORY,
+    MemoryKind,
+    RangePairs,
+    Region,
+    RegionInfo,
+    TransferCost,
+    TransferOp,
+)
 from penstock.core.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -30,7 +38,6 @@ from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.stored_object import StoredObject, head_bytes
 
 OBJECT_BYTES_MIN = 1 << 20
-_MEMORY_KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _COST = TransferCost(start_s=2e-2, range_s=1e-5, bytes_per_s=2e8)
 """An object store in the same region: tens of milliseconds, and 0.1 to 1 GB/s for eight requests at once."""
 _COPY_THREADS = 2
@@ -129,7 +136,7 @@ class ObjectTransport(QuietTransport):
 
     def register(self, region_id: int, region: Region) -> bytes | None:
         if not isinstance(region, ObjectRegion):
-            return b"" if region.kind in _MEMORY_KINDS else None
+            return b"" if region.kind in MAIN_MEMORY else None
         bucket = Bucket(
             region.store,
             region.options,
@@ -196,7 +203,7 @@ class _ObjectChannel:
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
         for region in local:
-            if region.kind not in _MEMORY_KINDS:
+            if region.kind not in MAIN_MEMORY:
                 return f"it moves between object stores and main memory, and the local side is {region.kind.value}"
         for info in remote:
             if info.region_id not in self._own.regions:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 
-from penstock.core.descriptors import Descriptors, MemoryKind, OffsetArray, Region, RegionInfo
+from penstock.core.descriptors import MAIN_MEMORY, Descriptors, OffsetArray, Region, RegionInfo
 from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.core.wire import Wire, encode
@@ -27,7 +27,6 @@ from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.shm_channel import ShmChannel, ShmWay
 
 _log = get_logger()
-_KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _NONCE_BYTES = 16
 _TOUCHED_BYTES_MAX = 16 << 30
 """Of an arena: about 1.5 s of CPU time, and 32 MiB of page tables. A larger one is touched where it is used."""
@@ -77,7 +76,7 @@ class ShmTransport:
         return encode(_Contact(address=self._nonce.ctypes.data, nonce=self._nonce.tobytes()))
 
     def register(self, region_id: int, region: Region) -> bytes | None:
-        if region.kind not in _KINDS:
+        if region.kind not in MAIN_MEMORY:
             return None
         arena = Arena.around(region.address, region.size_bytes)
         if arena is None:

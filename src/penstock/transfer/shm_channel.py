@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.descriptors import (
+    MAIN_MEMORY,
     Descriptors,
-    MemoryKind,
     OffsetArray,
     RangePairs,
     Region,
@@ -32,7 +32,6 @@ from penstock.transfer.grants import UNREADABLE, Ask, Grant, GrantStream
 from penstock.transfer.other_process import OtherProcess, is_ending
 from penstock.transfer.regions import addresses_of, distinct, other_kind
 
-_KINDS = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _LINK_ENDS_S = 1.0
 _WATCH_S = 0.05
 _COST = TransferCost(start_s=6e-6, range_s=2e-7, bytes_per_s=10e9)
@@ -112,7 +111,7 @@ class ShmChannel:
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
-        kind = other_kind(_KINDS, local, remote)
+        kind = other_kind(MAIN_MEMORY, local, remote)
         if kind is not None:
             return f"{kind.value} is no memory of a process"
         for info in remote:

@@ -9,11 +9,11 @@ has so many streams and no more: that bounds what is under way on either side, a
 import socket
 from collections.abc import Mapping
 
-from penstock.core.descriptors import Region, RegionInfo
+from penstock.core.descriptors import MAIN_MEMORY, Region, RegionInfo
 from penstock.core.errors import PeerLost, PenstockError, TransferError, TransferRefused
 from penstock.core.wire import encode
 from penstock.seams import Link, TransferChannel, TransportHost
-from penstock.transfer.tcp_channel import REACHABLE, TcpChannel
+from penstock.transfer.tcp_channel import TcpChannel
 from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.tcp_frames import INLINE_BYTES_MAX, TCP_VERSION, Contact, decode_frame
 from penstock.transfer.tcp_owner import Estate, Guest
@@ -57,7 +57,7 @@ class TcpTransport:
         )
 
     def register(self, region_id: int, region: Region) -> bytes | None:
-        if region.kind not in REACHABLE:
+        if region.kind not in MAIN_MEMORY:
             return None
         self._regions[region_id] = region
         return b""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from penstock.core.descriptors import (
-    MemoryKind,
+    MAIN_MEMORY,
     RangePairs,
     Region,
     RegionInfo,
@@ -47,7 +47,6 @@ from penstock.transfer.tcp_owner import STREAM_NUMBER_BYTES
 from penstock.transfer.tcp_stream import DataStream, StreamBroken, StreamRoom
 from penstock.transfer.waiting import settled
 
-REACHABLE = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 _SPLIT_BYTES = 2 << 20
 """What is shorter goes over one stream: a second one has to be told of, too."""
 _SAME_HOST = TransferCost(start_s=150e-6, range_s=1e-7, bytes_per_s=3e9)
@@ -117,7 +116,7 @@ class TcpChannel:
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op
-        kind = other_kind(REACHABLE, local, remote)
+        kind = other_kind(MAIN_MEMORY, local, remote)
         if kind is not None:
             return f"{kind.value} cannot be sent from or received into"
         return None
