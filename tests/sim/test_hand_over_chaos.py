@@ -34,6 +34,7 @@ from penstock.worker.computing import Computing
 from penstock.worker.config import HandOverConfig, WorkerConfig
 from penstock.worker.hand_over import HandOver
 from penstock.worker.offers import Offers
+from penstock.worker.reader import Reader
 
 pytestmark = pytest.mark.slow
 
@@ -254,7 +255,7 @@ def published_without_asking():
     async def always(_self, _peer, _answer):
         return True
 
-    with mock.patch.object(HandOver, "_or_lost", always):
+    with mock.patch.object(Reader, "_or_lost", always):
         yield
 
 

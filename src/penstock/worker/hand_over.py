@@ -7,55 +7,33 @@ wrong.
 
 import asyncio
 from collections.abc import Callable
-from itertools import count
 from types import TracebackType
 from typing import Self
 
 import msgspec
 import numpy as np
 
-from penstock.core.descriptors import Descriptors, TransferOp
 from penstock.core.errors import (
     DeadlineExceeded,
     EngineError,
     Overloaded,
     PenstockError,
-    PinExpired,
     TransferError,
 )
-from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
+from penstock.core.ids import BlockId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, KvHandle, Request
-from penstock.core.wire import HashArray, Wire, encode, unpack_hashes
+from penstock.core.wire import HashArray, encode, unpack_hashes
 from penstock.seams import KvBlocks
-from penstock.transfer import Peer, Registration, TransferAgent
+from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import HandOverConfig
 from penstock.worker.offers import Offers
+from penstock.worker.pin_messages import PIN_MESSAGES, PinHeld, PinRead
+from penstock.worker.reader import Reader
 
 _log = get_logger()
 
-_LOOK_S = 0.1
-"""So often a reader looks whether the producer it waits for is still there."""
-
 Submit = Callable[[Request], None]
-
-
-class PinRead(Wire, frozen=True, tag="pin_read"):
-    """To a producer: its blocks were read, or are not wanted; it may let them go. `read_id` is the reader's."""
-
-    pin_id: PinId
-    read_id: int = 0
-
-
-class PinHeld(Wire, frozen=True, tag="pin_held"):
-    """The answer: whether the blocks had been held until then."""
-
-    pin_id: PinId
-    was_held: bool
-    read_id: int = 0
-
-
-_decoder = msgspec.msgpack.Decoder(PinRead | PinHeld)
 
 
 class HandOver:
@@ -87,11 +65,9 @@ class HandOver:
         self._info = info
         self._config = config
         self._agent = agent
-        self._memory: Registration | None = None
+        self._reader = Reader(agent, info)
         self._metadata = b""
         self._fetches: dict[RequestId, asyncio.Task[None]] = {}
-        self._read_ids = count(1)
-        self._answers: dict[tuple[str, int], asyncio.Future[bool]] = {}
         self._turn = asyncio.Lock()  # whose turn it is to wait for room
         self._room = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -107,7 +83,7 @@ class HandOver:
         try:
             memory = self._engine.kv_memory()
             if memory is not None:
-                self._memory = self._agent.register(memory, "kv")
+                self._reader.memory = self._agent.register(memory, "kv")
             self._metadata = self._agent.metadata()
             self._tasks = await asyncio.TaskGroup().__aenter__()
             self._listening = self._tasks.create_task(self._listen())
@@ -135,7 +111,7 @@ class HandOver:
 
     def offer(self, request: Request) -> KvHandle | None:
         """Hold the blocks of a prompt that was computed this moment; None where nothing can be held."""
-        return self.offers.make(request, self._memory, self._metadata)
+        return self.offers.make(request, self._reader.memory, self._metadata)
 
     def fetch(self, request: Request, submit: Submit) -> None:
         """Bring what a request's handle names into the engine's cache, then submit it; whatever happens, it is submitted.
@@ -173,7 +149,7 @@ class HandOver:
     def check_idle(self) -> None:
         """Raise AssertionError where something of a request is left; for one that has had none for a while."""
         assert not self._fetches, f"{list(self._fetches)} are still fetched"
-        assert not self._answers, f"{list(self._answers)} are still waited for"
+        self._reader.check_idle()
         assert not self._turn.locked(), "somebody still waits for room"
 
     # -- fetching
@@ -207,7 +183,7 @@ class HandOver:
             try:
                 if reserved:
                     sources = offered[len(held) : len(held) + len(reserved)]
-                    await self._read(peer, handle, reserved, sources)
+                    await self._reader.read(peer, handle, reserved, sources)
                     is_told = True
                     parent = int(hashes[len(held) - 1, 0]) if held else None
                     self._engine.publish(reserved, hashes[len(held) :], parent)
@@ -254,45 +230,6 @@ class HandOver:
         except PenstockError as error:
             _log.debug("pin_not_given_back", peer=peer.name, error=error.message)
 
-    async def _read(self, peer: Peer, handle: KvHandle, targets: list[BlockId], sources: HashArray) -> None:
-        """Copy blocks, and hear from their producer that they had been held until that was done.
-
-        Raises:
-            TransferError: the bytes did not come.
-            PinExpired: they came, and may be anything.
-        """
-        read_id = next(self._read_ids)  # an answer to somebody else who reads the same is not for this one
-        done = encode(PinRead(pin_id=handle.pin_id, read_id=read_id))
-        key = peer.name, read_id
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
-        try:
-            if self._memory is None or not handle.region_id:
-                if self._memory is not None or handle.region_id:
-                    raise TransferError("one of the two engines keeps no memory for KV, the other one does")
-                self._agent.send_notification(peer, done)
-            else:
-                if handle.block_bytes != self._info.kv_bytes_per_block:
-                    raise TransferError(
-                        f"blocks of {handle.block_bytes} bytes there, {self._info.kv_bytes_per_block} here; serve the"
-                        " same model in the same format"
-                    )
-                here = self._memory.blocks(targets, handle.block_bytes)
-                there = Descriptors.blocks(handle.region_id, sources, handle.block_bytes)
-                await self._agent.post(TransferOp.READ, here, there, peer, notify=done).complete()
-            if not await self._or_lost(peer, answer):
-                raise PinExpired(
-                    f"pin {handle.pin_id} of {peer.name} had expired before its blocks were read"
-                )
-        finally:
-            del self._answers[key]
-
-    async def _or_lost(self, peer: Peer, answer: "asyncio.Future[bool]") -> bool:
-        """Wait for a producer's answer for as long as there is a producer."""
-        while not answer.done():
-            peer.check_alive()
-            await asyncio.wait([answer], timeout=_LOOK_S)
-        return answer.result()
-
     def _failed(self, request: Request, error: PenstockError) -> None:
         self.failures[error.code] = self.failures.get(error.code, 0) + 1
         _log.warning(
@@ -304,7 +241,7 @@ class HandOver:
     async def _listen(self) -> None:
         async for name, payload in self._agent.notifications():
             try:
-                message = _decoder.decode(payload)
+                message = PIN_MESSAGES.decode(payload)
             except msgspec.DecodeError as error:
                 _log.warning("notification_skipped", peer=name, error=str(error))
                 continue
@@ -316,6 +253,4 @@ class HandOver:
                 except PenstockError as error:
                     _log.debug("pin_answer_not_sent", peer=name, error=error.message)
             else:
-                waiting = self._answers.get((name, message.read_id))
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(message.was_held)
+                self._reader.answered(name, message)
