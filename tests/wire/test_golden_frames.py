@@ -102,8 +102,10 @@ DELTA = types.Delta(
     error=ERROR,
     kv=HANDLE,
 )
-_COUNTS = types.WorkerLoad.__struct_fields__[:-1]
-LOAD = types.WorkerLoad(**{name: i + 1 for i, name in enumerate(_COUNTS)}, onboarded_tokens=(14, 15, 16))
+_COUNTS = types.WorkerLoad.__struct_fields__[:-2]
+LOAD = types.WorkerLoad(
+    **{name: i + 1 for i, name in enumerate(_COUNTS)}, onboarded_tokens=(14, 15, 16), oldest_wait_s=2.5
+)
 STORED = types.BlockStored(
     block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=types.Tier.HOST
 )
@@ -149,6 +151,8 @@ PLANE = {
     "fetch_chunk": frames.FetchChunk(fetch_id=1, data=b"content", last=True, error=ERROR),
     "deltas": frames.Deltas(deltas=(DELTA, types.Delta(request_id="r-1"))),
     "load": frames.Load(load=LOAD),
+    "change_role": frames.ChangeRole(call_id=2, role=types.Role.DECODE),
+    "role_changed": frames.RoleChanged(call_id=2, error=ERROR),
     "event_batch": frames.Event(message=BATCH),
     "event_snapshot": frames.Event(
         message=types.EventSnapshot(sequence=5, chunk=1, last=True, events=(STORED,))

@@ -165,7 +165,8 @@ class WorkerLoad(Wire, frozen=True):
     what these had to compute, by their routers' expectation, as long as they have no token (and the pairs of one
     of these tokens and one that it attends to), and how many it has taken of them since its start.
     `onboarded_tokens`, by the engine again: those that requests found in each `Tier` beneath the device when they were
-    first taken in, host first; empty where there is no such tier.
+    first taken in, host first; empty where there is no such tier. `oldest_wait_s`: how long the one of its requests that
+    has waited longest for its first token has done so by now.
     """
 
     running_requests: int = 0
@@ -187,6 +188,7 @@ class WorkerLoad(Wire, frozen=True):
     peer_prefill_pairs: int = 0
     peer_arrivals: int = 0
     onboarded_tokens: tuple[int, ...] = ()
+    oldest_wait_s: float = 0.0
 
 
 class Step(Wire, frozen=True):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import Instance, Request
+from penstock.core.types import Instance, Request, Role
 from penstock.seams import Connection, WorkerSink
 
 
@@ -33,6 +33,9 @@ class _PaperConnection:
 
     async def fetch(self, sha256: str) -> bytes:
         raise RequestError(f"file {sha256}: nothing is fetched from servers of a gateway", http_status=404)
+
+    async def change_role(self, role: Role) -> None:
+        raise RequestError(f"role {role}: servers of a gateway have none", http_status=409)
 
     async def close(self) -> None:
         """Have nothing to close."""

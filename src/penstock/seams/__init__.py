@@ -8,8 +8,9 @@ implementation, which is the reference the others are tested against.
 from penstock.core.routing_context import PriceColumns, RoutingContext
 from penstock.seams.discovery import Discovery, Registration
 from penstock.seams.dispatch import RequestDispatcher, RequestStream
-from penstock.seams.engine import Engine, KvBlocks
+from penstock.seams.engine import Engine, KvBlocks, RoleAware
 from penstock.seams.request_plane import (
+    Answer,
     Connection,
     EventSink,
     FrontendSink,
@@ -23,6 +24,7 @@ from penstock.seams.routing import ExplainedPolicy, HistoryPolicy, RoutingPolicy
 from penstock.seams.transfer import Link, Move, TransferChannel, Transport, TransportHost
 
 __all__ = [
+    "Answer",
     "Connection",
     "Discovery",
     "Engine",
@@ -39,6 +41,7 @@ __all__ = [
     "RequestDispatcher",
     "RequestPlane",
     "RequestStream",
+    "RoleAware",
     "RoutingContext",
     "RoutingPolicy",
     "TransferChannel",

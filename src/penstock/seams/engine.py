@@ -7,6 +7,7 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.core.types import (
     EngineInfo,
     Request,
+    Role,
     Step,
     WorkerLoad,
 )
@@ -95,4 +96,13 @@ class KvBlocks(Protocol):
 
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
         """Let go of what `pin` or `reserve` gave, once each."""
+        ...
+
+
+@runtime_checkable
+class RoleAware(Protocol):
+    """What an engine offers beside `Engine` that works otherwise by its worker's role."""
+
+    def assume(self, role: Role) -> None:
+        """Work as a worker of this role from now on; called once started, and when the role changes, without any request."""
         ...

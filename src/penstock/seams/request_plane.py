@@ -1,17 +1,21 @@
 """How frontends and workers talk: each side as the other sees it, and what carries it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.core.errors import WorkerLost
+from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import (
     Delta,
     EventMessage,
     Instance,
     Request,
+    Role,
     WorkerLoad,
 )
+
+Answer = Callable[[PenstockError | None], None]
+"""Hears once how something ended that was asked for: None where it was done."""
 
 
 class FrontendSink(Protocol):
@@ -55,6 +59,13 @@ class WorkerService(Protocol):
 
     def read_file(self, sha256: str) -> bytes | None:
         """Give a model card's file by its content hash; None if it is not one of this worker's."""
+        ...
+
+    def change_role(self, role: Role, answer: Answer) -> None:
+        """Become a worker of another role, once what is under way is done; `answer` is called once it is, or why not.
+
+        It goes on though who asked has gone; then nobody hears the answer.
+        """
         ...
 
 
@@ -114,6 +125,15 @@ class Connection(Protocol):
         Raises:
             RequestError: the worker has no such file (404).
             WorkerLost: the connection ended.
+        """
+        ...
+
+    async def change_role(self, role: Role) -> None:
+        """Have the worker become one of another role; returns once it has registered as that. The caller bounds the time.
+
+        Raises:
+            RequestError: it does not; the text says why (409).
+            WorkerLost: the connection ended; whether it did is for discovery to say.
         """
         ...
 

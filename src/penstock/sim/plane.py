@@ -5,15 +5,17 @@ Messages are passed as they are, without encoding: that is tested elsewhere, and
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 import msgspec
 
-from penstock.core.errors import WorkerLost
+from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import AllBlocksCleared, Delta, EventMessage, Instance, Request, WorkerLoad
+from penstock.core.types import AllBlocksCleared, Delta, EventMessage, Instance, Request, Role, WorkerLoad
 from penstock.core.wire import NO_TOKENS, PackedHashes, encode
 from penstock.runtime.config import PlaneConfig
+from penstock.runtime.requests.calls import Calls
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
 from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
 from penstock.runtime.requests.outbox import Outbox
@@ -127,6 +129,7 @@ class _Link:
         self._load: WorkerLoad | None = None
         self._load_delay_s = server.network.config.load_delay_s
         self._patience: asyncio.TimerHandle | None = None
+        self.calls = Calls()
         self._outbox = Outbox(
             window_tokens=server.config.window_tokens,
             stream_bytes_max=server.config.stream_bytes_max,
@@ -218,6 +221,12 @@ class _Link:
         self._outbox.grant(request_id, tokens)
         self._send_down(self._outbox.take())
 
+    def change_role(self, role: Role, call_id: int) -> None:
+        self.server.service.change_role(role, partial(self._answer, call_id))
+
+    def _answer(self, call_id: int, error: PenstockError | None) -> None:
+        self.down.send(_FRAME_BYTES, self.calls.answered, call_id, error)
+
     # -- ends
 
     def on_path(self, *, is_open: bool) -> None:
@@ -246,6 +255,7 @@ class _Link:
         if self.frontend_up:
             self.frontend_up = False
             self.down.is_deaf = True
+            self.calls.fail(WorkerLost(f"worker {self.worker_id}: the connection was closed here"))
             self.up.send(_FRAME_BYTES, self._leave_worker)
             self._forget_if_over()
 
@@ -273,6 +283,7 @@ class _Link:
         self.frontend_up = False
         self.down.is_deaf = True
         error = WorkerLost(f"worker {self.worker_id}: the connection ended: {why}; try another worker")
+        self.calls.fail(error)
         self._sink.lost(self.worker_id, error)
         self._forget_if_over()
 
@@ -329,6 +340,12 @@ class SimConnection:
         file.add(content)
         await link.network.reach(worker, frontend)
         return file.finish()
+
+    async def change_role(self, role: Role) -> None:
+        if not self._link.frontend_up:
+            raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
+        link = self._link
+        await link.calls.ask(lambda call_id: link.up.send(_FRAME_BYTES, link.change_role, role, call_id))
 
     async def close(self) -> None:
         self._link.hang_up()

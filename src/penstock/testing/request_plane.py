@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Self
 import msgspec
 import pytest
 
-from penstock.core.errors import Overloaded, ProtocolError, RequestError, WorkerLost, from_info
+from penstock.core.errors import Overloaded, PenstockError, ProtocolError, RequestError, WorkerLost, from_info
 from penstock.core.ids import RequestId
-from penstock.core.types import FinishReason, TokenLogprob
+from penstock.core.types import FinishReason, Role, TokenLogprob
 from penstock.core.wire import num_tokens
 from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.seams import Connection
@@ -325,6 +325,34 @@ class RequestPlaneSuite:
 
         self.run(scenario, PlaneConfig(file_bytes_max=len(FILE) - 1))
 
+    def test_a_change_of_role_is_answered(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            async with asyncio.TaskGroup() as group:  # the answers come in whatever order
+                refused = group.create_task(_refusal(scene.connection, Role.AGGREGATED))
+                await scene.connection.change_role(Role.DECODE)
+            error = refused.result()
+            assert isinstance(error, RequestError)
+            assert (error.message, error.http_status) == ("it is one already", 409)
+
+        self.run(scenario)
+
+    def test_who_waits_for_an_answer_hears_of_the_connections_end(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            other = await scene.connect(RecordingSink())
+            async with asyncio.TaskGroup() as group:
+                waiting = [
+                    group.create_task(_refusal(connection, Role.PREFILL))
+                    for connection in (scene.connection, other)
+                ]
+                await scene.stats()  # the questions are there
+                await other.close()
+                await scene.harness.kill(scene.instance)
+            assert [type(task.result()) for task in waiting] == [WorkerLost, WorkerLost]
+            with pytest.raises(WorkerLost):
+                await scene.connection.change_role(Role.DECODE)
+
+        self.run(scenario)
+
     def test_connecting_again_after_a_close(self) -> None:
         async def scenario(scene: Scene) -> None:
             await scene.connection.close()
@@ -335,6 +363,14 @@ class RequestPlaneSuite:
             assert connection.worker_id == scene.instance.worker_id
 
         self.run(scenario)
+
+
+async def _refusal(connection: Connection, role: Role) -> PenstockError | None:
+    try:
+        await connection.change_role(role)
+    except PenstockError as error:
+        return error
+    return None
 
 
 def _has_more(sink: RecordingSink, tokens: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from penstock.core.errors import Overloaded
+from penstock.core.errors import Overloaded, RequestError
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import (
     BlockRemoved,
@@ -32,7 +32,7 @@ from penstock.core.types import (
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import EventPublisher
-from penstock.seams import EventSink, FrontendSink
+from penstock.seams import Answer, EventSink, FrontendSink
 
 TICK_S = 0.001
 FILE = bytes(range(256)) * 1000
@@ -158,6 +158,14 @@ class ScriptedWorker:
 
     def read_file(self, sha256: str) -> bytes | None:
         return {FILE_SHA256: FILE, WRONG_SHA256: b"something else", EMPTY_SHA256: b""}.get(sha256)
+
+    def change_role(self, role: Role, answer: Answer) -> None:
+        """Become a decode worker after a tick, refuse to become an aggregated one, and never answer about prefill."""
+        loop = asyncio.get_running_loop()
+        if role is Role.DECODE:
+            loop.call_later(TICK_S, answer, None)
+        elif role is Role.AGGREGATED:
+            loop.call_later(TICK_S, answer, RequestError("it is one already", http_status=409))
 
     def stats(self) -> WorkerStats:
         return WorkerStats(

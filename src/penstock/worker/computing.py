@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.core.errors import EngineError, PenstockError
+from penstock.core.errors import EngineError, PenstockError, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
-from penstock.core.types import Delta, FinishReason, Request, WorkerLoad
+from penstock.core.types import Delta, FinishReason, Request, Role, WorkerLoad
 from penstock.core.wire import num_tokens
-from penstock.seams import Engine
+from penstock.seams import Engine, KvBlocks, RoleAware
 from penstock.worker.hand_over import HandOver
 
 _log = get_logger()
@@ -33,6 +33,32 @@ class Computing:
         """Of the model as it is served; prompts that reach it are not handed over."""
         self._engine = engine
         self._on_failure = on_failure
+
+    async def prepare(self, role: Role) -> None:
+        """See to it that this worker can be of a role; it goes on as what it is.
+
+        Raises:
+            RequestError: it cannot (409).
+            ConfigError: what moves KV cannot be started.
+        """
+        if role is Role.AGGREGATED:
+            return
+        if not isinstance(self._engine, KvBlocks):
+            raise RequestError(
+                f"role {role}: the engine of this worker does not give its KV blocks; choose a worker with another engine",
+                http_status=409,
+            )
+        if self.hand_over is None:
+            raise RequestError(
+                f"role {role}: this worker was started without a way to move KV; choose another worker",
+                http_status=409,
+            )
+        await self.hand_over.begin()
+
+    def assume(self, role: Role) -> None:
+        """Work as a worker of this role from now on; nothing runs."""
+        if isinstance(self._engine, RoleAware):
+            self._engine.assume(role)
 
     def submit(self, request: Request) -> None:
         """Have a request computed: at once, or once the KV that it brings a handle of is here.

@@ -37,7 +37,10 @@ Submit = Callable[[Request], None]
 
 
 class HandOver:
-    """One worker's side of all hand-overs, either way. Enter it once its engine has started; its event loop owns it."""
+    """One worker's side of all hand-overs, either way. Enter it once its engine has started; its event loop owns it.
+
+    It costs nothing until it `begin`s: by itself with the first handle, or when it is told to, so as to make offers.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class HandOver:
             engine: a started one.
             info: what it said of itself.
             worker_id: this worker's.
-            agent: not entered; this enters and closes it.
+            agent: not entered; this enters it when it begins, and closes it.
             config: times and bounds.
         """
         self.offers = Offers(engine, info, worker_id, config)
@@ -70,47 +73,49 @@ class HandOver:
         self._fetches: dict[RequestId, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()  # whose turn it is to wait for room
         self._room = asyncio.Event()
+        self._home = asyncio.TaskGroup()
         self._tasks: asyncio.TaskGroup | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._living: asyncio.Task[None] | None = None
+        self._has_begun: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Register the engine's memory and listen.
-
-        Raises:
-            ConfigError: the agent cannot listen as it should.
-        """
-        await self._agent.__aenter__()
-        try:
-            memory = self._engine.kv_memory()
-            if memory is not None:
-                self._reader.memory = self._agent.register(memory, "kv")
-            self._metadata = self._agent.metadata()
-            self._tasks = await asyncio.TaskGroup().__aenter__()
-            self._listening = self._tasks.create_task(self._listen())
-        except BaseException:
-            await self._agent.close()
-            raise
+        await self._home.__aenter__()
+        self._tasks = await asyncio.TaskGroup().__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in (*self._fetches.values(), self._listening):
-            if task is not None:
-                task.cancel()
+        for task in self._fetches.values():
+            task.cancel()
         assert self._tasks is not None, "entered"
         tasks, self._tasks = self._tasks, None
         try:
             await tasks.__aexit__(None, None, None)
         finally:
             self.offers.close()
-            await self._agent.close()
+            if self._living is not None:
+                self._living.cancel()
+            await self._home.__aexit__(None, None, None)
+
+    async def begin(self) -> None:
+        """Register the engine's memory and listen, so that offers can be made. Safe twice.
+
+        Raises:
+            ConfigError: the agent cannot listen as it should.
+        """
+        if self._has_begun is None:
+            self._has_begun = asyncio.get_running_loop().create_future()
+            self._living = self._home.create_task(self._live(self._has_begun))
+        await asyncio.shield(self._has_begun)
 
     def __len__(self) -> int:
         return len(self._fetches)
 
     def offer(self, request: Request) -> KvHandle | None:
         """Hold the blocks of a prompt that was computed this moment; None where nothing can be held."""
+        if not self._metadata:
+            return None  # it has not begun: nobody could reach them
         return self.offers.make(request, self._reader.memory, self._metadata)
 
     def fetch(self, request: Request, submit: Submit) -> None:
@@ -176,6 +181,7 @@ class HandOver:
         """Fetch the blocks that are lacking, and publish them once it is certain that they are what they should be."""
         offered = np.frombuffer(handle.block_ids, "<u4")
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[: len(offered)]
+        await self.begin()
         peer = await self._agent.connect(handle.agent)
         is_told = False
         try:
@@ -237,6 +243,25 @@ class HandOver:
         )
 
     # -- what peers say
+
+    async def _live(self, has_begun: "asyncio.Future[None]") -> None:
+        """Enter the agent, hear what peers say until this is cancelled, and close it."""
+        try:
+            async with self._agent:
+                memory = self._engine.kv_memory()
+                if memory is not None:
+                    self._reader.memory = self._agent.register(memory, "kv")
+                self._metadata = self._agent.metadata()
+                has_begun.set_result(None)
+                await self._listen()
+        except PenstockError as error:
+            if has_begun.done():
+                raise
+            self._has_begun = None  # the next one may try again
+            has_begun.set_exception(error)
+            has_begun.exception()  # whoever asked for it may have gone
+        finally:
+            has_begun.cancel()
 
     async def _listen(self) -> None:
         async for name, payload in self._agent.notifications():

@@ -17,7 +17,6 @@ from penstock.core.errors import (
     DeadlineExceeded,
     EngineError,
     Outrun,
-    Overloaded,
     PenstockError,
     RequestError,
     Unavailable,
@@ -32,7 +31,6 @@ from penstock.core.types import (
     EventMessage,
     FinishReason,
     Instance,
-    InstanceState,
     ModelCard,
     Prices,
     Request,
@@ -42,13 +40,14 @@ from penstock.core.types import (
 )
 from penstock.core.wire import num_tokens
 from penstock.runtime.events.publisher import EventPublisher
-from penstock.seams import Discovery, Engine, EventSink, FrontendSink, KvBlocks, Registration, RequestPlane
+from penstock.seams import Answer, Discovery, Engine, EventSink, FrontendSink, KvBlocks, RequestPlane
 from penstock.transfer import TransferAgent
 from penstock.worker.computing import Computing
 from penstock.worker.config import WorkerConfig
 from penstock.worker.frontends import Frontend, Frontends
 from penstock.worker.hand_over import HandOver
 from penstock.worker.reports import LoadReports
+from penstock.worker.standing import Standing
 
 _log = get_logger()
 
@@ -93,17 +92,16 @@ class Worker:
             prices: what the engine's work takes, for routers; None where nobody can tell.
             adapters: LoRA adapters that the engine runs requests with.
             config: times and bounds.
-            agent: not entered; moves KV to and from other workers. None where prompts are not handed over.
+            agent: not entered; moves KV to and from other workers, once that is needed. None where prompts are never handed
+                over.
 
         Raises:
-            ConfigError: the engine's KV cannot be moved.
+            ConfigError: its role asks for moving the engine's KV, which cannot be moved.
         """
         self.config = config or WorkerConfig()
         self.publisher = EventPublisher(self.config.events)
         self.ready = asyncio.Event()
         """Set once the worker is registered."""
-        self.instance: Instance | None = None
-        """As registered; None before that."""
         self._engine = engine
         self._discovery = discovery
         self._plane = plane
@@ -115,10 +113,12 @@ class Worker:
         self._info: EngineInfo | None = None
         self._frontends = Frontends()
         self._stopping = asyncio.Event()
-        self._refusal: PenstockError | None = None
+        self._standing: Standing | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._role_change: asyncio.Task[None] | None = None
         self._computing = Computing(engine, self._fail)
         self._reports = LoadReports(self.config, self._computing.load, self._push_load)
-        if agent is not None and not isinstance(engine, KvBlocks):
+        if identity.role is not Role.AGGREGATED and not isinstance(engine, KvBlocks):
             raise ConfigError(
                 f"role {identity.role}: the engine of {identity.name} does not give its KV blocks; use the role aggregated,"
                 " or another engine"
@@ -141,15 +141,30 @@ class Worker:
             card = self._fitting_card(info)
             async with AsyncExitStack() as stack:
                 self._computing.context_length = card.context_length
-                if self._agent is not None:
-                    hand_over = self._make_hand_over(info, self._agent)
+                if self._agent is not None and isinstance(self._engine, KvBlocks):
+                    hand_over = HandOver(
+                        self._engine,
+                        info,
+                        self._identity.worker_id,
+                        agent=self._agent,
+                        config=self.config.hand_over,
+                    )
                     self._computing.hand_over = await stack.enter_async_context(hand_over)
+                    if self._identity.role is not Role.AGGREGATED:
+                        await hand_over.begin()
+                self._computing.assume(self._identity.role)
                 server = await self._plane.serve(self)
                 stack.push_async_callback(server.close)
-                self.instance = self._make_instance(server.address, card, info)
-                registration = await self._discovery.register(self.instance)
-                stack.push_async_callback(registration.close)
-                await self._serve(registration)
+                standing = self._standing = Standing(
+                    self._make_instance(server.address, card, info),
+                    self.config,
+                    self._frontends,
+                    self._computing,
+                    self._hand_over,
+                )
+                stack.push_async_callback(standing.withdraw)
+                await standing.register(self._discovery)
+                await self._serve(standing)
         finally:
             self._reports.close()
             await self._engine.close()
@@ -157,6 +172,11 @@ class Worker:
     def stop(self) -> None:
         """Begin to drain; `run` returns once that is done. Call it from the event loop; safe twice."""
         self._stopping.set()
+
+    @property
+    def instance(self) -> Instance | None:
+        """As registered; None before that."""
+        return None if self._standing is None else self._standing.instance
 
     # -- WorkerService
 
@@ -210,6 +230,18 @@ class Worker:
     def read_file(self, sha256: str) -> bytes | None:
         return self._read_file(sha256)
 
+    def change_role(self, role: Role, answer: Answer) -> None:
+        standing = self._standing
+        if standing is None or self._group is None or self._stopping.is_set():
+            answer(Unavailable(f"{self._name} is about to start or to stop; choose another worker"))
+            return
+        try:
+            standing.check_change(role)
+        except PenstockError as error:
+            answer(error)
+        else:
+            self._role_change = self._group.create_task(self._change_role(standing, role, answer))
+
     def check(self) -> None:
         """Raise AssertionError where the parts disagree; for tests and simulations."""
         self._frontends.check()
@@ -226,12 +258,6 @@ class Worker:
             )
         context_length = min(card.context_length, info.context_length)
         return msgspec.structs.replace(card, context_length=context_length)
-
-    def _make_hand_over(self, info: EngineInfo, agent: TransferAgent) -> HandOver:
-        assert isinstance(self._engine, KvBlocks), "checked when it was made"
-        return HandOver(
-            self._engine, info, self._identity.worker_id, agent=agent, config=self.config.hand_over
-        )
 
     def _make_instance(self, address: str, card: ModelCard, info: EngineInfo) -> Instance:
         identity = self._identity
@@ -250,22 +276,33 @@ class Worker:
 
     # -- serving
 
-    async def _serve(self, registration: Registration) -> None:
-        assert self.instance is not None, "registered"
-        _log.info("worker_registered", worker=self.instance.name, address=self.instance.address)
+    async def _serve(self, standing: Standing) -> None:
         self.ready.set()
-        async with asyncio.TaskGroup() as group:
-            steps = group.create_task(self._consume_steps(), name="engine steps")
-            stopping = group.create_task(self._stopping.wait())
+        async with asyncio.TaskGroup() as self._group:
+            steps = self._group.create_task(self._consume_steps(standing), name="engine steps")
+            stopping = self._group.create_task(self._stopping.wait())
             await asyncio.wait((steps, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if self._role_change is not None:
+                self._role_change.cancel()
             if not steps.done():
-                await self._drain(registration)
+                await standing.leave()
             stopping.cancel()
             steps.cancel()
-        if isinstance(self._refusal, WorkerLost):
-            raise EngineError(f"{self._name}: {self._refusal.message}") from self._refusal.__cause__
+        if isinstance(standing.refusal, WorkerLost):
+            raise EngineError(f"{self._name}: {standing.refusal.message}") from standing.refusal.__cause__
 
-    async def _consume_steps(self) -> None:
+    async def _change_role(self, standing: Standing, role: Role, answer: Answer) -> None:
+        try:
+            await standing.change(role)
+        except PenstockError as error:
+            answer(error)
+        except asyncio.CancelledError:
+            answer(Unavailable(f"{self._name} stops; choose another worker"))
+            raise
+        else:
+            answer(None)
+
+    async def _consume_steps(self, standing: Standing) -> None:
         """Hand out what the engine yields, until it dies or this is cancelled."""
         problem: Exception | None = None
         try:
@@ -279,7 +316,7 @@ class Worker:
             _log.error("engine_died", worker=self._name, requests=len(self._frontends.requests))
         refusal = WorkerLost(f"the engine ended: {problem!r}" if problem else "the engine ended by itself")
         refusal.__cause__ = problem
-        self._refusal = refusal
+        standing.refusal = refusal
         self._hand_over(refusal)
 
     def _on_step(self, step: Step) -> None:
@@ -303,34 +340,6 @@ class Worker:
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)
 
-    async def _drain(self, registration: Registration) -> None:
-        """Take nothing new, wait for what runs, hand the rest to other workers."""
-        assert self.instance is not None, "registered"
-        _log.info("worker_draining", worker=self._name, requests=len(self._frontends.requests))
-        self.instance = msgspec.structs.replace(self.instance, state=InstanceState.DRAINING)
-        try:
-            await registration.update(self.instance)
-        except Unavailable as error:
-            _log.warning("drain_not_announced", worker=self._name, error=error.message)
-        await asyncio.sleep(self.config.drain_notice_s)
-        if self._refusal is None:
-            self._refusal = Overloaded(
-                f"{self._name} is draining and takes nothing new; try another worker", retry_after_s=1.0
-            )
-        try:
-            async with asyncio.timeout(self.config.drain_timeout_s):
-                await self._frontends.idle.wait()
-                await self._computing.handed_over()
-        except TimeoutError:
-            _log.warning("requests_handed_over", worker=self._name, requests=len(self._frontends.requests))
-            aborted = tuple(self._frontends.requests)
-            self._hand_over(
-                Unavailable(f"{self._name} stops, after {self.config.drain_timeout_s:g} s of draining")
-            )
-            for request_id in aborted:
-                self._computing.abort(request_id)
-        _log.info("worker_drained", worker=self._name)
-
     def _hand_over(self, error: PenstockError) -> None:
         """End every request with an error that has its frontend go on elsewhere."""
         for request_id in tuple(self._frontends.requests):
@@ -350,8 +359,8 @@ class Worker:
     # -- requests
 
     def _check(self, request: Request, frontend: Frontend) -> None:
-        if self._refusal is not None:
-            raise self._refusal
+        if self._standing is not None and self._standing.refusal is not None:
+            raise self._standing.refusal
         running = self._frontends.requests.get(request.request_id)
         if running is not None:
             if running.frontend is frontend:  # it could not tell one's deltas from the other's: both end

@@ -81,7 +81,7 @@ def test_a_worker_that_does_both_fetches_too():
 
 def test_who_is_refused_by_one_decode_worker_is_handed_over_to_another():
     async def scene(cluster, dispatcher):
-        cluster.worker("d0")._refusal = Overloaded("full", retry_after_s=1.0)
+        cluster.worker("d0")._standing.refusal = Overloaded("full", retry_after_s=1.0)
         for number in range(4):
             await whole_answer(dispatcher, tiny_request(f"r{number}", seed=number))
         assert fetched(cluster, "d1") == 4 * BLOCKS

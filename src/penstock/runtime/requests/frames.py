@@ -3,7 +3,7 @@
 from penstock.core.errors import ErrorInfo, RequestError
 from penstock.core.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.ids import RequestId
-from penstock.core.types import Delta, EventMessage, Request, WorkerLoad
+from penstock.core.types import Delta, EventMessage, Request, Role, WorkerLoad
 from penstock.core.wire import Wire
 from penstock.runtime.handshake import Challenge, Hello, HelloReply
 
@@ -42,6 +42,20 @@ class FetchChunk(Wire, frozen=True, tag="fetch_chunk"):
     error: ErrorInfo | None = None
 
 
+class ChangeRole(Wire, frozen=True, tag="change_role"):
+    """Become a worker of this role; `RoleChanged` answers, perhaps much later."""
+
+    call_id: int
+    role: Role
+
+
+class RoleChanged(Wire, frozen=True, tag="role_changed"):
+    """It is done, or why not."""
+
+    call_id: int
+    error: ErrorInfo | None = None
+
+
 class Deltas(Wire, frozen=True, tag="deltas"):
     """All that one engine step brought for one frontend."""
 
@@ -58,7 +72,7 @@ class Event(Wire, frozen=True, tag="event"):
 
 Frame = (
     Challenge | Hello | HelloReply | Submit | Abort | Grant | Subscribe | Fetch | FetchChunk
-    | Deltas | Load | Event | Ping | Pong | Goodbye
+    | Deltas | Load | Event | ChangeRole | RoleChanged | Ping | Pong | Goodbye
 )  # fmt: skip
 
 CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from penstock.core.channel import FrameChannel
 from penstock.core.errors import Overloaded, PenstockError, ProtocolError
@@ -16,6 +17,7 @@ from penstock.runtime.requests.fetch import FETCHES_MAX, chunks, missing_file
 from penstock.runtime.requests.frames import (
     CODEC,
     Abort,
+    ChangeRole,
     Deltas,
     Event,
     Fetch,
@@ -23,6 +25,7 @@ from penstock.runtime.requests.frames import (
     Frame,
     Grant,
     Load,
+    RoleChanged,
     Submit,
     Subscribe,
 )
@@ -132,6 +135,8 @@ class FrontendPeer:
                 self._feed.subscribe(after_sequence)
             case Fetch():
                 self._on_fetch(message)
+            case ChangeRole(call_id=call_id, role=role):
+                self._service.change_role(role, partial(self._answer, call_id))
             case _:
                 raise ProtocolError(
                     f"{type(message).__name__}: a frontend does not send this; update the older side"
@@ -212,6 +217,9 @@ class FrontendPeer:
             return
         self._files.append((fetch.fetch_id, chunks(content)))
         self._send_files()
+
+    def _answer(self, call_id: int, error: PenstockError | None) -> None:
+        self.channel.send(RoleChanged(call_id=call_id, error=None if error is None else error.to_info()))
 
     def _refuse_fetch(self, fetch: Fetch, error: PenstockError) -> None:
         if not self.channel.writable:

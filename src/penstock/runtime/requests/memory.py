@@ -6,16 +6,18 @@ by a later turn of the event loop, in order, so that no call ever re-enters its 
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from penstock.core.errors import WorkerLost
+from penstock.core.errors import PenstockError, WorkerLost, from_info
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import Delta, EventMessage, Instance, Request, WorkerLoad
+from penstock.core.types import Delta, EventMessage, Instance, Request, Role, WorkerLoad
 from penstock.core.wire import encode
 from penstock.runtime.config import PlaneConfig
+from penstock.runtime.requests.calls import Calls
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
 from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
 from penstock.runtime.requests.outbox import Outbox
@@ -87,6 +89,7 @@ class _Link:
         self.up = True
         self._loop = asyncio.get_running_loop()
         self._load: WorkerLoad | None = None
+        self.calls = Calls()
         self._outbox = Outbox(
             window_tokens=server.config.window_tokens,
             stream_bytes_max=server.config.stream_bytes_max,
@@ -145,10 +148,16 @@ class _Link:
             self.push_event(message)
         self.server.service.subscribe(self)
 
+    def change_role(self, role: Role, call_id: int) -> None:
+        self.server.service.change_role(role, partial(self._answer, call_id))
+
+    def _answer(self, call_id: int, error: PenstockError | None) -> None:
+        heard = None if error is None else from_info(error.to_info())
+        self.later(self.calls.answered, call_id, heard)
+
     def break_off(self, why: str, *, tell_service: bool) -> None:
         if self.up:
-            error = WorkerLost(f"worker {self.worker_id}: the connection ended: {why}; try another worker")
-            self._loop.call_soon(self.sink.lost, self.worker_id, error)
+            self._loop.call_soon(self.sink.lost, self.worker_id, self._lost(why))
         self.hang_up(tell_service=tell_service)
 
     def hang_up(self, *, tell_service: bool) -> None:
@@ -156,9 +165,13 @@ class _Link:
             return
         self.up = False
         self.server.links.remove(self)
+        self.calls.fail(self._lost("it was closed"))
         if tell_service:
             self.server.service.unsubscribe(self)
             self.server.service.disconnected(self)
+
+    def _lost(self, why: str) -> WorkerLost:
+        return WorkerLost(f"worker {self.worker_id}: the connection ended: {why}; try another worker")
 
 
 class MemoryConnection:
@@ -201,6 +214,12 @@ class MemoryConnection:
         file = FileReceiver(sha256, self._link.server.config.file_bytes_max)
         file.add(content)
         return file.finish()
+
+    async def change_role(self, role: Role) -> None:
+        if not self._link.up:
+            raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
+        link = self._link
+        await link.calls.ask(lambda call_id: link.later(link.change_role, role, call_id))
 
     async def close(self) -> None:
         self._link.hang_up(tell_service=True)

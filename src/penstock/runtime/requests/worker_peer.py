@@ -7,17 +7,26 @@ from itertools import count
 import msgspec
 
 from penstock.core.channel import FrameChannel
-from penstock.core.errors import Overloaded, PenstockError, ProtocolError, RequestError, WorkerLost, from_info
+from penstock.core.errors import (
+    Overloaded,
+    PenstockError,
+    ProtocolError,
+    RequestError,
+    WorkerLost,
+    from_info,
+)
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types import Instance, Request
+from penstock.core.types import Instance, Request, Role
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
+from penstock.runtime.requests.calls import Calls
 from penstock.runtime.requests.fetch import FileReceiver
 from penstock.runtime.requests.frames import (
     CODEC,
     UNENCODABLE,
     Abort,
+    ChangeRole,
     Deltas,
     Event,
     Fetch,
@@ -25,6 +34,7 @@ from penstock.runtime.requests.frames import (
     Frame,
     Grant,
     Load,
+    RoleChanged,
     Submit,
     Subscribe,
     cannot_be_sent,
@@ -70,6 +80,7 @@ class WorkerPeer:
         self._grant_tokens = max(1, config.window_tokens // 4)
         self._fetches: dict[int, _Fetching] = {}
         self._fetch_ids = count(1)
+        self._calls = Calls()
         self._resync_again_s = 0.0
 
     @property
@@ -146,6 +157,11 @@ class WorkerPeer:
         finally:
             self._fetches.pop(fetch_id, None)
 
+    async def change_role(self, role: Role) -> None:
+        if not self.channel.is_open:
+            raise self._lost("before this change of its role")
+        await self._calls.ask(lambda call_id: self.channel.send(ChangeRole(call_id=call_id, role=role)))
+
     async def close(self) -> None:
         """Say goodbye; the worker aborts whatever is left of our requests."""
         self._closing = True
@@ -172,6 +188,8 @@ class WorkerPeer:
                 self._sink.push_event(self.worker_id, event)
             case FetchChunk():
                 self._on_chunk(message)
+            case RoleChanged(call_id=call_id, error=info):
+                self._calls.answered(call_id, None if info is None else from_info(info))
             case handshake.Challenge():
                 self._on_challenge(message)
             case handshake.HelloReply():
@@ -198,6 +216,7 @@ class WorkerPeer:
         for fetching in self._fetches.values():
             if not fetching.content.done():
                 fetching.content.set_exception(error)
+        self._calls.fail(error)
         if self.entered and not self._closing:
             _log.info("worker_lost", worker=self._instance.name, worker_id=self.worker_id, reason=reason)
             self._sink.lost(self.worker_id, error)
