@@ -55,7 +55,7 @@ class Gateway:
                     answer.status != 200
                 ):  # no such model, or no server for it: the router says so in the API's words
                     said = await answer.read()
-                    return web.Response(status=answer.status, body=said, content_type="application/json")
+                    return web.Response(status=answer.status, body=said, headers=passed_on(answer))
                 choice = await answer.json()
         except FAILURES as error:
             return refusal(503, f"the router {self.router} does not answer: {error!r}; try again later")
@@ -78,8 +78,7 @@ class Gateway:
     ) -> None:
         async with self.http.post(f"{choice['url']}/v1/chat/completions", data=body) as answer:
             response.set_status(answer.status)
-            response.content_type = answer.content_type
-            response.headers["X-Worker"] = choice["worker"]
+            response.headers.update({**passed_on(answer), "X-Worker": choice["worker"]})
             await response.prepare(request)
             last, is_first = b"", True
             async for chunk in answer.content.iter_any():
@@ -102,6 +101,10 @@ class Gateway:
 
 def refusal(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
+
+
+def passed_on(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
 
 
 def cached_tokens(body: bytes) -> int | None:

@@ -15,7 +15,9 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from penstock.core.types import InstanceState
 from penstock.frontend.routing_http import RoutingHttpConfig, RoutingServer
+from penstock.router.gateway import Server
 from penstock.router.routing_service import RoutingService
 
 FILE = Path(__file__).parents[2] / "examples" / "gateway.py"
@@ -44,7 +46,9 @@ async def models(_: web.Request) -> web.Response:
 
 
 async def speak(request: web.Request) -> web.StreamResponse:
-    """Answer whole, or break off in the middle of a stream."""
+    """Answer whole, break off in the middle of a stream, or be too busy."""
+    if (await request.json()).get("user") == "unlucky":
+        return web.json_response({"error": {}}, status=429, headers={"Retry-After": "7"})
     if not (await request.json()).get("stream"):
         return web.json_response({"usage": {"prompt_tokens_details": {"cached_tokens": 0}}})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -78,7 +82,8 @@ def play(scene: Callable[[Ask, web.AppRunner, RoutingServer], Awaitable[None]]) 
 
                 async def ask(body: object) -> tuple[int, Any]:
                     async with http.post(f"{url}/chat", json=body) as answer:
-                        return answer.status, await answer.json()
+                        told = {"retry_after": answer.headers.get("Retry-After")}
+                        return answer.status, await answer.json() | told
 
                 try:
                     await scene(ask, server, routing)
@@ -108,6 +113,19 @@ def test_a_server_that_is_gone_is_a_502_and_a_router_a_503(caplog):
 
     play(scene)
     assert "Traceback" not in caplog.text
+
+
+def test_who_is_told_to_come_back_later_is_told_when():
+    async def scene(ask: Ask, _: web.AppRunner, routing: RoutingServer) -> None:
+        status, answer = await ask(CHAT | {"user": "unlucky"})
+        assert (status, answer["retry_after"]) == (429, "7"), "by the server"
+        (view,) = routing._service.workers()
+        server = Server(url=view.address, model="m", state=InstanceState.DRAINING)
+        await routing._service.put(view.name, server)
+        status, answer = await ask(CHAT)
+        assert (status, answer["retry_after"]) == (503, "1"), "by the router"
+
+    play(scene)
 
 
 def test_an_answer_that_breaks_off_does_not_look_whole(caplog):

@@ -176,6 +176,13 @@ def test_bad_input_gets_a_clear_answer():
                 400,
                 "total_blocks",
             ),
+            (
+                "PUT",
+                "/workers/two",
+                {"url": "http://x", "model": "m", "total_blocks": 1 << 64},
+                400,
+                "2147483647",
+            ),
             ("PUT", "/workers/two", {"url": "http://x", "model": "m", "state": "dead"}, 400, STATES),
             ("PUT", f"/workers/{'n' * 200}", {"url": "http://x", "model": "m"}, 400, "name: must have"),
             ("DELETE", "/workers/two", None, 404, "worker 'two' is not known; known: one"),

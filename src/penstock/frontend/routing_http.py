@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import pydantic
@@ -129,9 +128,6 @@ class RoutingServer:
 
     async def _feedback(self, request: web.Request) -> web.Response:
         body = await _read(request, _FeedbackBody)
-        for name in ("cached_tokens", "output_tokens"):
-            if (getattr(body, name) or 0) < 0:
-                raise RequestError(f"{name}: must be >= 0, got {getattr(body, name)}", param=name)
         self._service.feedback(body.id, body.stage, body.cached_tokens, body.output_tokens)
         return json_response(encode({"id": body.id, "stage": body.stage}))
 
@@ -142,14 +138,6 @@ class RoutingServer:
         name, server = request.match_info["name"], await _read(request, Server)
         if len(name) > _NAME_CHARACTERS_MAX:
             raise RequestError(f"name: must have at most {_NAME_CHARACTERS_MAX} characters, got {len(name)}")
-        if not _is_http(server.url):
-            raise RequestError(
-                f"url: must be http://HOST or https://HOST, got {server.url[:100]!r}", param="url"
-            )
-        if not server.model:
-            raise RequestError("model: must have a name, got ''", param="model")
-        if server.total_blocks < 0:
-            raise RequestError(f"total_blocks: must be >= 0, got {server.total_blocks}", param="total_blocks")
         return json_response(encode(await self._service.put(name, server)))
 
     async def _delete(self, request: web.Request) -> web.Response:
@@ -217,14 +205,6 @@ def _query_of(body: _RouteBody) -> Query:
 def _text_of(messages: list[dict[str, Any]]) -> str:
     """Write messages one after the other, so that a conversation's text begins with that of its earlier turns."""
     return "".join(msgspec.json.encode(message).decode() + "\n" for message in messages)
-
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 @web.middleware

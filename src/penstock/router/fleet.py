@@ -242,6 +242,7 @@ class Fleet:
             if member.instance.prices != instance.prices:
                 member.drift = Drift(instance.prices)
             member.instance, member.listed = instance, True
+            self.loads.resize(member.slot, instance.engine.total_blocks)
             if model != instance.card.name:
                 self._leave_pool(member, model)
         self._settle(member)

@@ -1,15 +1,22 @@
 """What a gateway says to the router alone, and what it is told: servers, requests, choices, feedback."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.core.errors import RequestError
 from penstock.core.types import InstanceState, Prices
 from penstock.core.wire import TokenArray
 
 TOKEN_ID_MAX = 2**31 - 1
 """Token ids are from 0 to this."""
+COUNT_MAX = 2**31 - 1
+"""Tokens of an answer, and blocks of a cache, are at most so many."""
+_CHARACTERS_MAX = 256
+_ADAPTERS_MAX = 4096
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,3 +68,62 @@ class Stage(StrEnum):
     STARTED = "started"
     FIRST_TOKEN = "first_token"  # noqa: S105 - no password
     FINISHED = "finished"
+
+
+def check_server(server: Server) -> None:
+    """See whether a server can be what its gateway says.
+
+    Raises:
+        RequestError: it cannot; `param` is the field.
+    """
+    if not _is_http(server.url):
+        raise RequestError(f"url: must be http://HOST or https://HOST, got {server.url[:100]!r}", param="url")
+    if not server.model:
+        raise RequestError("model: must have a name, got ''", param="model")
+    if not 0 <= server.total_blocks <= COUNT_MAX:
+        raise RequestError(
+            f"total_blocks: must be >= 0 and <= {COUNT_MAX}, got {server.total_blocks}", param="total_blocks"
+        )
+    for name in ("model", "host", "rack", "zone", "region"):
+        _check_length(name, getattr(server, name))
+    _check_adapters(server)
+    if server.prices is not None:
+        _check_prices(server.prices)
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > _CHARACTERS_MAX:
+        raise RequestError(
+            f"{name}: must have at most {_CHARACTERS_MAX} characters, got {len(text)}", param=name
+        )
+
+
+def _check_adapters(server: Server) -> None:
+    names = server.adapters
+    if len(names) > _ADAPTERS_MAX:
+        raise RequestError(f"adapters: at most {_ADAPTERS_MAX}, got {len(names)}", param="adapters")
+    for name in names:
+        _check_length("adapters", name)
+    if "" in names or server.model in names or len(set(names)) < len(names):
+        raise RequestError(
+            f"adapters: must have names, each its own and none the model's, got {list(names[:16])}",
+            param="adapters",
+        )
+
+
+def _check_prices(prices: Prices) -> None:
+    for field in msgspec.structs.fields(Prices):
+        value = getattr(prices, field.name)
+        for seconds in value if isinstance(value, tuple) else (value,):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                name = f"prices.{field.name}"
+                raise RequestError(f"{name}: must be seconds >= 0, got {seconds:g}", param=name)
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0

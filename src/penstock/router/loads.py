@@ -128,7 +128,12 @@ class LoadTracker:
             reservation.covered = True
         self._accounts[slot] = _Account()
         self._table[:_OWN, slot] = 0
-        self._table[_TOTAL, slot] = total_blocks
+        self._set_total(slot, total_blocks)
+
+    def resize(self, slot: int, total_blocks: int) -> None:
+        """Take what is said anew of how many blocks a worker has; its own report counts more."""
+        if self._accounts[slot].load is None:
+            self._set_total(slot, total_blocks)
 
     def reserve(self, slot: int, prefill_tokens: int, blocks: int, cached_tokens: int = 0) -> Reservation:
         """Count a request that is being sent now, in the order in which requests are sent.
@@ -281,6 +286,10 @@ class LoadTracker:
             assert all(part <= whole for part, whole in zip(sums, own, strict=True)), (
                 f"slot {slot}: what is reserved, {sums}, is part of what is open, {own}"
             )
+
+    def _set_total(self, slot: int, total_blocks: int) -> None:
+        """Write a number that somebody else says, however absurd."""
+        self._table[_TOTAL, slot] = min(max(total_blocks, 0), np.iinfo(np.int64).max)
 
     def _add_reserved(self, reservation: Reservation, sign: int) -> None:
         slot, prefill_tokens, blocks = (

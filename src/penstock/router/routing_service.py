@@ -34,7 +34,7 @@ from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
 from penstock.router.config import RouterConfig
 from penstock.router.explanation import Explanation
 from penstock.router.fleet import Fleet
-from penstock.router.gateway import TOKEN_ID_MAX, Choice, Query, Server, Stage
+from penstock.router.gateway import COUNT_MAX, TOKEN_ID_MAX, Choice, Query, Server, Stage, check_server
 from penstock.router.loads import Reservation
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
@@ -126,8 +126,10 @@ class RoutingService:
         """Take in a server, or what is said anew of one; one with another URL or model is another server.
 
         Raises:
+            RequestError: it cannot be what is said of it.
             Overloaded: as many servers as allowed are known.
         """
+        check_server(server)
         async with self._changing:
             return await self._put(name, server)
 
@@ -224,8 +226,11 @@ class RoutingService:
             output_tokens: of the answer that has finished, for what the policy expects of the next.
 
         Raises:
-            RequestError: there is no such request, or not any more (404).
+            RequestError: a count is below 0 or absurd, or there is no such request, or not any more (404).
         """
+        for name, tokens in (("cached_tokens", cached_tokens), ("output_tokens", output_tokens)):
+            if tokens is not None and not 0 <= tokens <= COUNT_MAX:
+                raise RequestError(f"{name}: must be >= 0 and <= {COUNT_MAX}, got {tokens}", param=name)
         routed = self._open.get(RequestId(request_id))
         if routed is None:
             raise RequestError(

@@ -204,6 +204,66 @@ def test_refusals():
     play(scene, router=RouterConfig(open_requests_max=3, workers_max=2).model_dump())
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"total_blocks": 1 << 64}, "total_blocks: must be >= 0 and <= 2147483647, got 18446744073709551616"),
+        ({"total_blocks": -1}, "total_blocks: must be >= 0"),
+        ({"url": "http://c:99999"}, "url: must be http://HOST"),
+        ({"region": "r" * 257}, "region: must have at most 256 characters, got 257"),
+        ({"adapters": ("a", "")}, "adapters: must have names"),
+        ({"adapters": ("a", "a")}, "each its own"),
+        ({"adapters": ("m",)}, "none the model's"),
+        (
+            {"prices": msgspec.structs.replace(UNKNOWN, prefill_token_s=-1.0)},
+            r"prices.prefill_token_s: .*got -1",
+        ),
+        (
+            {"prices": msgspec.structs.replace(UNKNOWN, onboard_token_s=(0.0, float("inf")))},
+            "onboard_token_s.*inf",
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused_and_the_others_go_on(fields, said):
+    async def scene(service: RoutingService) -> None:
+        with pytest.raises(RequestError, match=said):
+            await service.put("c", Server(**{"url": "http://c", "model": "m"} | fields))
+        assert [view.name for view in service.workers()] == ["a", "b"]
+        assert ask(service)[0] in {"a", "b"}
+
+    play(scene)
+
+
+def test_counts_of_an_answer_that_cannot_be_are_refused():
+    async def scene(service: RoutingService) -> None:
+        _, request_id = ask(service)
+        for name in ("cached_tokens", "output_tokens"):
+            for tokens in (-1, 1 << 31):
+                with pytest.raises(
+                    RequestError, match=f"{name}: must be >= 0 and <= 2147483647, got {tokens}"
+                ):
+                    service.feedback(request_id, Stage.FINISHED, **{name: tokens})
+        service.feedback(request_id, Stage.FINISHED, output_tokens=5)
+
+    play(scene)
+
+
+def test_a_cache_told_anew_counts_at_once():
+    """It is what the wait for memory goes by, and a gateway's servers send no reports that would say it."""
+
+    async def scene(service: RoutingService) -> None:
+        for blocks in (1000, 10):
+            for name, server in (("a", A), ("b", B)):
+                await service.put(name, msgspec.structs.replace(server, total_blocks=blocks))
+            prompt = np.arange(blocks, blocks + 400, dtype=np.int32)
+            choice = service.route(Query(model="m", prompt=prompt))
+            (explanation,) = service.explain(choice.id)
+            assert (explanation.chosen.terms["memory"] > 0) == (blocks == 10), "its prompt has 100"
+            service.feedback(choice.id, Stage.FINISHED)
+
+    play(scene)
+
+
 def test_prices_and_lengths_of_answers_reach_the_policy():
     async def scene(service: RoutingService) -> None:
         slow = msgspec.structs.replace(UNKNOWN, prefill_token_s=1.0)
