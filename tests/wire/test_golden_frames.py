@@ -16,6 +16,8 @@ from penstock.core import framing, types
 from penstock.core.descriptors import TransferOp
 from penstock.core.errors import ErrorInfo, ProtocolError
 from penstock.core.framing import LENGTH_BYTES, FrameReader, UnknownFrame
+from penstock.core.kv_exchange import KvExchange
+from penstock.core.kv_layout import KvLayout
 from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.runtime import handshake
 from penstock.runtime.discovery import messages
@@ -43,6 +45,9 @@ ENGINE = types.EngineInfo(
     max_batch_tokens=512,
     max_running_requests=32,
     kv_bytes_per_block=1024,
+    kv_layout=KvLayout(
+        num_layers=2, num_kv_heads=1, head_dim=8, dtype="float16", element_bytes=2, block_size=16
+    ).split(num_blocks=64),
 )
 INSTANCE = types.Instance(
     worker_id=7,
@@ -54,6 +59,7 @@ INSTANCE = types.Instance(
     state=types.InstanceState.DRAINING,
     pid=42,
     host="h",
+    exchange=KvExchange(transports=("shm", "tcp"), listens=("unix",), host=b"host"),
 )
 HANDLE = types.KvHandle(
     producer=7,
@@ -61,9 +67,9 @@ HANDLE = types.KvHandle(
     ttl_s=2.5,
     num_tokens=32,
     block_ids=b"\1\0\0\0",
-    block_bytes=64,
     agent=b"PTA",
-    region_id=1,
+    layout=b"L",
+    regions=((1, 2), (3,)),
 )
 REQUEST = types.Request(
     request_id="r-0",

@@ -6,6 +6,8 @@ import msgspec
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
+from penstock.core.kv_exchange import KvExchange
+from penstock.core.kv_layout import KvLayout
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
 
 
@@ -57,9 +59,9 @@ class SamplingParams(Wire, frozen=True):
 class KvHandle(Wire, frozen=True):
     """The right to read a finished prefill's blocks for `ttl_s` more seconds, once.
 
-    `block_ids` are packed little-endian uint32, the blocks of the first `num_tokens` tokens in the producer's region
-    `region_id`, of `block_bytes` each; `agent` is the metadata of its transfer agent. A region of 0 holds no bytes:
-    an engine without memory made it.
+    `block_ids` are packed little-endian uint32, the blocks of the first `num_tokens` tokens. They lie as `layout` says, an
+    encoded `KvLayout` that only the two workers read, in `regions` of the producer's transfer agent: of each rank of the
+    layout, those it has. `agent` is that one's metadata. No layout is an engine's that keeps no memory for KV.
     """
 
     producer: WorkerId
@@ -67,9 +69,9 @@ class KvHandle(Wire, frozen=True):
     ttl_s: float
     num_tokens: int
     block_ids: bytes
-    block_bytes: int = 0
     agent: bytes = b""
-    region_id: int = 0
+    layout: bytes = b""
+    regions: tuple[tuple[int, ...], ...] = ()
 
 
 class Request(Wire, frozen=True):
@@ -223,6 +225,7 @@ class EngineInfo(Wire, frozen=True):
 
     Without `kv_events` it never says what its prefix cache holds; routers guess it from what they sent there.
     `prompts_at_once` are computed beside each other, each as fast as alone: one by each data-parallel rank.
+    `kv_layout` is how its KV lies in memory, None where it keeps none.
     """
 
     block_size: int
@@ -233,6 +236,7 @@ class EngineInfo(Wire, frozen=True):
     kv_bytes_per_block: int = 0
     kv_events: bool = True
     prompts_at_once: int = 1
+    kv_layout: KvLayout | None = None
 
 
 class Prices(Wire, frozen=True):
@@ -296,6 +300,7 @@ class Instance(Wire, frozen=True):
 
     `adapters` are the LoRA adapters it takes requests for: loaded, or loaded by its engine when one is asked for.
     `host`, `rack`, `zone` and `region` are where it runs, as far as is known.
+    `exchange` is there where prompts can be handed over, to it or by it.
     """
 
     worker_id: WorkerId
@@ -312,6 +317,7 @@ class Instance(Wire, frozen=True):
     rack: str = ""
     zone: str = ""
     region: str = ""
+    exchange: KvExchange | None = None
 
 
 class InstancePut(Wire, frozen=True, tag="put"):

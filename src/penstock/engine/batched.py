@@ -79,6 +79,7 @@ class BatchedEngine:
             max_running_requests=self._config.max_running_requests,
             prompts_at_once=self._config.prompts_at_once,
             kv_bytes_per_block=runner.kv_bytes_per_block,
+            kv_layout=runner.kv_layout,
         )
         self._started = info, pool, scheduler
         return info
@@ -128,7 +129,7 @@ class BatchedEngine:
         self._wake.set()
         await self._runner.close()
 
-    def kv_memory(self) -> object | None:
+    def kv_memory(self) -> Sequence[Sequence[object]]:
         return self._runner.kv_memory()
 
     def pin(self, block_hashes: HashArray) -> list[BlockId]:

@@ -7,6 +7,7 @@ moves to another worker goes on exactly; with temperature 0 seed and choice play
 import asyncio
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -176,6 +177,7 @@ class MockRunner:
             )
         if shape.kv_bytes_per_block:
             self._kv = MockKv(shape)
+            return replace(shape, kv_layout=self._kv.layout)
         return shape
 
     async def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
@@ -187,8 +189,8 @@ class MockRunner:
         await self._spend(self._config.timing.seconds(plan, table) / self._config.speedup)
         return sampled
 
-    def kv_memory(self) -> object | None:
-        return None if self._kv is None else self._kv.memory
+    def kv_memory(self) -> Sequence[Sequence[object]]:
+        return () if self._kv is None else ((self._kv.memory,),)
 
     async def close(self) -> None:
         """Forget the memory."""

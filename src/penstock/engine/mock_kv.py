@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import EngineError
+from penstock.core.kv_layout import KvLayout, RankLayout
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.sequences import SequenceTable, StepPlan
 
@@ -30,6 +31,7 @@ class MockKv:
         self._block_size = shape.block_size
         self.memory = np.zeros((shape.num_blocks, shape.kv_bytes_per_block), dtype=np.uint8)
         """(num_blocks, kv_bytes_per_block); what comes from elsewhere is written here."""
+        self.layout = _layout(shape)
         self._cells = self.memory[:, : self.bytes_needed(shape.block_size)].view("<u8")
         powers = np.full(shape.context_length, _BASE, dtype=np.uint64)
         powers[0] = 1
@@ -84,3 +86,25 @@ class MockKv:
         if len(wrong):
             slot = int(slots[wrong[0]])
             raise EngineError(f"slot {slot}: the KV of {len(wrong)} tokens belongs to other prefixes")
+
+
+def _layout(shape: RunnerInfo) -> KvLayout:
+    """Describe a block as tokens of equally many bytes; what is left at its end means nothing, and is not moved."""
+    token_bytes = shape.kv_bytes_per_block // shape.block_size
+    rank = RankLayout(
+        layers=(0,),
+        heads=(0,),
+        num_blocks=shape.num_blocks,
+        order="| block layer kv token head",
+        strides_bytes=(shape.kv_bytes_per_block, 0, 0, token_bytes, 0),
+    )
+    return KvLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=token_bytes,
+        dtype="digests",
+        element_bytes=1,
+        block_size=shape.block_size,
+        ranks=(rank,),
+        planes=1,
+    )

@@ -5,11 +5,12 @@ where they differ. It owns the model and the memory of the blocks, and knows nei
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.core.kv_layout import KvLayout
 from penstock.core.log import get_logger
 from penstock.core.types import Tier
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
@@ -25,7 +26,7 @@ class RunnerInfo:
     """What a runner says once its model is loaded.
 
     `context_length` is the model's own limit; the engine lowers it to what `num_blocks` can hold. `lower_blocks` are
-    those of each tier beneath the device, nearest first.
+    those of each tier beneath the device, nearest first. `kv_layout` is None where it keeps no memory for blocks.
     """
 
     num_blocks: int
@@ -35,6 +36,7 @@ class RunnerInfo:
     eos_token_ids: tuple[int, ...] = ()
     kv_bytes_per_block: int = 0
     lower_blocks: tuple[tuple[Tier, int], ...] = ()
+    kv_layout: KvLayout | None = None
 
     def make_pool(
         self, mover: Mover | None, on_arrival: Callable[[], None]
@@ -82,7 +84,7 @@ class Runner(Protocol):
         """
         ...
 
-    def kv_memory(self) -> object | None:
+    def kv_memory(self) -> Sequence[Sequence[object]]:
         """Give the memory of all blocks, as `seams.KvBlocks` says."""
         ...
 
@@ -101,7 +103,7 @@ class BlockingRunner(Protocol):
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled: ...
 
-    def kv_memory(self) -> object | None: ...
+    def kv_memory(self) -> Sequence[Sequence[object]]: ...
 
     def close(self) -> None: ...
 
@@ -120,7 +122,7 @@ class ThreadedRunner:
     async def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.run, plan, table)
 
-    def kv_memory(self) -> object | None:
+    def kv_memory(self) -> Sequence[Sequence[object]]:
         return self._runner.kv_memory()
 
     async def close(self) -> None:

@@ -58,14 +58,16 @@ class Engine(Protocol):
 class KvBlocks(Protocol):
     """What an engine offers beside `Engine` so that KV can move: its memory, and blocks held while others copy.
 
-    A block of all layers is one contiguous run of `EngineInfo.kv_bytes_per_block` bytes. Held blocks are nobody's to
-    write but the holder's, so that bytes may move while a step computes. Sync, from the event loop.
+    Held blocks are nobody's to write but the holder's, so that bytes may move while a step computes. Sync, from the event
+    loop.
     """
 
-    def kv_memory(self) -> object | None:
-        """Give the memory of all blocks, as `penstock.transfer` registers it: block i begins at i times a block's bytes.
+    def kv_memory(self) -> Sequence[Sequence[object]]:
+        """Give the memory of all blocks: what `penstock.transfer` can register, of each rank of `EngineInfo.kv_layout`.
 
-        None where the engine keeps none (a mock): holding and publishing are then all there is to a move.
+        Returns:
+            of each rank the regions that its layout names, in their order; nothing where there is no layout, as the engine
+            keeps no memory (a mock): holding and publishing are then all there is to a move.
         """
         ...
 

@@ -103,8 +103,8 @@ class TimingRunner:
             token_ids[row] = next_token(table.token_ids[slot, : table.num_tokens[slot]])
         return Sampled(token_ids)
 
-    def kv_memory(self) -> object | None:
-        return None
+    def kv_memory(self) -> Sequence[Sequence[object]]:
+        return ()
 
     async def close(self) -> None:
         """There is nothing to release."""

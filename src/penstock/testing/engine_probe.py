@@ -234,9 +234,10 @@ async def kv_event_trace(engine: MovingEngine, workload: Iterable[Arrival]) -> l
 def block_bytes(engine: KvBlocks, info: EngineInfo) -> NDArray[np.uint8]:
     """View an engine's memory as (blocks, kv_bytes_per_block); no columns where it keeps none."""
     memory = engine.kv_memory()
-    if memory is None:
+    if not memory:
         return np.zeros((info.total_blocks, 0), np.uint8)
-    region = region_of(memory)
+    ((all_blocks,),) = memory
+    region = region_of(all_blocks)
     view = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
     return np.ctypeslib.as_array(view).reshape(-1, info.kv_bytes_per_block)
 

@@ -228,6 +228,11 @@ class TransferAgent:
         return self._met.by_name
 
     @property
+    def transport_names(self) -> tuple[str, ...]:
+        """Those that work here; before it is entered, those that it will try."""
+        return tuple(self._transports)
+
+    @property
     def unavailable(self) -> Mapping[str, str]:
         """Why transports cannot work here, by name."""
         return self._met.unavailable

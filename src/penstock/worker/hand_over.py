@@ -21,12 +21,14 @@ from penstock.core.errors import (
     TransferError,
 )
 from penstock.core.ids import BlockId, RequestId, WorkerId
+from penstock.core.kv_exchange import KvExchange
 from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, KvHandle, Request
 from penstock.core.wire import HashArray, encode, unpack_hashes
 from penstock.seams import KvBlocks
 from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import HandOverConfig
+from penstock.worker.kv_regions import KvRegions
 from penstock.worker.offers import Offers
 from penstock.worker.pin_messages import PIN_MESSAGES, PinHeld, PinRead
 from penstock.worker.reader import Reader
@@ -68,7 +70,8 @@ class HandOver:
         self._info = info
         self._config = config
         self._agent = agent
-        self._reader = Reader(agent, info)
+        self._regions = KvRegions(info)
+        self._reader = Reader(agent, self._regions)
         self._metadata = b""
         self._fetches: dict[RequestId, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()  # whose turn it is to wait for room
@@ -102,7 +105,8 @@ class HandOver:
         """Register the engine's memory and listen, so that offers can be made. Safe twice.
 
         Raises:
-            ConfigError: the agent cannot listen as it should.
+            ConfigError: the agent cannot listen as it should, or the engine's memory is not what its layout says, or no
+                transport has any use for it.
         """
         if self._has_begun is None:
             self._has_begun = asyncio.get_running_loop().create_future()
@@ -112,11 +116,20 @@ class HandOver:
     def __len__(self) -> int:
         return len(self._fetches)
 
+    @property
+    def exchange(self) -> KvExchange:
+        """How others reach this worker's KV, and it theirs."""
+        return KvExchange(
+            transports=self._regions.transports or self._agent.transport_names,
+            listens=tuple(address.partition(":")[0] for address in self._agent.config.listen),
+            host=self._agent.identity.host,
+        )
+
     def offer(self, request: Request) -> KvHandle | None:
         """Hold the blocks of a prompt that was computed this moment; None where nothing can be held."""
         if not self._metadata:
             return None  # it has not begun: nobody could reach them
-        return self.offers.make(request, self._reader.memory, self._metadata)
+        return self.offers.make(request, self._regions, self._metadata)
 
     def fetch(self, request: Request, submit: Submit) -> None:
         """Bring what a request's handle names into the engine's cache, then submit it; whatever happens, it is submitted.
@@ -248,9 +261,7 @@ class HandOver:
         """Enter the agent, hear what peers say until this is cancelled, and close it."""
         try:
             async with self._agent:
-                memory = self._engine.kv_memory()
-                if memory is not None:
-                    self._reader.memory = self._agent.register(memory, "kv")
+                self._regions.register(self._engine.kv_memory(), self._agent)
                 self._metadata = self._agent.metadata()
                 has_begun.set_result(None)
                 await self._listen()

@@ -11,8 +11,8 @@ from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, KvHandle, Request
 from penstock.core.wire import unpack_hashes
 from penstock.seams import KvBlocks
-from penstock.transfer.regions import Registration
 from penstock.worker.config import HandOverConfig
+from penstock.worker.kv_regions import KvRegions
 
 _log = get_logger()
 
@@ -57,13 +57,13 @@ class Offers:
     def __len__(self) -> int:
         return len(self._held)
 
-    def make(self, request: Request, memory: Registration | None, agent: bytes) -> KvHandle | None:
+    def make(self, request: Request, regions: KvRegions, agent: bytes) -> KvHandle | None:
         """Hold the full blocks of a request whose prompt was computed this moment.
 
         Args:
             request: as it came.
-            memory: the engine's, registered; None where it keeps none.
-            agent: metadata that gives it.
+            regions: of the engine's memory.
+            agent: metadata that gives them.
 
         Returns:
             None where nothing can be held.
@@ -88,9 +88,9 @@ class Offers:
             ttl_s=self._config.pin_ttl_s,
             num_tokens=len(block_ids) * self._info.block_size,
             block_ids=np.array(block_ids, dtype="<u4").tobytes(),
-            block_bytes=0 if memory is None else self._info.kv_bytes_per_block,
             agent=agent,
-            region_id=0 if memory is None else memory.region_id,
+            layout=regions.encoded,
+            regions=regions.ids,
         )
 
     def take_back(self, pin_id: PinId) -> bool:

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Sequence
 from itertools import count
 
-from penstock.core.descriptors import Descriptors, TransferOp
-from penstock.core.errors import PinExpired, TransferError
+from penstock.core.descriptors import TransferOp
+from penstock.core.errors import PinExpired
 from penstock.core.ids import BlockId
-from penstock.core.types import EngineInfo, KvHandle
+from penstock.core.types import KvHandle
 from penstock.core.wire import HashArray, encode
-from penstock.transfer import Peer, Registration, TransferAgent
+from penstock.transfer import Peer, TransferAgent
+from penstock.worker.kv_regions import KvRegions
 from penstock.worker.pin_messages import PinHeld, PinRead
 
 _LOOK_S = 0.1
@@ -19,17 +20,15 @@ _LOOK_S = 0.1
 class Reader:
     """One worker's. Its event loop owns it."""
 
-    def __init__(self, agent: TransferAgent, info: EngineInfo) -> None:
+    def __init__(self, agent: TransferAgent, regions: KvRegions) -> None:
         """Read nothing yet.
 
         Args:
             agent: moves the bytes.
-            info: of the engine they are for.
+            regions: where they belong.
         """
-        self.memory: Registration | None = None
-        """The engine's, once registered; None where it keeps none."""
         self._agent = agent
-        self._info = info
+        self._regions = regions
         self._read_ids = count(1)
         self._answers: dict[tuple[str, int], asyncio.Future[bool]] = {}
 
@@ -47,19 +46,11 @@ class Reader:
         key = peer.name, read_id
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         try:
-            if self.memory is None or not handle.region_id:
-                if self.memory is not None or handle.region_id:
-                    raise TransferError("one of the two engines keeps no memory for KV, the other one does")
+            ranges = self._regions.ranges(handle, sources, targets)
+            if ranges is None:
                 self._agent.send_notification(peer, done)
             else:
-                if handle.block_bytes != self._info.kv_bytes_per_block:
-                    raise TransferError(
-                        f"blocks of {handle.block_bytes} bytes there, {self._info.kv_bytes_per_block} here; serve the"
-                        " same model in the same format"
-                    )
-                here = self.memory.blocks(targets, handle.block_bytes)
-                there = Descriptors.blocks(handle.region_id, sources, handle.block_bytes)
-                await self._agent.post(TransferOp.READ, here, there, peer, notify=done).complete()
+                await self._agent.post(TransferOp.READ, *ranges, peer, notify=done).complete()
             if not await self._or_lost(peer, answer):
                 raise PinExpired(
                     f"pin {handle.pin_id} of {peer.name} had expired before its blocks were read"

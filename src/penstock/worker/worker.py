@@ -271,6 +271,7 @@ class Worker:
             pid=identity.pid,
             prices=self._prices,
             adapters=self._adapters,
+            exchange=None if self.hand_over is None else self.hand_over.exchange,
             **identity.location.model_dump(),
         )
 

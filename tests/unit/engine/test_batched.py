@@ -38,7 +38,7 @@ class Counting:
         return Sampled(np.where(plan.samples, 1, -1).astype(np.int32))
 
     def kv_memory(self):
-        return None
+        return ()
 
     def close(self):
         self.threads.add(threading.get_ident())

@@ -191,7 +191,7 @@ def test_engines_that_do_not_fit_compute_again():
         await asyncio.sleep(1)
         asked = request("a")
         assert (await answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
-        assert cluster.worker("d1").hand_over.failures == {"transfer_error": 1}
+        assert cluster.worker("d1").hand_over.failures == {"transfer_refused": 1}
 
     play(scene, decode=0)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from penstock.core.errors import ConfigError
+from penstock.core.kv_layout import KvLayout
 
 _CPU_DEFAULT_BYTES = 1 << 30
 _GPU_DEFAULT_FRACTION = 0.85
@@ -43,6 +44,15 @@ class KvMemory:
             num_blocks + _SPARE_BLOCKS, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim,
             dtype=shape.dtype, device=device,
         )  # fmt: skip
+        self.layout = KvLayout(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=str(shape.dtype).removeprefix("torch."),
+            element_bytes=int(shape.dtype.itemsize),
+            block_size=block_size,
+        ).split(num_blocks=num_blocks)
+        """As other workers have to know it."""
         tokens = [self.storage.select(1, layer) for layer in range(shape.num_layers)]
         self.by_token = [(kv[:, 0], kv[:, 1]) for kv in tokens]
         """By layer: keys and values as views of (num_blocks + 1, block_size, num_kv_heads, head_dim)."""

@@ -1,5 +1,6 @@
 """Runs a model's steps on one device: build the batch, write and read paged KV, sample."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +105,7 @@ class PagedRunner:
             vocab_size=model.vocab_size,
             eos_token_ids=eos_token_ids,
             kv_bytes_per_block=block_bytes,
+            kv_layout=memory.layout,
         )
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
@@ -128,9 +130,9 @@ class PagedRunner:
             logits = parts.model.logits(tokens[0], tokens[1], last_tokens, step)
             return parts.sampler.sample(logits, batch.sampling)
 
-    def kv_memory(self) -> object:
+    def kv_memory(self) -> Sequence[Sequence[object]]:
         memory: KvMemory = self._loaded.memory
-        return memory.storage
+        return ((memory.storage,),)
 
     def close(self) -> None:
         """Release the model and the memory."""

@@ -1,0 +1,17 @@
+"""How a worker can be reached by others that read its KV, and by which ways it reads theirs."""
+
+from penstock.core.wire import Wire
+
+
+class KvExchange(Wire, frozen=True):
+    """What a worker that hands prompts over, or takes them over, says of its ways to others.
+
+    Attributes:
+        transports: those of `penstock.transfer` that can reach its KV, or that it will try once that is needed.
+        listens: the kinds of address that others can reach it at: `memory`, `unix`, `tcp`.
+        host: names the machine as far as memory and local sockets reach.
+    """
+
+    transports: tuple[str, ...]
+    listens: tuple[str, ...]
+    host: bytes

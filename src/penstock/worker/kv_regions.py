@@ -1,0 +1,133 @@
+"""A worker's KV memory as others reach it, and which bytes of theirs make up its own blocks."""
+
+from collections.abc import Sequence
+
+import msgspec
+from numpy.typing import ArrayLike
+
+from penstock.core.descriptors import Descriptors
+from penstock.core.errors import ConfigError, TransferError, TransferRefused
+from penstock.core.kv_layout import KvLayout
+from penstock.core.types import EngineInfo, KvHandle
+from penstock.core.wire import encode
+from penstock.transfer import TransferAgent
+from penstock.transfer.reshard import ReshardPlan, mismatch, plan, region_bytes
+
+_PLANS_MAX = 64
+"""Layouts of others whose plans are kept: one for each kind of producer."""
+_decoder = msgspec.msgpack.Decoder(KvLayout)
+
+
+class KvRegions:
+    """Every rank's regions of one engine. One event loop owns it.
+
+    Attributes:
+        encoded: the engine's layout, as handles carry it; empty where it keeps no memory for KV.
+        ids: of the regions once they are registered, of each rank in the layout's order.
+        transports: those that can reach every region.
+    """
+
+    def __init__(self, info: EngineInfo) -> None:
+        """Register nothing yet; `info` is what the engine said of itself."""
+        self._info = info
+        self._layout = info.kv_layout
+        self._plans: dict[bytes, ReshardPlan] = {}
+        self.encoded = b"" if info.kv_layout is None else encode(info.kv_layout)
+        self.ids: tuple[tuple[int, ...], ...] = ()
+        self.transports: tuple[str, ...] = ()
+
+    def register(self, memory: Sequence[Sequence[object]], agent: TransferAgent) -> None:
+        """Make an engine's memory known to an entered agent.
+
+        Raises:
+            ConfigError: it is not what the engine's layout says, or no transport has any use for it.
+        """
+        self._check(memory)
+        try:
+            registered = [
+                [agent.register(region, f"kv-{rank}-{index}") for index, region in enumerate(regions)]
+                for rank, regions in enumerate(memory)
+            ]
+        except TransferRefused as error:
+            raise ConfigError(f"hand_over.transfer: {error.message}") from error
+        for rank, regions in enumerate(registered):
+            self._check_sizes(rank, [one.region.size_bytes for one in regions])
+        ways = [set(one.ways) for regions in registered for one in regions]
+        self.ids = tuple(tuple(one.region_id for one in regions) for regions in registered)
+        self.transports = tuple(sorted(ways[0].intersection(*ways))) if ways else ()
+
+    def ranges(
+        self, handle: KvHandle, source_blocks: ArrayLike, target_blocks: ArrayLike
+    ) -> tuple[Descriptors, Descriptors] | None:
+        """List what makes up blocks of this worker: ranges here, and those of the handle's producer, one for one.
+
+        Args:
+            handle: of the producer.
+            source_blocks: (n,) the producer's block ids.
+            target_blocks: (n,) this worker's; block i of the source becomes block i of these.
+
+        Returns:
+            None where neither of the two keeps memory for KV: nothing has to be moved.
+
+        Raises:
+            TransferRefused: the producer's blocks cannot become this worker's; the text says why.
+            TransferError: the handle makes no sense.
+        """
+        if self._layout is None and not handle.layout:
+            return None
+        moves = self._plan_for(handle.layout).moves
+        if max(move.source.rank for move in moves) >= len(handle.regions):
+            raise TransferError(
+                f"the handle names regions of {len(handle.regions)} ranks, its layout has more"
+            )
+        pairs = [
+            move.descriptors(
+                source_blocks,
+                target_blocks,
+                source_regions=handle.regions[move.source.rank],
+                target_regions=self.ids[move.target.rank],
+            )
+            for move in moves
+        ]
+        if len(pairs) == 1:
+            there, here = pairs[0]
+            return here, there
+        theirs, ours = zip(*pairs, strict=True)
+        return Descriptors.joined(ours), Descriptors.joined(theirs)
+
+    def _plan_for(self, encoded: bytes) -> ReshardPlan:
+        found = self._plans.get(encoded)
+        if found is not None:
+            return found
+        if self._layout is None or not encoded:
+            raise TransferRefused("one of the two engines keeps no memory for KV, the other one does")
+        try:
+            source = _decoder.decode(encoded)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"the handle's layout cannot be read: {error}") from error
+        found = plan(source, self._layout)
+        if len(self._plans) >= _PLANS_MAX:
+            del self._plans[next(iter(self._plans))]
+        self._plans[encoded] = found
+        return found
+
+    def _check(self, memory: Sequence[Sequence[object]]) -> None:
+        layout, ranks, problem = self._layout, 0, None
+        if layout is not None:
+            ranks, problem = len(layout.ranks), mismatch(layout, layout)
+            if problem is None and layout.block_size != self._info.block_size:
+                problem = f"blocks of {layout.block_size} tokens, the engine says {self._info.block_size}"
+        if problem is None and len(memory) != ranks:
+            problem = f"{ranks} ranks, the engine gives memory of {len(memory)}"
+        if problem is not None:
+            raise ConfigError(f"kv_layout: {problem}")
+
+    def _check_sizes(self, rank: int, sizes: Sequence[int]) -> None:
+        assert self._layout is not None, "there are regions"
+        expected = region_bytes(self._layout, rank)
+        if len(sizes) != len(expected) or any(
+            has < needs for has, needs in zip(sizes, expected, strict=True)
+        ):
+            raise ConfigError(
+                f"kv_layout: rank {rank} has regions of {list(sizes)[:8]} bytes, its layout needs {list(expected)[:8]}"
+            )
