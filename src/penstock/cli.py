@@ -78,6 +78,7 @@ def _parser() -> "_Parser":
     _add_serve(commands)
     _add_router(commands)
     _add_explain(commands)
+    _add_role(commands)
     _add_graph(commands)
     _add_simulate(commands)
     _add_profile(commands)
@@ -273,6 +274,35 @@ def _explain(options: argparse.Namespace) -> int:
         flag = "--json" if options.last is None else "--last"
         raise ConfigError(f"{flag}: is for what a server says; --replay makes all decisions of its log again")
     return replay(options.replay, options.policy)
+
+
+def _add_role(commands: Any) -> None:
+    parser = commands.add_parser(
+        "role",
+        help="change the role of a worker that runs",
+        description="Have a worker of a running deployment become a prefill, decode or aggregated one, with what it has"
+        " loaded: it finishes what it has, within worker.drain_timeout_s, and comes back. See docs/disaggregation.md.",
+    )
+    parser.add_argument("worker", metavar="WORKER", help="its name in GET /admin/workers, such as prefill-1")
+    parser.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="of `penstock serve` (default http://127.0.0.1:8000)"
+    )
+    parser.set_defaults(run=_role)
+
+
+def _role(options: argparse.Namespace) -> int:
+    from penstock.core.config import nearest  # noqa: PLC0415
+    from penstock.core.types import Role  # noqa: PLC0415
+    from penstock.deploy.role_command import run_role  # noqa: PLC0415
+
+    known = [role.value for role in Role]
+    if options.role not in known:
+        raise ConfigError(
+            f"ROLE: must be {', '.join(known[:-1])} or {known[-1]}, got {options.role!r}{nearest(options.role, known)}"
+        )
+    run_role(options.url, options.worker, Role(options.role))
+    return 0
 
 
 def _add_graph(commands: Any) -> None:

@@ -1,18 +1,15 @@
 """`penstock explain`: why requests went where they did, asked of what runs, or computed again from a log."""
 
-import http.client
-import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 
-from penstock.core.errors import ConfigError, RequestError, Unavailable
+from penstock.core.errors import ConfigError, RequestError
+from penstock.deploy.admin import ask as ask_server
+from penstock.deploy.admin import base_of
 from penstock.frontend.explaining import LATEST_DEFAULT
 from penstock.router.explanation import Candidate, Explanation
 from penstock.router.replay import Replay, Replayed
@@ -20,7 +17,6 @@ from penstock.router.replay import Replay, Replayed
 EXIT_DIFFERS = 1
 _PATHS = ("/admin/explain", "/explain")  # of `penstock serve`, and of `penstock router`
 _TRIES = 64  # processes share a port: a connection finds any of them, and only one knows the request
-_TIMEOUT_S = 10.0
 _DIFFERENCES_SHOWN = 20
 _NOT_FOUND = 404
 
@@ -38,9 +34,7 @@ def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) ->
         Unavailable: nobody answers there.
         RequestError: it knows nothing of the request.
     """
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ConfigError(f"--url: {url!r}: expected a URL such as http://127.0.0.1:8000")
-    base = url.rstrip("/").removesuffix("/v1")
+    base = base_of(url)
     if request_id is None:
         body = _fetch(base, f"?last={last or LATEST_DEFAULT}", tries=1)
     else:
@@ -90,29 +84,14 @@ def _fetch(base: str, rest: str, *, tries: int) -> bytes:
     for path in _PATHS:
         for _ in range(tries):
             try:
-                with urllib.request.urlopen(base + path + rest, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - checked
-                    body: bytes = answer.read()
-                    return body
-            except urllib.error.HTTPError as error:
-                message, param = _error_of(error)
-                problem = message if param or not problem else problem
-                if error.code != _NOT_FOUND:
-                    raise RequestError(f"--url: {base}: {message}") from error
-                if param is None:
+                return ask_server(base, path + rest)
+            except RequestError as error:
+                problem = error.message if error.param or not problem else problem
+                if error.http_status != _NOT_FOUND:
+                    raise RequestError(f"--url: {base}: {error.message}") from error
+                if error.param is None:
                     break  # no such path: it is the other kind of server
-            except (OSError, http.client.HTTPException) as error:
-                reason = getattr(error, "reason", error)
-                raise Unavailable(f"--url: {base}: nobody answers ({reason}); is it started?") from error
     raise RequestError(problem, http_status=_NOT_FOUND)
-
-
-def _error_of(error: urllib.error.HTTPError) -> tuple[str, str | None]:
-    """Give an error's message, and what it is about; of a server that is not Penstock, only the status."""
-    try:
-        body: dict[str, Any] = json.loads(error.read())["error"]
-        return str(body["message"]), body.get("param")
-    except (ValueError, KeyError, TypeError):
-        return f"answers {error.code} {error.reason}", None
 
 
 def _lines(decision: Explanation, by: str) -> Iterator[str]:

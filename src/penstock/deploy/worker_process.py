@@ -77,10 +77,8 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
                 obeying.cancel()
 
 
-def _transfer_agent(graph: Graph, job: WorkerJob, name: str, secret: bytes) -> TransferAgent | None:
-    """Make what moves KV between workers, where prompts are handed over: whoever answers may have to go on with one."""
-    if graph.roles.prefill is None:
-        return None
+def _transfer_agent(graph: Graph, job: WorkerJob, name: str, secret: bytes) -> TransferAgent:
+    """Make what moves KV between workers; it costs nothing until a prompt is handed over, or the worker's role is for that."""
     config = graph.worker.hand_over.transfer.model_copy(update={"secret": SecretStr(secret.hex())})
     return TransferAgent(f"{name}-{job.worker_id}", config)
 

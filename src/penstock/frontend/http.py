@@ -13,13 +13,16 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import ContentEncodingError
 
 from penstock.core.errors import PenstockError, RequestError
 from penstock.core.log import get_logger
+from penstock.core.types import Role
 from penstock.frontend.admission import Slot
+from penstock.frontend.body_error import body_error
 from penstock.frontend.completion import TextEvent
 from penstock.frontend.errors import (
     BodyEncodingError,
@@ -71,6 +74,7 @@ class HttpSurface:
                 web.get("/live", self._live),
                 web.get("/metrics", self._metrics),
                 web.get("/admin/workers", self._workers),
+                web.post("/admin/workers/{name}/role", self._change_role),
                 web.get("/admin/explain", self._explain_latest),
                 web.get("/admin/explain/{id}", self._explain_one),
             ]
@@ -215,6 +219,24 @@ class HttpSurface:
     async def _workers(self, request: web.Request) -> web.Response:
         _check_local(request)
         return json_response(encode({"pid": os.getpid(), "workers": self._frontend.dispatcher.workers()}))
+
+    async def _change_role(self, request: web.Request) -> web.Response:
+        _check_local(request)
+        if request.content_type != "application/json":  # of a page of some other site, the browser asks first
+            raise RequestError(
+                f"Content-Type: must be application/json, got {request.content_type}", http_status=415
+            )
+        body = await request.read()
+        try:
+            wish = msgspec.json.decode(body, type=_RoleWish)
+        except (ValueError, RecursionError) as error:
+            raise body_error(error, body, _RoleWish) from error
+        dispatcher = self._frontend.dispatcher
+        return json_response(encode(await dispatcher.change_role(request.match_info["name"], wish.role)))
+
+
+class _RoleWish(msgspec.Struct, forbid_unknown_fields=True):
+    role: Role
 
 
 class _SseResponse(web.StreamResponse):

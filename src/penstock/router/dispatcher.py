@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import Unavailable
 from penstock.core.hashing import DEFAULT_KEY
-from penstock.core.types import CardFile, ModelCard, Request
+from penstock.core.types import CardFile, ModelCard, Request, Role
 from penstock.router.brakes import Brakes
 from penstock.router.config import RouterConfig
 from penstock.router.explanation import Explanation
@@ -22,6 +22,7 @@ from penstock.router.gate import Gate
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.open_request import OpenRequest
+from penstock.router.role_changes import RoleChanged, RoleChanges
 from penstock.router.router import Router
 from penstock.router.shared import Shared
 from penstock.seams import Discovery, RequestPlane
@@ -62,6 +63,7 @@ class Dispatcher:
             metrics=metrics,
             hash_key=hash_key,
         )
+        self._role_changes = RoleChanges(fleet)
         self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None
 
@@ -136,6 +138,10 @@ class Dispatcher:
     def latest_decisions(self, most: int) -> Sequence[Explanation]:
         """Explain the latest routing decisions, oldest first."""
         return self._shared.router.latest(most)
+
+    async def change_role(self, worker: str, role: Role) -> RoleChanged:
+        """Have a worker become one of another role; see `RoleChanges`."""
+        return await self._role_changes.change(worker, role)
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree; for tests and simulations."""

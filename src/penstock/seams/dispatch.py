@@ -9,6 +9,7 @@ from penstock.core.types import (
     Delta,
     ModelCard,
     Request,
+    Role,
 )
 
 
@@ -67,4 +68,13 @@ class RequestDispatcher(Protocol):
 
     def latest_decisions(self, most: int) -> Sequence[object]:
         """Say the same of the latest decisions, oldest first."""
+        ...
+
+    async def change_role(self, worker: str, role: Role) -> object:
+        """Have a worker become one of another role, and say what came of it in values that msgspec encodes.
+
+        Raises:
+            RequestError: nobody is called so (404), or it cannot become that (409).
+            Unavailable: the worker cannot be reached.
+        """
         ...

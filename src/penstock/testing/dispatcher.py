@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock.core.errors import RequestError
-from penstock.core.types import CardFile, Delta, FinishReason, ModelCard, Request
+from penstock.core.types import CardFile, Delta, FinishReason, ModelCard, Request, Role
 from penstock.core.wire import pack_tokens
 from penstock.testing.tokenizer import tiny_card, tiny_model_files
 
@@ -55,6 +55,13 @@ class ScriptedDispatcher:
 
     def latest_decisions(self, most: int) -> Sequence[object]:
         return [{"request_id": request.request_id} for request in self.opened[-most:]]
+
+    async def change_role(self, worker: str, role: Role) -> object:
+        if worker != "scripted":
+            raise RequestError(
+                f"there is no worker {worker!r}; known: scripted", http_status=404, param="worker"
+            )
+        return {"worker": worker, "role": role}
 
 
 class ScriptedStream:

@@ -1,0 +1,259 @@
+"""A worker that becomes one of another role while the others, and requests, go on."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from penstock.core.errors import EngineError, RequestError, Unavailable, WorkerLost
+from penstock.core.types import InstanceState, Role
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster, memory_transport
+from penstock.testing.hand_engine import HandEngine
+from penstock.testing.hand_over import (
+    PRICES,
+    check_nothing_is_held,
+    tiny_engine,
+    tiny_request,
+    whole_answer,
+)
+from penstock.worker.config import WorkerConfig
+
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
+
+
+def play(scene, names=("p0", "d0"), *, config=None, engine=tiny_engine, transport=memory_transport):
+    async def main():
+        async with AsyncExitStack() as stack:
+            cluster = await stack.enter_async_context(MemoryCluster())
+            for name in names:
+                await cluster.start(
+                    name,
+                    engine(),
+                    role=ROLES[name[0]],
+                    prices=PRICES,
+                    config=config,
+                    transport=transport(),
+                )
+            router = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
+            dispatcher = await stack.enter_async_context(cluster.dispatcher(router))
+            await dispatcher.looked()
+            await scene(cluster, dispatcher)
+            dispatcher.check()
+
+    run_virtual(main())
+
+
+def prefilled(cluster, name):
+    return cluster.engine(name).load().prefilled_tokens
+
+
+def test_a_prefill_worker_decodes_and_prefills_again():
+    async def scene(cluster, dispatcher):
+        alone = await whole_answer(dispatcher, tiny_request("a"))
+        changed = await dispatcher.change_role("p0", Role.DECODE)
+        assert (changed.before, changed.role) == (Role.PREFILL, Role.DECODE)
+        assert cluster.worker("p0").instance.role is Role.DECODE
+        before = prefilled(cluster, "p0") + prefilled(cluster, "d0")
+        for number in range(4):  # whole ones, each where fewer are
+            assert await whole_answer(dispatcher, tiny_request(f"b{number}", seed=number)) is not None
+        assert prefilled(cluster, "p0") + prefilled(cluster, "d0") - before >= 3 * 48
+        await dispatcher.change_role("p0", Role.PREFILL)
+        d0 = prefilled(cluster, "d0")
+        assert (await whole_answer(dispatcher, tiny_request("c", seed=9)))[1] is not None
+        assert prefilled(cluster, "d0") - d0 == 3, "prompts come from the prefill worker again"
+        assert (await whole_answer(dispatcher, tiny_request("d")))[0] == alone[0]
+        await asyncio.sleep(60)
+        for name in cluster.names:
+            check_nothing_is_held(cluster.worker(name), cluster.engine(name))
+
+    play(scene)
+
+
+def test_an_idle_worker_is_back_soon_and_keeps_what_it_has_cached():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a"))
+        changed = await dispatcher.change_role("p0", Role.DECODE)
+        assert changed.took_s < 0.2, "the notice, and a few turns of the loop"
+        assert cluster.engine("p0").load().cached_blocks == 12
+
+    play(scene)
+
+
+def test_workers_of_a_deployment_without_roles_begin_to_hand_over():
+    async def scene(cluster, dispatcher):
+        expected = await whole_answer(dispatcher, tiny_request("a"))
+        await dispatcher.change_role("a0", Role.PREFILL)
+        assert await whole_answer(dispatcher, tiny_request("b", seed=1))
+        assert prefilled(cluster, "a1") <= 3 + 50
+        assert cluster.worker("a1").hand_over.fetched_blocks == 12, "who never was told has begun by itself"
+        await dispatcher.change_role("a0", Role.AGGREGATED)
+        assert (await whole_answer(dispatcher, tiny_request("c")))[0] == expected[0]
+
+    play(scene, ("a0", "a1"))
+
+
+def test_what_is_under_way_is_finished_first():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", max_tokens=100)) as stream:
+            await anext(stream)
+            await anext(stream)
+            change = asyncio.ensure_future(dispatcher.change_role("d0", Role.PREFILL))
+            await asyncio.sleep(0.3)
+            assert not change.done()
+            assert cluster.worker("d0").instance.state is InstanceState.DRAINING
+            async for _ in stream:
+                pass
+        assert stream.migrations == 0
+        assert (await change).role is Role.PREFILL
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_what_takes_too_long_goes_on_elsewhere():
+    async def scene(_, dispatcher):
+        expected = await whole_answer(dispatcher, tiny_request("a", max_tokens=300))
+        answers = [
+            asyncio.ensure_future(whole_answer(dispatcher, tiny_request(f"b{n}", max_tokens=300)))
+            for n in range(4)
+        ]
+        await asyncio.sleep(0.5)
+        await dispatcher.change_role("d0", Role.PREFILL)
+        for answer in answers:
+            assert (await answer)[:2] == expected[:2]
+
+    play(scene, ("p0", "d0", "d1"), config=WorkerConfig(drain_timeout_s=0.2))
+
+
+def test_prompts_that_wait_at_a_prefill_worker_go_elsewhere_too():
+    async def scene(_, dispatcher):
+        expected = [(await whole_answer(dispatcher, tiny_request(f"a{n}", 300, seed=n)))[0] for n in range(6)]
+        answers = [
+            asyncio.ensure_future(whole_answer(dispatcher, tiny_request(f"b{n}", 300, seed=n)))
+            for n in range(6)
+        ]
+        await asyncio.sleep(0.01)
+        await dispatcher.change_role("p0", Role.DECODE)
+        assert [(await answer)[0] for answer in answers] == expected
+
+    play(scene, config=WorkerConfig(drain_timeout_s=0.0, drain_notice_s=0.0))
+
+
+def test_offers_outlive_the_change():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", 300)) as stream:
+            await anext(stream)
+            assert len(cluster.worker("p0").hand_over.offers) == 1
+            await dispatcher.change_role("p0", Role.DECODE)
+            assert len(cluster.worker("p0").hand_over.offers) == 1
+            async for _ in stream:
+                pass
+        used = [cluster.worker(name).hand_over.fetched_blocks for name in ("d0",)]
+        assert used == [75] or prefilled(cluster, "p0") == 300 + 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("names", "worker", "role", "status", "why"),
+    [
+        (("p0", "d0"), "x0", Role.DECODE, 404, "no worker 'x0'; known: d0, p0"),
+        (("p0", "d0"), "p0", Role.PREFILL, 409, "is prefill already"),
+        (("p0", "d0"), "d0", Role.PREFILL, 409, "last worker that answers for model tiny"),
+        (("a0",), "a0", Role.PREFILL, 409, "last worker that answers for model tiny"),
+    ],
+)
+def test_refusals(names, worker, role, status, why):
+    async def scene(cluster, dispatcher):
+        with pytest.raises(RequestError, match=why) as refusal:
+            await dispatcher.change_role(worker, role)
+        assert refusal.value.http_status == status
+        assert all(cluster.worker(name).instance.state is InstanceState.READY for name in names)
+
+    play(scene, names)
+
+
+def test_one_change_at_a_time():
+    async def scene(cluster, dispatcher):
+        first = asyncio.ensure_future(dispatcher.change_role("d0", Role.AGGREGATED))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="is becoming aggregated already"):
+            await dispatcher.change_role("d0", Role.AGGREGATED)
+        other = asyncio.ensure_future(dispatcher.change_role("d1", Role.PREFILL))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="last worker that answers"):
+            await dispatcher.change_role("d2", Role.PREFILL)
+        await first
+        await other
+        await dispatcher.change_role("d2", Role.PREFILL)
+        assert cluster.worker("d2").instance.role is Role.PREFILL
+
+    play(scene, ("p0", "d0", "d1", "d2"))
+
+
+def test_an_engine_that_cannot_give_its_kv():
+    async def scene(_, dispatcher):
+        with pytest.raises(RequestError, match="does not give its KV blocks") as refusal:
+            await dispatcher.change_role("a0", Role.PREFILL)
+        assert refusal.value.http_status == 409
+
+    play(scene, ("a0", "a1"), engine=HandEngine)
+
+
+def test_a_worker_without_a_way_to_move_kv():
+    async def scene(cluster, dispatcher):
+        with pytest.raises(RequestError, match="without a way to move KV"):
+            await dispatcher.change_role("a0", Role.DECODE)
+        assert cluster.worker("a0").hand_over is None
+
+    play(scene, ("a0", "a1"), transport=lambda: None)
+
+
+def test_a_worker_that_stops_meanwhile():
+    async def scene(cluster, dispatcher):
+        change = asyncio.ensure_future(dispatcher.change_role("d0", Role.AGGREGATED))
+        await asyncio.sleep(0.01)
+        cluster.worker("d0").stop()
+        with pytest.raises(Unavailable, match="worker d0 stops"):
+            await change
+        with pytest.raises((RequestError, Unavailable)):
+            await dispatcher.change_role("d0", Role.AGGREGATED)
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_a_worker_that_is_killed_meanwhile():
+    async def scene(cluster, dispatcher):
+        change = asyncio.ensure_future(dispatcher.change_role("d0", Role.AGGREGATED))
+        await asyncio.sleep(0.01)
+        cluster.kill("d0")
+        with pytest.raises(WorkerLost):
+            await change
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_an_engine_that_dies_meanwhile():
+    async def scene(cluster, dispatcher):
+        change = asyncio.ensure_future(dispatcher.change_role("d0", Role.AGGREGATED))
+        await asyncio.sleep(0.01)
+        await cluster.engine("d0").close()
+        with pytest.raises(Unavailable):
+            await change
+        await asyncio.sleep(1)
+        assert isinstance(cluster.errors["d0"], EngineError)
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_who_asked_may_go_and_the_change_goes_on():
+    async def scene(cluster, dispatcher):
+        change = asyncio.ensure_future(dispatcher.change_role("p0", Role.DECODE))
+        await asyncio.sleep(0.01)
+        change.cancel()
+        await asyncio.sleep(1)
+        assert cluster.worker("p0").instance.role is Role.DECODE
+        assert cluster.worker("p0").instance.state is InstanceState.READY
+
+    play(scene)
