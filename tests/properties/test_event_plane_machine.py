@@ -38,7 +38,12 @@ class EventPlaneMachine(RuleBasedStateMachine):
         self.parents = {}
         self.publisher.subscribe(self)
         self.subscriber = EventSubscriber(
-            self, apply=self.apply, replace=self.replace, rng=random.Random(seed), config=config
+            self,
+            apply=self.apply,
+            replace=self.replace,
+            on_fault=lambda _: None,
+            rng=random.Random(seed),
+            config=config,
         )
         self.do(self.subscriber.start)
 
@@ -93,6 +98,10 @@ class EventPlaneMachine(RuleBasedStateMachine):
     @rule()
     def clear(self):
         self.publish(AllBlocksCleared())
+
+    @rule()
+    def doubt(self):
+        self.do(self.subscriber.doubt)
 
     @precondition(lambda self: self.flight)
     @rule(count=st.integers(1, 5))

@@ -12,7 +12,7 @@ from functools import cached_property
 from penstock.core.errors import PenstockError, ProtocolError, WorkerLost
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types import Delta, EventMessage, Request, WorkerLoad
+from penstock.core.types import Delta, EventMessage, KvEvent, Request, WorkerLoad
 from penstock.router.config import RouterConfig
 from penstock.router.drift import Drift
 from penstock.router.indexer import Indexer
@@ -152,13 +152,28 @@ class Connector:
 
     def _follow(self, member: Member, connection: Connection, sink: "MemberSink") -> None:
         """Have the index follow the worker's KV events."""
-        member.subscriber = sink.subscriber = EventSubscriber(
+        block_size = member.instance.card.block_size
+
+        def apply(_: WorkerId, events: Sequence[KvEvent]) -> None:
+            left_out = self._indexer.apply(member.slot, events, block_size)
+            if left_out and subscriber.doubt():
+                _log.warning(
+                    "kv_events_left_out",
+                    worker=member.instance.name,
+                    events=left_out,
+                    block_size=block_size,
+                    fix="they are of blocks of another size, or have hashes that are none; its content is asked for"
+                    " anew. Should it go on (penstock_router_event_faults_total), update the older side",
+                )
+
+        subscriber = member.subscriber = sink.subscriber = EventSubscriber(
             connection,
-            apply=lambda _, events: self._indexer.apply(member.slot, events),
-            replace=lambda _, events: self._indexer.replace(member.slot, events),
+            apply=apply,
+            replace=lambda _, events: self._indexer.replace(member.slot, events, block_size),
+            on_fault=lambda fault: self._metrics.event_faults.labels(fault).inc(),
             rng=self._rng,
         )
-        member.subscriber.start()
+        subscriber.start()
 
     def _on_unreachable(self, member: Member, error: Exception, *, was_lost: bool) -> None:
         problem = (

@@ -9,6 +9,9 @@ from penstock.core.wire import PackedHashes, unpack_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import IndexGauges, RouterMetrics
 from penstock.router.predictions import Predictions
+from penstock.runtime.events.subscriber import EventFault
+
+_HASH_BYTES = 8
 
 
 class Indexer:
@@ -25,10 +28,22 @@ class Indexer:
         self._metrics = metrics
         self._gauges = IndexGauges(metrics, self.tree.stats)
 
-    def apply(self, slot: int, events: Sequence[KvEvent]) -> None:
-        """Apply one batch of events, in order."""
+    def apply(self, slot: int, events: Sequence[KvEvent], block_size: int) -> int:
+        """Apply one batch of events, in order.
+
+        Args:
+            slot: the worker's.
+            events: what it says.
+            block_size: of its model.
+
+        Returns:
+            How many cannot be applied and were left out.
+        """
+        left_out = 0
         for event in events:
             match event:
+                case _ if not self._fits(event, block_size):
+                    left_out += 1
                 case BlockStored():
                     self._store(slot, event)
                 case BlockRemoved():
@@ -37,14 +52,16 @@ class Indexer:
                     self.tree.clear(slot)
                 case _:
                     assert_never(event)
-        self._gauges.events += len(events)
+        self._gauges.events += len(events) - left_out
         self._gauges.note()
+        return left_out
 
-    def replace(self, slot: int, events: Sequence[BlockStored]) -> None:
-        """Forget what a worker held and store a snapshot."""
+    def replace(self, slot: int, events: Sequence[BlockStored], block_size: int) -> None:
+        """Forget what a worker held and store a snapshot, but what of it cannot be stored."""
         self.tree.clear(slot)
         for event in events:
-            self._store(slot, event)
+            if self._fits(event, block_size):
+                self._store(slot, event)
         self._metrics.event_snapshots.inc()
         self._gauges.note()
 
@@ -63,6 +80,20 @@ class Indexer:
         """Raise AssertionError where a part is broken."""
         self.tree.check()
         self._predictions.check()
+
+    def _fits(self, event: KvEvent, block_size: int) -> bool:
+        """Say whether an event can be applied, and count why not."""
+        if isinstance(event, AllBlocksCleared):
+            return True
+        parent = event.parent_block_hash if isinstance(event, BlockStored) else None
+        if len(event.block_hashes) % _HASH_BYTES or (parent or 0) < 0:
+            fault = EventFault.MALFORMED
+        elif isinstance(event, BlockStored) and event.block_size != block_size:
+            fault = EventFault.BLOCK_SIZE
+        else:
+            return True
+        self._metrics.event_faults.labels(fault).inc()
+        return False
 
     def _store(self, slot: int, event: BlockStored) -> None:
         self.tree.store(slot, event.block_hashes, event.parent_block_hash, event.tier)

@@ -99,6 +99,12 @@ class RouterMetrics:
         )
         self.evicted_blocks = counter("evicted_blocks", "Pairs forgotten because the index was full")
         self.kv_events = counter("kv_events", "KV events applied to the prefix index")
+        self.event_faults = counter(
+            "event_faults",
+            "KV events missing (gap), told again (repeated), of another block size than the model's (block_size), with"
+            " hashes that are none (malformed), or naming a block's parent anew (contradiction)",
+            "fault",
+        )
         self.event_snapshots = counter("event_snapshots", "Snapshots of a worker's blocks taken over")
         self.price_factor_min = gauge(
             "price_factor_min",
@@ -129,7 +135,7 @@ class IndexGauges:
         """KV events applied so far; the indexer counts them."""
         self._metrics = metrics
         self._read = read
-        self._events_seen = self._evicted_seen = 0
+        self._events_seen = self._evicted_seen = self._contradictions_seen = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self) -> None:
@@ -143,4 +149,8 @@ class IndexGauges:
         self._metrics.indexed_blocks.set(stats.pairs)
         self._metrics.evicted_blocks.inc(stats.evicted_pairs - self._evicted_seen)
         self._metrics.kv_events.inc(self.events - self._events_seen)
+        self._metrics.event_faults.labels("contradiction").inc(
+            stats.contradictions - self._contradictions_seen
+        )
         self._evicted_seen, self._events_seen = stats.evicted_pairs, self.events
+        self._contradictions_seen = stats.contradictions

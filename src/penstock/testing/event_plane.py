@@ -11,7 +11,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types import BlockStored, EventBatch, EventMessage, EventSnapshot, KvEvent, Tier
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import ContentMirror
-from penstock.runtime.events.subscriber import EventSubscriber
+from penstock.runtime.events.subscriber import EventFault, EventSubscriber
 from penstock.seams import Connection
 from penstock.testing.loop import run_async
 from penstock.testing.recording_sink import RecordingSink
@@ -28,10 +28,16 @@ class Follower:
         """Follow the worker of `connection` once started."""
         self.mirror = ContentMirror()
         self.snapshots = 0
+        self.faults: list[EventFault] = []
         self.sink = sink
         self.connection = connection
         self.subscriber = EventSubscriber(
-            connection, apply=self.apply, replace=self.replace, rng=random.Random(1), config=config
+            connection,
+            apply=self.apply,
+            replace=self.replace,
+            on_fault=self.faults.append,
+            rng=random.Random(1),
+            config=config,
         )
         sink.on_event = self.subscriber.push
 
@@ -159,6 +165,22 @@ class EventPlaneSuite:
             assert follower.blocks == {1, 2, 3, 4}
             assert follower.subscriber.resyncs == 1
             assert follower.snapshots == 1, "the tail was enough"
+            assert follower.faults == [EventFault.GAP]
+
+        self.run(scenario)
+
+    def test_who_doubts_what_it_has_gets_the_whole_though_nothing_is_new(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            follower = Follower(scene.connection, scene.sink)
+            follower.subscriber.start()
+            await self.publish(scene, 1, 2)
+            await follower.until_at(2)
+            follower.mirror = ContentMirror()
+            snapshots = follower.snapshots
+            assert follower.subscriber.doubt()
+            assert not follower.subscriber.doubt(), "it asks already"
+            await follower.until_at(2)
+            assert (follower.blocks, follower.snapshots) == ({1, 2}, snapshots + 1)
 
         self.run(scenario)
 

@@ -32,8 +32,14 @@ class Recorder(EventSubscriber):
     def __init__(self, config=CONFIG, seed=1):
         self.asked = []
         self.blocks = []
+        self.faults = []
         super().__init__(
-            self, apply=self.applied, replace=self.replaced, rng=random.Random(seed), config=config
+            self,
+            apply=self.applied,
+            replace=self.replaced,
+            on_fault=self.faults.append,
+            rng=random.Random(seed),
+            config=config,
         )
 
     def subscribe(self, after_sequence):
@@ -82,6 +88,7 @@ def test_what_came_already_is_ignored():
         for message in (batch(2), batch(3), snapshot(3, 9), snapshot(2, 9, chunk=1), batch(4), batch(4)):
             subscriber.push(message)
         assert subscriber.blocks == [1, 4]
+        assert subscriber.faults == ["repeated"] * 5
         assert subscriber.synced
         await asyncio.sleep(100)
         assert len(subscriber.asked) == 1
@@ -99,6 +106,7 @@ def test_a_gap_is_asked_for_once_after_a_jitter():
         assert not subscriber.synced
         assert subscriber.blocks == []
         assert subscriber.resyncs == 1
+        assert subscriber.faults == ["gap"], "once for all that it makes it ask for"
         await asyncio.sleep(0.1)
         ((_, first), (when_s, second)) = subscriber.asked
         assert (first, second) == (None, 3)
@@ -120,6 +128,49 @@ def test_a_single_missing_batch_is_a_gap():
         subscriber.push(batch(5))
         await asyncio.sleep(0.1)
         assert [after for _, after in subscriber.asked] == [None, 3]
+
+    play(scenario)
+
+
+def test_in_doubt_it_asks_for_the_whole_and_goes_on_meanwhile():
+    async def scenario():
+        subscriber = Recorder()
+        subscriber.start()
+        subscriber.push(snapshot(3, 1))
+        assert subscriber.doubt()
+        assert not subscriber.doubt()
+        subscriber.push(batch(4))
+        assert (subscriber.blocks, subscriber.synced, subscriber.resyncs) == ([1, 4], False, 1)
+        await asyncio.sleep(0.1)
+        assert [after for _, after in subscriber.asked] == [None, None]
+        subscriber.push(snapshot(4, 9))
+        assert (subscriber.blocks, subscriber.synced, subscriber.faults) == ([9], True, [])
+        subscriber.push(snapshot(4, 8))
+        assert (subscriber.blocks, subscriber.faults) == ([9], ["repeated"])
+
+    play(scenario)
+
+
+def test_whoever_is_doubted_again_and_again_is_asked_ever_more_rarely_and_a_gap_does_not_wait_for_that():
+    async def scenario():
+        subscriber = Recorder()
+        subscriber.start()
+        subscriber.push(snapshot(0))
+        for sequence in range(1, 200):
+            subscriber.push(batch(sequence))
+            subscriber.doubt()
+            asked = len(subscriber.asked)
+            await asyncio.sleep(0.5)
+            if len(subscriber.asked) > asked:
+                subscriber.push(snapshot(sequence, 1))
+        times = [when_s for when_s, _ in subscriber.asked]
+        assert 15 < len(times) < 50, "of 200; the longest pause is 8 s"
+        subscriber.push(snapshot(199))
+        subscriber.doubt()
+        subscriber.push(batch(205))
+        await asyncio.sleep(0.1)
+        assert len(subscriber.asked) == len(times) + 1
+        assert subscriber.asked[-1][1] is None, "the whole has what is missing"
 
     play(scenario)
 

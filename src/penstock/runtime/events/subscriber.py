@@ -7,6 +7,7 @@ applied, and the worker sends the rest or a snapshot.
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
@@ -18,6 +19,17 @@ Apply = Callable[[WorkerId, Sequence[KvEvent]], None]
 Replace = Callable[[WorkerId, Sequence[BlockStored]], None]
 
 _log = get_logger()
+
+
+class EventFault(StrEnum):
+    """What can be wrong with events. Of each there is a count."""
+
+    GAP = "gap"  # others are missing before it: asked for again
+    REPEATED = "repeated"  # it came before: passed over
+    BLOCK_SIZE = (
+        "block_size"  # it is of blocks of another size than the model's: passed over, the whole is asked for
+    )
+    MALFORMED = "malformed"  # it has hashes that are none: passed over, the whole is asked for
 
 
 class EventSubscriber:
@@ -34,6 +46,7 @@ class EventSubscriber:
         apply: Apply,
         replace: Replace,
         rng: random.Random,
+        on_fault: Callable[[EventFault], None],
         config: EventConfig | None = None,
     ) -> None:
         """Follow `connection`'s worker once `start` is called.
@@ -43,16 +56,18 @@ class EventSubscriber:
             apply: called with the events of each batch, in order.
             replace: called with a whole snapshot: forget this worker's blocks, then store these.
             rng: for the jitter.
+            on_fault: called with what is wrong with messages or their order.
             config: bounds and delays.
         """
         self.sequence: int | None = None
         """The last batch applied; None before the first snapshot."""
         self.resyncs = 0
-        """How often a gap made it ask again."""
+        """How often a gap, or a doubt, made it ask again."""
         self._connection = connection
         self._apply = apply
         self._replace = replace
         self._rng = rng
+        self._on_fault = on_fault
         self._config = config or EventConfig()
         self._parts: list[BlockStored] = []
         self._parts_hashes = 0
@@ -60,7 +75,10 @@ class EventSubscriber:
         self._next_chunk = 0
         self._newest = 0  # the highest number seen
         self._tries = 0
+        self._doubts = 0
+        self._in_doubt = False  # and so only a whole snapshot will do
         self._timer: asyncio.TimerHandle | None = None
+        self._waits_long = False  # the timer does, for the next snapshot of a worker that was doubted before
         self._closed = False
 
     @property
@@ -82,6 +100,24 @@ class EventSubscriber:
             case EventSnapshot():
                 self._on_snapshot(message)
 
+    def doubt(self) -> bool:
+        """Ask for the whole content, as what was applied may not be it: soon, and the next times more and more patiently.
+
+        Returns:
+            Whether it was not going to already.
+        """
+        if self._in_doubt or self._closed:
+            return False
+        self._in_doubt = True
+        self.resyncs += 1
+        if self._timer is None:
+            config = self._config
+            longest_s = min(config.resync_timeout_s * 2 ** min(self._doubts, 32), config.resync_timeout_s_max)
+            self._arm(self._rng.uniform(0, longest_s if self._doubts else config.resync_jitter_s))
+            self._waits_long = self._doubts > 0
+        self._doubts += 1
+        return True
+
     def close(self) -> None:
         """Ask no more and ignore what still comes. Safe twice."""
         self._closed = True
@@ -94,10 +130,13 @@ class EventSubscriber:
             self.sequence = batch.sequence
             self._apply(self._connection.worker_id, batch.events)
             self._settle()
+        else:
+            self._on_fault(EventFault.REPEATED)
 
     def _on_snapshot(self, snapshot: EventSnapshot) -> None:
-        if self.sequence is not None and snapshot.sequence <= self.sequence:
-            return  # overtaken, or a repetition
+        if self.sequence is not None and snapshot.sequence < self.sequence + (not self._in_doubt):
+            self._on_fault(EventFault.REPEATED)  # or overtaken
+            return
         if snapshot.chunk == 0:
             self._drop_parts()
             self._parts_of = snapshot.sequence
@@ -122,6 +161,7 @@ class EventSubscriber:
             parts = self._parts
             self._drop_parts()
             self._replace(self._connection.worker_id, parts)
+            self._in_doubt = False  # whatever is wrong with it: more than the whole cannot be had
             self._settle()
         elif self._timer is not None:
             self._arm(self._config.resync_timeout_s_max)  # it is coming: no need to ask meanwhile
@@ -133,9 +173,10 @@ class EventSubscriber:
         self._next_chunk = 0
 
     def _on_gap(self, sequence: int) -> None:
-        if self._timer is not None:
+        if self._timer is not None and not self._waits_long:
             return  # already asking
         self.resyncs += 1
+        self._on_fault(EventFault.GAP)
         _log.info("event_gap_seen", worker_id=self._connection.worker_id, have=self.sequence, got=sequence)
         self._arm(self._rng.uniform(0, self._config.resync_jitter_s))
 
@@ -144,15 +185,16 @@ class EventSubscriber:
         config = self._config
         timeout_s = min(config.resync_timeout_s * 2 ** min(self._tries - 1, 32), config.resync_timeout_s_max)
         self._arm(timeout_s * self._rng.uniform(0.5, 1.0))
-        self._connection.subscribe(self.sequence)
+        self._connection.subscribe(None if self._in_doubt else self.sequence)
 
     def _arm(self, delay_s: float) -> None:
         self._cancel()
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._ask)
+        self._waits_long = False
 
     def _settle(self) -> None:
         """Stop asking, unless a message told of more than has been applied."""
-        if self.sequence is not None and self.sequence >= self._newest:
+        if self.sequence is not None and self.sequence >= self._newest and not self._in_doubt:
             self._tries = 0
             self._cancel()
 

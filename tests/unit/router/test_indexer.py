@@ -1,0 +1,89 @@
+"""What workers say of their blocks, kept: and what cannot be true left out, counted and asked for anew."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from penstock.core.wire import PackedHashes, pack_hashes
+from penstock.router.config import RouterConfig
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.indexer import Indexer
+from penstock.router.metrics import RouterMetrics
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster
+from penstock.testing.scene import HASHES, Engines, play, stored, view
+
+SIZE = 4
+CUT = PackedHashes(pack_hashes(HASHES)[:-3])
+BAD = [
+    (BlockStored(block_hashes=pack_hashes(HASHES), parent_block_hash=None, block_size=8), "block_size"),
+    (BlockStored(block_hashes=CUT, parent_block_hash=None, block_size=SIZE), "malformed"),
+    (BlockStored(block_hashes=pack_hashes(HASHES), parent_block_hash=-1, block_size=SIZE), "malformed"),
+    (BlockRemoved(block_hashes=CUT), "malformed"),
+]
+
+
+@pytest.mark.parametrize(("event", "fault"), BAD)
+def test_what_cannot_be_is_left_out_and_counted_and_the_rest_applied(event, fault):
+    async def main() -> None:
+        registry = CollectorRegistry()
+        indexer = Indexer(RouterConfig(), RouterMetrics(registry))
+        assert indexer.apply(0, [stored(HASHES[:2]), event], SIZE) == 1
+        assert indexer.tree.match(HASHES).depths.tolist() == [2]
+        assert indexer.apply(0, [AllBlocksCleared()], SIZE) == 0
+        if isinstance(event, BlockStored):
+            indexer.replace(0, [stored(HASHES[:3]), event], SIZE)
+            assert indexer.tree.match(HASHES).depths.tolist() == [3]
+        indexer.check()
+        count = registry.get_sample_value("penstock_router_event_faults_total", {"fault": fault})
+        assert count == 1 + isinstance(event, BlockStored)
+
+    run_virtual(main())
+
+
+def test_an_engine_that_names_a_blocks_parent_anew_is_counted():
+    async def main() -> None:
+        registry = CollectorRegistry()
+        indexer = Indexer(RouterConfig(), RouterMetrics(registry))
+        indexer.apply(0, [stored(HASHES[:2]), stored(HASHES[1:2])], SIZE)
+        await asyncio.sleep(2)
+        labels = {"fault": "contradiction"}
+        assert registry.get_sample_value("penstock_router_event_faults_total", labels) == 1
+
+    run_virtual(main())
+
+
+def test_after_foreign_events_a_worker_is_asked_for_its_content_and_the_index_is_right_again():
+    """What is left out of a batch may be what took back something that is told of as held."""
+
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        engines["w1"].step(events=[stored(HASHES)])
+        await asyncio.sleep(0.01)
+        fleet = dispatcher._shared.fleet
+        (member,) = fleet.seats.now()[:1]
+        assert member is not None
+        other = BlockStored(
+            block_hashes=pack_hashes(np.arange(3, dtype=np.uint64)), parent_block_hash=None, block_size=16
+        )
+        with capture_logs() as logs:
+            for number in (2, 3):  # in place of what the worker says: as if its bytes had been another's
+                member.subscriber.push(
+                    EventBatch(sequence=number, events=(BlockRemoved(block_hashes=CUT), other))
+                )
+            engines["w1"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[3:]))])
+            engines["w1"].step(events=[stored(HASHES[:1])])
+            await asyncio.sleep(1)
+        shown = view(dispatcher, "w1")
+        assert (shown.condition, shown.connections, shown.indexed_blocks) == ("ready", 1, 3)
+        assert fleet.tree.match(HASHES).depths.tolist() == [3]
+        assert shown.event_resyncs == 1
+        warnings = [log for log in logs if log["log_level"] == "warning"]
+        assert [(log["event"], log["worker"], log["events"]) for log in warnings] == [
+            ("kv_events_left_out", "w1", 2)
+        ]
+
+    play(scene, num_workers=1)
