@@ -73,10 +73,11 @@ class MemoryCluster:
         prices: Prices | None = None,
         role: Role = Role.AGGREGATED,
         transport: MemoryTransport | None = None,
+        agent: TransferAgent | None = None,
     ) -> Worker:
         """Run a worker; returns once it is registered or has failed.
 
-        With a `transport`, or a role that needs one, it moves KV to and from others.
+        With a `transport`, or a role that needs one, it moves KV to and from others on this loop; with an `agent`, by that.
         """
         self._numbers += 1
         discovery = _MortalDiscovery(self.discovery)
@@ -90,8 +91,8 @@ class MemoryCluster:
             prices=prices,
             adapters=adapters,
             config=config,
-            agent=None
-            if role is Role.AGGREGATED and transport is None
+            agent=agent
+            if agent is not None or (role is Role.AGGREGATED and transport is None)
             else _agent(f"{name}-{self._numbers}", transport or memory_transport()),
         )
         task = self._group.create_task(self._run(name, worker), name=name)

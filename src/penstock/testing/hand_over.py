@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.core.descriptors import RangePairs, Region, RegionInfo, TransferCost, TransferOp
 from penstock.core.ids import RequestId
+from penstock.core.kv_layout import KvLayout
 from penstock.core.types import Delta, FinishReason, Prices, Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.batched import BatchedEngine
@@ -13,6 +14,7 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.seams import Link, Move, TransferChannel
+from penstock.testing.laid_out_engine import laid_out_engine
 from penstock.transfer.memory import MemoryTransport
 from penstock.worker.worker import Worker
 
@@ -28,19 +30,27 @@ PRICES = Prices(
     decode_token_s=0,
     onboard_token_s=(0.0, 0.0, 0.0, 0.0),
 )
+_CONFIG = MockConfig(timing=TIMING, answer_tokens=1000)
+_SCHEDULER = SchedulerConfig(max_batch_tokens=64)
 
 
 def tiny_engine(kv_blocks: int = 200, kv_bytes: int = 64) -> BatchedEngine:
     """Make a mock engine whose every read of KV is checked (unless `kv_bytes` is 0)."""
-    shape = RunnerInfo(
+    return mock_engine(_shape(kv_blocks, kv_bytes), _CONFIG, _SCHEDULER)
+
+
+def tiny_laid_out_engine(layout: KvLayout, kv_blocks: int = 200) -> BatchedEngine:
+    """Make the same engine with its KV in this layout, and as many blocks in each rank."""
+    return laid_out_engine(layout, _shape(kv_blocks, 0), _CONFIG, _SCHEDULER)
+
+
+def _shape(kv_blocks: int, kv_bytes: int) -> RunnerInfo:
+    return RunnerInfo(
         num_blocks=kv_blocks,
         block_size=BLOCK_SIZE,
         context_length=400,
         vocab_size=VOCAB,
         kv_bytes_per_block=kv_bytes,
-    )
-    return mock_engine(
-        shape, MockConfig(timing=TIMING, answer_tokens=1000), SchedulerConfig(max_batch_tokens=64)
     )
 
 
