@@ -31,7 +31,7 @@ from penstock.transfer.prepared import PreparedTransfer
 from penstock.transfer.regions import RegionTable, Registration, RemoteRegion
 from penstock.transfer.running import RunningTransfers
 from penstock.transfer.switchboard import Switchboard
-from penstock.transfer.transports import allowed, default_transports
+from penstock.transfer.transports import STORAGE, allowed, default_transports
 
 _log = get_logger()
 _REFUSALS_KEPT = 64
@@ -229,8 +229,8 @@ class TransferAgent:
 
     @property
     def transport_names(self) -> tuple[str, ...]:
-        """Those that work here; before it is entered, those that it will try."""
-        return tuple(self._transports)
+        """Those that may reach other agents: that work here, or before it is entered, that it will try."""
+        return tuple(name for name in self._transports if name not in STORAGE)
 
     @property
     def unavailable(self) -> Mapping[str, str]:

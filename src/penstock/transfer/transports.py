@@ -14,6 +14,11 @@ from penstock.transfer.object import ObjectTransport
 from penstock.transfer.shm import ShmTransport
 from penstock.transfer.tcp import TcpTransport
 
+STORAGE = frozenset({FileTransport.name, ObjectTransport.name})
+"""Those that an agent reaches its own storage by, and no other agent."""
+BETWEEN_PROCESSES = (ShmTransport.name, TcpTransport.name, CudaTransport.name, NixlTransport.name)
+"""Those that reach the memory of another process."""
+
 _SILENCE = 1.5
 """Of `heartbeat_timeout_s`: where the whole link is silent, that is the better word."""
 

@@ -24,7 +24,7 @@ class KvRegions:
     Attributes:
         encoded: the engine's layout, as handles carry it; empty where it keeps no memory for KV.
         ids: of the regions once they are registered, of each rank in the layout's order.
-        transports: those that can reach every region.
+        transports: those by which others can reach every region.
     """
 
     def __init__(self, info: EngineInfo) -> None:
@@ -52,9 +52,15 @@ class KvRegions:
             raise ConfigError(f"hand_over.transfer: {error.message}") from error
         for rank, regions in enumerate(registered):
             self._check_sizes(rank, [one.region.size_bytes for one in regions])
-        ways = [set(one.ways) for regions in registered for one in regions]
+        ways = [one.ways for regions in registered for one in regions]
         self.ids = tuple(tuple(one.region_id for one in regions) for regions in registered)
-        self.transports = tuple(sorted(ways[0].intersection(*ways))) if ways else ()
+        names = agent.transport_names
+        self.transports = tuple(name for name in names if all(name in way for way in ways))
+        if not self.transports:
+            raise ConfigError(
+                f"hand_over.transfer: none of its transports ({', '.join(names) or 'none between workers'}) reaches all of"
+                " the engine's KV memory; allow others in `transports`"
+            )
 
     def ranges(
         self, handle: KvHandle, source_blocks: ArrayLike, target_blocks: ArrayLike

@@ -67,7 +67,7 @@ def test_memory_that_is_not_what_the_layout_says_is_refused_at_the_start(engine,
 
 
 def test_memory_that_no_transport_reaches_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match=r"hand_over\.transfer: .*no transport has any use for it"):
+    with pytest.raises(ConfigError, match=r"hand_over\.transfer: none of its transports \(none between"):
         registered(lambda _: None, transports=("file",))
 
 
