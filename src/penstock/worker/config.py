@@ -35,3 +35,7 @@ class WorkerConfig(Config):
     """What is kept of the KV events for those who follow them."""
     hand_over: HandOverConfig = pydantic.Field(default_factory=HandOverConfig)
     """Between prefill and decode workers."""
+    step_log: str | None = pydantic.Field(default=None, min_length=1)
+    """Directory into which each worker writes when its engine's steps yielded tokens, a line a step in `NAME.steps.jsonl`; None: none."""
+    step_log_bytes_max: int = pydantic.Field(default=256 << 20, ge=1)
+    """Bytes of a worker's file there; further steps are not written."""

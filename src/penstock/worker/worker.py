@@ -48,6 +48,7 @@ from penstock.worker.frontends import Frontend, Frontends
 from penstock.worker.hand_over import HandOver
 from penstock.worker.reports import LoadReports
 from penstock.worker.standing import Standing
+from penstock.worker.step_log import StepLog
 
 _log = get_logger()
 
@@ -124,18 +125,22 @@ class Worker:
                 " or another engine"
             )
         self._agent = agent
+        self._step_log: StepLog | None = None
 
     async def run(self) -> None:
         """Start the engine and serve until `stop`; then finish what is under way and withdraw.
 
         Raises:
-            ConfigError: the model or a setting cannot work.
+            ConfigError: the model or a setting cannot work, or the step log cannot be written.
             Unavailable: the registry cannot be reached.
             EngineError: the engine died; its requests were handed to other workers, and this one is withdrawn.
         """
+        config = self.config
+        if config.step_log is not None:
+            self._step_log = StepLog.open(config.step_log, self._identity.name, config.step_log_bytes_max)
         try:
             info = await self._engine.start()
-            if not self.config.kv_events:
+            if not config.kv_events:
                 info = msgspec.structs.replace(info, kv_events=False)
             self._info = info
             card = self._fitting_card(info)
@@ -167,6 +172,8 @@ class Worker:
                 await self._serve(standing)
         finally:
             self._reports.close()
+            if self._step_log is not None:
+                self._step_log.close()
             await self._engine.close()
 
     def stop(self) -> None:
@@ -322,6 +329,8 @@ class Worker:
 
     def _on_step(self, step: Step) -> None:
         """Send each frontend its part of a step at once."""
+        if self._step_log is not None:
+            self._step_log.note(step)
         parts: dict[Frontend, list[Delta]] = {}
         for delta in step.deltas:
             running = self._frontends.requests.get(delta.request_id)
