@@ -53,5 +53,5 @@ def test_each_worker_has_a_file_of_its_own(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="worker.step_log: .*file"):
+    with pytest.raises(ConfigError, match=r"worker\.step_log: .*file"):
         StepLog.open(str(tmp_path / "file"), "w", bytes_max=100)
