@@ -11,7 +11,7 @@ from penstock.core.errors import ConfigError, RequestError
 from penstock.deploy.admin import ask as ask_server
 from penstock.deploy.admin import base_of
 from penstock.frontend.explaining import LATEST_DEFAULT
-from penstock.router.explanation import Candidate, Explanation
+from penstock.router.explanation import Candidate, Explanation, Prefill
 from penstock.router.replay import Replay, Replayed
 
 EXIT_DIFFERS = 1
@@ -102,6 +102,8 @@ def _lines(decision: Explanation, by: str) -> Iterator[str]:
     blocks = "1 block" if decision.request_blocks == 1 else f"{decision.request_blocks} blocks"
     size = f"{decision.request_tokens} tokens, {blocks} of {decision.block_size}"
     yield f"to {decision.worker} ({decision.reason}), next {decision.next_worker or 'nobody'}; {size}"
+    if decision.prefill is not None:
+        yield _where(decision.prefill, decision.unit)
     first = decision.chosen
     tiers = [tier for tier in first.tier_blocks if any(c.tier_blocks[tier] for c in decision.candidates)]
     unit = "" if decision.unit == "none" else f" {decision.unit}"
@@ -122,8 +124,18 @@ def _lines(decision: Explanation, by: str) -> Iterator[str]:
         yield f"left out: {named}" + (f" and {more} more" if more else "")
 
 
+def _where(prefill: Prefill, unit: str) -> str:
+    """Say whether its prompt is computed apart from its answer, and what that was held against."""
+    where = "prompt by a prefill worker" if prefill.remote else "prompt where the answer is"
+    if prefill.prefill is None or prefill.decode is None or prefill.local is None:
+        why = "not compared by cost" if prefill.remote else "too little of it is to be computed"
+        return f"{where}: {why}"
+    apart = f"{prefill.prefill:.1f} + {prefill.decode:.1f} {unit} apart"
+    return f"{where}: {apart}, {prefill.local:.1f} {unit} on one worker"
+
+
 def _row(candidate: Candidate, tiers: Sequence[str]) -> list[str]:
-    cost = "never" if candidate.cost is None else f"{candidate.cost:.1f}"
+    cost = "never" if candidate.cost is None else _cost(candidate)
     terms = [f"{value:.1f}" for value in candidate.terms.values()]
     blocks = {str(tier): count for tier, count in candidate.tier_blocks.items()}
     return [
@@ -135,10 +147,16 @@ def _row(candidate: Candidate, tiers: Sequence[str]) -> list[str]:
     ]
 
 
+def _cost(candidate: Candidate) -> str:
+    """Write milliseconds; the numbers of a policy without terms may be of any size."""
+    return f"{candidate.cost:.1f}" if candidate.terms else f"{candidate.cost:.4g}"
+
+
 def _differences(differences: Sequence[Replayed]) -> Iterator[str]:
     for one in differences[:_DIFFERENCES_SHOWN]:
         unit = "" if one.unit == "none" else f" {one.unit}"
-        yield f"{one.request_id}  {one.worker} -> {one.again}  by {one.policy} {one.costs_more:.1f}{unit} less"
+        less = "" if one.costs_more is None else f" {one.costs_more:.1f}{unit} less"
+        yield f"{one.request_id}  {one.worker} -> {one.again}  by {one.policy}{less}"
     if len(differences) > _DIFFERENCES_SHOWN:
         yield f"and {len(differences) - _DIFFERENCES_SHOWN} more"
 

@@ -7,10 +7,12 @@ Policies that predict no times go by the number of tokens to compute.
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core.types import Tier
-from penstock.router.chooser import Chooser
+from penstock.router.chooser import Choice, Chooser
 from penstock.router.config import DisaggConfig
+from penstock.router.policies import recomputed_blocks
 from penstock.seams import RoutingContext
 
 _MOVED = list(Tier).index(Tier.OBJECT)
@@ -33,6 +35,65 @@ class Comparison:
     def remote(self) -> float | None:
         """The whole of it elsewhere."""
         return None if self.prefill is None or self.decode is None else self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """What it takes to answer a request by two workers, beside its context as a whole.
+
+    `prefillers` (num_slots,) may compute its prompt, and whose turn that is `prompt_turn` says; `blocks` of it, of
+    `block_bytes` each, then move to who answers.
+    """
+
+    prefillers: NDArray[np.bool_]
+    prompt_turn: int
+    blocks: int
+    block_bytes: int
+    config: DisaggConfig
+
+    def prompt(self, context: RoutingContext) -> RoutingContext:
+        """Show its prompt alone, to price it on prefill workers."""
+        return replace(
+            context,
+            eligible=self.prefillers,
+            mean_output_tokens=1.0,
+            prompt_only=True,
+            turn=self.prompt_turn,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Both ways to answer a request: `whole` is by one worker, `prompt` the first part of the other way."""
+
+    apart: Apart
+    whole_context: RoutingContext
+    whole: Choice
+    prompt_context: RoutingContext
+    prompt: Choice
+    comparison: Comparison
+
+    @property
+    def context(self) -> RoutingContext:
+        """Of the way that is taken."""
+        return self.prompt_context if self.comparison.is_remote else self.whole_context
+
+    @property
+    def choice(self) -> Choice:
+        """Who is next on that way."""
+        return self.prompt if self.comparison.is_remote else self.whole
+
+    def costs_more(self, slot: int) -> float | None:
+        """Say what another worker would have cost beyond the choice; None where the ways are not compared by cost."""
+        is_prompt, comparison = bool(self.apart.prefillers[slot]), self.comparison
+        choice = self.prompt if is_prompt else self.whole
+        prices = choice.prices()
+        more = float(prices[slot] - prices[choice.slot])
+        if is_prompt == comparison.is_remote:
+            return more
+        if comparison.local is None or comparison.remote is None:
+            return None
+        return more + abs(comparison.remote - comparison.local)
 
 
 def as_handed_over(
@@ -59,7 +120,37 @@ def as_handed_over(
     )
 
 
-def compare(
+def weigh(chooser: Chooser, context: RoutingContext, tie: int, apart: Apart) -> Weighed:
+    """Decide where a prompt is computed, and by whom.
+
+    Args:
+        chooser: by whose prices.
+        context: of the request, on the workers that may answer it.
+        tie: settles equal prices.
+        apart: who else may compute its prompt.
+    """
+    whole = chooser.choose(context, tie)
+    prompt_context = apart.prompt(context)
+    prompt = chooser.choose(prompt_context, tie)
+    rest = chooser.choose(as_handed_over(context, apart.blocks, apart.block_bytes, apart.config), tie)
+    cached = int(context.overlap_blocks[whole.slot]) - recomputed_blocks(context, whole.slot)
+    comparison = _compare(
+        chooser,
+        local=_cost(whole),
+        prefill=_cost(prompt),
+        decode=_cost(rest),
+        uncached_tokens=context.request_tokens - cached * context.block_size,
+        config=apart.config,
+    )
+    return Weighed(apart, context, whole, prompt_context, prompt, comparison)
+
+
+def _cost(choice: Choice) -> float:
+    """Give what the cheapest worker costs."""
+    return float(choice.terms[:, choice.slot].sum())
+
+
+def _compare(
     chooser: Chooser,
     *,
     local: float,

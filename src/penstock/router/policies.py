@@ -101,6 +101,14 @@ def uncached_tokens(context: RoutingContext) -> NDArray[np.int64]:
     return np.maximum(context.request_tokens - cached, 1)
 
 
+def recomputed_blocks(context: RoutingContext, slot: int) -> int:
+    """Count the blocks that a worker has in tiers so slow that it computes them again."""
+    if context.overlap_blocks[slot] <= context.tier_blocks[0, slot]:
+        return 0
+    is_slow = ~context.prices.worth_fetching()[:, slot]
+    return int(context.tier_blocks[is_slow, slot].sum())
+
+
 def choose(costs: Costs, eligible: NDArray[np.bool_], request_hash: int) -> int | None:
     """Return the cheapest eligible slot, None where there is none; the request's hash breaks ties.
 

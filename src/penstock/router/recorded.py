@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from penstock.router.config import DisaggConfig
+from penstock.router.disagg import Apart
 from penstock.seams import PriceColumns, RoutingContext
 
 EVENT = "request_routed"
@@ -26,6 +28,9 @@ class RecordedDecision(msgspec.Struct, frozen=True, kw_only=True):
     tie: int
     workers: list[str | None]
     context: dict[str, Any]
+    """As a whole, where there was a choice."""
+    apart: dict[str, Any] | None = None
+    """What was weighed beside it, where its prompt might have been computed apart or was."""
 
 
 def record_context(context: RoutingContext) -> dict[str, Any]:
@@ -42,7 +47,22 @@ def recorded_context(data: dict[str, Any]) -> RoutingContext:
     return RoutingContext(**_values(data, RoutingContext))
 
 
-def _record(record: RoutingContext | PriceColumns) -> dict[str, Any]:
+def record_apart(apart: Apart) -> dict[str, Any]:
+    """Write what a context was weighed beside as plain data."""
+    return _record(apart) | {"config": apart.config.model_dump()}
+
+
+def recorded_apart(data: dict[str, Any]) -> Apart:
+    """Make it again.
+
+    Raises:
+        ValueError: it is not what this version writes.
+    """
+    config = data.get("config")
+    return Apart(**_values(data | {"config": None}, Apart) | {"config": DisaggConfig.model_validate(config)})
+
+
+def _record(record: RoutingContext | PriceColumns | Apart) -> dict[str, Any]:
     data = {}
     for field in fields(record):
         value = getattr(record, field.name)
@@ -61,7 +81,7 @@ def _record_array(array: np.ndarray) -> list[Any]:
     return [array.dtype.name, list(array.shape), array.ravel().tolist()]
 
 
-def _values(data: Any, kind: type[RoutingContext | PriceColumns]) -> dict[str, Any]:
+def _values(data: Any, kind: type[RoutingContext | PriceColumns | Apart]) -> dict[str, Any]:
     names = {field.name for field in fields(kind)}
     if not isinstance(data, dict) or data.keys() != names:
         differ = ", ".join(sorted(names ^ (data.keys() if isinstance(data, dict) else set())))

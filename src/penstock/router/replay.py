@@ -9,19 +9,23 @@ import msgspec
 
 from penstock.core.errors import ConfigError
 from penstock.router.chooser import Chooser
+from penstock.router.disagg import weigh
 from penstock.router.policies import make_policy
-from penstock.router.recorded import EVENT, RecordedDecision, recorded_context
+from penstock.router.recorded import EVENT, RecordedDecision, recorded_apart, recorded_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A decision made again. `costs_more` is what the logged choice costs beyond the new one by the new policy."""
+    """A decision made again. `costs_more` is what the logged choice costs beyond the new one by the new policy.
+
+    None where one has the prompt computed apart, the other not, and the policy's costs do not compare these ways.
+    """
 
     request_id: str
     policy: str
     worker: str
     again: str
-    costs_more: float
+    costs_more: float | None
     unit: str
 
     @property
@@ -80,14 +84,21 @@ class Replay:
         chooser = self._choosers.get((process, name))
         if chooser is None:
             chooser = self._choosers[process, name] = Chooser(make_policy(name))
-        choice = chooser.choose(context, recorded.tie)
-        chooser.chosen(context, recorded.slot)
-        then, now = choice.prices()[[recorded.slot, choice.slot]].tolist()
+        slot = recorded.slot
+        if recorded.apart is None:
+            choice = chooser.choose(context, recorded.tie)
+            then, now = choice.prices()[[slot, choice.slot]].tolist()
+            costs_more = then - now
+        else:
+            weighed = weigh(chooser, context, recorded.tie, recorded_apart(recorded.apart))
+            choice, costs_more = weighed.choice, weighed.costs_more(slot)
+            context = weighed.prompt_context if weighed.apart.prefillers[slot] else context
+        chooser.chosen(context, slot)
         return Replayed(
             request_id=recorded.request_id,
             policy=name,
             worker=recorded.worker,
             again=recorded.workers[choice.slot] or "",
-            costs_more=(then - now) * chooser.scale if choice.slot != recorded.slot else 0.0,
+            costs_more=costs_more if not costs_more or choice.slot == slot else costs_more * chooser.scale,
             unit=chooser.unit,
         )

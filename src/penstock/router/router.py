@@ -20,12 +20,12 @@ from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.chooser import Choice, Chooser
 from penstock.router.config import HoldConfig, RouterConfig
 from penstock.router.decisions import Decision, Decisions
-from penstock.router.disagg import Comparison, as_handed_over, compare
+from penstock.router.disagg import Apart, Comparison, Weighed, as_handed_over, weigh
 from penstock.router.explanation import Explanation, RouteReason
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
-from penstock.router.policies import mix
-from penstock.router.recorded import EVENT, RecordedDecision, record_context
+from penstock.router.policies import mix, recomputed_blocks
+from penstock.router.recorded import EVENT, RecordedDecision, record_apart, record_context
 from penstock.router.worker_pool import WorkerPool
 from penstock.seams import RoutingContext
 
@@ -55,7 +55,7 @@ class Quote:
     """What a request costs on every worker, good for this turn of the loop: loads are live.
 
     With `hand_over` it is of a prompt on prefill workers; with `handed_blocks` of what follows, that many (perhaps 0) being
-    there to be had from one; `comparison` of the two ways is there where both are open. `tie` settles equal prices,
+    there to be had from one; `weighed` are the two ways where both are open. `tie` settles equal prices,
     `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it would wait, none where the
     policy does not predict that.
     """
@@ -68,7 +68,11 @@ class Quote:
     wait_terms: Sequence[int]
     hand_over: bool = False
     handed_blocks: int | None = None
-    comparison: Comparison | None = None
+    weighed: Weighed | None = None
+
+    @property
+    def comparison(self) -> Comparison | None:
+        return None if self.weighed is None else self.weighed.comparison
 
     def waits_s(self) -> NDArray[np.float64]:
         """Give (num_slots,) seconds before its work would begin."""
@@ -151,35 +155,26 @@ class Router:
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
         tie = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
 
-        def price(context: RoutingContext) -> Quote:
-            choice = self._chooser.choose(context, tie)
+        def quote(context: RoutingContext, choice: Choice) -> Quote:
             return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms)
 
         if handed_tokens is not None:
             handed_blocks = handed_tokens // context.block_size
-            return replace(price(self._handed(context, handed_blocks)), handed_blocks=handed_blocks)
-        whole = price(context)
+            handed = as_handed_over(context, handed_blocks, self._block_bytes(context), self._config.disagg)
+            return replace(quote(handed, self._chooser.choose(handed, tie)), handed_blocks=handed_blocks)
         prefillers = self._prefillers(request, pool, exclude, context)
         if prefillers is None:
-            return whole
-        prompt = replace(
-            context, eligible=prefillers, mean_output_tokens=1.0, prompt_only=True, turn=self._prompt_turn
-        )
-        prefill = price(prompt)
-        rest = price(self._handed(context, len(hashes)))
-        slot = whole.choice.slot
-        cached = (int(context.overlap_blocks[slot]) - _recomputed(context, slot)) * context.block_size
-        comparison = compare(
-            self._chooser,
-            local=_cost(whole),
-            prefill=_cost(prefill),
-            decode=_cost(rest),
-            uncached_tokens=context.request_tokens - cached,
+            return quote(context, self._chooser.choose(context, tie))
+        apart = Apart(
+            prefillers=prefillers,
+            prompt_turn=self._prompt_turn,
+            blocks=len(hashes),
+            block_bytes=self._block_bytes(context),
             config=self._config.disagg,
         )
-        if comparison.is_remote:
-            return replace(prefill, hand_over=True, comparison=comparison)
-        return replace(whole, comparison=comparison)
+        weighed = weigh(self._chooser, context, tie, apart)
+        priced = quote(weighed.context, weighed.choice)
+        return replace(priced, hand_over=weighed.comparison.is_remote, weighed=weighed)
 
     def _eligible(
         self, request: Request, ready: NDArray[np.bool_], exclude: Collection[WorkerId]
@@ -206,11 +201,10 @@ class Router:
         holds = (total * context.block_size > context.request_tokens + 1) | (total == 0)
         return self._eligible(request, pool.ready_prefill & holds, exclude)
 
-    def _handed(self, context: RoutingContext, blocks: int) -> RoutingContext:
-        """Show a request to decode workers as if these of its blocks had been computed elsewhere."""
+    def _block_bytes(self, context: RoutingContext) -> int:
+        """Say how large the blocks are that move between workers: those that hand over have them alike."""
         slot = int(context.eligible.argmax())
-        block_bytes = self.fleet.seats.at(slot).instance.engine.kv_bytes_per_block
-        return as_handed_over(context, blocks, block_bytes, self._config.disagg)
+        return self.fleet.seats.at(slot).instance.engine.kv_bytes_per_block
 
     def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:
         """Price a request and take the cheapest worker at once."""
@@ -231,7 +225,7 @@ class Router:
         self._keep(quote, reason)
         if self._log_below and mix(self._turn + self._prompt_turn) < self._log_below:
             self._record(quote)
-        overlap_tokens = (overlap_blocks - _recomputed(context, slot)) * context.block_size
+        overlap_tokens = (overlap_blocks - recomputed_blocks(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
         if quote.comparison is not None and not again:
             self._metrics.prefills.labels("remote" if quote.hand_over else "local").inc()
@@ -379,7 +373,7 @@ class Router:
 
     def _record(self, quote: Quote) -> None:
         """Log all that a choice went by, for replays."""
-        request, slot = quote.request, quote.choice.slot
+        request, slot, weighed = quote.request, quote.choice.slot, quote.weighed
         workers = [None if member is None else member.instance.name for member in self.fleet.seats.now()]
         recorded = RecordedDecision(
             request_id=request.request_id,
@@ -389,19 +383,7 @@ class Router:
             slot=slot,
             tie=quote.tie,
             workers=workers,
-            context=record_context(quote.context),
+            context=record_context(quote.context if weighed is None else weighed.whole_context),
+            apart=None if weighed is None else record_apart(weighed.apart),
         )
         _log.debug(EVENT, **msgspec.structs.asdict(recorded))
-
-
-def _recomputed(context: RoutingContext, slot: int) -> int:
-    """Count the blocks that a worker has in tiers so slow that it computes them again."""
-    if context.overlap_blocks[slot] <= context.tier_blocks[0, slot]:
-        return 0
-    is_slow = ~context.prices.worth_fetching()[:, slot]
-    return int(context.tier_blocks[is_slow, slot].sum())
-
-
-def _cost(quote: Quote) -> float:
-    """Give what its cheapest worker costs."""
-    return float(quote.choice.terms[:, quote.choice.slot].sum())

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.types import Tier
 from penstock.deploy.explain_command import _lines
-from penstock.router.explanation import Candidate, Explanation, RouteReason
+from penstock.router.explanation import Candidate, Explanation, Prefill, RouteReason
 
 
 def explanation(**fields: object) -> Explanation:
@@ -25,3 +25,40 @@ def explanation(**fields: object) -> Explanation:
 def test_the_prompt_s_size_reads_well(blocks, said):
     _, prompt, *_ = _lines(explanation(request_blocks=blocks), "by process 7")
     assert prompt == f"to w1 (only_worker), next nobody; 20 tokens, {said}"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "said"),
+    [
+        (
+            Prefill(remote=True, local=101.94, prefill=40.8, decode=36.61),
+            "prompt by a prefill worker: 40.8 + 36.6 ms apart, 101.9 ms on one worker",
+        ),
+        (
+            Prefill(remote=False, local=66.0, prefill=40.8, decode=36.6),
+            "prompt where the answer is: 40.8 + 36.6 ms apart, 66.0 ms on one worker",
+        ),
+        (Prefill(remote=True), "prompt by a prefill worker: not compared by cost"),
+        (Prefill(remote=False, local=5.0), "prompt where the answer is: too little of it is to be computed"),
+    ],
+)
+def test_where_the_prompt_is_computed_is_said(prefill, said):
+    _, _, line, *_ = _lines(explanation(unit="ms", prefill=prefill), "by process 7")
+    assert line == said
+
+
+@pytest.mark.parametrize(
+    ("cost", "terms", "said"),
+    [
+        (0.0123, {}, "0.0123"),
+        (123456.0, {}, "1.235e+05"),
+        (12.34, {"queue": 12.34}, "12.3"),
+        (None, {}, "never"),
+    ],
+)
+def test_numbers_of_any_size_are_read(cost, terms, said):
+    chosen = Candidate(
+        worker="w1", cost=cost, terms=terms, overlap_blocks=0, tier_blocks=dict.fromkeys(Tier, 0)
+    )
+    *_, row = _lines(explanation(candidates=(chosen,)), "by process 7")
+    assert row.split()[:2] == ["w1", said]

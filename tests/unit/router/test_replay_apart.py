@@ -1,0 +1,119 @@
+"""Decisions about prompts computed apart, made again from their log lines: where, by whom, and who goes on."""
+
+import asyncio
+import io
+import json
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+import structlog
+
+from penstock.core import log
+from penstock.core.errors import ConfigError
+from penstock.core.types import Role
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.replay import Replay
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster
+from penstock.testing.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
+
+POLICIES = [
+    "kv",
+    "least-loaded",
+    "power-of-two",
+    "round-robin",
+    "random",
+    "session",
+    "baselines.product:Product",
+]
+
+
+async def traffic(dispatcher):
+    """Long prompts and short ones, of three sessions, beside streams that a long prompt would hold up."""
+    async with AsyncExitStack() as stack:
+        for number in range(8):
+            stream = dispatcher.open(tiny_request(f"stream{number}", 12, 300, seed=number))
+            await anext(await stack.enter_async_context(stream))
+        await asyncio.sleep(0.2)  # until their workers have told of them
+        for number, length in enumerate((300, 5, 200, 40, 300, 3)):
+            asked = tiny_request(f"r{number}", length, 4)
+            await whole_answer(dispatcher, msgspec.structs.replace(asked, session=f"s{number % 3}"))
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Serve traffic by a policy on two prefill and two decode workers; give what is logged of its decisions."""
+    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "json")
+    stream = io.StringIO()
+    log.configure("debug", process="test", stream=stream)
+
+    def serve(policy):
+        async def main():
+            async with MemoryCluster() as cluster:
+                for name, role in (
+                    ("p0", Role.PREFILL),
+                    ("d0", Role.DECODE),
+                    ("p1", Role.PREFILL),
+                    ("d1", Role.DECODE),
+                ):
+                    await cluster.start(name, tiny_engine(), role=role, prices=PRICES)
+                config = RouterConfig(policy=policy, disagg=DisaggConfig(remote_tokens_min=4))
+                async with cluster.dispatcher(config) as dispatcher:
+                    await dispatcher.looked()
+                    await traffic(dispatcher)
+
+        run_virtual(main())
+        return [line for line in stream.getvalue().splitlines() if "request_routed" in line]
+
+    yield serve
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_both_legs_of_a_request_are_repeated(policy, lines):
+    replayed = list(Replay().run(lines(policy)))
+    assert [(one.request_id, one.worker, one.again) for one in replayed if one.differs] == []
+    kinds = {name[0] for name in (one.worker for one in replayed)}
+    assert kinds == {"p", "d"}
+    legs = [one.worker[0] for one in replayed if one.request_id == "r0"]
+    assert legs == ["p", "d"], "a long prompt is computed apart, and another worker goes on"
+    assert [one.worker[0] for one in replayed if one.request_id == "r5"] == ["d"], "three tokens are not"
+
+
+def test_whether_a_prompt_goes_elsewhere_is_weighed_anew(lines):
+    """With a link too slow to move anything, `kv` would have computed all of them where the answers are."""
+    changed = []
+    for line in lines("kv"):
+        data = json.loads(line)
+        if data["apart"] is not None:
+            data["apart"]["config"]["link_bytes_per_s"] = 1.0
+            changed.append(json.dumps(data))
+    replayed = list(Replay().run(changed))
+    away = [one for one in replayed if one.worker.startswith("p")]
+    assert away
+    assert all(one.again.startswith("d") and one.costs_more > 10.0 for one in away), "ms: a step takes ten"
+    assert not any(one.differs for one in replayed if one not in away)
+
+
+def test_ways_that_a_policy_does_not_compare_have_no_difference_in_cost(lines):
+    logged = lines("kv")
+    replayed = list(Replay("least-loaded").run(logged))
+    crossed = [one for one in replayed if one.worker[0] != one.again[0]]
+    assert crossed, "it sends prompts away that kv does not"
+    assert {one.costs_more for one in crossed} == {None}
+
+
+def test_what_was_weighed_and_cannot_be_read_is_named(lines):
+    (line, *_) = (line for line in lines("kv") if json.loads(line)["apart"] is not None)
+    for name, value in (
+        ("config", {"link_bytes_per_s": "x"}),
+        ("config", None),
+        ("blocks_", 1),
+        ("prefillers", ["?"]),
+    ):
+        data = json.loads(line)
+        data["apart"][name] = value
+        with pytest.raises(ConfigError, match="line 1: a decision that cannot be read"):
+            list(Replay().run([json.dumps(data)]))
