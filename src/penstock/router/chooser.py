@@ -5,11 +5,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.errors import PenstockError
+from penstock.core.log import get_logger
 from penstock.router.policies import Costs, cheapest, prices_of
 from penstock.router.session_affinity import SessionAffinity
 from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
 
 _WAITS = ("queue", "memory")
+
+_log = get_logger()
 
 
 class Choice(NamedTuple):
@@ -38,15 +42,49 @@ class Chooser:
         """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
         self._history = policy if isinstance(policy, HistoryPolicy) else None
         self._sessions = policy if isinstance(policy, SessionAffinity) else None
+        self._has_failed = False  # and where is in the log
 
     def choose(self, context: RoutingContext, tie: int) -> Choice:
-        """Choose one of the eligible, of which there is one; `tie`, the request's hash, settles equal prices."""
+        """Choose one of the eligible, of which there is one; `tie`, the request's hash, settles equal prices.
+
+        Raises:
+            PenstockError: the policy failed, or did not give each worker a cost.
+        """
         eligible = context.eligible
+        try:
+            terms = self._priced(context)
+        except Exception as error:
+            _log.error(
+                "policy_failed", policy=self.policy.name, error=repr(error), exc_info=not self._has_failed
+            )
+            self._has_failed = True
+            raise PenstockError(
+                f"policy {self.policy.name!r} failed: {error!r}; penstock.testing.routing_policy.RoutingPolicySuite says"
+                " what a policy must do"
+            ) from error
         if self._explained is None:
-            terms = prices_of(self.policy.costs(context)[None], eligible)[None]
-        else:
-            terms = self._explained.terms(context)
+            terms = prices_of(terms, eligible)[None]
         return Choice(cheapest(terms, eligible, tie), terms, eligible)
+
+    def _priced(self, context: RoutingContext) -> Costs:
+        """Give the policy's terms, or its costs as the only one.
+
+        Raises:
+            ValueError: they are not one for each worker.
+        """
+        if self._explained is None:
+            priced, expected = self.policy.costs(context), context.eligible.shape
+        else:
+            priced, expected = (
+                self._explained.terms(context),
+                (len(self.term_names), len(context.eligible)),
+            )
+        terms = np.asarray(priced, dtype=np.float64)
+        if terms.shape != expected:
+            raise ValueError(
+                f"it gave an array of shape {terms.shape}, expected {expected}: a number for each worker"
+            )
+        return terms if self._explained is not None else terms[None]
 
     def follows_session(self, context: RoutingContext, slot: int) -> bool:
         """Say whether a slot is cheapest because the request's session is there; asked before `chosen`."""

@@ -4,18 +4,20 @@ import asyncio
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types import Request, SamplingParams, WorkerLoad
 from penstock.core.wire import pack_tokens
 from penstock.router.config import RouterConfig
-from penstock.router.policies import choose, make_policy
+from penstock.router.policies import POLICIES, choose, make_policy
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster
 from penstock.testing.hand_engine import HandEngine
 from penstock.testing.routing_policy import RoutingPolicySuite, some_contexts
+from penstock.testing.scene import make_request, play
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 EXAMPLE = "routing_policy:QuietestHolder"
@@ -127,3 +129,72 @@ def request(number):
         sampling=SamplingParams(max_tokens=5),
         salt=b"tiny-1",
     )
+
+
+class _Broken:
+    """Does what it is told to."""
+
+    name = "broken"
+
+    def __init__(self, costs):
+        self._costs = costs
+
+    def costs(self, context):
+        return self._costs(context)
+
+
+class _BrokenTerms(_Broken):
+    term_names = ("queue", "memory")
+    terms = _Broken.costs
+
+
+def _write(context):
+    context.active_blocks[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (_Broken(lambda _: {}["x"]), r"policy 'broken' failed: KeyError\('x'\)"),
+        (_Broken(lambda _: np.zeros(1)), r"shape \(1,\), expected \(4,\): a number for each worker"),
+        (_Broken(lambda _: None), r"shape \(\), expected \(4,\)"),
+        (_Broken(_write), "read-only"),
+        (_BrokenTerms(lambda _: np.zeros((1, 4))), r"shape \(1, 4\), expected \(2, 4\)"),
+    ],
+)
+def test_a_policy_that_fails_ends_the_request_with_its_name_and_nothing_else(policy, said, monkeypatch):
+    monkeypatch.setitem(POLICIES, "broken", lambda: policy)
+
+    async def scene(cluster, dispatcher, engines):
+        for number in range(2):
+            with pytest.raises(PenstockError, match=said) as told:
+                await dispatcher.open(make_request(f"r{number}")).__aenter__()
+            assert told.value.http_status == 500
+            dispatcher.check()
+        assert not any(engine.submitted for engine in engines.values())
+
+    play(scene, config=RouterConfig(policy="broken"))
+
+
+def test_a_policy_that_fails_while_requests_are_held_ends_them_and_holds_up_nobody(monkeypatch):
+    prices = []
+
+    def terms(context):
+        prices.append(context)
+        if len(prices) in {3, 4}:
+            raise KeyError("x")
+        terms = np.zeros((2, len(context.eligible)))
+        terms[0] = 100.0 if len(prices) < 3 else 0.0
+        return terms
+
+    monkeypatch.setitem(POLICIES, "broken", lambda: _BrokenTerms(terms))
+
+    async def scene(cluster, dispatcher, engines):
+        dispatcher._shared.fleet.loads.report(0, WorkerLoad(waiting_requests=1))
+        one, two = (asyncio.ensure_future(dispatcher.open(make_request(name)).__aenter__()) for name in "ab")
+        await asyncio.sleep(10)
+        with pytest.raises(PenstockError, match="policy 'broken' failed"):
+            await one
+        await (await two).__aexit__(None, None, None)
+
+    play(scene, 1, RouterConfig(policy="broken"))
