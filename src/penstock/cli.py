@@ -324,14 +324,14 @@ def _add_graph(commands: Any) -> None:
 def _check_graph(options: argparse.Namespace) -> int:
     from penstock.deploy.local import runnable_roles  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
-    from penstock.sim.deployment import simulated_role  # noqa: PLC0415
+    from penstock.sim.deployment import simulated_roles  # noqa: PLC0415
 
     graph = load(options.file, Overrides(options.set))
     roles = ", ".join(
         f"{spec.replicas} {role} ({spec.engine})" for role, spec in graph.roles.present().items()
     )
     print(f"{options.file}: valid: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
-    for command, find_role in (("serve", runnable_roles), ("simulate", simulated_role)):
+    for command, find_role in (("serve", runnable_roles), ("simulate", simulated_roles)):
         try:
             find_role(graph)
         except ConfigError as error:

@@ -39,7 +39,7 @@ def played_s(deployment: Deployment, *lengths: int, output_tokens: int = 2) -> t
 
 def test_prompts_that_come_at_once_are_computed_at_once_on_a_rank_each() -> None:
     deployment = wide()
-    step_s = deployment.latency.prefill_batch_s([(8192, 0)] * 8)
+    step_s = deployment.crews[0].latency.prefill_batch_s([(8192, 0)] * 8)
     eight, sixteen = (played_s(deployment, *[8192] * count)[0] for count in (8, 16))
     assert eight.max() < 2.1 * step_s, "the first may have a step of its own"
     assert eight.max() + 0.8 * step_s < sixteen.max() < 3.1 * step_s

@@ -10,6 +10,7 @@ from penstock.bench.goodput import Search
 from penstock.bench.slower import slower_profile
 from penstock.bench.systems import CALCULATED, SIMULATED
 from penstock.cli import main
+from penstock.core.types import Role
 from penstock.graph import Overrides, Slo, load
 from penstock.perf.placement import Demand, Placement, place_aggregated
 from penstock.perf.profile import Profile, ProfiledModel
@@ -146,10 +147,11 @@ def test_the_router_expects_what_was_measured_and_engines_may_run_on_something_e
         plan_deployment(told, beside=GRAPHS, engine_profile=other),
     )
     point = Profile.load(measured).decode[0]
-    assert both.latency.decode_step_s(point.batch, point.batch * point.context) == pytest.approx(
-        point.seconds
-    )
-    assert (
-        both.cluster_spec({}).prices == engines_only.cluster_spec({}).prices != alone.cluster_spec({}).prices
-    )
-    assert engines_only.latency.decode_step_s(1, 256) != both.latency.decode_step_s(1, 256)
+    engines = [deployment.crews[0].latency for deployment in (both, engines_only)]
+    told = [
+        deployment.cluster_spec({}).workers[Role.AGGREGATED].prices
+        for deployment in (both, engines_only, alone)
+    ]
+    assert engines[0].decode_step_s(point.batch, point.batch * point.context) == pytest.approx(point.seconds)
+    assert told[0] == told[1] != told[2]
+    assert engines[1].decode_step_s(1, 256) != engines[0].decode_step_s(1, 256)

@@ -377,7 +377,9 @@ def test_adapters_are_asked_for_where_they_are(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"roles.aggregated.adapters: the workload asks for 4 of them, and 3 are"
     ):
-        deployment.check_adapters(4)
+        deployment.check(
+            make_sessions(WorkloadConfig(requests=40, rate_per_s=1, adapters=4), random.Random(1))
+        )
 
 
 def test_devices_of_every_parallelism_are_counted(tmp_path):

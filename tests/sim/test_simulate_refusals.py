@@ -113,18 +113,6 @@ def test_what_cannot_be_is_refused_in_a_line(capsys, arguments, message):
     assert any(part in error for part in message.split("|")), error
 
 
-def test_prefill_and_decode_apart_are_refused(tmp_path, capsys):
-    graph = tmp_path / "apart.yaml"
-    role = "{replicas: 2, engine: mock, hardware: h100}"
-    graph.write_text(f"model: llama-3.1-8b\nroles:\n  prefill: {role}\n  decode: {role}\n")
-    trace = DATA / "mooncake_trace.jsonl"
-    message = (
-        "roles: disaggregated serving cannot be simulated in this version; describe roles.aggregated alone"
-    )
-    assert message in refusal(capsys, trace, "--graph", graph)
-    assert f"{graph}: {message}" in refusal(capsys, trace, "--compare", SMALL, graph)
-
-
 def test_a_copied_latent_is_part_of_the_arithmetic(capsys):
     settings = {
         "model": "deepseek-r1", "roles.aggregated.hardware": "h200", "roles.aggregated.tensor_parallel": 8,

@@ -134,8 +134,6 @@ def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert cli.main(["graph", "check", str(path)]) == 0
     assert capsys.readouterr().out == (
         f"{path}: valid: demo, 2 prefill (paged), 1 decode (paged), frontend on port 8000\n"
-        f"{path}: but not for penstock simulate: roles: disaggregated serving cannot be simulated in this version;"
-        " describe roles.aggregated alone\n"
     )
     assert complaint(capsys, "graph", "check", str(path), "--set", "roles.decode.replicas=-1") == (
         "--set: roles.decode.replicas: must be >= 0, got -1"

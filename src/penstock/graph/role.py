@@ -191,21 +191,3 @@ class Roles(Config):
             Role.AGGREGATED: self.aggregated, Role.PREFILL: self.prefill, Role.DECODE: self.decode,
         }  # fmt: skip
         return {role: spec for role, spec in specs.items() if spec is not None}
-
-    def only_aggregated(self, why: str) -> RoleSpec:
-        """Give the role that runs whole requests, for what knows no other yet.
-
-        Args:
-            why: what is the matter with the others, as "... is not available in this version".
-
-        Raises:
-            ConfigError: there are others, or no replica.
-        """
-        role = self.aggregated
-        if role is None or self.prefill or self.decode:
-            raise ConfigError(f"roles: disaggregated serving {why}; describe roles.aggregated alone")
-        if role.replicas < 1:
-            raise ConfigError(
-                f"roles.aggregated.replicas: must be >= 1 to serve anything, got {role.replicas}"
-            )
-        return role

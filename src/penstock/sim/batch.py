@@ -48,14 +48,16 @@ class SimSequence:
     is_aborted: bool = False
 
     @classmethod
-    def of(cls, request: Request, stream: Stream, context_length: int, *, arrival: int) -> Self:
-        """Begin with what a request brings along."""
+    def of(
+        cls, request: Request, stream: Stream, context_length: int, *, block_size: int, arrival: int
+    ) -> Self:
+        """Begin with what a request brings along; blocks that reach into its answer are the stream's to name."""
         known = num_tokens(request.token_ids)
         num_prompt = known - request.num_emitted
         return cls(
             request=request,
             stream=stream,
-            hashes=unpack_hashes(request.block_hashes).reshape(-1, 2),
+            hashes=unpack_hashes(request.block_hashes).reshape(-1, 2)[: num_prompt // block_size],
             arrival=arrival,
             known=known,
             num_prompt=num_prompt,

@@ -98,7 +98,9 @@ class Chaos:
                 self._group.create_task(self._last(fault, worker, frontend), name=f"fault {fault.kind}")
         if ends:
             self._names += 1
-            self._group.create_task(self.cluster.start(f"replacement-{self._names}"), name="replacement")
+            self._group.create_task(
+                self.cluster.start(f"replacement-{self._names}", worker.role), name="replacement"
+            )
 
     async def _last(self, fault: Fault, worker: SimWorker, frontend: str) -> None:
         network = self.cluster.network

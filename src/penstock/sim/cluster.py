@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -10,22 +11,25 @@ from typing import Protocol, Self
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
 from penstock.core.location import Location
-from penstock.core.types import ModelCard, Prices, Step
+from penstock.core.types import ModelCard, Prices, Role, Step
 from penstock.kv.pool import BlockPool
 from penstock.kv.tiers import TieredPool
+from penstock.perf.topology import Way
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.runtime.config import PlaneConfig
-from penstock.seams import Engine
+from penstock.seams import Engine, KvBlocks
 from penstock.sim.network import NetworkConfig, SimNetwork
 from penstock.sim.plane import SimPlane
 from penstock.sim.registry import SimRegistry
 from penstock.sim.timing import Pace
+from penstock.sim.wires import Wires
+from penstock.transfer import TransferAgent
 from penstock.worker.config import WorkerConfig
 from penstock.worker.worker import Worker, WorkerIdentity
 
 
-class SimEngine(Engine, Protocol):
+class SimEngine(Engine, KvBlocks, Protocol):
     """An engine that can check itself, and that may tell of steps later than they are done."""
 
     @property
@@ -46,20 +50,27 @@ MakeEngine = Callable[[Pace], SimEngine]
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """What a simulated deployment is made of, each worker alike but for `adapters`, by the number it is started as."""
+class WorkerSpec:
+    """What the workers of one role are made of, each alike but for `adapters` and place, by the number it is started as."""
 
-    card: ModelCard
     make_engine: MakeEngine
     prices: Prices | None = None
+    adapters_of: Callable[[int], Sequence[str]] = lambda _: ()
+    location_of: Callable[[int], Location] = lambda _: Location()
+    """Where a worker is started; a host that is not named is one of its own. Frontends are where `router` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What a simulated deployment is made of. Where one role is PREFILL, all hand prompts over."""
+
+    card: ModelCard
+    workers: Mapping[Role, WorkerSpec]
     router: RouterConfig = field(default_factory=RouterConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     plane: PlaneConfig = field(default_factory=PlaneConfig)
     frontends: int = 1
-    adapters_of: Callable[[int], Sequence[str]] = lambda _: ()
-    location_of: Callable[[int], Location] = lambda _: Location()
-    """Where a worker is started; a host that is not named is one of its own. Frontends are where `router` says."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +78,7 @@ class SimWorker:
     """A worker and the host it has for itself. `is_draining` once it was told to stop."""
 
     name: str
+    role: Role
     host: str
     worker: Worker
     engine: SimEngine
@@ -83,12 +95,14 @@ class SimCluster:
         self.network = SimNetwork(random.Random(rng.getrandbits(64)), spec.network, spec.router.topology)
         self.plane = SimPlane(self.network, spec.plane)
         self.registry = SimRegistry(self.network)
+        self.wires = Wires(self.network, self._kv_way)
         self.dispatchers: list[Dispatcher] = []
         self.errors: dict[str, PenstockError] = {}
         """Why workers ended, of those that did so with an error; by host."""
         self._rng = rng
         self._workers: dict[str, SimWorker] = {}
         self._numbers = 0
+        self._started: Counter[Role] = Counter()
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
@@ -129,29 +143,47 @@ class SimCluster:
         """Those that were neither killed nor ended by themselves."""
         return self._workers
 
-    async def start(self, name: str) -> SimWorker:
+    async def start(self, name: str, role: Role = Role.AGGREGATED) -> SimWorker:
         """Run a worker on a new host; returns once it is registered or has failed."""
         self._numbers += 1
+        number, spec = self._started[role], self.spec.workers[role]
+        self._started[role] += 1
         host, pace = f"{name}-{self._numbers}", Pace()
-        location = self._locate(host, self.spec.location_of(self._numbers - 1))
-        engine = self.spec.make_engine(pace)
+        location = self._locate(host, spec.location_of(number))
+        engine = spec.make_engine(pace)
         worker = Worker(
             engine,
             self.registry.at(host),
             self.plane.at(host),
-            identity=WorkerIdentity(WorkerId(self._numbers), name, location=location),
+            identity=WorkerIdentity(WorkerId(self._numbers), name, role, location=location),
             card=self.spec.card,
             read_file=lambda _: None,
-            prices=self.spec.prices,
-            adapters=self.spec.adapters_of(self._numbers - 1),
+            prices=spec.prices,
+            adapters=spec.adapters_of(number),
             config=self.spec.worker,
+            agent=self._agent(host),
         )
         task = self._group.create_task(self._run(name, host, worker), name=f"worker {host}")
-        self._workers[name] = running = SimWorker(name, host, worker, engine, pace, task)
+        self._workers[name] = running = SimWorker(name, role, host, worker, engine, pace, task)
         ready = self._group.create_task(worker.ready.wait())
         await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return running
+
+    def _agent(self, host: str) -> TransferAgent | None:
+        """Make what moves KV of a host's worker; nothing where prompts are not handed over."""
+        if Role.PREFILL not in self.spec.workers:
+            return None
+        config = self.spec.worker.hand_over.transfer.model_copy(
+            update={"listen": ("memory",), "transports": None}
+        )
+        return TransferAgent(host, config, transports=[self.wires.at(host)])
+
+    def _kv_way(self, one: str, other: str) -> Way:
+        """Say what lies between two workers, as their routers take it to be."""
+        network, disagg = self.spec.network, self.spec.router.disagg
+        unknown = Way(latency_s=network.latency_s, bandwidth_bytes_per_s=disagg.link_bytes_per_s)
+        return self.network.way(one, other, unknown=unknown)
 
     def _locate(self, host: str, location: Location) -> Location:
         """Put a host where it is to be; one of which nothing is said is nowhere."""

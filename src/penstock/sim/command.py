@@ -25,14 +25,13 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
 from penstock.graph.overrides import SET
 from penstock.sim.charts import say_s
 from penstock.sim.deployment import Deployment, plan_deployment
 from penstock.sim.figures import Run
-from penstock.sim.inputs import Inputs, mismatch
+from penstock.sim.inputs import Inputs, mismatches
 from penstock.sim.page import make_page
 from penstock.sim.report import make_report
 from penstock.sim.simulate import OnProgress, simulate
@@ -88,18 +87,15 @@ def _run(options: argparse.Namespace) -> int:
                 engine_profile=options.engine_profile,
                 exact=options.exact,
             )
-            _check_role(deployments[name])
     sessions = _load_sessions(options, block_size=max(graph.block_size for graph in graphs.values()))
-    longest_tokens = max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns)
-    num_adapters = max((s.adapter + 1 for s in sessions if s.adapter is not None), default=0)
     for name, deployment in deployments.items():
         with _blamed(named[name], deployment.graph, options):
-            deployment.check_fits(longest_tokens)
-            deployment.check_adapters(num_adapters)
-    profiles = [options.engine_profile, *(deployment.role.profile for deployment in deployments.values())]
+            deployment.check(sessions)
+    profiles = [options.engine_profile]
+    profiles += [crew.spec.profile for deployment in deployments.values() for crew in deployment.crews]
     _check_outputs(options, [options.workload, *paths, *filter(None, profiles)])
     for name, deployment in deployments.items():
-        if (text := mismatch(deployment)) is not None:
+        for text in mismatches(deployment):
             _tell(f"{name}: {text}")
     inputs = Inputs(
         Path(options.workload),
@@ -133,29 +129,6 @@ def _named(paths: list[str]) -> dict[str, str]:
             return named
     twice = next(path for path in paths if paths.count(path) > 1)
     raise ConfigError(f"--compare: {twice} is given twice; give each deployment once")
-
-
-def _check_role(deployment: Deployment) -> None:
-    role, most, usual = deployment.role, deployment.graph.router.workers_max, SchedulerConfig()
-    if role.replicas > most:
-        raise ConfigError(
-            f"roles.aggregated.replicas: {role.replicas:,} workers, but a router knows at most"
-            f" {most:,} (router.workers_max); lower one or raise the other"
-        )
-    tokens = role.max_batch_tokens or usual.max_batch_tokens
-    running = role.max_running_requests or usual.max_running_requests
-    if running > tokens:
-        raise ConfigError(
-            f"roles.aggregated.max_batch_tokens: must be >= max_running_requests, a token of each in every step,"
-            f" got {tokens} and {running}; raise it or lower roles.aggregated.max_running_requests"
-        )
-    verified = running * role.tokens_per_step
-    if verified > tokens:
-        raise ConfigError(
-            f"roles.aggregated.tokens_per_step: {running} running requests x {role.tokens_per_step:g} tokens are"
-            f" {verified:,g} in a step, more than its max_batch_tokens of {tokens}; raise that, or lower"
-            " roles.aggregated.max_running_requests"
-        )
 
 
 def _check_outputs(options: argparse.Namespace, inputs: list[str | Path]) -> None:
@@ -220,7 +193,7 @@ def _play(name: str, deployment: Deployment, sessions: list[Session], options: a
 
 def _print_table(title: str, runs: list[Run]) -> None:
     is_compared = len(runs) > 1
-    expenses = {run.deployment.expenses for run in runs}
+    expenses = {crew.expenses for run in runs for crew in run.deployment.crews}
     caption = [*(["* best; % against the first"] if is_compared else []), *sorted(expenses)]
     table = Table(title=title, show_header=is_compared, caption="\n".join(caption))
     table.add_column("")
@@ -278,8 +251,7 @@ def _blamed(path: str, graph: Graph, options: argparse.Namespace) -> Iterator[No
     try:
         yield
     except ConfigError as error:
-        role = graph.roles.aggregated
-        left_out = role is not None and "hardware" not in role.model_fields_set
+        left_out = any("hardware" not in spec.model_fields_set for spec in graph.roles.present().values())
         raise ConfigError(
             (f"{path}: " if options.compare else "")
             + error.message

@@ -7,11 +7,12 @@ and last moment.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from penstock.core.ids import RequestId
+from penstock.core.ids import BlockId, RequestId
 from penstock.core.types import EngineInfo, Request, Step, WorkerLoad
+from penstock.core.wire import HashArray
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.latency import LatencyModel
@@ -20,7 +21,7 @@ from penstock.sim.mover import TimedMover
 from penstock.sim.prices import DecodePrices
 from penstock.sim.prompt import StreamOf
 from penstock.sim.scheduler import JumpScheduler
-from penstock.sim.timing import Pace
+from penstock.sim.timing import Pace, no_memory
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class _Under:
 
 
 class JumpEngine:
-    """An `Engine` on virtual time. Deadlines are the worker's business; nothing stops a text early."""
+    """An `Engine` with `KvBlocks` on virtual time. Deadlines are the worker's business; nothing stops a text early."""
 
     def __init__(
         self,
@@ -70,7 +71,10 @@ class JumpEngine:
             max_batch_tokens=config.max_batch_tokens,
             max_running_requests=config.max_running_requests,
             prompts_at_once=config.prompts_at_once,
+            kv_bytes_per_block=info.kv_bytes_per_block,
+            kv_layout=info.kv_layout,
         )
+        self._memory = no_memory(info)
         self.pool, onboarding = info.make_pool(self._mover, self._interrupt)
         """For reports and checks."""
         self._scheduler = JumpScheduler(self.pool, context_length, config, stream_of, onboarding)
@@ -126,9 +130,28 @@ class JumpEngine:
         done = 0 if under is None else self._steps_begun(under) - 1
         if under is None or not done:
             return None
-        under.start_s += under.factor * self._price_s(under.plan, done)
-        under.steps -= done
+        self._take_out(under, done)
         return self._scheduler.so_far(under.plan, done)
+
+    def kv_memory(self) -> Sequence[Sequence[object]]:
+        return self._memory
+
+    def pin(self, block_hashes: HashArray) -> list[BlockId]:
+        self._settle()
+        return self._scheduler.pins.pin(block_hashes)
+
+    def reserve(self, count: int) -> list[BlockId] | None:
+        self._settle()
+        return self._scheduler.reserve(count)
+
+    def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
+        self._settle()  # what is told of the blocks comes with the next step
+        self._scheduler.pins.publish(block_ids, block_hashes, parent)
+        self._interrupt()
+
+    def unpin(self, block_ids: Sequence[BlockId]) -> None:
+        self._scheduler.pins.unpin(block_ids)
+        self._interrupt()
 
     async def close(self) -> None:
         self._closed = True
@@ -168,6 +191,26 @@ class JumpEngine:
             self._wake()
         elif self._scheduler.wants_plan:
             self._cut_short(self._under)
+
+    def _settle(self) -> None:
+        """Have the pool be as after each step by itself, and the next plan come after the step under way.
+
+        Blocks that are held for others are no longer there for the rest of a jump.
+        """
+        under = self._under
+        if under is None or under.steps == 1:
+            return
+        done = self._steps_begun(under) - 1
+        if done:
+            plan = under.plan
+            self._take_out(under, done)
+            self._scheduler.settle(plan, done)
+        self._cut_short(under)
+
+    def _take_out(self, under: _Under, done: int) -> None:
+        """Have what is under way begin so many steps later: they are done."""
+        under.start_s += under.factor * self._price_s(under.plan, done)
+        under.steps -= done
 
     def _cut_short(self, under: _Under) -> None:
         """Let what is under way end with its present step."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
+from penstock.sim.crew import Crew
 from penstock.sim.deployment import Deployment
 
 
@@ -34,9 +35,9 @@ class Inputs:
         return ", ".join(said)
 
     def report(self, deployment: Deployment, graph_file: str) -> dict[str, Any]:
-        """Make the report's block `inputs`; files by their names alone."""
-        graph, hardware, profile = deployment.graph, deployment.hardware, deployment.profile
-        file = self.profile or deployment.role.profile
+        """Make the report's block `inputs`; files by their names alone, devices as the workers have that answer."""
+        graph, crew = deployment.graph, deployment.answering[0]
+        profile, file = crew.profile, self.profile or crew.spec.profile
         return {
             "version": __version__,
             "workload": self.workload.name,
@@ -47,11 +48,11 @@ class Inputs:
             "set": dict(self.changes),
             "policy": graph.router.policy,
             "slo": None if graph.slo is None else graph.slo.model_dump(mode="json"),
-            "hardware": hardware.name,
+            "hardware": crew.hardware.name,
             "devices": deployment.devices,
-            "usd_per_hour": hardware.usd_per_hour,
-            "watts": hardware.watts,
-            "tokens_per_step": deployment.role.tokens_per_step,
+            "usd_per_hour": crew.hardware.usd_per_hour,
+            "watts": crew.hardware.watts,
+            "tokens_per_step": crew.spec.tokens_per_step,
             "engine_profile": profile
             and {
                 "file": file and Path(file).name,
@@ -64,9 +65,13 @@ class Inputs:
         }
 
 
-def mismatch(deployment: Deployment) -> str | None:
-    """Say what a profile is of and what it stands for, where it tells that these differ."""
-    profile, role, graph = deployment.profile, deployment.role, deployment.graph
+def mismatches(deployment: Deployment) -> list[str]:
+    """Say what profiles are of and what they stand for, where they tell that these differ."""
+    return [text for crew in deployment.crews if (text := _mismatch(crew, deployment)) is not None]
+
+
+def _mismatch(crew: Crew, deployment: Deployment) -> str | None:
+    profile, role, graph = crew.profile, crew.spec, deployment.graph
     if profile is None:
         return None
     names = {graph.model, Path(graph.model).name, graph.served_name, deployment.shape.name}
@@ -75,8 +80,8 @@ def mismatch(deployment: Deployment) -> str | None:
         (
             "hardware",
             profile.hardware,
-            profile.hardware == deployment.hardware.name,
-            deployment.hardware.name,
+            profile.hardware == crew.hardware.name,
+            crew.hardware.name,
         ),
         (
             "tensor_parallel",

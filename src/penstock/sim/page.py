@@ -4,6 +4,7 @@ import html
 from collections.abc import Sequence
 
 from penstock.sim.charts import same_scale, say_s
+from penstock.sim.crew import Crew
 from penstock.sim.document import chart_grid, make_document
 from penstock.sim.figures import Run, overall_charts, total_charts, worker_charts
 from penstock.sim.summary import Row, summarize
@@ -53,12 +54,23 @@ def _several(runs: Sequence[Run], rows: list[Row]) -> str:
 
 
 def _about(run: Run) -> str:
-    graph, deployment, role = run.deployment.graph, run.deployment, run.deployment.role
+    graph, deployment = run.deployment.graph, run.deployment
     slo = "" if run.slo is None else f", targets: TTFT {say_s(run.slo.ttft_s)}, ITL {say_s(run.slo.itl_s)}"
-    speculation = "" if role.tokens_per_step == 1 else f", {role.tokens_per_step:g} tokens a decode step"
+    yields = [crew.spec.tokens_per_step for crew in deployment.answering]
+    speculation = "" if max(yields) == 1 else f", {max(yields):g} tokens a decode step"
     return html.escape(
-        f"{graph.model} on {deployment.devices:,} {deployment.hardware.name}, policy {graph.router.policy},"
+        f"{graph.model} on {_devices(deployment.crews)}, policy {graph.router.policy},"
         f" blocks of {graph.block_size} tokens{speculation}{slo}; {deployment.expenses}"
+    )
+
+
+def _devices(crews: Sequence[Crew]) -> str:
+    """Say what the workers of each role are on."""
+    if len(crews) == 1:
+        return f"{crews[0].devices:,} {crews[0].hardware.name}"
+    return " and ".join(
+        f"{crew.spec.replicas:,} {crew.role} workers of {crew.spec.devices} {crew.hardware.name}"
+        for crew in crews
     )
 
 

@@ -42,8 +42,8 @@ def make_report(
     prompt_tokens = int(np.asarray(recording.prompt_tokens).sum())
     output_tokens = int(tokens.sum())
     gpu_hours = deployment.devices * duration_s / _HOUR_S
-    joules = deployment.devices * deployment.hardware.watts * duration_s
-    usd = gpu_hours * deployment.hardware.usd_per_hour
+    joules = deployment.watts * duration_s
+    usd = deployment.usd_per_hour * duration_s / _HOUR_S
     good = None if slo is None else int(is_good(recording, slo).sum())
     return {
         "requests": recording.requests,
@@ -72,7 +72,7 @@ def make_report(
 def _hit_ratios(recording: Recording, deployment: Deployment, prompt_tokens: int) -> dict[str, float | None]:
     """Split the hit ratio by tier, None for those that no worker has."""
     device, *lower = Tier
-    there = {device, *(tier for tier, _ in deployment.lower_blocks)}
+    there = {device, *(tier for crew in deployment.crews for tier, _ in crew.lower_blocks)}
     found = dict(zip(lower, recording.onboarded_tokens, strict=False))
     found[device] = int(np.asarray(recording.cached_tokens).sum()) - sum(found.values())
     return {tier: _ratio(found[tier], prompt_tokens) if tier in there else None for tier in Tier}

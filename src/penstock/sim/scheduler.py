@@ -16,6 +16,7 @@ from penstock.core.types import Delta, FinishReason, Request, Step, Tier, Worker
 from penstock.core.wire import PackedTokens, num_tokens
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.kv.onboarding import Onboarding
+from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
 from penstock.kv.tiers import TierBlocks, TieredPool
 from penstock.sim.batch import Batch, SimSequence
@@ -48,6 +49,8 @@ class JumpScheduler:
                 f"max_running_requests: must be <= max_batch_tokens, got {config.max_running_requests} and {config.max_batch_tokens}"
             )
         self._pool = pool
+        self.pins = Pins(pool, self._look_again)
+        """Blocks held for transfers."""
         self._size = pool.block_size
         self._context_length = context_length
         self._config = config
@@ -86,7 +89,9 @@ class JumpScheduler:
                 retry_after_s=1.0,
             )
         stream = self._stream_of(request)
-        sequence = SimSequence.of(request, stream, self._context_length, arrival=next(self._arrivals))
+        sequence = SimSequence.of(
+            request, stream, self._context_length, block_size=self._size, arrival=next(self._arrivals)
+        )
         self._by_id[request.request_id] = self._waiting[request.request_id] = sequence
         self._waiting_tokens += known
 
@@ -148,8 +153,8 @@ class JumpScheduler:
         events = self._pool.take_events()
         return Step(deltas=tuple(deltas), events=events) if has_news or events else None
 
-    def so_far(self, plan: JumpPlan, steps: int) -> Step:
-        """Take over the first `steps` decode steps of a plan while the next one is under way, and tell their tokens."""
+    def settle(self, plan: JumpPlan, steps: int) -> None:
+        """Take over the first `steps` decode steps of a plan while the next one is under way; it has its blocks then."""
         batch = self._batch
         self._steps += steps
         self._generated_tokens += steps * batch.num_decoding
@@ -157,6 +162,11 @@ class JumpScheduler:
         batch.tick += steps
         plan.steps -= steps
         plan.context += steps * plan.batch
+
+    def so_far(self, plan: JumpPlan, steps: int) -> Step:
+        """Settle, and tell the tokens."""
+        self.settle(plan, steps)
+        batch = self._batch
         for sequence in batch.running:
             if sequence.joined is not None and not sequence.is_aborted:
                 self._tell(sequence, sequence.known + batch.tick - sequence.joined, None)
@@ -167,6 +177,12 @@ class JumpScheduler:
         """Hand over what happened without a step: blocks that were moved to make room."""
         events = self._pool.take_events()
         return Step(events=events) if events else None
+
+    def reserve(self, count: int) -> list[BlockId] | None:
+        """Hold blocks to be written from outside, of a plan that is settled; None where what runs will need them soon."""
+        if count + self._blocks_reserved() > self._pool.num_available:
+            return None
+        return self.pins.reserve(count)
 
     def load(self, steps: int = 0) -> WorkerLoad:
         """Say how busy it is once `steps` steps of the plan under way are done."""
@@ -196,11 +212,11 @@ class JumpScheduler:
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
         self._pool.check()
-        held: dict[int, int] = {}
+        held = self.pins.holders()
         for sequence in self._batch.running:
             for block_id in sequence.blocks:
                 held[block_id] = held.get(block_id, 0) + 1
-        assert held == self._pool.references(), "sequences hold other blocks than the pool thinks"
+        assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
         self._batch.check()
         if self._onboarding is not None:
             self._onboarding.check()
@@ -216,6 +232,18 @@ class JumpScheduler:
             self._waiting
             and not self._head_blocked
             and len(self._batch.running) < self._config.max_running_requests
+        )
+
+    def _look_again(self) -> None:
+        """Note that blocks were given back, or have come: the first that waits may fit now."""
+        self._head_blocked = False
+
+    def _blocks_reserved(self) -> int:
+        """Count the blocks that running requests will need soon: for the rest of their prefill and one more each."""
+        batch, size = self._batch, self._size
+        reserved = len(batch.running) + batch.blocks_due(batch.tick + 1, 1)
+        return reserved + sum(
+            max(s.known // size + 1 - len(s.blocks), 0) for s in (*batch.prefilling, *batch.onboarding)
         )
 
     def _share_budget(self, budget: int, prompts: list[tuple[SimSequence, int]]) -> int:
@@ -285,10 +313,7 @@ class JumpScheduler:
         """Take waiting sequences in, oldest first, while there is room; the twin of `Scheduler._admit`."""
         admitted: list[tuple[SimSequence, int]] = []
         pool, size, batch = self._pool, self._size, self._batch
-        reserved = len(batch.running) + batch.blocks_due(batch.tick + 1, 1)
-        reserved += sum(
-            max(s.known // size + 1 - len(s.blocks), 0) for s in (*batch.prefilling, *batch.onboarding)
-        )
+        reserved = self._blocks_reserved()
         while self._waiting and budget > 0 and len(batch.running) < self._config.max_running_requests:
             sequence = next(iter(self._waiting.values()))
             known = sequence.known

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types import Request, Role, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens, num_tokens
 from penstock.router.dispatcher import Dispatcher
 from penstock.sim.cluster import SimCluster
@@ -161,8 +161,10 @@ class _Player:
         loop = self._loop
         spec = self._deployment.cluster_spec(self._streams)
         async with SimCluster(spec, self._rng) as cluster:
-            for number in range(self._deployment.role.replicas):
-                await cluster.start(f"worker-{number}")
+            for crew in self._deployment.crews:
+                name = "worker" if crew.role is Role.AGGREGATED else crew.role.value
+                for number in range(crew.spec.replicas):
+                    await cluster.start(f"{name}-{number}", crew.role)
             for dispatcher in cluster.dispatchers:
                 await dispatcher.serving()
             await asyncio.sleep(1.0)  # every frontend knows every worker
@@ -246,7 +248,7 @@ class _Player:
             slo_ttft_s=session.slo_ttft_s,
             slo_itl_s=session.slo_itl_s,
             tenant=session.tenant,
-            adapter=None if adapter is None else self._deployment.role.adapters[adapter],
+            adapter=None if adapter is None else self._deployment.adapters[adapter],
         )
 
     def _tokens(self, count: int) -> PackedTokens:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from penstock.core.descriptors import MemoryKind, Region
+from penstock.core.kv_layout import KvLayout, RankLayout
 from penstock.core.wire import TokenArray
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
@@ -77,6 +79,27 @@ def reference(prompt: Sequence[int], max_tokens: int) -> list[int]:
     return [int(token) for token in tokens[len(prompt) :]]
 
 
+def no_layout(block_bytes: int, block_size: int, num_blocks: int) -> KvLayout:
+    """Describe a worker's KV as one run of bytes a block, whatever its devices: what moves is counted as a whole."""
+    return KvLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=block_bytes // block_size,
+        dtype="simulated",
+        element_bytes=1,
+        block_size=block_size,
+        ranks=(RankLayout(layers=(0,), heads=(0,), num_blocks=num_blocks),),
+        planes=1,
+    )
+
+
+def no_memory(info: RunnerInfo) -> Sequence[Sequence[Region]]:
+    """Describe an engine's KV memory, so that it can be registered; there is none, and `WireTransport` moves nothing."""
+    if info.kv_layout is None:
+        return ()
+    return ((Region(MemoryKind.VRAM, info.num_blocks * info.kv_bytes_per_block),),)
+
+
 class TimingRunner:
     """A `Runner` that sleeps."""
 
@@ -104,7 +127,7 @@ class TimingRunner:
         return Sampled(token_ids)
 
     def kv_memory(self) -> Sequence[Sequence[object]]:
-        return ()
+        return no_memory(self._info)
 
     async def close(self) -> None:
         """There is nothing to release."""

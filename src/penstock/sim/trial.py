@@ -13,7 +13,7 @@ import numpy as np
 from penstock.core.errors import PenstockError
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
-from penstock.core.types import ModelCard, Request, SamplingParams, Tier
+from penstock.core.types import ModelCard, Request, Role, SamplingParams, Tier
 from penstock.core.wire import HashArray, pack_tokens, unpack_tokens
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
@@ -23,7 +23,7 @@ from penstock.perf.shape import shape_of
 from penstock.router.config import HoldConfig, RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.chaos import Chaos, Fault, random_faults
-from penstock.sim.cluster import ClusterSpec, SimCluster, SimEngine
+from penstock.sim.cluster import ClusterSpec, SimCluster, SimEngine, WorkerSpec
 from penstock.sim.engine import JumpEngine
 from penstock.sim.exact import ExactEngine
 from penstock.sim.invariants import (
@@ -127,7 +127,7 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
 
     return ClusterSpec(
         card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),
-        make_engine=make_engine,
+        workers={Role.AGGREGATED: WorkerSpec(make_engine)},
         router=RouterConfig(
             no_worker_wait_s=2.0,
             connect_timeout_s=1.0,

@@ -50,7 +50,7 @@ class RunningTransfers:
         self._config = config
         self._counters = counters
         self._mailbox = mailbox
-        self._running: set[_Running] = set()
+        self._running: dict[_Running, None] = {}  # in order: a simulation ends them so, again and again
         self._tasks: asyncio.TaskGroup | None = None
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class RunningTransfers:
             return
         running = _Running(posting)
         posting.handle.cancels_by(lambda: running.end(TransferCancelled("the transfer was cancelled")))
-        self._running.add(running)
+        self._running[running] = None
         deadline_s = self._config.timeout_s if timeout_s is None else timeout_s
         running.task = self._tasks.create_task(self._run(running, move, deadline_s, began_s))
         running.task.add_done_callback(lambda _: self._forget(running))
@@ -114,11 +114,11 @@ class RunningTransfers:
             _log.exception("transfer_failed", backend=telemetry.backend)
             error = TransferError(f"{telemetry.backend}: {type(failure).__name__}: {failure}; see the log")
         telemetry.wire_s = perf_counter() - began_s
-        self._running.discard(running)
+        self._running.pop(running, None)
         self._ended(posting, running.doom or error)
 
     def _forget(self, running: _Running) -> None:
-        self._running.discard(running)
+        self._running.pop(running, None)
         if running.posting.handle.is_pending:  # cancelled before its first turn
             self._ended(running.posting, running.doom or TransferCancelled("the transfer was cancelled"))
 

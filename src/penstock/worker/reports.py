@@ -58,15 +58,13 @@ class LoadReports:
         Args:
             load: as the step left it; None to read it.
         """
-        fresh = None if load is not None else self._read()
-        load = load or fresh
-        assert load is not None, "given or read"
+        load = load or self._read()
         if _is_busy(load) is not self._was_busy:
-            self._report(fresh)
+            self._report(load)
         elif self._what_runs(load) != self._told:
             due_s = self._sent_s + self._interval_s
             if self._loop.time() >= due_s:
-                self._report(fresh)
+                self._report(load)
             else:
                 self._arm(due_s)
 
@@ -83,7 +81,7 @@ class LoadReports:
         self._disarm()
 
     def _report(self, load: WorkerLoad | None = None) -> None:
-        """Send the load; it is read anew unless that was done this moment."""
+        """Send the load; it is read unless that was done this moment."""
         load = load or self._read()
         self._sent_s = self._loop.time()
         self._told = self._what_runs(load)

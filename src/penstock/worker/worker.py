@@ -331,6 +331,8 @@ class Worker:
         """Send each frontend its part of a step at once."""
         if self._step_log is not None:
             self._step_log.note(step)
+        # Read before blocks of prompts are held for others: that is no work left.
+        load = self._computing.load(step.load)
         parts: dict[Frontend, list[Delta]] = {}
         for delta in step.deltas:
             running = self._frontends.requests.get(delta.request_id)
@@ -345,7 +347,7 @@ class Worker:
         assert self._info is not None, "started"
         if self._info.kv_events:
             self.publisher.publish(step.events)
-        self._reports.note(None if step.load is None else self._computing.load(step.load))
+        self._reports.note(load)
         self._computing.stepped()
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)

@@ -220,7 +220,7 @@ class TestCells:
         files = Files(ROOT / "examples", ROOT / "benchmarks", None)
         for name in cells.DEPLOYMENTS:
             deployment = files.place(name).deployment()
-            assert deployment.role.replicas == 8
+            assert deployment.crews[0].spec.replicas == 8
 
 
 class TestWorkload:

@@ -79,7 +79,7 @@ def play(game: Game) -> dict[str, float]:
     began_s = process_time()
     deployment = game.place.deployment(game.policy, game.trouble)
     sessions = game.workload.sessions(game.rate_per_s)
-    deployment.check_fits(max(t.input_tokens + t.output_tokens for s in sessions for t in s.turns))
+    deployment.check(sessions)
     span_s = sessions[-1].at_s
     recording = simulate(
         deployment, sessions, seed=game.workload.seed, sample_interval_s=max(span_s / _SAMPLES, 0.1)
@@ -152,12 +152,13 @@ def describe(place: Place, workload: Workload) -> dict[str, float]:
 
 def _guess_rps(deployment: Deployment, prompt_tokens: float, output_tokens: float, reusable: float) -> float:
     """Guess saturation: each request is computed but for half of what is reusable, and decoded in a full batch."""
-    latency = deployment.latency
+    (crew,) = deployment.crews
+    latency = crew.latency
     context = prompt_tokens + output_tokens / 2
-    batch = max(1, min(256, int(deployment.num_blocks * deployment.graph.block_size / context)))
+    batch = max(1, min(256, int(crew.num_blocks * crew.block_size / context)))
     decode_s = latency.decode_step_s(batch, round(batch * context)) / batch * output_tokens
     prefill_s = latency.prefill_s(max(1, round(prompt_tokens * (1 - reusable / 2))))
-    return deployment.role.replicas / (decode_s + prefill_s)
+    return crew.spec.replicas / (decode_s + prefill_s)
 
 
 def prepare_process(policies_beside: str) -> None:

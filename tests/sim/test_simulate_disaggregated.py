@@ -1,0 +1,129 @@
+"""`penstock simulate` with prefill and decode on workers of their own: agreement of both engines, repetition, refusals."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.cli import main
+from penstock.core.errors import ConfigError
+from penstock.graph import build
+from penstock.sim.deployment import plan_deployment
+from penstock.sim.outcome import simulate_graph
+from penstock.sim.simulate import simulate
+from penstock.sim.workload import WorkloadConfig, make_sessions
+
+DATA = Path(__file__).parents[1] / "data"
+NODE = [{"host": "node-1"}]
+
+
+def graph(changes=(), **roles):
+    """Make a graph of 8B workers on one host; `roles` says how many of each, `changes` what else is said of a role."""
+    common = {"engine": "mock", "hardware": "h100", "max_batch_tokens": 1024, "locations": NODE}
+    described = {
+        name: common | {"replicas": count} | dict(changes).get(name, {}) for name, count in roles.items()
+    }
+    topology = {"same_host": {"latency_s": 1e-5, "bandwidth_bytes_per_s": 3e11}}
+    return build(
+        {
+            "model": "llama-3.1-8b",
+            "block_size": 64,
+            "router": {"topology": topology, "disagg": {"link_bytes_per_s": 3e11}},
+            "roles": described,
+            "slo": {"ttft_s": 1.0, "itl_s": 0.05},
+        }
+    )
+
+
+def chat(count=80, rate=12.0, seed=1, **fields):
+    config = {"input_tokens": 1500, "output_tokens": 60, "spread": 0.6, "turns": 2, "think_s": 2.0}
+    return list(
+        make_sessions(WorkloadConfig(requests=count, rate_per_s=rate, **config | fields), random.Random(seed))
+    )
+
+
+@pytest.mark.parametrize("roles", [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 1, "aggregated": 1}])
+def test_both_engines_agree(roles):
+    recordings = [
+        simulate(plan_deployment(graph(**roles), beside=Path(), exact=exact), chat(), seed=1)
+        for exact in (False, True)
+    ]
+    jump, exact = recordings
+    assert jump.failed == exact.failed == 0
+    order = [np.lexsort((recording.output_tokens, recording.sent_s)) for recording in recordings]
+    for name in ("first_token_s", "last_token_s"):
+        times = [np.asarray(getattr(r, name))[o] for r, o in zip(recordings, order, strict=True)]
+        assert times[0] == pytest.approx(times[1], rel=1e-3)
+    assert sorted(jump.cached_tokens) == sorted(exact.cached_tokens)
+
+
+def test_prompts_go_to_prefill_workers_and_streams_are_left_alone():
+    apart, together = (
+        simulate_graph(graph(**roles), chat(rate=8.0, turns=1, input_tokens=3000), seed=1)
+        for roles in ({"prefill": 1, "decode": 1}, {"aggregated": 2})
+    )
+    assert apart["failed"] == together["failed"] == 0
+    assert apart["itl_s"]["p99"] < 0.8 * together["itl_s"]["p99"]
+
+
+def test_a_seed_repeats():
+    reports = [simulate_graph(graph(prefill=1, decode=2), chat(40), seed=5) for _ in range(2)]
+    for report in reports:
+        del report["wall"]
+    assert json.dumps(reports[0]) == json.dumps(reports[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "roles", "message"),
+    [
+        ((), {"prefill": 1, "decode": 0}, "roles.decode.replicas: must be >= 1 to serve anything, got 0"),
+        (
+            {"decode": {"kv_dtype": "fp8"}},
+            {"prefill": 1, "aggregated": 1, "decode": 1},
+            "prefill.kv_dtype is 'auto' and decode.kv_dtype is 'fp8'",
+        ),
+        (
+            {"prefill": {"weight_dtype": "fp8"}},
+            {"prefill": 1, "decode": 1},
+            "roles.prefill.kv_dtype: a block of 64 tokens has 4,194,304 bytes there and 8,388,608 in roles.decode",
+        ),
+        (
+            {"decode": {"kv_blocks": 20}},
+            {"prefill": 1, "decode": 1},
+            "a decode worker's KV holds 1,280: 20 blocks of 64 tokens (kv_blocks); raise kv_blocks",
+        ),
+        (
+            {"prefill": {"kv_blocks": 20}},
+            {"prefill": 1, "decode": 1},
+            "KV: the longest prompt, with the first token of its answer, has",
+        ),
+        (
+            {"prefill": {"max_batch_tokens": 16, "max_running_requests": 32}},
+            {"prefill": 1, "decode": 1},
+            "roles.prefill.max_batch_tokens: must be >= max_running_requests",
+        ),
+        (
+            {"decode": {"adapters": ["a"]}},
+            {"prefill": 1, "decode": 1, "aggregated": 1},
+            "roles.decode.adapters",
+        ),
+        (
+            (),
+            {"prefill": 600, "decode": 600},
+            "roles.prefill.replicas + roles.decode.replicas: 1,200 workers",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_arithmetic(changes, roles, message):
+    with pytest.raises(ConfigError, match="") as caught:
+        simulate_graph(graph(changes, **roles), chat(4))
+    assert message in caught.value.message
+
+
+def test_roles_without_a_partner_are_refused(tmp_path, capsys):
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: llama-3.1-8b\nroles:\n  prefill: {replicas: 2, engine: mock, hardware: h100}\n")
+    assert main(["simulate", str(DATA / "mooncake_trace.jsonl"), "--graph", str(path)]) == 2
+    assert "prefill needs decode" in capsys.readouterr().err
