@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -59,15 +60,6 @@ def test_both_engines_agree(roles):
     assert sorted(jump.cached_tokens) == sorted(exact.cached_tokens)
 
 
-def test_prompts_go_to_prefill_workers_and_streams_are_left_alone():
-    apart, together = (
-        simulate_graph(graph(**roles), chat(rate=8.0, turns=1, input_tokens=3000), seed=1)
-        for roles in ({"prefill": 1, "decode": 1}, {"aggregated": 2})
-    )
-    assert apart["failed"] == together["failed"] == 0
-    assert apart["itl_s"]["p99"] < 0.8 * together["itl_s"]["p99"]
-
-
 def test_a_seed_repeats():
     reports = [simulate_graph(graph(prefill=1, decode=2), chat(40), seed=5) for _ in range(2)]
     for report in reports:
@@ -117,9 +109,8 @@ def test_a_seed_repeats():
     ],
 )
 def test_what_cannot_be_is_refused_with_the_arithmetic(changes, roles, message):
-    with pytest.raises(ConfigError, match="") as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         simulate_graph(graph(changes, **roles), chat(4))
-    assert message in caught.value.message
 
 
 def test_roles_without_a_partner_are_refused(tmp_path, capsys):
