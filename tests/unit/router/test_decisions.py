@@ -15,6 +15,7 @@ from penstock.core.wire import pack_hashes
 from penstock.router.config import ExplainConfig, RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.explanation import Explanation, LeftOut, RouteReason
+from penstock.router.price_table import UNKNOWN
 from penstock.router.replay import Replay
 from penstock.testing.cluster import MemoryCluster
 from penstock.testing.hand_engine import HandEngine
@@ -62,6 +63,37 @@ def test_what_takes_longer_to_fetch_than_to_compute_is_reserved_as_to_be_compute
             assert view(dispatcher, "w2").reserved_prefill_tokens == left  # of 21, 8 of them on the device
 
     play(scene)
+
+
+def test_each_worker_is_priced_by_its_own_prices_and_its_own_memory():
+    """Of one model: one twice as fast, one with little memory, one that says no prices and has the median of them."""
+
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        del engines
+        plain = msgspec.structs.replace(UNKNOWN, prefill_step_s=0.0, prefill_pair_s=0.0, prefill_token_s=1e-3)
+        quick = msgspec.structs.replace(plain, prefill_token_s=5e-4, decode_step_s=plain.decode_step_s / 2)
+        large = HandEngine().info
+        small = msgspec.structs.replace(large, total_blocks=3)
+        for name, prices, info in (
+            ("plain", plain, large),
+            ("quick", quick, large),
+            ("small", plain, small),
+            ("silent", None, large),
+        ):
+            await cluster.start(name, HandEngine(info), prices=prices)
+        await asyncio.sleep(0.01)
+        decision = await decide(dispatcher, "a")
+        assert decision.worker == "quick"
+        terms = {candidate.worker: candidate.terms for candidate in decision.candidates}
+        step_ms = {name: 1e3 * plain.decode_step_s / (1 + (name == "quick")) for name in terms}
+        token_ms = {"plain": 1.0, "quick": 0.5, "small": 1.0, "silent": 1.0}
+        for name, of in terms.items():
+            batch_ms = step_ms[name] / large.max_batch_tokens
+            assert of["prefill"] == pytest.approx(21 * (token_ms[name] + batch_ms)), name
+            assert of["pace"] == pytest.approx(5 * step_ms[name]), name
+            assert (of["memory"] > 0) == (name == "small"), f"{name}: six blocks of its prompt"
+
+    play(scene, 0)
 
 
 def test_who_is_left_out_is_told_as_it_was_then():

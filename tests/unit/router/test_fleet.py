@@ -223,6 +223,34 @@ def test_other_frontends_hear_of_the_load_they_did_not_cause():
     play(scene, num_workers=2)
 
 
+def test_guesses_are_each_routers_own_and_load_is_not():
+    """What one frontend sent to a worker without events, another one does not know to be cached there."""
+
+    async def main() -> None:
+        async with (
+            MemoryCluster() as cluster,
+            cluster.dispatcher() as one,
+            cluster.dispatcher() as other,
+        ):
+            for name in ("w1", "w2"):
+                await cluster.start(name, HandEngine(), config=WorkerConfig(kv_events=False))
+            await asyncio.sleep(0.01)
+            async with one.open(make_request("a")):
+                await settle()
+                holder = one.latest_decisions(1)[-1].worker
+                assert (view(one, holder).indexed_blocks, view(other, holder).indexed_blocks) == (5, 0)
+                assert view(other, holder).load["peer_requests"] == 1
+                async with other.open(make_request("b")):
+                    (decision,) = other.explain("b")
+                    assert decision.worker != holder
+                    assert [candidate.overlap_blocks for candidate in decision.candidates] == [0, 0]
+                assert await route(one, make_request("c")) == holder
+            for dispatcher in (one, other):
+                dispatcher.check()
+
+    run_virtual(main())
+
+
 def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
         engines["w2"].step(events=[stored(HASHES)])
