@@ -18,6 +18,7 @@ from penstock.graph.document import parse_yaml
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.link import Link
 from penstock.graph.overrides import Overrides
+from penstock.graph.partners import check_partners, check_ways
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.slo import Slo
 from penstock.graph.supervision import Supervision
@@ -67,22 +68,14 @@ class Graph(Config):
     @pydantic.field_validator("roles")
     @classmethod
     def _check_roles(cls, roles: Roles) -> Roles:
-        prefill, decode = roles.prefill, roles.decode
-        if not roles.present():
-            raise wrong("no role is described; describe aggregated, or prefill and decode")
-        if prefill and not (decode or roles.aggregated):
-            raise wrong("prefill needs decode: nobody would take its KV over; describe roles.decode as well")
-        if decode and not prefill:
-            raise wrong("decode needs prefill: nobody would run its prompts; describe roles.prefill as well")
-        if prefill and decode:
-            for field in ("engine", "kv_dtype"):
-                ours, theirs = getattr(prefill, field), getattr(decode, field)
-                if ours != theirs:
-                    raise wrong(
-                        f"prefill.{field} is {ours!r} and decode.{field} is {theirs!r}; KV moves between them as it is,"
-                        " so they must be the same"
-                    )
+        check_partners(roles)
         return roles
+
+    @pydantic.model_validator(mode="after")
+    def _check_ways(self) -> Self:
+        if self.roles.prefill is not None:
+            check_ways(self.worker.hand_over.transfer)
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_links(self) -> Self:

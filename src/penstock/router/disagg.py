@@ -42,14 +42,22 @@ class Apart:
     """What it takes to answer a request by two workers, beside its context as a whole.
 
     `prefillers` (num_slots,) may compute its prompt, and whose turn that is `prompt_turn` says; `blocks` of it, of
-    `block_bytes` each, then move to who answers.
+    `block_bytes` each, then move to who answers: to those whose kind, of `kinds` (num_slots,), fits the prefill worker's by
+    `fits` (producers' kinds, takers' kinds).
     """
 
     prefillers: NDArray[np.bool_]
     prompt_turn: int
     blocks: int
     block_bytes: int
+    kinds: NDArray[np.intp]
+    fits: NDArray[np.bool_]
     config: DisaggConfig
+
+    def takers(self, prefiller: int) -> NDArray[np.bool_]:
+        """Mask (num_slots,) those who can take over what the worker in this slot has computed."""
+        takers: NDArray[np.bool_] = self.fits[self.kinds[prefiller]][self.kinds]
+        return takers
 
     def prompt(self, context: RoutingContext) -> RoutingContext:
         """Show its prompt alone, to price it on prefill workers."""
@@ -97,7 +105,11 @@ class Weighed:
 
 
 def as_handed_over(
-    context: RoutingContext, handed_blocks: int, block_bytes: int, config: DisaggConfig
+    context: RoutingContext,
+    handed_blocks: int,
+    block_bytes: int,
+    takers: NDArray[np.bool_],
+    config: DisaggConfig,
 ) -> RoutingContext:
     """Show a request whose leading blocks a prefill worker has, to price it on those that may go on with it.
 
@@ -105,11 +117,13 @@ def as_handed_over(
         context: as it is without.
         handed_blocks: how many blocks would be moved to who has none.
         block_bytes: of one.
+        takers: (num_slots,) who can take them over.
         config: how fast they move.
     """
-    overlaps = np.maximum(context.overlap_blocks, handed_blocks)
+    cached = context.overlap_blocks
+    overlaps = np.where(takers, np.maximum(cached, handed_blocks), cached)
     tiers = context.tier_blocks.copy()
-    tiers[_MOVED] += (overlaps - context.overlap_blocks).astype(tiers.dtype)
+    tiers[_MOVED] += (overlaps - cached).astype(tiers.dtype)
     onboard = context.prices.onboard_token_s.copy()
     onboard[_MOVED] = block_bytes / config.link_bytes_per_s / context.block_size
     return replace(
@@ -132,7 +146,8 @@ def weigh(chooser: Chooser, context: RoutingContext, tie: int, apart: Apart) -> 
     whole = chooser.choose(context, tie)
     prompt_context = apart.prompt(context)
     prompt = chooser.choose(prompt_context, tie)
-    rest = chooser.choose(as_handed_over(context, apart.blocks, apart.block_bytes, apart.config), tie)
+    takers = apart.takers(prompt.slot)
+    rest = chooser.choose(as_handed_over(context, apart.blocks, apart.block_bytes, takers, apart.config), tie)
     cached = int(context.overlap_blocks[whole.slot]) - recomputed_blocks(context, whole.slot)
     comparison = _compare(
         chooser,

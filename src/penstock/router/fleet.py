@@ -378,12 +378,14 @@ class Fleet:
             listener()
 
     def _view(self, member: Member) -> WorkerView:
-        slot = member.slot
+        slot, pool = member.slot, self.pools[member.instance.card.name]
         return member.view(
             self.loads.load(slot),
             self.loads.reserved(slot),
             indexed_blocks=self.tree.held_blocks(slot),
             predicted=self.predicts(slot),
+            mismatch=pool.mismatch(member),
+            hand_over_problem=pool.pairs.problem(slot),
         )
 
 

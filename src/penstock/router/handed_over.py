@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from penstock.core.ids import WorkerId
 from penstock.core.types import KvHandle
 
 _TTL_S_MIN = 0.001
@@ -23,6 +24,11 @@ class HandedOver:
         self.give_up = give_up
         self._handle = handle
         self._expires_s = now_s + (0.0 if handle is None else handle.ttl_s)
+
+    @property
+    def producer(self) -> WorkerId | None:
+        """Who computed it; None where the KV could not be kept."""
+        return None if self._handle is None else self._handle.producer
 
     def num_tokens(self, now_s: float) -> int:
         """Of the prompt, whose KV can be had."""

@@ -91,7 +91,14 @@ class Member:
         return Condition.PREFILL_ONLY if self.instance.role is Role.PREFILL else Condition.READY
 
     def view(
-        self, load: WorkerLoad | None, reserved: Reserved, *, indexed_blocks: int, predicted: bool
+        self,
+        load: WorkerLoad | None,
+        reserved: Reserved,
+        *,
+        indexed_blocks: int,
+        predicted: bool,
+        mismatch: str | None,
+        hand_over_problem: str | None,
     ) -> "WorkerView":
         """Say what people are told of it; the arguments are what others know of it."""
         instance, subscriber = self.instance, self.subscriber
@@ -102,7 +109,8 @@ class Member:
             role=instance.role,
             state=instance.state,
             condition=self.condition,
-            problem=None if self.problem is None else self.problem.message,
+            problem=mismatch if self.problem is None else self.problem.message,
+            hand_over_problem=hand_over_problem,
             address=instance.address,
             host=instance.host,
             rack=instance.rack,
@@ -128,6 +136,8 @@ class Member:
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as `/admin/workers` shows it. `condition` says whether it gets requests, `problem` why not.
 
+    `hand_over_problem` says why no prompt is handed over by it, as a prefill worker, or to it; None where that can be, or
+    where there is no prefill worker.
     `load` is its own last report, None before the first; `reserved_*` is what this frontend sent since.
     `indexed_blocks` are what it is known to hold, or guessed to, if `predicted`. `event_sequence` is the last event batch applied, None before the first.
     `price_factor`: its steps were found to take so many times what it says, None where it says nothing; `price_trusted` is
@@ -141,6 +151,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     state: InstanceState
     condition: Condition
     problem: str | None
+    hand_over_problem: str | None
     address: str
     host: str
     rack: str

@@ -217,10 +217,9 @@ class OpenRequest:
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
         request, setbacks = self._with_time_left(self._progress.request()), self._setbacks
-        handed = None if self._handed is None else self._handed.num_tokens(self._loop.time())
-        quote = shared.router.quote(request, setbacks.avoided | setbacks.lost, handed_tokens=handed)
+        quote = shared.router.quote(request, setbacks.avoided | setbacks.lost, handed=self._handed)
         if quote is None and setbacks.lost:  # one that was lost and is back is better than none
-            quote = shared.router.quote(request, setbacks.avoided, handed_tokens=handed)
+            quote = shared.router.quote(request, setbacks.avoided, handed=self._handed)
         return quote
 
     def _with_time_left(self, request: Request) -> Request:

@@ -23,6 +23,7 @@ from penstock.router.decisions import Decision, Decisions
 from penstock.router.disagg import Apart, Comparison, Weighed, as_handed_over, weigh
 from penstock.router.explanation import Explanation, RouteReason
 from penstock.router.fleet import Fleet
+from penstock.router.handed_over import HandedOver
 from penstock.router.metrics import RouterMetrics
 from penstock.router.policies import mix, recomputed_blocks
 from penstock.router.recorded import EVENT, RecordedDecision, record_apart, record_context
@@ -132,14 +133,14 @@ class Router:
         return asyncio.get_running_loop()
 
     def quote(
-        self, request: Request, exclude: Collection[WorkerId] = (), *, handed_tokens: int | None = None
+        self, request: Request, exclude: Collection[WorkerId] = (), *, handed: HandedOver | None = None
     ) -> Quote | None:
         """Price a request on all workers: its prompt on prefill workers, where handing it over costs less.
 
         Args:
             request: with its block hashes.
             exclude: workers that must not get it.
-            handed_tokens: so many were computed by a prefill worker, who hands them over; None: it is to be decided.
+            handed: what a prefill worker has computed of it, and hands over; None: it is to be decided.
 
         Returns:
             None where no worker of its model may get it now.
@@ -158,10 +159,17 @@ class Router:
         def quote(context: RoutingContext, choice: Choice) -> Quote:
             return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms)
 
-        if handed_tokens is not None:
-            handed_blocks = handed_tokens // context.block_size
-            handed = as_handed_over(context, handed_blocks, self._block_bytes(context), self._config.disagg)
-            return replace(quote(handed, self._chooser.choose(handed, tie)), handed_blocks=handed_blocks)
+        if handed is not None:
+            handed_blocks = handed.num_tokens(now_s) // context.block_size
+            producer = None if handed.producer is None else self.fleet.slot_of(handed.producer)
+            rest = as_handed_over(
+                context,
+                handed_blocks,
+                self._block_bytes(context),
+                pool.pairs.takers(producer, len(eligible)),
+                self._config.disagg,
+            )
+            return replace(quote(rest, self._chooser.choose(rest, tie)), handed_blocks=handed_blocks)
         prefillers = self._prefillers(request, pool, exclude, context)
         if prefillers is None:
             return quote(context, self._chooser.choose(context, tie))
@@ -170,6 +178,8 @@ class Router:
             prompt_turn=self._prompt_turn,
             blocks=len(hashes),
             block_bytes=self._block_bytes(context),
+            kinds=pool.pairs.kinds(len(eligible)),
+            fits=pool.pairs.fits,
             config=self._config.disagg,
         )
         weighed = weigh(self._chooser, context, tie, apart)
@@ -193,13 +203,15 @@ class Router:
     ) -> NDArray[np.bool_] | None:
         """Say which prefill workers may get its prompt; None where none may.
 
+        One that hands over to none of those that may go on would compute it for nothing.
         One whose blocks hold no more than it and a token would say that the answer ends there.
         """
         if not pool.num_ready_prefill:
             return None
         total = context.total_blocks
         holds = (total * context.block_size > context.request_tokens + 1) | (total == 0)
-        return self._eligible(request, pool.ready_prefill & holds, exclude)
+        fitting = pool.pairs.producers(pool.ready_prefill, context.eligible)
+        return self._eligible(request, fitting & holds, exclude)
 
     def _block_bytes(self, context: RoutingContext) -> int:
         """Say how large the blocks are that move between workers: those that hand over have them alike."""

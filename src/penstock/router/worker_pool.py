@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penstock.core.log import get_logger
 from penstock.core.types import Instance, InstanceState, ModelCard, Role
 from penstock.perf.topology import Way
+from penstock.router.hand_over_pairs import HandOverPairs
 from penstock.router.member import Member, identity
 from penstock.router.price_table import PriceTable
 from penstock.router.traffic import Traffic
@@ -63,6 +64,7 @@ class WorkerPool:
         self._whole = _Ready(num_slots)
         self._prefill = _Ready(num_slots)
         self._roles: dict[int, Role] = {}  # by slot
+        self.pairs = HandOverPairs()
         self.prices = PriceTable(num_slots)
         self.traffic = Traffic()
         self._members: dict[Member, _Noted] = {}
@@ -89,6 +91,7 @@ class WorkerPool:
         if self._roles.get(member.slot) is not instance.role:
             self.set_ready(member.slot, is_ready=False)
             self._roles[member.slot] = instance.role
+        self.pairs.put(member.slot, instance)
         self.prices.put(member.slot, instance, member.drift.factor, way)
         is_staying = member.listed and instance.state is InstanceState.READY
         noted = _Noted(instance.card, is_staying, instance.adapters)
@@ -109,6 +112,7 @@ class WorkerPool:
         self._drop_adapters(member.slot, noted.adapters)
         self.set_ready(member.slot, is_ready=False)
         del self._roles[member.slot]
+        self.pairs.remove(member.slot)
         self.prices.remove(member.slot)
         return self._choose_card()
 
@@ -141,6 +145,18 @@ class WorkerPool:
                 if self.with_adapter(self.ready, adapter).any():
                     yield self.card.adapted(adapter)
 
+    def mismatch(self, member: Member) -> str | None:
+        """Say why a worker's blocks are none of the others'; None where they are."""
+        if member.matching:
+            return None
+        card, ours = member.instance.card, self.card
+        what = (
+            f"blocks of {card.block_size} tokens, the model's other workers have {ours.block_size}"
+            if card.block_size != ours.block_size
+            else "another salt than the model's other workers: another revision of the model, or other number formats"
+        )
+        return f"{what}; it is used once these are gone"
+
     def set_ready(self, slot: int, *, is_ready: bool) -> None:
         """Say whether a worker may get what is for its role."""
         of_role = self._prefill if self._roles.get(slot) is Role.PREFILL else self._whole
@@ -156,6 +172,7 @@ class WorkerPool:
 
     def check(self) -> None:
         """Raise AssertionError where counts and members disagree."""
+        self.pairs.check()
         self.prices.check()
         self.traffic.check()
         for of_role in (self._whole, self._prefill):

@@ -34,9 +34,9 @@ _CONFIG = MockConfig(timing=TIMING, answer_tokens=1000)
 _SCHEDULER = SchedulerConfig(max_batch_tokens=64)
 
 
-def tiny_engine(kv_blocks: int = 200, kv_bytes: int = 64) -> BatchedEngine:
+def tiny_engine(kv_blocks: int = 200, kv_bytes: int = 64, *, block_size: int = BLOCK_SIZE) -> BatchedEngine:
     """Make a mock engine whose every read of KV is checked (unless `kv_bytes` is 0)."""
-    return mock_engine(_shape(kv_blocks, kv_bytes), _CONFIG, _SCHEDULER)
+    return mock_engine(_shape(kv_blocks, kv_bytes, block_size), _CONFIG, _SCHEDULER)
 
 
 def tiny_laid_out_engine(layout: KvLayout, kv_blocks: int = 200) -> BatchedEngine:
@@ -44,10 +44,10 @@ def tiny_laid_out_engine(layout: KvLayout, kv_blocks: int = 200) -> BatchedEngin
     return laid_out_engine(layout, _shape(kv_blocks, 0), _CONFIG, _SCHEDULER)
 
 
-def _shape(kv_blocks: int, kv_bytes: int) -> RunnerInfo:
+def _shape(kv_blocks: int, kv_bytes: int, block_size: int = BLOCK_SIZE) -> RunnerInfo:
     return RunnerInfo(
         num_blocks=kv_blocks,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         context_length=400,
         vocab_size=VOCAB,
         kv_bytes_per_block=kv_bytes,

@@ -16,6 +16,15 @@ from penstock.transfer.tcp import TcpTransport
 
 STORAGE = frozenset({FileTransport.name, ObjectTransport.name})
 """Those that an agent reaches its own storage by, and no other agent."""
+NAMES = (
+    MemoryTransport.name,
+    ShmTransport.name,
+    TcpTransport.name,
+    CudaTransport.name,
+    NixlTransport.name,
+    *sorted(STORAGE),
+)
+"""All that are built in."""
 BETWEEN_PROCESSES = (ShmTransport.name, TcpTransport.name, CudaTransport.name, NixlTransport.name)
 """Those that reach the memory of another process."""
 

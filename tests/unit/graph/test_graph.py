@@ -126,6 +126,48 @@ def test_roles_must_fit_each_other(tmp_path: Path) -> None:
     assert "prefill.kv_dtype is 'float16' and decode.kv_dtype is 'float32'" in line
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "roles: {prefill: {engine: mock}, aggregated: {}}",
+            "roles: prefill.engine is 'mock' and aggregated.engine is 'paged'; KV moves between them as it is",
+        ),
+        (
+            "roles: {prefill: {engine: mock, weight_dtype: fp8}, decode: {engine: mock}}",
+            "roles: prefill.weight_dtype is 'fp8' and decode.weight_dtype is 'auto'",
+        ),
+        (
+            "roles: {prefill: {engine: mock, mock: {kv_bytes_per_block: 4096}}, decode: {engine: mock}}",
+            "roles: prefill.mock.kv_bytes_per_block is 4096 and decode.mock.kv_bytes_per_block is 0",
+        ),
+        (
+            "roles: {prefill: {}, decode: {}}\nworker: {hand_over: {transfer: {transports: [file, memory]}}}",
+            "worker.hand_over.transfer.transports: file, memory cannot reach another worker's memory; name at least one",
+        ),
+        (
+            "roles: {prefill: {}, decode: {}}\nworker: {hand_over: {transfer: {transports: [shmem]}}}",
+            "worker.hand_over.transfer.transports: there is no transport 'shmem'; did you mean 'shm'?",
+        ),
+        (
+            "roles: {prefill: {}, decode: {}}\nworker: {hand_over: {transfer: {listen: [memory]}}}",
+            "worker.hand_over.transfer.listen: memory cannot be reached by other workers",
+        ),
+    ],
+)
+def test_roles_that_cannot_hand_prompts_over_are_refused(tmp_path: Path, text: str, why: str) -> None:
+    (line,) = mistakes(write(tmp_path, f"model: demo\n{text}\n"))
+    assert why in line
+
+
+def test_prefill_workers_may_be_none_and_tensor_parallelism_may_differ(tmp_path: Path) -> None:
+    for roles in (
+        "{prefill: {replicas: 0}, decode: {}}",
+        "{prefill: {engine: mock, tensor_parallel: 2}, decode: {engine: mock, tensor_parallel: 4}}",
+    ):
+        load(write(tmp_path, f"model: demo\nroles: {roles}\n"))
+
+
 def test_hardware_is_one_of_the_catalogue(tmp_path: Path) -> None:
     path = write(tmp_path, "model: demo\nroles: {aggregated: {hardware: H100}}\n")
     assert load(path).roles.present()[Role.AGGREGATED].hardware == "h100"

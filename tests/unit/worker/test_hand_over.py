@@ -185,17 +185,6 @@ def test_no_more_blocks_are_held_than_allowed():
     play(scene, config=WorkerConfig(hand_over=HandOverConfig(pinned_share_max=0.01)))
 
 
-def test_engines_that_do_not_fit_compute_again():
-    async def scene(cluster, dispatcher):
-        await cluster.start("d1", engine(kv_bytes=128), role=Role.DECODE)
-        await asyncio.sleep(1)
-        asked = request("a")
-        assert (await answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
-        assert cluster.worker("d1").hand_over.failures == {"transfer_refused": 1}
-
-    play(scene, decode=0)
-
-
 @pytest.mark.parametrize(("length", "is_remote"), [(300, True), (5, False)])
 def test_seconds_decide_where_a_prompt_is_computed(length, is_remote):
     """With streams on the decode worker, each of which a long prompt would hold up."""

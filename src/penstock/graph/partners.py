@@ -1,0 +1,63 @@
+"""Whether the roles of a graph can hand prompts over to each other; what cannot work is refused before anything starts."""
+
+from penstock.core.config import nearest, wrong
+from penstock.core.types import Role
+from penstock.graph.role import Roles
+from penstock.transfer.config import SAME_HOST, TransferConfig
+from penstock.transfer.transports import BETWEEN_PROCESSES, NAMES
+
+_SAME = ("engine", "weight_dtype", "expert_dtype", "kv_dtype")
+"""What makes a block's bytes, beside the model and the block size, which all roles of a graph have in common."""
+
+
+def check_partners(roles: Roles) -> None:
+    """Refuse roles that have nobody to hand prompts over to, or to get them from, or whose KV differs.
+
+    Raises:
+        PydanticCustomError: why.
+    """
+    prefill, decode = roles.prefill, roles.decode
+    if not roles.present():
+        raise wrong("no role is described; describe aggregated, or prefill and decode")
+    if prefill and not (decode or roles.aggregated):
+        raise wrong("prefill needs decode: nobody would take its KV over; describe roles.decode as well")
+    if decode and not prefill:
+        raise wrong("decode needs prefill: nobody would run its prompts; describe roles.prefill as well")
+    if not prefill:
+        return
+    takers = {role: spec for role, spec in roles.present().items() if role is not Role.PREFILL}
+    for role, spec in takers.items():
+        both = [(field, getattr(prefill, field), getattr(spec, field)) for field in _SAME]
+        if prefill.engine == "mock":
+            both.append(
+                ("mock.kv_bytes_per_block", prefill.mock.kv_bytes_per_block, spec.mock.kv_bytes_per_block)
+            )
+        for field, ours, theirs in both:
+            if ours != theirs:
+                raise wrong(
+                    f"prefill.{field} is {ours!r} and {role}.{field} is {theirs!r}; KV moves between them as it is, so"
+                    " they must be the same"
+                )
+
+
+def check_ways(transfer: TransferConfig) -> None:
+    """Refuse settings with which no worker reaches another one's memory.
+
+    Raises:
+        PydanticCustomError: why.
+    """
+    place = "worker.hand_over.transfer"
+    names = transfer.transports
+    for name in names or ():
+        if name not in NAMES:
+            raise wrong(f"{place}.transports: there is no transport {name!r}{nearest(name, list(NAMES))}")
+    if names is not None and not set(names) & set(BETWEEN_PROCESSES):
+        raise wrong(
+            f"{place}.transports: {', '.join(names) or 'none'} cannot reach another worker's memory; name at least one of"
+            f" {', '.join(BETWEEN_PROCESSES)}, or leave it out"
+        )
+    if not any(address == SAME_HOST or address.startswith("tcp://") for address in transfer.listen):
+        raise wrong(
+            f"{place}.listen: {', '.join(transfer.listen) or 'nothing'} cannot be reached by other workers, which are"
+            f" other processes; add {SAME_HOST!r} or tcp://HOST:PORT"
+        )

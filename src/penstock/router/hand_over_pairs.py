@@ -1,0 +1,143 @@
+"""Which workers of a model can hand prompts over to which others, and why not.
+
+A pair fits where both keep KV alike and one can read the other's memory. What decides that is the same for nearly all
+workers of a deployment, so that it is worked out once for each two kinds of worker, when somebody asks.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.kv_exchange import KvExchange
+from penstock.core.kv_layout import KvLayout
+from penstock.core.types import Instance, Role
+from penstock.transfer.reshard import mismatch
+
+_WITHIN_A_HOST = frozenset({"memory", "shm", "cuda"})
+_REASONS_MAX = 4096
+"""Pairs of kinds that are remembered; more are asked anew."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """What decides whether a worker fits another one; `key` is the same for equal ones."""
+
+    key: bytes
+    layout: KvLayout | None
+    exchange: KvExchange | None
+
+    @classmethod
+    def of(cls, instance: Instance) -> "_Kind":
+        layout = instance.engine.kv_layout
+        if layout is not None:  # how many blocks there are plays no part
+            ranks = tuple(msgspec.structs.replace(rank, num_blocks=1) for rank in layout.ranks)
+            layout = msgspec.structs.replace(layout, ranks=ranks)
+        return cls(msgspec.msgpack.encode((layout, instance.exchange)), layout, instance.exchange)
+
+
+def _unfit(producer: _Kind, taker: _Kind) -> str | None:
+    """Say why prompts cannot be handed over from one to the other; None if they can."""
+    here, there = taker.exchange, producer.exchange
+    if here is None or there is None:
+        return "one of the two moves no KV"
+    if (producer.layout is None) != (taker.layout is None):
+        return "one of the two engines keeps no memory for KV, the other one does"
+    common = set(here.transports) & set(there.transports)
+    if here.host != there.host:
+        common -= _WITHIN_A_HOST
+        if "tcp" not in there.listens:
+            return "they are on different hosts, and the one that has the KV listens on no tcp:// address"
+    if not common:
+        return f"no transport in common: {_listed(there.transports)} there, {_listed(here.transports)} here"
+    if producer.layout is None or taker.layout is None or producer.layout == taker.layout:
+        return None
+    return mismatch(producer.layout, taker.layout)
+
+
+class HandOverPairs:
+    """The workers of one model as producers and takers of KV. One event loop owns it."""
+
+    def __init__(self) -> None:
+        """Know of nobody."""
+        self._workers: dict[int, tuple[Instance, _Kind]] = {}  # by slot
+        self._kinds: list[_Kind] = []
+        self._numbers: NDArray[np.intp] | None = None  # (num_slots,) into these; None once somebody changed
+        self.fits: NDArray[np.bool_] = np.zeros((1, 1), dtype=np.bool_)
+        """(producers' kinds, takers' kinds), as numbered when `kinds` was last asked for."""
+        self._reasons: dict[tuple[bytes, bytes], str | None] = {}  # by both kinds' keys, why they do not fit
+
+    def put(self, slot: int, instance: Instance) -> None:
+        """Take in a worker, or what discovery says anew about one."""
+        self._workers[slot] = instance, _Kind.of(instance)
+        self._numbers = None
+
+    def remove(self, slot: int) -> None:
+        """Forget a worker."""
+        del self._workers[slot]
+        self._numbers = None
+
+    def kinds(self, num_slots: int) -> NDArray[np.intp]:
+        """Number the kinds of workers: (num_slots,); slots without a worker have the first one's. Not to be written to."""
+        if self._numbers is None or len(self._numbers) != num_slots:
+            self._numbers = np.zeros(num_slots, dtype=np.intp)
+            numbers: dict[bytes, int] = {}
+            self._kinds = []
+            for slot, (_, kind) in self._workers.items():
+                if kind.key not in numbers:
+                    numbers[kind.key] = len(numbers)
+                    self._kinds.append(kind)
+                self._numbers[slot] = numbers[kind.key]
+            fits = [[self._reason(one, other) is None for other in self._kinds] for one in self._kinds]
+            self.fits = np.array(fits, dtype=np.bool_)
+        return self._numbers
+
+    def takers(self, producer: int | None, num_slots: int) -> NDArray[np.bool_]:
+        """Mask (num_slots,) those who can take over what the worker in this slot has computed; all where nobody is (any more)."""
+        kinds = self.kinds(num_slots)
+        if producer is None or producer not in self._workers:
+            return np.ones(num_slots, dtype=np.bool_)
+        return np.asarray(self.fits[kinds[producer]][kinds], dtype=np.bool_)
+
+    def producers(self, ready: NDArray[np.bool_], takers: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Mask those of `ready` (num_slots,) whose prompts one of `takers` (num_slots,) can take over."""
+        kinds = self.kinds(len(ready))
+        fits = np.asarray(self.fits[:, kinds[takers]].any(axis=1))
+        return np.logical_and(ready, fits[kinds])
+
+    def problem(self, slot: int) -> str | None:
+        """Say why the worker in this slot hands no prompt over, or takes none; None where it can, or nobody is there to."""
+        instance, kind = self._workers[slot]
+        hands_over = instance.role is Role.PREFILL
+        others = [
+            worker for worker in self._workers.values() if (worker[0].role is Role.PREFILL) is not hands_over
+        ]
+        reasons = [
+            self._reason(kind, other) if hands_over else self._reason(other, kind) for _, other in others
+        ]
+        if not others and hands_over:
+            return "no decode or aggregated worker of its model is there to go on with its prompts"
+        if not others or None in reasons:
+            return None
+        does = "go on with its prompts" if hands_over else "hand it prompts"
+        return f"none of {len(others)} workers can {does}; {others[0][0].name}: {reasons[0]}"
+
+    def check(self) -> None:
+        """Raise AssertionError where too much is remembered, or kinds and workers disagree."""
+        assert len(self._reasons) <= _REASONS_MAX, f"{len(self._reasons)} pairs of kinds: past the bound"
+        if self._numbers is not None:
+            for slot, (_, kind) in self._workers.items():
+                assert self._kinds[self._numbers[slot]].key == kind.key, f"slot {slot}: its kind"
+
+    def _reason(self, producer: _Kind, taker: _Kind) -> str | None:
+        key = producer.key, taker.key
+        if key not in self._reasons:
+            if len(self._reasons) >= _REASONS_MAX:
+                self._reasons.clear()
+            self._reasons[key] = _unfit(producer, taker)
+        return self._reasons[key]
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"

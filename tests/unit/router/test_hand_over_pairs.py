@@ -1,0 +1,101 @@
+"""Who can hand prompts over to whom, by what workers say of themselves."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.core.kv_exchange import KvExchange
+from penstock.core.kv_layout import KvLayout
+from penstock.core.types import EngineInfo, Instance, Role
+from penstock.router.hand_over_pairs import HandOverPairs
+from penstock.testing.cluster import small_card
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", element_bytes=2, block_size=4)
+HERE = KvExchange(transports=("shm", "tcp"), listens=("memory", "unix"), host=b"one")
+
+
+def worker(name, exchange=HERE, *, layout=LAYOUT, blocks=10, tp=1):
+    engine = EngineInfo(
+        block_size=4,
+        total_blocks=blocks,
+        context_length=40,
+        max_batch_tokens=8,
+        max_running_requests=2,
+        kv_layout=layout and layout.split(num_blocks=blocks, tp=tp),
+    )
+    role = Role.PREFILL if name[0] == "p" else Role.DECODE
+    return Instance(
+        worker_id=1, name=name, address="", role=role, card=small_card(), engine=engine, exchange=exchange
+    )
+
+
+def pairs(*workers):
+    made = HandOverPairs()
+    for slot, instance in enumerate(workers):
+        made.put(slot, instance)
+    return made
+
+
+def mask(*slots, of=4):
+    return np.isin(np.arange(of), slots)
+
+
+def at(host=b"one", *, transports=HERE.transports, listens=HERE.listens):
+    return KvExchange(transports=transports, listens=listens, host=host)
+
+
+@pytest.mark.parametrize(
+    ("producer", "taker", "why"),
+    [
+        (worker("p"), worker("d"), None),
+        (worker("p", blocks=5), worker("d", blocks=50), None),
+        (worker("p", tp=2), worker("d"), None),
+        (worker("p", layout=None), worker("d", layout=None), None),
+        (worker("p", layout=None), worker("d"), "keeps no memory"),
+        (worker("p"), worker("d", None), "moves no KV"),
+        (worker("p"), worker("d", at(transports=("nixl",))), "shm, tcp there, nixl here"),
+        (worker("p"), worker("d", at(transports=())), "shm, tcp there, none here"),
+        (worker("p"), worker("d", at(b"two")), r"listens on no tcp:// address"),
+        (worker("p", at(b"two", listens=("tcp",))), worker("d"), None),
+        (worker("p", at(b"two", listens=("tcp",), transports=("shm",))), worker("d"), "in common"),
+        (worker("p", layout=msgspec.structs.replace(LAYOUT, num_kv_heads=4)), worker("d"), "num_kv_heads"),
+    ],
+)
+def test_a_pair_fits_or_says_why_not(producer, taker, why):
+    found = pairs(producer, taker)
+    everybody = mask(0, 1, of=2)
+    assert found.takers(0, 2)[1] == (why is None)
+    assert (found.producers(everybody, mask(1, of=2)) & mask(0, of=2)).any() == (why is None)
+    for slot in (0, 1):
+        problem = found.problem(slot)
+        assert (problem is None) == (why is None)
+        assert why is None or msgspec.json.encode(problem)
+    if why is not None:
+        with pytest.raises(AssertionError, match=why):
+            raise AssertionError(found.problem(0))
+    found.check()
+
+
+def test_of_several_kinds_each_goes_its_own_way():
+    other = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
+    found = pairs(worker("p0"), worker("p1", layout=other), worker("d0"), worker("d1", layout=other))
+    takers = mask(2, 3)
+    assert (found.takers(0, 4) & takers).tolist() == mask(2).tolist()
+    assert (found.takers(1, 4) & takers).tolist() == mask(3).tolist()
+    assert found.producers(mask(0, 1), takers).tolist() == mask(0, 1).tolist()
+    assert found.producers(mask(0, 1), mask(2)).tolist() == mask(0).tolist()
+    assert found.problem(0) is None
+    found.remove(3)
+    assert found.producers(mask(0, 1), mask(2)).tolist() == mask(0).tolist()
+    assert "dtype" in found.problem(1)
+    found.put(2, worker("d0", layout=other))
+    assert found.producers(mask(0, 1), mask(2)).tolist() == mask(1).tolist()
+    assert found.takers(7, 4).all(), "one that is gone is asked all the same"
+    grown = mask(2, 5, of=8)
+    found.put(5, worker("d2"))
+    assert (found.takers(0, 8) & grown).tolist() == mask(5, of=8).tolist()
+    found.check()
+
+
+def test_decode_workers_alone_have_no_problem():
+    assert pairs(worker("d0"), worker("d1", None)).problem(1) is None
