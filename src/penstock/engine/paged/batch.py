@@ -28,12 +28,14 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step computes. The tokens of decode rows come first, shortest context first, then prefill spans.
+    """What one step computes. Decode rows come first, shortest context first, then prefill spans.
+
+    A decode row is one token that attends to the blocks of its sequence; a short span of a prompt may be as many rows.
 
     tokens:         (4, bucket): token ids, positions, and the block and the offset in it where each token's keys
                     and values go; from `num_tokens` on it is padding, whose keys and values go to the spare block
     decode_tables:  (num_decode, longest) block ids
-    decode_lengths: (num_decode,) tokens to attend to, the new one included; ascending
+    decode_lengths: (num_decode,) tokens to attend to, the new one included; ascending but within a span
     last_tokens:    (samples,) index of each sampled row's last token in the batch
     sampling:       how to sample them; None is greedy for all
     """
@@ -51,7 +53,18 @@ class StepBatch:
 class BatchBuilder:
     """Makes each step's `StepBatch` in buffers that are kept: a batch is valid until the next one is built."""
 
-    def __init__(self, block_size: int, spare_block: int, columns: SamplingColumns) -> None:
+    def __init__(
+        self, block_size: int, spare_block: int, columns: SamplingColumns, *, row_tokens: int = 1
+    ) -> None:
+        """Begin with no memory.
+
+        Args:
+            block_size: of the engine.
+            spare_block: where padding goes.
+            columns: how sequences are sampled.
+            row_tokens: spans of up to so many tokens become decode rows, each token one.
+        """
+        self._row_tokens = row_tokens
         self._block_size = block_size
         self._spare_block = spare_block
         self._columns = columns
@@ -63,9 +76,9 @@ class BatchBuilder:
         Returns:
             The batch, and the (samples,) rows of the plan whose tokens it samples, in its order.
         """
-        decode = plan.num_decode
-        order = np.arange(len(plan.slots))
-        order[:decode] = np.argsort(table.num_computed[plan.slots[:decode]], kind="stable")
+        is_span = plan.num_new > self._row_tokens
+        order = np.lexsort((np.where(is_span, 0, table.num_computed[plan.slots]), is_span))
+        first_span = len(order) - np.count_nonzero(is_span)
         slots, num_new = plan.slots[order], plan.num_new[order]
         computed = table.num_computed[slots]
         ends = np.cumsum(num_new, dtype=np.int64)
@@ -82,18 +95,19 @@ class BatchBuilder:
         tokens[3, :num_tokens] = offsets
         tokens[:, num_tokens:] = [[0], [0], [self._spare_block], [0]]
 
-        lengths = computed[:decode].astype(np.int64) + 1
-        longest = -(-int(lengths[-1]) // self._block_size) if decode else 0
+        decode = int(ends[first_span - 1]) if first_span else 0
+        lengths = positions[:decode] + 1
+        longest = -(-int(lengths.max()) // self._block_size) if decode else 0
         rows = order[plan.samples[order]]
         batch = StepBatch(
             num_tokens=num_tokens,
             num_decode=decode,
             tokens=tokens,
-            decode_tables=np.ascontiguousarray(table.block_tables[slots[:decode], :longest]),
+            decode_tables=np.ascontiguousarray(table.block_tables[of_token[:decode], :longest]),
             decode_lengths=lengths,
             prefills=tuple(
                 self._span(table, int(slots[row]), int(starts[row]), int(ends[row]))
-                for row in range(decode, len(slots))
+                for row in range(first_span, len(slots))
             ),
             last_tokens=ends[plan.samples[order]] - 1,
             sampling=self._columns.rows(table, plan.slots[rows]),

@@ -17,6 +17,9 @@ from penstock.engine.paged.memory import Gather, KvMemory
 
 _HEAD_DIM_STEP = 16
 _NATIVE_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+_NATIVE_ROW_TOKENS = 8
+"""After 2,300 cached tokens (12 layers, 2 kv heads of 32), on one EPYC core: 1.7 ms instead of 5 for one token, 3 instead of
+6 for four, 6 instead of 7 for eight, and no gain from there on."""
 _GROUP_GROWTH = 1.25
 _GROUP_BYTES = 4 << 20
 """Keys (or values) that one gather of decode rows may fill: near the size of a core's caches."""
@@ -39,6 +42,11 @@ def native_decodes(memory: KvMemory) -> bool:
         and memory.shape.dtype in _NATIVE_VIEWS
         and memory.shape.head_dim % _HEAD_DIM_STEP == 0
     )
+
+
+def row_tokens(memory: KvMemory) -> int:
+    """Give how many tokens of a prompt are computed sooner as decode rows than as a span of their own."""
+    return _NATIVE_ROW_TOKENS if native_decodes(memory) else 1
 
 
 class NativeRows:

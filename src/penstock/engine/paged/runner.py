@@ -12,6 +12,7 @@ from penstock.core.types import TokenLogprob
 from penstock.engine.paged.batch import BatchBuilder, StepBatch
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.paged.config import PagedConfig
+from penstock.engine.paged.decoding import row_tokens
 from penstock.engine.paged.memory import Gather, KvMemory, plan_blocks
 from penstock.engine.paged.models import PagedModel
 from penstock.engine.paged.sampling import Sampler, SamplingColumns
@@ -94,7 +95,9 @@ class PagedRunner:
             memory=memory,
             gather=Gather(memory),
             columns=columns,
-            builder=BatchBuilder(config.block_size, memory.spare_block, columns),
+            builder=BatchBuilder(
+                config.block_size, memory.spare_block, columns, row_tokens=row_tokens(memory)
+            ),
             tokens=DeviceTokens(model.device),
             sampler=Sampler(model.vocab_size, model.device),
         )

@@ -41,15 +41,17 @@ def random_state(random: np.random.Generator) -> tuple[StepPlan, SequenceTable]:
     return StepPlan(slots, num_new, num_decode, samples), table
 
 
+@pytest.mark.parametrize("row_tokens", [1, 3])
 @pytest.mark.parametrize("seed", range(60))
-def test_equals_a_batch_built_token_by_token(seed):
+def test_equals_a_batch_built_token_by_token(seed, row_tokens):
     plan, table = random_state(np.random.default_rng(seed))
-    builder = BatchBuilder(BLOCK_SIZE, SPARE, SamplingColumns(()))
+    builder = BatchBuilder(BLOCK_SIZE, SPARE, SamplingColumns(()), row_tokens=row_tokens)
     builder.build(*random_state(np.random.default_rng(seed + 1)))  # leaves its tokens in the buffers
     batch, rows = builder.build(plan, table)
 
-    decode = sorted(range(plan.num_decode), key=lambda row: table.num_computed[plan.slots[row]])
-    order = decode + list(range(plan.num_decode, len(plan.slots)))
+    short = [row for row, count in enumerate(plan.num_new) if count <= row_tokens]
+    decode = sorted(short, key=lambda row: table.num_computed[plan.slots[row]])
+    order = decode + [row for row in range(len(plan.slots)) if row not in short]
     tokens, ends = [], []
     for row in order:
         slot = plan.slots[row]
@@ -68,14 +70,16 @@ def test_equals_a_batch_built_token_by_token(seed):
     ]
     assert batch.sampling is None
 
-    assert batch.decode_lengths.tolist() == [table.num_computed[plan.slots[row]] + 1 for row in decode]
-    for index, row in enumerate(decode):
+    of_token = [row for row in decode for _ in range(plan.num_new[row])]
+    assert batch.num_decode == len(of_token)
+    assert batch.decode_lengths.tolist() == [token[1] + 1 for token in tokens[: len(of_token)]]
+    for index, row in enumerate(of_token):
         used = -(-batch.decode_lengths[index] // BLOCK_SIZE)
         np.testing.assert_array_equal(
             batch.decode_tables[index, :used], table.block_tables[plan.slots[row], :used]
         )
-    assert len(batch.prefills) == len(order) - plan.num_decode
-    for span, row, end in zip(batch.prefills, order[plan.num_decode :], ends[plan.num_decode :], strict=True):
+    spans = slice(len(decode), None)
+    for span, row, end in zip(batch.prefills, order[spans], ends[spans], strict=True):
         slot = plan.slots[row]
         assert (span.start, span.end, span.num_cached) == (
             end - plan.num_new[row],

@@ -62,7 +62,8 @@ def test_blocks_travel_to_another_engine(engine, reference):
     found = source.pool.match(hashes)
     assert len(found) == len(hashes) > 3
     block_ids = target.pool.allocate(len(found))
-    target.runner.kv_memory()[block_ids] = source.runner.kv_memory()[found]
+    ((there,),), ((here,),) = source.runner.kv_memory(), target.runner.kv_memory()
+    here[block_ids] = there[found]
     target.pool.commit(block_ids, hashes, None)
     target.pool.release(block_ids)
     expected.check(target.run(*expected.requests(3)), 3)
@@ -78,7 +79,7 @@ def test_short_floats(engine, reference, dtype, native, monkeypatch):
     expected = reference("llama")
     paged = engine(dtype=dtype)
     tokens = paged.run(*expected.requests(8, logprobs=0))
-    assert paged.runner.kv_memory()[0].nbytes == 2 * 2 * 8 * 2 * 16 * 2
+    assert paged.runner.kv_memory()[0][0].nbytes == 2 * 2 * 8 * 2 * 16 * 2
     first = [tokens[str(index)][0] == expected.output(index)[0] for index in range(8)]
     assert sum(first) >= 7
     assert all(np.isfinite(report.logprob) for reports in paged.logprobs.values() for report in reports)
