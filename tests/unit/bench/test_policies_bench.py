@@ -187,6 +187,12 @@ class TestSummary:
         assert found["slow-worker_ttft_over_best_worst"] == pytest.approx(2.0)
         assert (found["slow-worker_worker_share_min"], found["slow-worker_worker_share_max"]) == (0.5, 1.5)
 
+    def test_trouble_counts_where_nobody_else_was_played(self):
+        found = self.figures([(HEAD, "kv", [2.0]), (SLOW, "kv", [2.2])])
+        assert found["slow-worker_ttft_over_calm_worst"] == pytest.approx(1.1)
+        assert (found["slow-worker_worker_share_min"], found["slow-worker_worker_share_max"]) == (0.5, 1.5)
+        assert "slow-worker_ttft_over_best_worst" not in found
+
     def test_baselines_alone_make_no_claims(self):
         found = self.figures([(HEAD, "a", [1.0]), (HEAD, "b", [2.0])])
         assert set(found) == {"saturation_rps S/70b-fp8", "reusable_share S/70b-fp8", "failed_requests"}

@@ -44,7 +44,7 @@ def summarise(results: Results, subject: str) -> Summary:
         if best_single is not None:
             figures["ttft_geomean_over_best_single"] = _geomean_ratio(means, results, subject, best_single)
         figures |= _against_the_best(means, subject)
-        figures |= _in_trouble(means, subject)
+    figures |= _in_trouble(means, subject)  # which needs no others
     failed = sum(run["failed"] for run in results.runs.values())
     figures["failed_requests"] = failed
     return Summary(subject, means, figures, best_single)
