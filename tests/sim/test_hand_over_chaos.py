@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, PinExpired, Unavailable
 from penstock.core.hashing import block_hashes
 from penstock.core.types import FinishReason, Role
 from penstock.core.wire import unpack_tokens
@@ -34,6 +34,8 @@ from penstock.worker.computing import Computing
 from penstock.worker.config import HandOverConfig, WorkerConfig
 from penstock.worker.hand_over import HandOver
 from penstock.worker.offers import Offers
+from penstock.worker.pin_messages import PinRead
+from penstock.worker.prefetches import Prefetches
 from penstock.worker.reader import Reader
 
 pytestmark = pytest.mark.slow
@@ -94,9 +96,13 @@ class HandOverTrial:
             drain_timeout_s=0.5,
             kv_events=rng.random() < 0.8,
             hand_over=HandOverConfig(
-                pin_ttl_s=rng.choice((0.05, 0.2, 3.0)), pinned_share_max=rng.choice((0.3, 0.9)), fetches_max=8
+                pin_ttl_s=rng.choice((0.05, 0.2, 3.0)),
+                pinned_share_max=rng.choice((0.3, 0.9)),
+                fetches_max=8,
+                stream_kv=rng.choice((True, True, False)),
             ),
         )
+        self.chunk_tokens = rng.choice((8, 24, 64))
         self.slowest_s = rng.choice((0.0, 0.1, 0.4))
         self.is_silent = (
             rng.random() < 0.5
@@ -139,7 +145,7 @@ class HandOverTrial:
         rng = random.Random(self.rng.getrandbits(32))
         await self.cluster.start(
             name,
-            tiny_engine(KV_BLOCKS[ROLES[name]]),
+            tiny_engine(KV_BLOCKS[ROLES[name]], chunk_tokens=self.chunk_tokens),
             role=ROLES[name],
             config=self.config,
             prices=PRICES,
@@ -197,6 +203,7 @@ class HandOverTrial:
     def note(self, name):
         hand_over = self.cluster.worker(name).hand_over
         self.ended["fetched"] += hand_over.fetched_blocks
+        self.ended["prefetched"] += hand_over.prefetches.fetched_blocks
         for code, times in hand_over.failures.items():
             self.ended[code] += times
 
@@ -236,7 +243,7 @@ def test_answers_are_exact_and_nothing_is_left(answers):
             raise
     assert outcomes["length"] > CLIENTS * len(SEEDS) / 2
     assert outcomes["unavailable"] + outcomes["overloaded"] < CLIENTS * len(SEEDS) / 20
-    for kind in ("left", "deadline_exceeded", "pin_expired", "fetched"):
+    for kind in ("left", "deadline_exceeded", "pin_expired", "fetched", "prefetched"):
         assert outcomes[kind] > 10, f"{kind}: {outcomes}"
 
 
@@ -269,7 +276,8 @@ def unpinned_before_the_read():
         if handle is not None:
             offer = self._held[handle.pin_id]
             self._engine.unpin(offer.block_ids)
-            self._held_blocks -= len(offer.block_ids)
+            self._held_blocks -= offer.num_counted
+            offer.num_counted = 0
             offer.block_ids.clear()
         return handle
 
@@ -305,12 +313,62 @@ def memory_given_back_during_a_transfer():
         yield
 
 
+@mutant
+def piece_that_counts_without_confirmation():
+    """What was read of a prompt under way is published, whatever its producer says."""
+    original = Reader.read
+
+    async def read(self, *args, last=PinRead):
+        try:
+            await original(self, *args, last=last)
+        except PinExpired:
+            if last is PinRead:
+                raise
+
+    with mock.patch.object(Reader, "read", read):
+        yield
+
+
+@mutant
+def producer_that_says_yes():
+    """A producer says of any pin that it is held."""
+    with mock.patch.object(Offers, "holds", return_value=True):
+        yield
+
+
+@mutant
+def abandoned_prefetch_that_keeps_its_room():
+    """Who is given up forgets the blocks that nothing has come for."""
+    original = Prefetches._end
+
+    def end(self, arriving):
+        if arriving.held is not None:
+            here, reserved = arriving.held
+            arriving.held = here, reserved[: arriving.num_read]
+        original(self, arriving)
+
+    with mock.patch.object(Prefetches, "_end", end):
+        yield
+
+
+@mutant
+def piece_under_the_name_of_the_next():
+    """A piece of a prompt is read from where the next one begins."""
+    original = Prefetches._read
+
+    async def read(self, arriving, held, hashes, *, peer, sources):
+        await original(self, arriving, held, hashes, peer=peer, sources=np.roll(sources, 1))
+
+    with mock.patch.object(Prefetches, "_read", read):
+        yield
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_caught(name, answers):
     for seed in SEEDS[:24]:
         try:
             with MUTANTS[name]():
                 run_hand_over_trial(seed, answers)
-        except (AssertionError, PenstockError, Deadlock):
+        except (AssertionError, PenstockError, Deadlock, TimeoutError):
             return
     pytest.fail(f"{name} went through")

@@ -149,6 +149,9 @@ LIFE = {"ping": framing.Ping(), "pong": framing.Pong(), "goodbye": framing.Goodb
 PLANE = {
     **HELLO,
     "submit": frames.Submit(request=REQUEST),
+    "prefetch": frames.PrefetchKv(
+        prefetch=types.Prefetch(request_id="r-0", block_hashes=pack_hashes([1, 2**63]), kv=HANDLE)
+    ),
     "abort": frames.Abort(request_id="r-0"),
     "grant": frames.Grant(grants=(("r-0", 128), ("r-1", 1))),
     "subscribe": frames.Subscribe(after_sequence=4),

@@ -61,7 +61,8 @@ class KvHandle(Wire, frozen=True):
 
     `block_ids` are packed little-endian uint32, the blocks of the first `num_tokens` tokens. They lie as `layout` says, an
     encoded `KvLayout` that only the two workers read, in `regions` of the producer's transfer agent: of each rank of the
-    layout, those it has. `agent` is that one's metadata. No layout is an engine's that keeps no memory for KV.
+    layout, those it has. `agent` is that one's metadata. No layout is an engine's that keeps no memory for KV. The handle of
+    a prompt that is still being computed names no block, and as many tokens as there will be.
     """
 
     producer: WorkerId
@@ -112,6 +113,17 @@ class Request(Wire, frozen=True):
     hand_over: bool = False
 
 
+class Prefetch(Wire, frozen=True):
+    """A hint to a worker: this request's prompt is computed elsewhere, and comes here next; its KV may be fetched meanwhile.
+
+    `kv` names a pin that grows as blocks are computed. `block_hashes` are the prompt's, as in `Request`.
+    """
+
+    request_id: RequestId
+    block_hashes: PackedHashes
+    kv: KvHandle
+
+
 class TokenLogprob(Wire, frozen=True, array_like=True):
     """`top` holds (token id, logprob), most likely first."""
 
@@ -123,7 +135,8 @@ class TokenLogprob(Wire, frozen=True, array_like=True):
 class Delta(Wire, frozen=True, array_like=True):
     """What one engine step added to one request. Only the last delta carries `finish_reason`.
 
-    `cached_tokens` comes with the first delta: how many prompt tokens the prefix cache gave.
+    `cached_tokens` comes with the first delta: how many prompt tokens the prefix cache gave. `kv` without a finish says
+    where the prompt's KV can be had while it is still computed (`Prefetch`).
     """
 
     request_id: RequestId
@@ -194,11 +207,15 @@ class WorkerLoad(Wire, frozen=True):
 
 
 class Step(Wire, frozen=True):
-    """All that one engine step changed, at once."""
+    """All that one engine step changed, at once.
+
+    `prefilling` names the requests of whose prompt a part was computed, and not the end.
+    """
 
     deltas: tuple[Delta, ...] = ()
     events: tuple[KvEvent, ...] = ()
     load: WorkerLoad | None = None
+    prefilling: tuple[RequestId, ...] = ()
 
 
 class EventBatch(Wire, frozen=True, tag="batch"):
@@ -226,6 +243,7 @@ class EngineInfo(Wire, frozen=True):
     Without `kv_events` it never says what its prefix cache holds; routers guess it from what they sent there.
     `prompts_at_once` are computed beside each other, each as fast as alone: one by each data-parallel rank.
     `kv_layout` is how its KV lies in memory, None where it keeps none.
+    With `kv_by_chunk` full blocks are in the prefix cache after the step that computed them, and steps name who is `prefilling`.
     """
 
     block_size: int
@@ -237,6 +255,7 @@ class EngineInfo(Wire, frozen=True):
     kv_events: bool = True
     prompts_at_once: int = 1
     kv_layout: KvLayout | None = None
+    kv_by_chunk: bool = False
 
 
 class Prices(Wire, frozen=True):

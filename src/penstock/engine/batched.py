@@ -80,6 +80,7 @@ class BatchedEngine:
             prompts_at_once=self._config.prompts_at_once,
             kv_bytes_per_block=runner.kv_bytes_per_block,
             kv_layout=runner.kv_layout,
+            kv_by_chunk=True,
         )
         self._started = info, pool, scheduler
         return info

@@ -166,8 +166,9 @@ class Scheduler:
         if self._aborted_slots:
             rows = rows[np.isin(plan.slots[rows], list(self._aborted_slots), invert=True)]
             self._vacate_aborted()
+        prefilling = self._prefilling(plan)
         failed = self._end_rows(plan, sampled.errors)
-        return self._make_step(failed + self._append(plan, rows, sampled))
+        return self._make_step(failed + self._append(plan, rows, sampled), prefilling)
 
     def fail(self, plan: StepPlan, error: PenstockError) -> Step:
         """End the requests of a plan that could not be computed; none of its work is kept."""
@@ -319,8 +320,18 @@ class Scheduler:
             self._vacate(slot)
         return deltas
 
-    def _make_step(self, deltas: list[Delta]) -> Step:
-        return Step(deltas=tuple(deltas), events=self._pool.take_events(), load=self.load())
+    def _prefilling(self, plan: StepPlan) -> tuple[RequestId, ...]:
+        """Name the requests that had a chunk of their prompt computed, and have more of it to come."""
+        if plan.num_decode == len(plan.slots):
+            return ()
+        slots = plan.slots[~plan.samples].tolist()
+        requests = (self.table.requests[slot] for slot in slots)
+        return tuple(request.request_id for request in requests if request is not None)
+
+    def _make_step(self, deltas: list[Delta], prefilling: tuple[RequestId, ...] = ()) -> Step:
+        return Step(
+            deltas=tuple(deltas), events=self._pool.take_events(), load=self.load(), prefilling=prefilling
+        )
 
     def _end_rows(self, plan: StepPlan, errors: Mapping[int, PenstockError]) -> list[Delta]:
         """End the requests of these rows, each with a last delta that tells its error."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from penstock.core.errors import PenstockError, ProtocolError, WorkerLost
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types import Delta, EventMessage, KvEvent, Request, WorkerLoad
+from penstock.core.types import Delta, EventMessage, KvEvent, Prefetch, Request, WorkerLoad
 from penstock.router.config import RouterConfig
 from penstock.router.drift import Drift
 from penstock.router.indexer import Indexer
@@ -99,8 +99,8 @@ class Connector:
                 await self._wait_closing(member, pause_s * self._rng.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, longest_s)
 
-    def submit(self, member: Member, request: Request) -> Connection:
-        """Send a request over the member's connection.
+    def submit(self, member: Member, request: Request | Prefetch) -> Connection:
+        """Send a request, or word of one, over the member's connection.
 
         Raises:
             WorkerLost: it has ended.
@@ -109,7 +109,10 @@ class Connector:
         if connection is None:
             raise WorkerLost(f"worker {member.instance.name}: the connection has ended; try another worker")
         try:
-            connection.submit(request)
+            if isinstance(request, Prefetch):
+                connection.prefetch(request)
+            else:
+                connection.submit(request)
         except WorkerLost as error:
             self._on_lost(member, error)
             raise

@@ -19,6 +19,7 @@ class RouteReason(StrEnum):
     LONGEST_PREFIX = "longest_prefix"  # nobody holds more of it than the chosen one
     SHORTER_PREFIX = "shorter_prefix"  # somebody holds more of it, but cost more
     HANDED_OVER = "handed_over"  # goes on with a prompt that a prefill worker has computed
+    PREFETCHED = "prefetched"  # the same, and reads its KV while it is being computed
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from penstock.core.types import (
     InstancePut,
     InstanceRemoved,
     ModelCard,
+    Prefetch,
     Request,
     WatchSynced,
 )
@@ -151,6 +152,22 @@ class Fleet:
             self._indexer.sent(slot, request.block_hashes)
         member.requests[request.request_id] = handler
         return connection
+
+    def prefetch(self, slot: int, prefetch: Prefetch, handler: DeltaHandler) -> Connection:
+        """Tell a worker of a request that it is about to get; `handler` hears if it is lost, until `finished`.
+
+        Raises:
+            WorkerLost: the connection has ended; the worker is not ready any more.
+        """
+        member = self.seats.at(slot)
+        connection = self._connector.submit(member, prefetch)
+        member.requests[prefetch.request_id] = handler
+        return connection
+
+    def is_ready(self, slot: int) -> bool:
+        """Say whether a worker may get whole requests."""
+        member = self.seats.get(slot)
+        return member is not None and member.condition is Condition.READY
 
     def predicts(self, slot: int) -> bool:
         """Tell whether what a worker holds is guessed from what was sent there, as it sends no KV events."""

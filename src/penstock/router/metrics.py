@@ -57,6 +57,11 @@ class RouterMetrics:
             "Prompts computed by prefill workers (remote) and by who answers (local), where there was a choice",
             "place",
         )
+        self.prefetches = counter(
+            "prefetches",
+            "Decode workers that read a prompt's KV while it was computed: went on with it (used) or not (dropped)",
+            "outcome",
+        )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of routed requests")
         self.expected_hit_tokens = counter(
             "expected_hit_tokens", "Prompt tokens that the index knew to be cached where they were sent"

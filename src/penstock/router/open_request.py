@@ -5,6 +5,7 @@ It has no task of its own: deltas are taken as they arrive, and everything that 
 
 import asyncio
 import math
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +27,7 @@ from penstock.router.gate import Place
 from penstock.router.handed_over import HandedOver
 from penstock.router.member import identity
 from penstock.router.progress import Progress
+from penstock.router.relay import Relay
 from penstock.router.router import Quote, Route
 from penstock.router.setbacks import Setbacks
 from penstock.router.shared import Shared
@@ -50,13 +52,13 @@ class OpenRequest:
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._progress: Progress | None = None
         self._attempt: Attempt | None = None
-        self._interruption: PenstockError | HandedOver | None = (
+        self._interruption: PenstockError | Relay | None = (
             None  # why the last attempt ended early; the reader acts on it
         )
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._handed: HandedOver | None = None  # its prompt's KV, until another worker goes on
+        self._relay = Relay(shared)
         self._setbacks = Setbacks(request, shared.brakes)
         self._has_waited = False
 
@@ -159,6 +161,9 @@ class OpenRequest:
             self._hand_over(delta.kv)
             self.wake()
             return
+        if delta.kv is not None:
+            self._prefetch(delta.kv, progress.request())
+            return
         progress.add(delta)
         if delta.error is not None:
             self._on_error(from_info(delta.error), attempt)
@@ -177,6 +182,9 @@ class OpenRequest:
 
     async def _attempt_until_sent(self) -> None:
         """Choose a worker and send the request there; wait while none has time, and where there is none."""
+        route = self._relay.claim()
+        if route is not None and self._send_by(route):
+            return
         with self._shared.gate.place(self) as place:
             give_up_at_s: float | None = None
             while True:
@@ -187,7 +195,7 @@ class OpenRequest:
                     if self._is_held(place, quote):
                         await self._wait_until(math.inf)
                         give_up_at_s = None
-                    elif self._send_by(quote):
+                    elif self._send_by(self._chosen(quote)):
                         self._has_waited |= place.told
                         return
                     continue
@@ -206,6 +214,10 @@ class OpenRequest:
         Raises:
             Unavailable: its model was replaced while it ran.
         """
+        return self._quote(self._relay.handed)
+
+    def _quote(self, handed: HandedOver | None) -> Quote | None:
+        """Price it where a prefill worker hands it over; None: that is to be decided."""
         shared = self._shared
         pool = shared.fleet.pools.get(self.request.model)
         if pool is None:
@@ -217,9 +229,9 @@ class OpenRequest:
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
         request, setbacks = self._with_time_left(self._progress.request()), self._setbacks
-        quote = shared.router.quote(request, setbacks.avoided | setbacks.lost, handed=self._handed)
+        quote = shared.router.quote(request, setbacks.avoided | setbacks.lost, handed=handed)
         if quote is None and setbacks.lost:  # one that was lost and is back is better than none
-            quote = shared.router.quote(request, setbacks.avoided, handed=self._handed)
+            quote = shared.router.quote(request, setbacks.avoided, handed=handed)
         return quote
 
     def _with_time_left(self, request: Request) -> Request:
@@ -234,13 +246,15 @@ class OpenRequest:
     def _is_held(self, place: Place, quote: Quote) -> bool:
         """Say whether it has to wait at the gate; what has begun, was refused or has waited does not wait again."""
         setbacks = self._setbacks
-        has_begun = self._has_waited or self._handed is not None
+        has_begun = self._has_waited or self._relay.handed is not None
         return not (setbacks.avoided or setbacks.lost or has_begun) and place.stops(quote)
 
-    def _send_by(self, quote: Quote) -> bool:
-        """Send the request where it is cheapest; False if that one does not take it."""
-        route = self._shared.router.take(quote, again=self._setbacks.was_outrun)
-        self._setbacks.was_outrun = False
+    def _chosen(self, quote: Quote) -> Route:
+        again, self._setbacks.was_outrun = self._setbacks.was_outrun, False
+        return self._shared.router.take(quote, again=again)
+
+    def _send_by(self, route: Route) -> bool:
+        """Send the request where a route leads; False if that one does not take it."""
         try:
             self._send(route)
         except WorkerLost:
@@ -273,14 +287,14 @@ class OpenRequest:
             expected_cached_tokens=route.cached_tokens,
             known_peer_arrivals=known if self._setbacks.may_be_outrun else None,
             hand_over=route.hand_over,
-            kv=None if self._handed is None else self._handed.handle(self._loop.time()),
+            kv=None if self._relay.handed is None else self._relay.handed.handle(self._loop.time()),
         )
         self._attempt = Attempt(self._shared.fleet, route, request, self)
 
-    async def _go_on_after(self, interruption: PenstockError | HandedOver) -> None:
+    async def _go_on_after(self, interruption: PenstockError | Relay) -> None:
         """Take the request elsewhere, if it may."""
         now_s = self._loop.time()
-        if not isinstance(interruption, (Overloaded, Outrun, HandedOver)):
+        if not isinstance(interruption, (Overloaded, Outrun, Relay)):
             delay_s = self._setbacks.migrate(interruption, now_s, self.output_tokens)
             await self._wait_until(now_s + delay_s)
         if self._setbacks.needs_probation:
@@ -298,9 +312,7 @@ class OpenRequest:
 
     def _on_first_token(self, attempt: Attempt, progress: Progress) -> None:
         attempt.on_first_token()
-        self._handed = (
-            None  # until then it may still be there for another worker, should this one not take it
-        )
+        self._relay.went_on()  # until then it may have been for another worker, should this one not take it
         self._shared.brakes.probation.leave(self)
         if progress.output_tokens == self.request.num_emitted:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
@@ -324,14 +336,21 @@ class OpenRequest:
         else:
             self.fail(error)
 
+    def _prefetch(self, handle: KvHandle, request: Request) -> None:
+        """Choose who goes on with a prompt that is being computed, and have that one read its KV from now on."""
+        with suppress(PenstockError):  # it is but a hint
+            quote = self._quote(HandedOver(handle, self._loop.time(), give_up=lambda: None))
+            if quote is not None:
+                self._relay.prefetch(quote, request, handle)
+
     def _hand_over(self, handle: KvHandle | None) -> None:
         """Go on elsewhere: the prompt is computed, and its first token is here."""
         attempt = self._attempt
         assert attempt is not None, "it said so"
         self._release()
-        self._handed = HandedOver(handle, self._loop.time(), give_up=attempt.abort)
+        self._relay.handed = HandedOver(handle, self._loop.time(), give_up=attempt.abort)
         if self._error is None:
-            self._interruption = self._handed
+            self._interruption = self._relay
 
     def _interrupt(self, error: PenstockError) -> None:
         if self.output_tokens >= self.request.sampling.max_tokens and self._progress is not None:
@@ -346,6 +365,7 @@ class OpenRequest:
         if self._attempt is not None and self._progress is not None:
             self._attempt.finish(self._progress)
         self._release()
+        self._relay.end()
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
 
@@ -372,6 +392,7 @@ class OpenRequest:
         if self._attempt is not None:
             self._attempt.abort()
             self._release()
+        self._relay.end()
 
     def _release(self) -> None:
         attempt, self._attempt = self._attempt, None
@@ -382,9 +403,6 @@ class OpenRequest:
     def _leave(self) -> None:
         """Give everything back. Safe twice."""
         self._abort()
-        if self._handed is not None:
-            self._handed.give_up()
-            self._handed = None
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         shared = self._shared

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import Instance, Request, Role
+from penstock.core.types import Instance, Prefetch, Request, Role
 from penstock.seams import Connection, WorkerSink
 
 
@@ -20,6 +20,9 @@ class _PaperConnection:
     worker_id: WorkerId
 
     def submit(self, request: Request) -> None:
+        """Leave it to the gateway."""
+
+    def prefetch(self, prefetch: Prefetch) -> None:
         """Leave it to the gateway."""
 
     def abort(self, request_id: RequestId) -> None:

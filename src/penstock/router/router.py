@@ -56,7 +56,7 @@ class Quote:
     """What a request costs on every worker, good for this turn of the loop: loads are live.
 
     With `hand_over` it is of a prompt on prefill workers; with `handed_blocks` of what follows, that many (perhaps 0) being
-    there to be had from one; `weighed` are the two ways where both are open. `tie` settles equal prices,
+    there to be had from one, or soon to be had (`is_early`); `weighed` are the two ways where both are open. `tie` settles equal prices,
     `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it would wait, none where the
     policy does not predict that.
     """
@@ -69,6 +69,7 @@ class Quote:
     wait_terms: Sequence[int]
     hand_over: bool = False
     handed_blocks: int | None = None
+    is_early: bool = False
     weighed: Weighed | None = None
 
     @property
@@ -228,7 +229,7 @@ class Router:
         context, slot = quote.context, quote.choice.slot
         overlap_blocks, reason = self._outcome(context, slot)
         if quote.handed_blocks:
-            reason = RouteReason.HANDED_OVER
+            reason = RouteReason.PREFETCHED if quote.is_early else RouteReason.HANDED_OVER
         self._chooser.chosen(context, slot)
         if quote.hand_over:
             self._prompt_turn += 1

@@ -75,7 +75,7 @@ class KvBlocks(Protocol):
         """Hold the leading blocks that are resident.
 
         Args:
-            block_hashes: (n, 2) uint64, chained.
+            block_hashes: (n, 2) uint64, each the child of the one before it; the first need be at no root.
 
         Returns:
             (m,) with m <= n: it stops at the first block that is not there.

@@ -9,6 +9,7 @@ from penstock.core.types import (
     Delta,
     EventMessage,
     Instance,
+    Prefetch,
     Request,
     Role,
     WorkerLoad,
@@ -41,7 +42,13 @@ class WorkerService(Protocol):
         """Start a request; refusals come back as a delta with `error`, never as an exception."""
         ...
 
-    def abort(self, request_id: RequestId) -> None: ...
+    def prefetch(self, prefetch: Prefetch, sink: FrontendSink) -> None:
+        """Fetch KV for a request that is about to come, if that can be; it counts as a request that came (`accepted_requests`)."""
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Stop whatever goes on for a request, a prefetch too; no error if there is nothing."""
+        ...
 
     def disconnected(self, sink: FrontendSink) -> None:
         """Abort whatever this frontend had asked for: it is gone."""
@@ -103,6 +110,16 @@ class Connection(Protocol):
         Raises:
             WorkerLost: the connection is closed already.
             Overloaded: too much is on its way to this worker; it has heard nothing of this request.
+            RequestError: it is larger than the plane carries (413).
+        """
+        ...
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Tell the worker of a request that will probably be sent to it. Nothing comes of it but what `abort` ends.
+
+        Raises:
+            WorkerLost: the connection is closed already.
+            Overloaded: too much is on its way to this worker; it has heard nothing of this.
             RequestError: it is larger than the plane carries (413).
         """
         ...

@@ -12,7 +12,16 @@ import msgspec
 
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import AllBlocksCleared, Delta, EventMessage, Instance, Request, Role, WorkerLoad
+from penstock.core.types import (
+    AllBlocksCleared,
+    Delta,
+    EventMessage,
+    Instance,
+    Prefetch,
+    Request,
+    Role,
+    WorkerLoad,
+)
 from penstock.core.wire import NO_TOKENS, PackedHashes, encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.calls import Calls
@@ -172,6 +181,9 @@ class _Link:
         self._untold[request.request_id] = 0
         self.up.send(num_bytes, self._submit, request)
 
+    def send_prefetch(self, num_bytes: int, prefetch: Prefetch) -> None:
+        self.up.send(num_bytes, self.server.service.prefetch, prefetch, self)
+
     def send_abort(self, request_id: RequestId) -> None:
         self._untold.pop(request_id, None)
         self.up.send(_FRAME_BYTES, self._abort, request_id)
@@ -307,12 +319,12 @@ class SimConnection:
         return self._link.worker_id
 
     def submit(self, request: Request) -> None:
-        link = self._link
-        if not link.frontend_up:
-            raise WorkerLost(
-                f"worker {self.worker_id}: the connection has ended; connect again or try another"
-            )
-        link.send_request(_num_bytes(request), request)
+        self._check_up()
+        self._link.send_request(_num_bytes(request), request)
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        self._check_up()
+        self._link.send_prefetch(_num_bytes(prefetch), prefetch)
 
     def abort(self, request_id: RequestId) -> None:
         if self._link.frontend_up:
@@ -350,16 +362,25 @@ class SimConnection:
     async def close(self) -> None:
         self._link.hang_up()
 
+    def _check_up(self) -> None:
+        if not self._link.frontend_up:
+            raise WorkerLost(
+                f"worker {self.worker_id}: the connection has ended; connect again or try another"
+            )
 
-def _num_bytes(request: Request) -> int:
+
+def _num_bytes(request: Request | Prefetch) -> int:
     """Count what a request takes on the wire; what is long in it is bytes already, and only the rest is encoded.
 
     Raises:
         RequestError: a number or a text in it does not fit the wire.
     """
-    rest = msgspec.structs.replace(request, token_ids=NO_TOKENS, block_hashes=_NO_HASHES)
+    rest = msgspec.structs.replace(request, block_hashes=_NO_HASHES)
+    num_bytes = _FRAME_BYTES + len(request.block_hashes)
+    if isinstance(request, Request):
+        rest = msgspec.structs.replace(rest, token_ids=NO_TOKENS)
+        num_bytes += len(request.token_ids)
     try:
-        rest_bytes = len(encode(rest))
+        return num_bytes + len(encode(rest))
     except UNENCODABLE as error:
         raise cannot_be_sent(request, error) from error
-    return _FRAME_BYTES + rest_bytes + len(request.token_ids) + len(request.block_hashes)

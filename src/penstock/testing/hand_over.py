@@ -31,17 +31,25 @@ PRICES = Prices(
     onboard_token_s=(0.0, 0.0, 0.0, 0.0),
 )
 _CONFIG = MockConfig(timing=TIMING, answer_tokens=1000)
-_SCHEDULER = SchedulerConfig(max_batch_tokens=64)
+_CHUNK_TOKENS = 64
 
 
-def tiny_engine(kv_blocks: int = 200, kv_bytes: int = 64, *, block_size: int = BLOCK_SIZE) -> BatchedEngine:
+def tiny_engine(
+    kv_blocks: int = 200,
+    kv_bytes: int = 64,
+    *,
+    block_size: int = BLOCK_SIZE,
+    chunk_tokens: int = _CHUNK_TOKENS,
+) -> BatchedEngine:
     """Make a mock engine whose every read of KV is checked (unless `kv_bytes` is 0)."""
-    return mock_engine(_shape(kv_blocks, kv_bytes, block_size), _CONFIG, _SCHEDULER)
+    scheduling = SchedulerConfig(max_batch_tokens=chunk_tokens)
+    return mock_engine(_shape(kv_blocks, kv_bytes, block_size), _CONFIG, scheduling)
 
 
 def tiny_laid_out_engine(layout: KvLayout, kv_blocks: int = 200) -> BatchedEngine:
     """Make the same engine with its KV in this layout, and as many blocks in each rank."""
-    return laid_out_engine(layout, _shape(kv_blocks, 0), _CONFIG, _SCHEDULER)
+    scheduling = SchedulerConfig(max_batch_tokens=_CHUNK_TOKENS)
+    return laid_out_engine(layout, _shape(kv_blocks, 0), _CONFIG, scheduling)
 
 
 def _shape(kv_blocks: int, kv_bytes: int, block_size: int = BLOCK_SIZE) -> RunnerInfo:

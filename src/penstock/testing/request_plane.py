@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from penstock.core.errors import Overloaded, PenstockError, ProtocolError, RequestError, WorkerLost, from_info
-from penstock.core.ids import RequestId
-from penstock.core.types import FinishReason, Role, TokenLogprob
+from penstock.core.ids import PinId, RequestId, WorkerId
+from penstock.core.types import FinishReason, KvHandle, Prefetch, Role, TokenLogprob
 from penstock.core.wire import num_tokens
 from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.seams import Connection
@@ -188,6 +188,22 @@ class RequestPlaneSuite:
             scene.connection.submit(scripted_request("echo", [1], request_id="b"))
             await scene.sink.finished("b")
             assert len(scene.sink.deltas["a"]) == seen, "nothing follows once the worker has the abort"
+
+        self.run(scenario)
+
+    def test_a_prefetch_reaches_the_worker_and_is_aborted_as_a_request_is(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            handle = KvHandle(producer=WorkerId(1), pin_id=PinId(1), ttl_s=1.0, num_tokens=0, block_ids=b"")
+            hashes = scripted_request("echo", [1]).block_hashes
+            prefetch = Prefetch(request_id=RequestId("a"), block_hashes=hashes, kv=handle)
+            scene.connection.prefetch(prefetch)
+            scene.connection.abort(RequestId("a"))
+            await scene.until_stats(lambda stats: stats.submitted >= 1 and stats.aborted == 1)
+            with pytest.raises(RequestError, match="cannot be sent"):
+                scene.connection.prefetch(msgspec.structs.replace(prefetch, request_id=RequestId("\ud800")))
+            await scene.connection.close()
+            with pytest.raises(WorkerLost):
+                scene.connection.prefetch(prefetch)
 
         self.run(scenario)
 

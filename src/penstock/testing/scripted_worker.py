@@ -23,6 +23,7 @@ from penstock.core.types import (
     FinishReason,
     Instance,
     ModelCard,
+    Prefetch,
     Request,
     Role,
     SamplingParams,
@@ -118,6 +119,7 @@ class ScriptedWorker:
         self.say_goodbye: Callable[[], None] = lambda: None
         """Set by whoever serves it: closes the server."""
         self._live: dict[RequestId, _Live] = {}
+        self._expected: set[RequestId] = set()
         self._sinks: list[FrontendSink] = []
         self._subscribers: list[EventSink] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -134,9 +136,16 @@ class ScriptedWorker:
         if self._timer is None:
             self._tick_later()
 
+    def prefetch(self, prefetch: Prefetch, sink: FrontendSink) -> None:
+        """Count it, and expect its request."""
+        del sink
+        self._submitted += 1
+        self._expected.add(prefetch.request_id)
+
     def abort(self, request_id: RequestId) -> None:
-        if self._live.pop(request_id, None) is not None:
+        if self._live.pop(request_id, None) is not None or request_id in self._expected:
             self._aborted += 1
+        self._expected.discard(request_id)
 
     def disconnected(self, sink: FrontendSink) -> None:
         self._disconnected += 1

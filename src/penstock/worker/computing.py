@@ -1,13 +1,13 @@
 """A worker's requests at its engine: started at once, or once their KV has come; ended, or handed over to another worker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import msgspec
 
 from penstock.core.errors import EngineError, PenstockError, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
-from penstock.core.types import Delta, FinishReason, Request, Role, WorkerLoad
+from penstock.core.types import Delta, FinishReason, Prefetch, Request, Role, WorkerLoad
 from penstock.core.wire import num_tokens
 from penstock.seams import Engine, KvBlocks, RoleAware
 from penstock.worker.hand_over import HandOver
@@ -57,6 +57,8 @@ class Computing:
 
     def assume(self, role: Role) -> None:
         """Work as a worker of this role from now on; nothing runs."""
+        if self.hand_over is not None:
+            self.hand_over.prefetches.give_way()
         if isinstance(self._engine, RoleAware):
             self._engine.assume(role)
 
@@ -67,30 +69,52 @@ class Computing:
             PenstockError: the engine does not take it.
             Overloaded: too many wait for their KV.
         """
-        if request.kv is None or self.hand_over is None:
-            self._start(request)
-        else:
+        if request.kv is not None and self.hand_over is not None:
             self.hand_over.fetch(request, self._start_fetched)
+            return
+        self.forget(request.request_id)  # it brings no handle: what was begun for one is of no use
+        self._start(request)
+
+    def prefetch(self, prefetch: Prefetch, owner: Hashable) -> None:
+        """Fetch KV for a request that is about to come from this owner, if that can be."""
+        if self.hand_over is not None:
+            self.hand_over.prefetch(prefetch, owner)
 
     def abort(self, request_id: RequestId) -> None:
         """Stop whatever goes on for a request."""
-        if self.hand_over is None or not self.hand_over.cancel(request_id):
+        if self.hand_over is None:
             self._engine.abort(request_id)
-            self.stepped()
+            return
+        if not self.hand_over.cancel(request_id):
+            self._engine.abort(request_id)
+            self.hand_over.stepped()
+        self.hand_over.forget(request_id)
 
     def forget(self, request_id: RequestId) -> None:
-        """Hear that nobody goes on with a request that may have been handed over."""
+        """Hear that nobody goes on with a request that may have been handed over, or be about to come."""
         if self.hand_over is not None:
-            self.hand_over.offers.forget(request_id)
+            self.hand_over.forget(request_id)
 
-    def told(self, delta: Delta, request: Request) -> Delta:
+    def disown(self, owner: Hashable) -> None:
+        """Hear that an owner of requests is gone, and goes on with none."""
+        if self.hand_over is not None:
+            self.hand_over.disown(owner)
+
+    def prefilling(self, request: Request, owner: Hashable) -> Delta | None:
+        """Say what it means to a request that a part of its prompt was computed: its KV may move from now on."""
+        if not request.hand_over or self.hand_over is None or not self._goes_on(request):
+            return None
+        handle = self.hand_over.open(request, owner)
+        return None if handle is None else Delta(request_id=request.request_id, kv=handle)
+
+    def told(self, delta: Delta, request: Request, owner: Hashable) -> Delta:
         """Say what an engine's delta means to the request: the end of a prompt may be a hand-over."""
-        if not request.hand_over or delta.finish_reason is not FinishReason.LENGTH:
+        if not request.hand_over or delta.finish_reason is None:
             return delta
-        first = request.num_emitted + 1
-        if request.sampling.max_tokens <= first or num_tokens(request.token_ids) + 1 >= self.context_length:
-            return delta  # there was no more to come
-        handle = None if self.hand_over is None else self.hand_over.offer(request)
+        if delta.finish_reason is not FinishReason.LENGTH or not self._goes_on(request):
+            self.forget(request.request_id)
+            return delta
+        handle = None if self.hand_over is None else self.hand_over.offer(request, owner)
         return msgspec.structs.replace(delta, finish_reason=FinishReason.PREFILLED, kv=handle)
 
     async def handed_over(self) -> None:
@@ -98,10 +122,10 @@ class Computing:
         if self.hand_over is not None:
             await self.hand_over.offers.none_left.wait()
 
-    def stepped(self) -> None:
-        """Hear that the engine may have given blocks back."""
+    def stepped(self, load: WorkerLoad | None) -> None:
+        """Hear that the engine has done a step, which left this load."""
         if self.hand_over is not None:
-            self.hand_over.stepped()
+            self.hand_over.stepped(0 if load is None else load.preemptions)
 
     def load(self, load: WorkerLoad | None = None) -> WorkerLoad:
         """Give the engine's load, or the one that a step left, with the requests whose KV is on its way as waiting."""
@@ -117,6 +141,11 @@ class Computing:
         """Raise AssertionError where the parts disagree."""
         if self.hand_over is not None:
             self.hand_over.check()
+
+    def _goes_on(self, request: Request) -> bool:
+        """Say whether there may be more to come after its first token."""
+        first = request.num_emitted + 1
+        return request.sampling.max_tokens > first and num_tokens(request.token_ids) + 1 < self.context_length
 
     def _start(self, request: Request) -> None:
         """Give a request to the engine; of one that is to be handed over, its prompt and a token."""

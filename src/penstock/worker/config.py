@@ -13,9 +13,12 @@ class HandOverConfig(Config):
     pin_ttl_s: float = pydantic.Field(default=30.0, gt=0)
     """How long a prefilled prompt's blocks are held for the worker that goes on; after that it computes them again."""
     pinned_share_max: float = pydantic.Field(default=0.5, gt=0, le=1)
-    """The part of a worker's blocks that may be held so; beyond it prompts go without their KV."""
+    """The part of a worker's blocks that may be held so, or for prompts that are still being computed elsewhere; beyond it prompts go without their KV, or
+    are fetched when they are done."""
+    stream_kv: bool | None = None
+    """Whether blocks move while their prompt is still being computed: true refuses an engine that cannot, null does it where the engine can."""
     fetches_max: int = pydantic.Field(default=1024, ge=1)
-    """Requests of a worker that may wait for their KV, or for room for it; more are refused."""
+    """Requests of a worker that may wait for their KV, or for room for it; more are refused. Prompts that are still being computed elsewhere count too."""
     transfer: TransferConfig = pydantic.Field(default_factory=TransferConfig)
     """How blocks move."""
 

@@ -6,7 +6,7 @@ wrong.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Self
 
@@ -14,23 +14,25 @@ import msgspec
 import numpy as np
 
 from penstock.core.errors import (
+    ConfigError,
     DeadlineExceeded,
     EngineError,
     Overloaded,
     PenstockError,
     TransferError,
 )
-from penstock.core.ids import BlockId, RequestId, WorkerId
+from penstock.core.ids import RequestId, WorkerId
 from penstock.core.kv_exchange import KvExchange
 from penstock.core.log import get_logger
-from penstock.core.types import EngineInfo, KvHandle, Request
+from penstock.core.types import EngineInfo, KvHandle, Prefetch, Request
 from penstock.core.wire import HashArray, encode, unpack_hashes
 from penstock.seams import KvBlocks
 from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import HandOverConfig
 from penstock.worker.kv_regions import KvRegions
 from penstock.worker.offers import Offers
-from penstock.worker.pin_messages import PIN_MESSAGES, PinHeld, PinRead
+from penstock.worker.pin_messages import PIN_MESSAGES, PinCheck, PinFollow, PinGrown, PinHeld, PinRead
+from penstock.worker.prefetches import Arriving, Held, Prefetches
 from penstock.worker.reader import Reader
 
 _log = get_logger()
@@ -61,9 +63,18 @@ class HandOver:
             worker_id: this worker's.
             agent: not entered; this enters it when it begins, and closes it.
             config: times and bounds.
+
+        Raises:
+            ConfigError: blocks are to move while a prompt is computed, and the engine cannot do that.
         """
-        self.offers = Offers(engine, info, worker_id, config)
-        self.fetched_blocks = 0
+        self.streams_kv = info.kv_by_chunk if config.stream_kv is None else config.stream_kv
+        """Whether blocks move while their prompt is computed."""
+        if self.streams_kv and not info.kv_by_chunk:
+            raise ConfigError(
+                "worker.hand_over.stream_kv: this engine gives a prompt's blocks only once all of it is computed; leave it"
+                " out, or use an engine that gives them by chunk"
+            )
+        self.offers = Offers(engine, info, worker_id, config, tell=self._tell)
         self.failures: dict[str, int] = {}
         """Why prompts were computed again, by the error's code."""
         self._engine = engine
@@ -73,7 +84,18 @@ class HandOver:
         self._regions = KvRegions(info)
         self._reader = Reader(agent, self._regions)
         self._metadata = b""
+        self.prefetches = Prefetches(
+            engine,
+            info,
+            config,
+            meet=self._meet,
+            reader=self._reader,
+            try_to_hold=self._try_to_hold_early,
+            given_back=self.stepped,
+        )
         self._fetches: dict[RequestId, asyncio.Task[None]] = {}
+        self._fetched_blocks = 0
+        self._preemptions = 0  # as of the last step
         self._turn = asyncio.Lock()  # whose turn it is to wait for room
         self._room = asyncio.Event()
         self._home = asyncio.TaskGroup()
@@ -91,6 +113,7 @@ class HandOver:
     ) -> None:
         for task in self._fetches.values():
             task.cancel()
+        self.prefetches.close()
         assert self._tasks is not None, "entered"
         tasks, self._tasks = self._tasks, None
         try:
@@ -114,7 +137,7 @@ class HandOver:
         await asyncio.shield(self._has_begun)
 
     def __len__(self) -> int:
-        return len(self._fetches)
+        return len(self._fetches) + len(self.prefetches)
 
     @property
     def exchange(self) -> KvExchange:
@@ -125,11 +148,44 @@ class HandOver:
             host=self._agent.identity.host,
         )
 
-    def offer(self, request: Request) -> KvHandle | None:
+    @property
+    def fetched_blocks(self) -> int:
+        """Blocks that came from others, before or after their request did."""
+        return self._fetched_blocks + self.prefetches.fetched_blocks
+
+    def open(self, request: Request, owner: Hashable) -> KvHandle | None:
+        """Offer the blocks of a prompt of which a part was computed, where that is done; a handle comes once."""
+        if not (self.streams_kv and self._metadata):
+            return None
+        self.offers.grow(request.request_id)
+        return self.offers.open(request, owner, self._regions, self._metadata)
+
+    def offer(self, request: Request, owner: Hashable) -> KvHandle | None:
         """Hold the blocks of a prompt that was computed this moment; None where nothing can be held."""
         if not self._metadata:
             return None  # it has not begun: nobody could reach them
-        return self.offers.make(request, self._regions, self._metadata)
+        return self.offers.make(request, owner, self._regions, self._metadata)
+
+    def prefetch(self, prefetch: Prefetch, owner: Hashable) -> None:
+        """Fetch what there will be of a prompt, if there is room for it; `fetch` finds it."""
+        assert self._tasks is not None, "entered"
+        if not self.streams_kv:
+            return
+        try:
+            self._check_bound(len(self))
+            self.prefetches.begin(prefetch, owner, self._tasks)
+        except Overloaded as error:
+            _log.debug("kv_not_prefetched", request_id=prefetch.request_id, error=error.message)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Let go of all that is held for a request that does not go on; no error where nothing is."""
+        self.offers.forget(request_id)
+        self.prefetches.drop(request_id)
+
+    def disown(self, owner: Hashable) -> None:
+        """Let go of all that is held for an owner that is gone."""
+        self.offers.disown(owner)
+        self.prefetches.disown(owner)
 
     def fetch(self, request: Request, submit: Submit) -> None:
         """Bring what a request's handle names into the engine's cache, then submit it; whatever happens, it is submitted.
@@ -140,12 +196,13 @@ class HandOver:
             Overloaded: too many wait already.
         """
         assert self._tasks is not None, "entered"
-        if len(self._fetches) >= self._config.fetches_max:
-            raise Overloaded(
-                f"{len(self._fetches)} requests wait for their KV already, hand_over.fetches_max; try another worker",
-                retry_after_s=1.0,
-            )
-        task = self._tasks.create_task(self._fetch(request, submit))
+        assert request.kv is not None, "what has no handle is submitted at once"
+        arriving = self.prefetches.claim(request.request_id, request.kv)
+        if arriving is None:
+            self._check_bound(len(self._fetches))
+        task = self._tasks.create_task(self._fetch(request, request.kv, arriving, submit))
+        if arriving is not None:  # also where it is cancelled before it began
+            task.add_done_callback(lambda _: arriving.let_go())
         self._fetches[request.request_id] = task
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -156,28 +213,43 @@ class HandOver:
         task.cancel()
         return True
 
-    def stepped(self) -> None:
-        """Hear that the engine may have given blocks back."""
+    def stepped(self, preemptions: int = 0) -> None:
+        """Hear that the engine may have given blocks back, and how often it had too few since it started."""
+        if preemptions > self._preemptions:
+            self._preemptions = preemptions
+            self.offers.give_way()
+            self.prefetches.give_way()
         self._room.set()
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree."""
         self.offers.check()
+        self.prefetches.check()
 
     def check_idle(self) -> None:
         """Raise AssertionError where something of a request is left; for one that has had none for a while."""
         assert not self._fetches, f"{list(self._fetches)} are still fetched"
         self._reader.check_idle()
+        self.prefetches.check_idle()
         assert not self._turn.locked(), "somebody still waits for room"
 
     # -- fetching
 
-    async def _fetch(self, request: Request, submit: Submit) -> None:
-        handle = request.kv
-        assert handle is not None, "what has no handle is submitted at once"
+    def _check_bound(self, waiting: int) -> None:
+        if waiting >= self._config.fetches_max:
+            raise Overloaded(
+                f"{waiting} requests wait for their KV already, hand_over.fetches_max; try another worker",
+                retry_after_s=1.0,
+            )
+
+    async def _fetch(
+        self, request: Request, handle: KvHandle, arriving: Arriving | None, submit: Submit
+    ) -> None:
         try:
             async with asyncio.timeout(handle.ttl_s):
-                await self._bring(request, handle)
+                if arriving is not None:
+                    await arriving.arrived.wait()
+                await self._bring(request, handle, arriving)
         except TimeoutError:
             self._failed(request, DeadlineExceeded(f"not here within the {handle.ttl_s:g} s of its handle"))
         except PenstockError as error:
@@ -190,13 +262,17 @@ class HandOver:
         del self._fetches[request.request_id]
         submit(msgspec.structs.replace(request, kv=None))
 
-    async def _bring(self, request: Request, handle: KvHandle) -> None:
-        """Fetch the blocks that are lacking, and publish them once it is certain that they are what they should be."""
+    async def _bring(self, request: Request, handle: KvHandle, arriving: Arriving | None) -> None:
+        """Fetch the blocks that are lacking, and publish them once it is certain that they are what they should be.
+
+        What has `arriving` is here, and is let go once it is held anew.
+        """
         offered = np.frombuffer(handle.block_ids, "<u4")
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[: len(offered)]
-        await self.begin()
-        peer = await self._agent.connect(handle.agent)
+        peer = await self._meet(handle)
         is_told = False
+        if arriving is not None:
+            arriving.let_go()  # with the next turn of the loop
         try:
             held, reserved = await self._hold(hashes)
             try:
@@ -206,7 +282,7 @@ class HandOver:
                     is_told = True
                     parent = int(hashes[len(held) - 1, 0]) if held else None
                     self._engine.publish(reserved, hashes[len(held) :], parent)
-                    self.fetched_blocks += len(reserved)
+                    self._fetched_blocks += len(reserved)
             finally:
                 self._engine.unpin(reserved)
                 self._engine.unpin(held)
@@ -215,7 +291,12 @@ class HandOver:
             if not is_told:
                 self._let_go(peer, handle)
 
-    async def _hold(self, hashes: HashArray) -> tuple[list[BlockId], list[BlockId]]:
+    async def _meet(self, handle: KvHandle) -> Peer:
+        """Connect to who made a handle."""
+        await self.begin()
+        return await self._agent.connect(handle.agent)
+
+    async def _hold(self, hashes: HashArray) -> Held:
         """Hold what is here, and room for what is not; waits in turn, holding nothing, while what runs needs the room.
 
         Who held its prefix meanwhile could keep others, and these it, from any room at all.
@@ -230,7 +311,11 @@ class HandOver:
                 await self._room.wait()
             return taken
 
-    def _try_to_hold(self, hashes: HashArray) -> tuple[list[BlockId], list[BlockId]] | None:
+    def _try_to_hold_early(self, hashes: HashArray) -> Held | None:
+        """Hold room for what is still to come; None also while somebody waits for room whose prompt is computed."""
+        return None if self._turn.locked() else self._try_to_hold(hashes)
+
+    def _try_to_hold(self, hashes: HashArray) -> Held | None:
         held = list(self._engine.pin(hashes))
         lacking = len(hashes) - len(held)
         if lacking >= self._info.total_blocks:
@@ -281,12 +366,22 @@ class HandOver:
             except msgspec.DecodeError as error:
                 _log.warning("notification_skipped", peer=name, error=str(error))
                 continue
-            if isinstance(message, PinRead):
-                was_held = self.offers.take_back(message.pin_id)
-                try:
-                    answer = PinHeld(pin_id=message.pin_id, was_held=was_held, read_id=message.read_id)
-                    self._agent.send_notification(name, encode(answer))
-                except PenstockError as error:
-                    _log.debug("pin_answer_not_sent", peer=name, error=error.message)
-            else:
-                self._reader.answered(name, message)
+            match message:
+                case PinRead(pin_id=pin_id, read_id=read_id):
+                    was_held = self.offers.take_back(pin_id)
+                    self._tell(name, PinHeld(pin_id=pin_id, was_held=was_held, read_id=read_id))
+                case PinCheck(pin_id=pin_id, read_id=read_id):
+                    is_held = self.offers.holds(pin_id)
+                    self._tell(name, PinHeld(pin_id=pin_id, was_held=is_held, read_id=read_id))
+                case PinFollow(pin_id=pin_id, read_id=read_id):
+                    self.offers.follow(pin_id, name, read_id)
+                case PinGrown():
+                    self._reader.grown(name, message)
+                case PinHeld():
+                    self._reader.answered(name, message)
+
+    def _tell(self, agent: str, message: PinHeld | PinGrown) -> None:
+        try:
+            self._agent.send_notification(agent, encode(message))
+        except PenstockError as error:
+            _log.debug("reader_not_told", peer=agent, error=error.message)

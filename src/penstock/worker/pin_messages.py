@@ -13,12 +13,36 @@ class PinRead(Wire, frozen=True, tag="pin_read"):
     read_id: int = 0
 
 
+class PinCheck(Wire, frozen=True, tag="pin_check"):
+    """To a producer: some of its blocks were read. It still holds them all."""
+
+    pin_id: PinId
+    read_id: int = 0
+
+
 class PinHeld(Wire, frozen=True, tag="pin_held"):
-    """The answer: whether the blocks had been held until then."""
+    """The answer to both: whether the blocks had been held until then. Also to who follows a pin that has ended."""
 
     pin_id: PinId
     was_held: bool
     read_id: int = 0
 
 
-PIN_MESSAGES = msgspec.msgpack.Decoder(PinRead | PinHeld)
+class PinFollow(Wire, frozen=True, tag="pin_follow"):
+    """To a producer: say which blocks there are, and again whenever there are more of them."""
+
+    pin_id: PinId
+    read_id: int
+
+
+class PinGrown(Wire, frozen=True, tag="pin_grown"):
+    """The answers: the pin's blocks from its `first` on, packed little-endian uint32. No more come once it `is_whole`."""
+
+    pin_id: PinId
+    read_id: int
+    first: int
+    block_ids: bytes
+    is_whole: bool
+
+
+PIN_MESSAGES = msgspec.msgpack.Decoder(PinRead | PinCheck | PinHeld | PinFollow | PinGrown)

@@ -1,20 +1,55 @@
-"""Reads other workers' blocks, and hears from these whether the blocks were held until that was done."""
+"""Reads other workers' blocks, and hears from these whether the blocks were held until that was done, and of more of them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+
 from penstock.core.descriptors import TransferOp
-from penstock.core.errors import PinExpired
+from penstock.core.errors import DeadlineExceeded, PenstockError, PinExpired, ProtocolError
 from penstock.core.ids import BlockId
 from penstock.core.types import KvHandle
 from penstock.core.wire import HashArray, encode
 from penstock.transfer import Peer, TransferAgent
 from penstock.worker.kv_regions import KvRegions
-from penstock.worker.pin_messages import PinHeld, PinRead
+from penstock.worker.pin_messages import PinCheck, PinFollow, PinGrown, PinHeld, PinRead
 
 _LOOK_S = 0.1
 """So often a reader looks whether the producer it waits for is still there."""
+
+
+@dataclass(slots=True)
+class Growth:
+    """What a producer has said of a pin that grows; it has at most `num_blocks_max`."""
+
+    num_blocks_max: int
+    block_ids: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
+    is_whole: bool = False
+    error: PenstockError | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, message: PinGrown) -> None:
+        """Take what the producer says."""
+        more = np.frombuffer(message.block_ids, "<u4")
+        if message.first != len(self.block_ids) or message.first + len(more) > self.num_blocks_max:
+            self.fail(
+                ProtocolError(
+                    f"pin {message.pin_id}: {len(more)} blocks from block {message.first}, after {len(self.block_ids)} of at"
+                    f" most {self.num_blocks_max}"
+                )
+            )
+            return
+        self.block_ids = np.concatenate((self.block_ids, more))
+        self.is_whole = message.is_whole
+        self.news.set()
+
+    def fail(self, error: PenstockError) -> None:
+        """Take note that no more will come."""
+        self.error = error
+        self.news.set()
 
 
 class Reader:
@@ -31,18 +66,32 @@ class Reader:
         self._regions = regions
         self._read_ids = count(1)
         self._answers: dict[tuple[str, int], asyncio.Future[bool]] = {}
+        self._followed: dict[tuple[str, int], Growth] = {}
 
     async def read(
-        self, peer: Peer, handle: KvHandle, targets: Sequence[BlockId], sources: HashArray
+        self,
+        peer: Peer,
+        handle: KvHandle,
+        targets: Sequence[BlockId],
+        sources: HashArray,
+        *,
+        last: type[PinRead | PinCheck] = PinRead,
     ) -> None:
         """Copy blocks, and hear from their producer that they had been held until that was done.
+
+        Args:
+            peer: the producer's agent.
+            handle: what it gave.
+            targets: (n,) blocks of this worker's, held to be written.
+            sources: (n,) blocks of its, uint32.
+            last: what to tell it then.
 
         Raises:
             TransferError: the bytes did not come.
             PinExpired: they came, and may be anything.
         """
         read_id = next(self._read_ids)  # an answer to somebody else who reads the same is not for this one
-        done = encode(PinRead(pin_id=handle.pin_id, read_id=read_id))
+        done = encode(last(pin_id=handle.pin_id, read_id=read_id))
         key = peer.name, read_id
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         try:
@@ -58,15 +107,63 @@ class Reader:
         finally:
             del self._answers[key]
 
+    @contextmanager
+    def following(self, peer: Peer, handle: KvHandle, num_blocks_max: int) -> Iterator[Growth]:
+        """Have a producer tell of a pin's blocks, as they come.
+
+        Raises:
+            PeerLost: there is no link to it.
+        """
+        read_id = next(self._read_ids)
+        growth = self._followed[peer.name, read_id] = Growth(num_blocks_max)
+        try:
+            self._agent.send_notification(peer, encode(PinFollow(pin_id=handle.pin_id, read_id=read_id)))
+            yield growth
+        finally:
+            del self._followed[peer.name, read_id]
+
+    async def next_blocks(self, peer: Peer, growth: Growth, patience_s: float) -> None:
+        """Wait until a producer has said something of a pin that this was not called for yet.
+
+        Raises:
+            PinExpired: it holds the blocks no longer.
+            PeerLost: it is gone.
+            ProtocolError: it made no sense.
+            DeadlineExceeded: it said nothing for so long.
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                while not growth.news.is_set():
+                    peer.check_alive()
+                    try:
+                        await asyncio.wait_for(growth.news.wait(), _LOOK_S)
+                    except TimeoutError:
+                        continue
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no more blocks from {peer.name} for {patience_s:g} s") from error
+        growth.news.clear()
+        if growth.error is not None:
+            raise growth.error
+
+    def grown(self, peer: str, message: PinGrown) -> None:
+        """Take what a producer says of a pin; of one that nobody follows (any more) it is no error."""
+        growth = self._followed.get((peer, message.read_id))
+        if growth is not None:
+            growth.add(message)
+
     def answered(self, peer: str, answer: PinHeld) -> None:
         """Take a producer's answer; one that nobody waits for (any more) is no error."""
-        waiting = self._answers.get((peer, answer.read_id))
+        key = peer, answer.read_id
+        waiting, growth = self._answers.get(key), self._followed.get(key)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer.was_held)
+        if growth is not None:
+            growth.fail(PinExpired(f"pin {answer.pin_id} of {peer} has ended before its prompt was computed"))
 
     def check_idle(self) -> None:
         """Raise AssertionError where an answer is still waited for."""
         assert not self._answers, f"{list(self._answers)} are still waited for"
+        assert not self._followed, f"{list(self._followed)} are still followed"
 
     async def _or_lost(self, peer: Peer, answer: "asyncio.Future[bool]") -> bool:
         """Wait for a producer's answer for as long as there is a producer."""

@@ -32,6 +32,7 @@ from penstock.core.types import (
     FinishReason,
     Instance,
     ModelCard,
+    Prefetch,
     Prices,
     Request,
     Role,
@@ -212,6 +213,14 @@ class Worker:
         if len(self._frontends) > 1:
             self._reports.hurry()
 
+    def prefetch(self, prefetch: Prefetch, sink: FrontendSink) -> None:
+        frontend = self._frontends.at(sink)
+        frontend.sent += 1
+        self._reports.accepted += 1
+        if self._standing is not None and self._standing.refusal is None:
+            self._computing.prefetch(prefetch, frontend)
+        self._reports.note()
+
     def abort(self, request_id: RequestId) -> None:
         if self._frontends.forget(request_id) is not None:
             self._computing.abort(request_id)
@@ -224,6 +233,7 @@ class Worker:
         if frontend is not None:
             for request_id in tuple(frontend.requests):
                 self.abort(request_id)
+            self._computing.disown(frontend)
 
     def events_after(self, sequence: int | None) -> Sequence[EventMessage]:
         return self.publisher.events_after(sequence)
@@ -342,13 +352,19 @@ class Worker:
                 self._frontends.prefilled(running)
             if delta.finish_reason is not None or delta.error is not None:
                 self._frontends.forget(delta.request_id)
-            parts.setdefault(running.frontend, []).append(self._computing.told(delta, running.request))
+            told = self._computing.told(delta, running.request, running.frontend)
+            parts.setdefault(running.frontend, []).append(told)
+        for request_id in step.prefilling:
+            running = self._frontends.requests.get(request_id)
+            opened = running and self._computing.prefilling(running.request, running.frontend)
+            if running and opened:
+                parts.setdefault(running.frontend, []).append(opened)
         # Deltas go last: whoever sees an answer end, and asks at once again, is routed by what it left behind.
         assert self._info is not None, "started"
         if self._info.kv_events:
             self.publisher.publish(step.events)
         self._reports.note(load)
-        self._computing.stepped()
+        self._computing.stepped(step.load)
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)
 

@@ -213,11 +213,9 @@ async def handle_of(cluster, dispatcher, request):
     """Have a prompt computed, and give the request that would go on, with its handle."""
     async with dispatcher.open(request) as stream:
         await anext(stream)
-        handed = stream._handed
-        stream._handed = None
-        return msgspec.structs.replace(
-            stream._progress.request(), kv=handed.handle(asyncio.get_running_loop().time())
-        )
+        handle = stream._relay.handed.handle(asyncio.get_running_loop().time())
+        stream._relay.handed = None
+        return msgspec.structs.replace(stream._progress.request(), kv=handle)
 
 
 def test_two_that_read_the_same_are_told_apart():

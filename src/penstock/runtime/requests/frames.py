@@ -3,13 +3,17 @@
 from penstock.core.errors import ErrorInfo, RequestError
 from penstock.core.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.ids import RequestId
-from penstock.core.types import Delta, EventMessage, Request, Role, WorkerLoad
+from penstock.core.types import Delta, EventMessage, Prefetch, Request, Role, WorkerLoad
 from penstock.core.wire import Wire
 from penstock.runtime.handshake import Challenge, Hello, HelloReply
 
 
 class Submit(Wire, frozen=True, tag="submit"):
     request: Request
+
+
+class PrefetchKv(Wire, frozen=True, tag="prefetch"):
+    prefetch: Prefetch
 
 
 class Abort(Wire, frozen=True, tag="abort"):
@@ -71,7 +75,7 @@ class Event(Wire, frozen=True, tag="event"):
 
 
 Frame = (
-    Challenge | Hello | HelloReply | Submit | Abort | Grant | Subscribe | Fetch | FetchChunk
+    Challenge | Hello | HelloReply | Submit | PrefetchKv | Abort | Grant | Subscribe | Fetch | FetchChunk
     | Deltas | Load | Event | ChangeRole | RoleChanged | Ping | Pong | Goodbye
 )  # fmt: skip
 
@@ -83,7 +87,7 @@ UNENCODABLE = (OverflowError, TypeError, ValueError)
 """What encoding a message raises for a number or a text that does not fit the wire."""
 
 
-def cannot_be_sent(request: Request, error: Exception) -> RequestError:
+def cannot_be_sent(request: Request | Prefetch, error: Exception) -> RequestError:
     """Word that a request cannot be encoded: it is its sender's fault."""
     return RequestError(
         f"request {request.request_id!r}: cannot be sent: {error}; integers must fit into 64 bits and "

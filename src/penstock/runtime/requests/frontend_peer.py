@@ -25,6 +25,7 @@ from penstock.runtime.requests.frames import (
     Frame,
     Grant,
     Load,
+    PrefetchKv,
     RoleChanged,
     Submit,
     Subscribe,
@@ -124,6 +125,8 @@ class FrontendPeer:
                     raise ProtocolError(f"more than {self._config.requests_max} requests (requests_max)")
                 self._outbox.open(request.request_id)
                 self._service.submit(request, self)
+            case PrefetchKv(prefetch=prefetch):
+                self._service.prefetch(prefetch, self)
             case Grant(grants=grants):
                 for request_id, tokens in grants:
                     self._outbox.grant(request_id, tokens)

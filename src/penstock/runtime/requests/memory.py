@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError, WorkerLost, from_info
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import Delta, EventMessage, Instance, Request, Role, WorkerLoad
+from penstock.core.types import Delta, EventMessage, Instance, Prefetch, Request, Role, WorkerLoad
 from penstock.core.wire import encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.calls import Calls
@@ -24,6 +24,7 @@ from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService, WorkerSink
 
 _requests = msgspec.msgpack.Decoder(Request)
+_prefetches = msgspec.msgpack.Decoder(Prefetch)
 _deltas = msgspec.msgpack.Decoder(tuple[Delta, ...])
 _loads = msgspec.msgpack.Decoder(WorkerLoad)
 _events = msgspec.msgpack.Decoder(EventMessage)
@@ -133,6 +134,9 @@ class _Link:
         self._outbox.open(request.request_id)
         self.server.service.submit(request, self)
 
+    def prefetch(self, frame: bytes) -> None:
+        self.server.service.prefetch(_prefetches.decode(frame), self)
+
     def abort(self, request_id: RequestId) -> None:
         self._outbox.close(request_id)
         self.server.service.abort(request_id)
@@ -185,15 +189,20 @@ class MemoryConnection:
         return self._link.worker_id
 
     def submit(self, request: Request) -> None:
+        self._link.later(self._link.submit, self._encoded(request))
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        self._link.later(self._link.prefetch, self._encoded(prefetch))
+
+    def _encoded(self, request: Request | Prefetch) -> bytes:
         if not self._link.up:
             raise WorkerLost(
                 f"worker {self.worker_id}: the connection has ended; connect again or try another"
             )
         try:
-            frame = encode(request)
+            return encode(request)
         except UNENCODABLE as error:
             raise cannot_be_sent(request, error) from error
-        self._link.later(self._link.submit, frame)
 
     def abort(self, request_id: RequestId) -> None:
         self._link.later(self._link.abort, request_id)

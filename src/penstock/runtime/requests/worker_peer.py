@@ -17,7 +17,7 @@ from penstock.core.errors import (
 )
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types import Instance, Request, Role
+from penstock.core.types import Instance, Prefetch, Request, Role
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.calls import Calls
@@ -34,6 +34,7 @@ from penstock.runtime.requests.frames import (
     Frame,
     Grant,
     Load,
+    PrefetchKv,
     RoleChanged,
     Submit,
     Subscribe,
@@ -100,6 +101,13 @@ class WorkerPeer:
         self.entered = True
 
     def submit(self, request: Request) -> None:
+        self._send(request, Submit(request=request))
+        self._untold[request.request_id] = 0
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        self._send(prefetch, PrefetchKv(prefetch=prefetch))
+
+    def _send(self, request: Request | Prefetch, message: Submit | PrefetchKv) -> None:
         if not self.channel.is_open:
             raise self._lost("before this request")
         if len(self._untold) >= self._config.requests_max:
@@ -113,7 +121,7 @@ class WorkerPeer:
                 f"{self._config.connection_bytes_max} (connection_bytes_max); try another worker"
             )
         try:
-            frame = CODEC.encode(Submit(request=request))
+            frame = CODEC.encode(message)
         except UNENCODABLE as error:
             raise cannot_be_sent(request, error) from error
         if len(frame) > self._config.frame_bytes_max:
@@ -122,7 +130,6 @@ class WorkerPeer:
                 "(frame_bytes_max); shorten the prompt",
                 http_status=413,
             )
-        self._untold[request.request_id] = 0
         self.channel.write(frame)
 
     def abort(self, request_id: RequestId) -> None:
