@@ -203,6 +203,11 @@ def test_wrong_settings_are_one_line(capsys):
         (["--port", "99999"], "--port: port: must be <= 65535"),
         (["--policy", "rondom"], "did you mean 'random'?"),
         (["--set", "service.silenc_s=1"], "did you mean 'silence_s'?"),
+        (
+            ["--set", "service.router.hold.threshold_s=4"],
+            "service.router: hold has no effect on the router alone",
+        ),
+        (["--set", "service.router.no_worker_wait_s=4"], "service.router: no_worker_wait_s has no effect"),
     ):
         assert main(["router", *arguments]) == 2
         error = capsys.readouterr().err

@@ -17,7 +17,7 @@ import numpy as np
 import pydantic
 from prometheus_client import CollectorRegistry
 
-from penstock.core.config import Config
+from penstock.core.config import Config, wrong
 from penstock.core.errors import Overloaded, RequestError, Unavailable, WorkerLost
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId, WorkerId
@@ -46,6 +46,8 @@ _ANY_LENGTH = np.iinfo(np.int32).max  # what a server takes is its own business
 _BATCH_TOKENS = 8192  # a usual chunk of prefill
 _SAMPLING = SamplingParams(max_tokens=1)  # of no interest here
 _TEXT_UNIT_BYTES = 4
+_OF_DISPATCHERS = ("hold", "retries", "disagg", "no_worker_wait_s", "connect_timeout_s", "reconnect_s_max")
+"""Settings of who sends requests itself."""
 
 
 class RoutingServiceConfig(Config):
@@ -57,6 +59,17 @@ class RoutingServiceConfig(Config):
     """Tokens in a block of the servers' prefix caches; of text, four bytes stand for a token."""
     silence_s: float = pydantic.Field(default=600.0, gt=0)
     """A request of which nothing was heard for so long is taken to be over."""
+
+    @pydantic.field_validator("router")
+    @classmethod
+    def _check_router(cls, router: RouterConfig) -> RouterConfig:
+        for name in _OF_DISPATCHERS:
+            if getattr(router, name) != RouterConfig.model_fields[name].default:
+                raise wrong(
+                    f"{name} has no effect on the router alone, which names a server at once and sends nothing;"
+                    " leave it out"
+                )
+        return router
 
 
 @dataclass(slots=True, eq=False)
