@@ -31,7 +31,7 @@ def graph(changes=(), **roles):
         {
             "model": "llama-3.1-8b",
             "block_size": 64,
-            "router": {"topology": topology, "disagg": {"link_bytes_per_s": 3e11}},
+            "router": {"topology": topology},
             "roles": described,
             "slo": {"ttft_s": 1.0, "itl_s": 0.05},
         }

@@ -8,7 +8,7 @@ import pydantic
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.location import Location
-from penstock.perf.topology import Topology
+from penstock.perf.topology import Topology, Way
 from penstock.router.policies import make_policy
 from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX, SessionAffinity
 from penstock.seams import RoutingPolicy
@@ -57,8 +57,8 @@ class DisaggConfig(Config):
     """Prompts of which a decode worker lacks fewer tokens are computed there."""
     hand_over_s: float = pydantic.Field(default=0.005, ge=0)
     """What a hand-over takes beside moving bytes, in seconds."""
-    link_bytes_per_s: float = pydantic.Field(default=5e9, gt=0)
-    """How fast KV moves between workers."""
+    link_bytes_per_s: float | None = pydantic.Field(default=None, gt=0)
+    """How fast KV moves between any two workers; None is what `router.topology` says of where they are."""
 
 
 class ExplainConfig(Config):
@@ -142,6 +142,13 @@ class RouterConfig(Config):
         except ConfigError as error:
             raise wrong(error.message.removeprefix("policy ")) from error
         return policy
+
+    def kv_way(self, one: Location, other: Location) -> Way:
+        """Say what lies between two workers for KV."""
+        way, link_bytes_per_s = self.topology.way(one, other), self.disagg.link_bytes_per_s
+        if link_bytes_per_s is None:
+            return way
+        return Way(latency_s=way.latency_s, bandwidth_bytes_per_s=link_bytes_per_s)
 
     def new_policy(self) -> RoutingPolicy:
         """Make the policy, with its settings."""

@@ -1,6 +1,7 @@
 """Whether a prompt is computed where its answer is, or by a prefill worker that hands it over; two sums of seconds decide.
 
-Beside the prices of both workers there is what the move takes: each block that the decode worker lacks, over the link.
+Beside the prices of both workers there is what the move takes: each block that the decode worker lacks, over the way
+between the two.
 Policies that predict no times go by the number of tokens to compute.
 """
 
@@ -41,15 +42,15 @@ class Comparison:
 class Apart:
     """What it takes to answer a request by two workers, beside its context as a whole.
 
-    `prefillers` (num_slots,) may compute its prompt, and whose turn that is `prompt_turn` says; `blocks` of it, of
-    `block_bytes` each, then move to who answers: to those whose kind, of `kinds` (num_slots,), fits the prefill worker's by
-    `fits` (producers' kinds, takers' kinds).
+    `prefillers` (num_slots,) may compute its prompt, and whose turn that is `prompt_turn` says; `blocks` of it then move to
+    who answers, each in `block_s` (num_slots,) seconds from the one of them that costs least: to those whose kind, of `kinds`
+    (num_slots,), fits the prefill worker's by `fits` (producers' kinds, takers' kinds).
     """
 
     prefillers: NDArray[np.bool_]
     prompt_turn: int
     blocks: int
-    block_bytes: int
+    block_s: NDArray[np.float64]
     kinds: NDArray[np.intp]
     fits: NDArray[np.bool_]
     config: DisaggConfig
@@ -61,13 +62,7 @@ class Apart:
 
     def prompt(self, context: RoutingContext) -> RoutingContext:
         """Show its prompt alone, to price it on prefill workers."""
-        return replace(
-            context,
-            eligible=self.prefillers,
-            mean_output_tokens=1.0,
-            prompt_only=True,
-            turn=self.prompt_turn,
-        )
+        return prompt_alone(context, self.prefillers, self.prompt_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +99,28 @@ class Weighed:
         return more + abs(comparison.remote - comparison.local)
 
 
+def prompt_alone(context: RoutingContext, prefillers: NDArray[np.bool_], turn: int) -> RoutingContext:
+    """Show a request's prompt to those who may compute it for others; `turn` says whose turn it is."""
+    return replace(context, eligible=prefillers, mean_output_tokens=1.0, prompt_only=True, turn=turn)
+
+
 def as_handed_over(
-    context: RoutingContext,
-    handed_blocks: int,
-    block_bytes: int,
-    takers: NDArray[np.bool_],
-    config: DisaggConfig,
+    context: RoutingContext, handed_blocks: int, block_s: NDArray[np.float64], takers: NDArray[np.bool_]
 ) -> RoutingContext:
     """Show a request whose leading blocks a prefill worker has, to price it on those that may go on with it.
 
     Args:
         context: as it is without.
         handed_blocks: how many blocks would be moved to who has none.
-        block_bytes: of one.
+        block_s: (num_slots,) seconds that one takes to each worker.
         takers: (num_slots,) who can take them over.
-        config: how fast they move.
     """
     cached = context.overlap_blocks
     overlaps = np.where(takers, np.maximum(cached, handed_blocks), cached)
     tiers = context.tier_blocks.copy()
     tiers[_MOVED] += (overlaps - cached).astype(tiers.dtype)
     onboard = context.prices.onboard_token_s.copy()
-    onboard[_MOVED] = block_bytes / config.link_bytes_per_s / context.block_size
+    onboard[_MOVED] = block_s / context.block_size
     return replace(
         context,
         overlap_blocks=overlaps,
@@ -134,7 +129,9 @@ def as_handed_over(
     )
 
 
-def weigh(chooser: Chooser, context: RoutingContext, tie: int, apart: Apart) -> Weighed:
+def weigh(
+    chooser: Chooser, context: RoutingContext, tie: int, apart: Apart, prompt: Choice | None = None
+) -> Weighed:
     """Decide where a prompt is computed, and by whom.
 
     Args:
@@ -142,12 +139,13 @@ def weigh(chooser: Chooser, context: RoutingContext, tie: int, apart: Apart) -> 
         context: of the request, on the workers that may answer it.
         tie: settles equal prices.
         apart: who else may compute its prompt.
+        prompt: who of these costs least; None to find out.
     """
     whole = chooser.choose(context, tie)
     prompt_context = apart.prompt(context)
-    prompt = chooser.choose(prompt_context, tie)
+    prompt = prompt or chooser.choose(prompt_context, tie)
     takers = apart.takers(prompt.slot)
-    rest = chooser.choose(as_handed_over(context, apart.blocks, apart.block_bytes, takers, apart.config), tie)
+    rest = chooser.choose(as_handed_over(context, apart.blocks, apart.block_s, takers), tie)
     cached = int(context.overlap_blocks[whole.slot]) - recomputed_blocks(context, whole.slot)
     comparison = _compare(
         chooser,

@@ -29,6 +29,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.connector import Connector
 from penstock.router.drift import FORGOTTEN_S, Drift
 from penstock.router.indexer import Indexer
+from penstock.router.kv_ways import KvWays
 from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.metrics import RouterMetrics
@@ -57,6 +58,7 @@ class Fleet:
         self._indexer = Indexer(config, metrics)
         self.tree = self._indexer.tree
         self.loads = LoadTracker()
+        self.kv_ways = KvWays(config, self.loads.num_slots)
         self.pools: dict[str, WorkerPool] = {}
         """By model; those without any worker are not there."""
         self._connector = Connector(
@@ -283,6 +285,7 @@ class Fleet:
             num_slots = min(2 * self.loads.num_slots, self._config.workers_max)
             self.tree.grow(num_slots)
             self.loads.grow(num_slots)
+            self.kv_ways.grow(num_slots)
             self.seats.grow(num_slots)
             for pool in self.pools.values():
                 pool.grow(num_slots)
@@ -324,7 +327,9 @@ class Fleet:
         pool = self.pools.get(model)
         if pool is None:
             pool = self.pools[model] = WorkerPool(member, self.loads.num_slots, self._config.adapters_max)
-        way = self._config.topology.way(self._config.location, Location.of(member.instance))
+        location = Location.of(member.instance)
+        self.kv_ways.put(member.slot, location)
+        way = self._config.topology.way(self._config.location, location)
         for changed in pool.put(member, way):
             self._note(changed)
         self._tell_soon()

@@ -20,7 +20,7 @@ from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.chooser import Choice, Chooser
 from penstock.router.config import HoldConfig, RouterConfig
 from penstock.router.decisions import Decision, Decisions
-from penstock.router.disagg import Apart, Comparison, Weighed, as_handed_over, weigh
+from penstock.router.disagg import Apart, Comparison, Weighed, as_handed_over, prompt_alone, weigh
 from penstock.router.explanation import Explanation, RouteReason
 from penstock.router.fleet import Fleet
 from penstock.router.handed_over import HandedOver
@@ -161,29 +161,25 @@ class Router:
             return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms)
 
         if handed is not None:
-            handed_blocks = handed.num_tokens(now_s) // context.block_size
+            blocks = handed.num_tokens(now_s) // context.block_size
             producer = None if handed.producer is None else self.fleet.slot_of(handed.producer)
-            rest = as_handed_over(
-                context,
-                handed_blocks,
-                self._block_bytes(context),
-                pool.pairs.takers(producer, len(eligible)),
-                self._config.disagg,
-            )
-            return replace(quote(rest, self._chooser.choose(rest, tie)), handed_blocks=handed_blocks)
+            takers = pool.pairs.takers(producer, len(eligible))
+            rest = as_handed_over(context, blocks, self._block_s(context, producer), takers)
+            return replace(quote(rest, self._chooser.choose(rest, tie)), handed_blocks=blocks)
         prefillers = self._prefillers(request, pool, exclude, context)
         if prefillers is None:
             return quote(context, self._chooser.choose(context, tie))
+        prompt = self._chooser.choose(prompt_alone(context, prefillers, self._prompt_turn), tie)
         apart = Apart(
             prefillers=prefillers,
             prompt_turn=self._prompt_turn,
             blocks=len(hashes),
-            block_bytes=self._block_bytes(context),
+            block_s=self._block_s(context, prompt.slot),
             kinds=pool.pairs.kinds(len(eligible)),
             fits=pool.pairs.fits,
             config=self._config.disagg,
         )
-        weighed = weigh(self._chooser, context, tie, apart)
+        weighed = weigh(self._chooser, context, tie, apart, prompt)
         priced = quote(weighed.context, weighed.choice)
         return replace(priced, hand_over=weighed.comparison.is_remote, weighed=weighed)
 
@@ -214,10 +210,12 @@ class Router:
         fitting = pool.pairs.producers(pool.ready_prefill, context.eligible)
         return self._eligible(request, fitting & holds, exclude)
 
-    def _block_bytes(self, context: RoutingContext) -> int:
-        """Say how large the blocks are that move between workers: those that hand over have them alike."""
+    def _block_s(self, context: RoutingContext, source: int | None) -> NDArray[np.float64]:
+        """Say what a block takes from the worker in a slot to each; those that hand over have blocks of one size."""
         slot = int(context.eligible.argmax())
-        return self.fleet.seats.at(slot).instance.engine.kv_bytes_per_block
+        return (
+            self.fleet.kv_ways.byte_s(source) * self.fleet.seats.at(slot).instance.engine.kv_bytes_per_block
+        )
 
     def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:
         """Price a request and take the cheapest worker at once."""

@@ -103,6 +103,7 @@ class SimCluster:
         self._workers: dict[str, SimWorker] = {}
         self._numbers = 0
         self._started: Counter[Role] = Counter()
+        self._places: dict[str, Location] = {}  # of all workers that were ever started
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
@@ -149,7 +150,7 @@ class SimCluster:
         number, spec = self._started[role], self.spec.workers[role]
         self._started[role] += 1
         host, pace = f"{name}-{self._numbers}", Pace()
-        location = self._locate(host, spec.location_of(number))
+        location = self._places[host] = self._locate(host, spec.location_of(number))
         engine = spec.make_engine(pace)
         worker = Worker(
             engine,
@@ -181,9 +182,7 @@ class SimCluster:
 
     def _kv_way(self, one: str, other: str) -> Way:
         """Say what lies between two workers, as their routers take it to be."""
-        network, disagg = self.spec.network, self.spec.router.disagg
-        unknown = Way(latency_s=network.latency_s, bandwidth_bytes_per_s=disagg.link_bytes_per_s)
-        return self.network.way(one, other, unknown=unknown)
+        return self.spec.router.kv_way(self._places[one], self._places[other])
 
     def _locate(self, host: str, location: Location) -> Location:
         """Put a host where it is to be; one of which nothing is said is nowhere."""

@@ -13,7 +13,7 @@ from penstock.graph.engine_prices import make_roofline
 from penstock.perf.hardware import Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
 from penstock.perf.profile import Profile, ProfiledModel
-from penstock.perf.roofline import Roofline
+from penstock.perf.roofline import Factors, Roofline
 from penstock.perf.shape import ModelShape
 from penstock.perf.speculation import price_per_token
 from penstock.sim.cluster import SimEngine
@@ -62,6 +62,13 @@ class Crew:
     def block_bytes(self) -> int:
         """Of one block's KV, on all devices of a worker together."""
         return int(self.latency.kv_bytes_per_token) * self.block_size
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """How fast a request's KV leaves a worker over the network: each of the devices that hold a part has its own link."""
+        spec = self.spec
+        reached = self.hardware.scale_out_bytes_per_s * Factors().collective_bandwidth
+        return reached * spec.tensor_parallel * spec.pipeline_parallel
 
     @property
     def expenses(self) -> str:

@@ -15,6 +15,7 @@ from penstock.graph.engine_prices import make_latency
 from penstock.perf.catalogue import find_shape
 from penstock.perf.published import publish
 from penstock.perf.shape import ModelShape
+from penstock.router.config import RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.cluster import ClusterSpec, SimEngine, WorkerSpec
 from penstock.sim.crew import Crew, plan_crew
@@ -70,6 +71,19 @@ class Deployment:
         """What a device costs and draws; for people."""
         return ", ".join(dict.fromkeys(crew.expenses for crew in self.crews))
 
+    @property
+    def router(self) -> RouterConfig:
+        """The graph's; where it does not say how KV moves, nor where workers are, it moves over the devices' network links."""
+        config = self.graph.router
+        is_said = config.disagg.link_bytes_per_s is not None or any(
+            crew.spec.locations for crew in self.crews
+        )
+        if is_said or len(self.answering) == len(self.crews):
+            return config
+        slowest = min(crew.link_bytes_per_s for crew in self.crews)
+        disagg = config.disagg.model_copy(update={"link_bytes_per_s": slowest})
+        return config.model_copy(update={"disagg": disagg})
+
     def check(self, sessions: Iterable[Session]) -> None:
         """Refuse a workload whose longest request can never run on a worker that may get it, or that asks for what is not there.
 
@@ -123,7 +137,7 @@ class Deployment:
                 name=graph.model, context_length=context_length, block_size=graph.block_size, salt=SALT
             ),
             workers={crew.role: worker_spec(crew) for crew in self.crews},
-            router=graph.router,
+            router=self.router,
             worker=graph.worker,
             network=self.network,
             plane=PlaneConfig(window_tokens=_WHOLE_ANSWER),

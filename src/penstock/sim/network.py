@@ -77,10 +77,10 @@ class SimNetwork:
         """Say where a host is; between two that are somewhere lies what the topology says, and not what `config` does."""
         self._locations[host] = location
 
-    def way(self, one: str, other: str, *, unknown: Way | None = None) -> Way:
-        """Say what lies between two hosts; `unknown`, or what `config` says, where it is not known of both where they are."""
+    def way(self, one: str, other: str) -> Way:
+        """Say what lies between two hosts."""
         here, there = self._locations.get(one), self._locations.get(other)
-        return unknown or self._way if here is None or there is None else self._topology.way(here, there)
+        return self._way if here is None or there is None else self._topology.way(here, there)
 
     def is_open(self, one: str, other: str) -> bool:
         """Say whether two hosts can reach each other now."""

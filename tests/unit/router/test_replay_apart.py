@@ -88,7 +88,7 @@ def test_whether_a_prompt_goes_elsewhere_is_weighed_anew(lines):
     for line in lines("kv"):
         data = json.loads(line)
         if data["apart"] is not None:
-            data["apart"]["config"]["link_bytes_per_s"] = 1.0
+            data["apart"]["block_s"] = ["float64", data["apart"]["block_s"][1], 60.0]
             changed.append(json.dumps(data))
     replayed = list(Replay().run(changed))
     away = [one for one in replayed if one.worker.startswith("p")]
