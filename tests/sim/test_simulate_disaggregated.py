@@ -77,11 +77,6 @@ def test_a_seed_repeats():
             "prefill.kv_dtype is 'auto' and decode.kv_dtype is 'fp8'",
         ),
         (
-            {"prefill": {"weight_dtype": "fp8"}},
-            {"prefill": 1, "decode": 1},
-            "roles.prefill.kv_dtype: a block of 64 tokens has 4,194,304 bytes there and 8,388,608 in roles.decode",
-        ),
-        (
             {"decode": {"kv_blocks": 20}},
             {"prefill": 1, "decode": 1},
             "a decode worker's KV holds 1,280: 20 blocks of 64 tokens (kv_blocks); raise kv_blocks",

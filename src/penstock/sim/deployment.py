@@ -211,7 +211,7 @@ def _check_batch(crew: Crew) -> None:
 
 
 def _check_alike(crews: tuple[Crew, ...]) -> None:
-    """Refuse roles that cannot take each other's KV over, or of which only some can answer a request."""
+    """Refuse roles of which only some can answer a request."""
     answering = [crew for crew in crews if crew.role is not Role.PREFILL]
     first = answering[0]
     for crew in answering[1:]:
@@ -219,12 +219,4 @@ def _check_alike(crews: tuple[Crew, ...]) -> None:
             raise ConfigError(
                 f"{crew.place}.adapters: must be those of {first.place}, as either may be asked for them, got"
                 f" {', '.join(crew.spec.adapters) or 'none'} and {', '.join(first.spec.adapters) or 'none'}"
-            )
-    if len(crews) == len(answering):
-        return
-    for crew in crews[1:]:
-        if crew.block_bytes != first.block_bytes:
-            raise ConfigError(
-                f"{crew.place}.kv_dtype: a block of {crew.block_size} tokens has {crew.block_bytes:,} bytes there and"
-                f" {first.block_bytes:,} in {first.place}; KV moves between them as it is: give both the same kv_dtype"
             )
