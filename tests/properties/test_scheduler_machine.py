@@ -36,7 +36,10 @@ configs = st.sampled_from(
             max_prompt_tokens=of_one,
             max_running_requests=running,
             max_waiting_requests=4,
+            order=order,
+            ageing=ageing,
         )
+        for order, ageing in (("fcfs", 1.0), ("shortest", 0.1), ("shortest", 0.5))
         for batch, of_one, running in ((20, None, 6), (10, None, 4), (3, None, 4), (20, 7, 6), (10, 1, 4))
     ]
 )

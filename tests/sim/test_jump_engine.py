@@ -211,6 +211,35 @@ def test_they_agree_where_a_prompt_runs_on_one_of_several_ranks():
     assert_equal(exact, jump)
 
 
+@pytest.mark.parametrize("ageing", [0.02, 0.5])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_tokens": 800, "output_tokens": 1, "num_blocks": 2048, "rate_per_s": 60.0},
+        {"input_tokens": 300, "output_tokens": 200, "num_blocks": 300, "abort_every": 5},
+        {
+            "input_tokens": 300, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20,
+            "lower_blocks": ((Tier.HOST, 2048),), "rate_per_s": 12.0,
+        },
+    ],
+    ids=["prompts alone", "out of blocks", "tiers"],
+)  # fmt: skip
+def test_they_agree_where_the_shortest_prompt_is_first(fields, seed, ageing):
+    scheduler = SchedulerConfig(
+        max_batch_tokens=256, max_running_requests=24, order="shortest", ageing=ageing
+    )
+    exact, jump = both(H100, scheduler=scheduler, seed=seed, count=120, **fields)
+    if "abort_every" not in fields:
+        assert_equal(exact, jump)
+    for name, times in exact[0].items():
+        if times != ("aborted",):
+            assert jump[0][name] == pytest.approx(times, rel=1e-3), name
+    usual = SchedulerConfig(max_batch_tokens=256, max_running_requests=24)
+    as_they_came, _ = both(H100, scheduler=usual, seed=seed, count=120, **fields)
+    assert exact[0] != as_they_came[0]
+
+
 HOST = ((Tier.HOST, 2048),)
 SHARED = {
     "input_tokens": 200, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20, "rate_per_s": 12.0,

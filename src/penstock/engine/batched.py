@@ -7,7 +7,7 @@ from penstock.core.errors import EngineError, PenstockError, Unavailable
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.log import get_logger
-from penstock.core.types import EngineInfo, Request, Step, WorkerLoad
+from penstock.core.types import EngineInfo, Request, Role, Step, WorkerLoad
 from penstock.core.wire import HashArray
 from penstock.engine.runner import Runner, end_tokens_within
 from penstock.engine.scheduler import Scheduler
@@ -21,7 +21,7 @@ _log = get_logger()
 
 
 class BatchedEngine:
-    """Implements `Engine` and `KvBlocks` over a runner.
+    """Implements `Engine`, `KvBlocks` and `RoleAware` over a runner.
 
     A step that fails ends the requests it was computing and no others; several in a row end the engine.
     Not thread-safe: call everything on one event loop.
@@ -129,6 +129,10 @@ class BatchedEngine:
         self._closed = True
         self._wake.set()
         await self._runner.close()
+
+    def assume(self, role: Role) -> None:
+        """Order what waits as a worker of this role does."""
+        self.scheduler.assume(role)
 
     def kv_memory(self) -> Sequence[Sequence[object]]:
         return self._runner.kv_memory()

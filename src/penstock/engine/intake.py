@@ -1,4 +1,4 @@
-"""How requests that wait come into the batch: oldest first, each as soon as there is room for it."""
+"""How requests that wait come into the batch: in turn, each as soon as there is room for it."""
 
 import numpy as np
 
@@ -43,8 +43,8 @@ class Intake:
         """Note that blocks were given back, or that another one is first."""
         self._is_blocked = False
 
-    def admit(self, budget: int) -> tuple[list[int], list[int]]:
-        """Move waiting requests into the batch, oldest first, while there is room for them.
+    def admit(self, budget: int, *, before: float | None = None) -> tuple[list[int], list[int]]:
+        """Move waiting requests into the batch, in turn, while there is room for them; those of a rank below `before` alone.
 
         A request fits where all its known tokens and one more do, beside what running prefills will still need
         and one block of growth for each running request: else it would only be preempted soon.
@@ -54,15 +54,16 @@ class Intake:
         """
         slots: list[int] = []
         counts: list[int] = []
-        if not self._waiting or self._is_blocked or budget <= 0:
+        if not self._waiting or self._is_blocked or budget <= 0 or not self._slots.has_free:
             return slots, counts
+        self._waiting.rank_new(self._lacking)
         reserved = self.blocks_reserved()
         while self._waiting and budget > 0 and self._slots.has_free:
             sequence = self._waiting.first
+            if before is not None and sequence.rank is not None and sequence.rank >= before:
+                break
             size, known = self._limits.block_size, len(sequence.token_ids)
-            cacheable = (known - 1) // size  # the last token is always computed: it is sampled from
-            sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
-            hits = self._pool.match(sequence.block_hashes[:cacheable])
+            hits = self._match(sequence)
             runs = self._worth_fetching(sequence, hits)
             held = hits + [block_id for run in runs if run.tier is Tier.DEVICE for block_id in run.block_ids]
             needed = known // size + 1 - len(held)
@@ -86,6 +87,18 @@ class Intake:
         running, table = self._slots.running_array(), self._slots.table
         lacking = table.num_tokens[running] // self._limits.block_size + 1 - table.num_blocks[running]
         return len(running) + int(np.maximum(lacking, 0).sum())
+
+    def _match(self, sequence: Sequence) -> list[BlockId]:
+        """Find the blocks that the device has of a waiting request; its last token is always computed: it is sampled from."""
+        cacheable = (len(sequence.token_ids) - 1) // self._limits.block_size
+        sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
+        return self._pool.match(sequence.block_hashes[:cacheable])
+
+    def _lacking(self, sequence: Sequence) -> int:
+        """Count the tokens that a waiting request would have to compute now."""
+        hits = self._match(sequence)
+        fetched = sum(len(run.block_ids) for run in self._worth_fetching(sequence, hits))
+        return len(sequence.token_ids) - (len(hits) + fetched) * self._limits.block_size
 
     def _take_in(self, sequence: Sequence, hits: list[BlockId], num_new: int) -> int:
         """Give a waiting request a slot, the cached blocks it hits, and blocks for its first tokens."""

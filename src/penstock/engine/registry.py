@@ -10,7 +10,7 @@ from penstock.core.hashing import DEFAULT_KEY
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.engine.scheduler_config import AGEING, Order, SchedulerConfig
 
 _MOCK_BLOCKS = 4096
 
@@ -37,6 +37,11 @@ class EngineSpec:
     """None is the engine's own choice."""
     max_running_requests: int | None = None
     """None is the engine's own choice."""
+    max_waiting_requests: int | None = None
+    """None is the engine's own choice."""
+    prompt_order: Order | None = None
+    """None is by the worker's role."""
+    prompt_ageing: float = AGEING
     dtype: str = "auto"
     device: str = "cpu"
     hash_key: bytes = DEFAULT_KEY
@@ -48,6 +53,9 @@ class EngineSpec:
             self.data_parallel,
             max_batch_tokens=self.max_batch_tokens,
             max_running_requests=self.max_running_requests,
+            order=self.prompt_order,
+            ageing=self.prompt_ageing,
+            **({} if self.max_waiting_requests is None else {"max_waiting_requests": self.max_waiting_requests}),
         )
 
 

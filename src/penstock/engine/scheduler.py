@@ -1,8 +1,8 @@
 """Decides what each step computes, and what its outcome means for the requests.
 
 Continuous batching: decode rows first, then prefill in chunks, within a budget of tokens per step. The oldest
-request is served first and the newest gives its blocks up when they run out; it is computed again later, which
-its still cached blocks make cheap. The oldest always fits, so there is always progress.
+request is served first, or the shortest prompt (see `turns`), and the newest gives its blocks up when they run out; it is
+computed again later, which its still cached blocks make cheap. The oldest always fits, so there is always progress.
 Work per step is a few array operations over slots; Python runs per row only where a row crosses a block's
 border or ends, and to build its delta.
 """
@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types import Delta, FinishReason, Request, Step, WorkerLoad
+from penstock.core.types import Delta, FinishReason, Request, Role, Step, WorkerLoad
 from penstock.engine.intake import Intake
 from penstock.engine.queue import WaitingQueue
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
 from penstock.engine.slots import Int32s, Slots
+from penstock.engine.turns import Turns
 from penstock.kv.onboarding import Onboarding
 from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
@@ -75,11 +76,18 @@ class Scheduler:
         """Blocks held for transfers."""
         self._steps = self._preemptions = 0
         self._prefilled_tokens = self._generated_tokens = 0
+        self.assume(Role.AGGREGATED)
 
     @property
     def table(self) -> SequenceTable:
         """What runners read."""
         return self._slots.table
+
+    def assume(self, role: Role) -> None:
+        """Order what waits as a worker of this role does."""
+        is_shortest_first = self._config.is_shortest_first(role)
+        self._waiting.reorder(Turns(self._config.ageing) if is_shortest_first else None)
+        self._intake.look_again()
 
     # ---- requests in and out --------------------------------------------------------------------------
 
@@ -92,7 +100,9 @@ class Scheduler:
         """
         if request.request_id in self._by_id:
             raise RequestError(f"request_id: {request.request_id!r} is under way already; choose another")
-        sequence = Sequence.of(request, self._limits, arrival=next(self._arrivals))
+        sequence = Sequence.of(
+            request, self._limits, arrival=next(self._arrivals), since_tokens=self._prefilled_tokens
+        )
         if len(self._waiting) >= self._config.max_waiting_requests:
             raise Overloaded(
                 f"{len(self._waiting)} requests wait already, max_waiting_requests; try again later",
@@ -100,6 +110,8 @@ class Scheduler:
             )
         self._by_id[request.request_id] = sequence
         self._waiting.push(sequence)
+        if self._waiting.turns is not None:
+            self._intake.look_again()  # it may be the first now
 
     def abort(self, request_id: RequestId) -> None:
         """Forget a request, without another delta; an unknown one is no error."""
@@ -122,13 +134,14 @@ class Scheduler:
         remaining = table.num_tokens[slots] - table.num_computed[slots]
         if self._onboarding is not None:
             remaining[self._is_onboarding(slots)] = 0
-        num_new = self._share_budget(remaining)
+        num_new, new_slots, new_counts = self._share_budget(slots, remaining)
         kept = self._grow(slots, num_new)
         if kept == len(slots):
-            budget_left = self._config.max_batch_tokens - int(num_new.sum())
-            new_slots, new_counts = self._intake.admit(budget_left)
-        else:  # out of blocks
-            new_slots, new_counts = [], []
+            left = self._config.max_batch_tokens - int(num_new.sum()) - sum(new_counts)
+            more_slots, more_counts = self._intake.admit(left)
+            new_slots += more_slots
+            new_counts += more_counts
+        else:  # out of blocks: nobody was admitted
             slots, num_new, remaining = slots[:kept], num_new[:kept], remaining[:kept]
         is_decode = remaining == 1
         is_prefill = (remaining > 1) & (num_new > 0)
@@ -227,7 +240,7 @@ class Scheduler:
         assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
         known = len(self._by_id) + len(self._aborted_slots)
         assert known == len(self._slots.running) + len(self._waiting), "a request is lost"
-        if self._waiting and self._slots.running:
+        if self._waiting and self._slots.running and self._waiting.turns is None:
             newest = self._slots.sequence(self._slots.running[-1])
             assert newest.arrival < self._waiting.first.arrival, (
                 "an older request waits while a newer one runs"
@@ -235,17 +248,44 @@ class Scheduler:
 
     # ---- planning -------------------------------------------------------------------------------------
 
-    def _share_budget(self, remaining: Int32s) -> Int32s:
-        """Give each running row its tokens of this step: decode rows one each, then prefill rows, oldest first.
+    def _share_budget(self, slots: Int32s, remaining: Int32s) -> tuple[Int32s, list[int], list[int]]:
+        """Give each running row its tokens of this step: decode rows one each, then prefill rows, in turn.
 
         Decode rows never exceed the budget, as a request is admitted only where each row had its token and one was left.
+
+        Returns:
+            the rows' tokens; slots that were admitted as it was their turn before a row's, and their tokens.
         """
         decode = remaining == 1
+        left = self._config.max_batch_tokens - int(np.count_nonzero(decode))
+        if self._waiting.turns is not None:
+            return self._share_by_turn(slots, remaining, left)
         prefill = np.where(remaining > 1, np.minimum(remaining, self._config.prompt_budget), 0)
         before = np.cumsum(prefill) - prefill
-        left = self._config.max_batch_tokens - np.count_nonzero(decode)
         shared: Int32s = (decode + np.clip(left - before, 0, prefill)).astype(np.int32)
-        return shared
+        return shared, [], []
+
+    def _share_by_turn(
+        self, slots: Int32s, remaining: Int32s, left: int
+    ) -> tuple[Int32s, list[int], list[int]]:
+        """Share as `_share_budget` does, with prompts that wait and those under way in one order."""
+        turns = self._waiting.turns
+        assert turns is not None, "asked only where there are turns"
+        shared = (remaining == 1).astype(np.int32)
+        new_slots: list[int] = []
+        new_counts: list[int] = []
+        lacking = [(row, int(remaining[row])) for row in np.flatnonzero(remaining > 1).tolist()]
+        ranks = [
+            (turns.rank_of(self._slots.sequence(int(slots[row])), left), row, left) for row, left in lacking
+        ]
+        for rank, row, tokens in sorted(ranks):
+            more_slots, more_counts = self._intake.admit(left, before=rank)
+            new_slots += more_slots
+            new_counts += more_counts
+            left -= sum(more_counts)
+            shared[row] = min(left, self._config.prompt_budget, tokens)
+            left -= int(shared[row])
+        return shared, new_slots, new_counts
 
     def _grow(self, slots: Int32s, num_new: Int32s) -> int:
         """Give rows the blocks for their new tokens, oldest first; newest rows are preempted where none are left.
@@ -257,13 +297,13 @@ class Scheduler:
         ends = table.num_computed[slots] + num_new
         lacking = -(-ends // self._limits.block_size) - table.num_blocks[slots]
         for row in np.flatnonzero(lacking > 0).tolist():
-            while row < len(self._slots.running):
+            while row < len(self._slots.running):  # those admitted since come last, and fit beside all others
                 block_ids = self._pool.allocate(int(lacking[row]))
                 if block_ids is not None:
                     self._slots.add_blocks(int(slots[row]), block_ids)
                     break
                 self._preempt(self._slots.running[-1])
-        return len(self._slots.running)
+        return min(len(self._slots.running), len(slots))
 
     def _preempt(self, slot: int) -> None:
         """Put a running request back to the front of the queue; its blocks stay cached for as long as they can."""

@@ -1,10 +1,14 @@
 """How much an engine takes on at once."""
 
-from typing import Self
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from penstock.core.config import Config
+from penstock.core.types import Role
+
+Order = Literal["fcfs", "shortest"]
+AGEING = 0.1
 
 
 class SchedulerConfig(Config):
@@ -19,18 +23,25 @@ class SchedulerConfig(Config):
     """Requests in the batch."""
     max_waiting_requests: int = Field(default=1024, ge=1)
     """Requests queued for the batch; beyond it new ones are refused."""
+    order: Order | None = None
+    """Whose prompt is computed next: `fcfs`, who came first; `shortest`, who lacks the fewest tokens, less what waiting has earned. None is shortest for a prefill worker, else fcfs."""
+    ageing: float = Field(default=AGEING, gt=0, le=1)
+    """For `shortest`: tokens that waiting earns a prompt for each that the engine computes of any. One that lacks n is overtaken by those that come while n / ageing are computed, and by none that come later."""
     failed_steps_max: int = Field(default=3, ge=1)
     """Failed steps in a row after which the engine gives up; each ends the requests it was computing."""
 
     @classmethod
     def of_ranks(
-        cls, ranks: int, *, max_batch_tokens: int | None, max_running_requests: int | None, **others: int
+        cls, ranks: int, *, max_batch_tokens: int | None, max_running_requests: int | None, **others: Any
     ) -> Self:
         """Add up what the data-parallel ranks of one engine take on; None is the default, of each rank.
 
         A prompt is computed on one rank, so that one step takes no more of it than that rank's budget.
         """
-        each = {"max_batch_tokens": max_batch_tokens, "max_running_requests": max_running_requests}
+        each: dict[str, Any] = {
+            "max_batch_tokens": max_batch_tokens,
+            "max_running_requests": max_running_requests,
+        }
         rank = cls(**others, **{name: value for name, value in each.items() if value is not None})
         return rank.model_copy(
             update={
@@ -39,6 +50,11 @@ class SchedulerConfig(Config):
                 "max_running_requests": ranks * rank.max_running_requests,
             }
         )
+
+    def is_shortest_first(self, role: Role) -> bool:
+        """Say whether a worker of this role computes the shortest prompts first."""
+        order = self.order or ("shortest" if role is Role.PREFILL else "fcfs")
+        return order == "shortest"
 
     @property
     def prompt_budget(self) -> int:

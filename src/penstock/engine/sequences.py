@@ -122,6 +122,8 @@ class Sequence:
     stops_after:   with more tokens than this a stop token ends it
     cached_tokens: what the prefix cache gave of the prompt at the first admission; None before
     is_fresh:      no delta of it went out yet
+    since_tokens:  prompt tokens that the engine had computed when it came
+    rank:          its turn while it waits, where that is not as it came
     """
 
     request: Request
@@ -134,9 +136,13 @@ class Sequence:
     slot: int | None = None
     cached_tokens: int | None = None
     is_fresh: bool = True
+    since_tokens: int = 0
+    rank: float | None = None
 
     @classmethod
-    def of(cls, request: Request, limits: SequenceLimits, *, arrival: int) -> "Sequence":
+    def of(
+        cls, request: Request, limits: SequenceLimits, *, arrival: int, since_tokens: int = 0
+    ) -> "Sequence":
         """Check a request and make its sequence.
 
         Raises:
@@ -148,6 +154,7 @@ class Sequence:
         return cls(
             request=request if sampling is request.sampling else replace(request, sampling=sampling),
             arrival=arrival,
+            since_tokens=since_tokens,
             token_ids=token_ids,
             block_hashes=_checked_hashes(request, limits, len(token_ids)),
             num_prompt=num_prompt,

@@ -11,6 +11,7 @@ from penstock.core.location import Location
 from penstock.core.types import Role, Tier
 from penstock.engine.mock import MockConfig
 from penstock.engine.registry import engine_dtypes, engine_names
+from penstock.engine.scheduler_config import AGEING, Order
 from penstock.perf.hardware import find_hardware
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp4", "nvfp4"]
@@ -68,6 +69,12 @@ class RoleSpec(Config):
     """Tokens one engine step may compute on each data-parallel rank, and so of one prompt; None is the engine's own choice."""
     max_running_requests: int | None = pydantic.Field(default=None, ge=1)
     """Requests in the batch of each data-parallel rank; None is the engine's own choice."""
+    max_waiting_requests: int | None = pydantic.Field(default=None, ge=1)
+    """Requests that wait in a worker for its batch, beyond which it refuses more; None is the engine's own choice. Simulated ones take any."""
+    prompt_order: Order | None = None
+    """Whose prompt is computed next: `fcfs`, who came first; `shortest`, who lacks the fewest tokens, less what waiting has earned. None is shortest for a prefill worker, else fcfs."""
+    prompt_ageing: float = pydantic.Field(default=AGEING, gt=0, le=1)
+    """For `shortest`: tokens that waiting earns a prompt for each that its worker computes. One that lacks n is overtaken by those that come while n / prompt_ageing are computed, and by none that come later."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)
     """Blocks in a worker's KV pool; None is the engine's own choice."""
     kv_tiers: KvTiers = KvTiers()

@@ -28,6 +28,7 @@ class SimSequence:
     published: its leading blocks that are in the prefix cache
     parent:    low64 of the last of those, None without any
     told:      output tokens that went out
+    since_tokens, rank: as in `engine.sequences.Sequence`
     """
 
     request: Request
@@ -46,6 +47,8 @@ class SimSequence:
     cached_tokens: int | None = None
     is_fresh: bool = True
     is_aborted: bool = False
+    since_tokens: int = 0
+    rank: float | None = None
 
     @classmethod
     def of(

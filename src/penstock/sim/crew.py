@@ -117,6 +117,8 @@ class Crew:
             max_batch_tokens=self.spec.max_batch_tokens,
             max_running_requests=self.spec.max_running_requests,
             max_waiting_requests=_QUEUE_MAX,
+            order=self.spec.prompt_order,
+            ageing=self.spec.prompt_ageing,
         )
         if exact:
             return ExactEngine(self.latency, info, scheduler, pace, stream_of)

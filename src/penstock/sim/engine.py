@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types import EngineInfo, Request, Step, WorkerLoad
+from penstock.core.types import EngineInfo, Request, Role, Step, WorkerLoad
 from penstock.core.wire import HashArray
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
@@ -102,6 +102,10 @@ class JumpEngine:
         """Free the request's blocks by the end of the step under way."""
         self._scheduler.abort(request_id)
         self._interrupt()
+
+    def assume(self, role: Role) -> None:
+        """Order what waits as a worker of this role does."""
+        self._scheduler.assume(role)
 
     async def steps(self) -> AsyncIterator[Step]:
         """Yield what each event changed."""

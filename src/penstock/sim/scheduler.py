@@ -12,9 +12,10 @@ import numpy as np
 
 from penstock.core.errors import Overloaded, RequestError
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types import Delta, FinishReason, Request, Step, Tier, WorkerLoad
+from penstock.core.types import Delta, FinishReason, Request, Role, Step, Tier, WorkerLoad
 from penstock.core.wire import PackedTokens, num_tokens
 from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.engine.turns import Turns
 from penstock.kv.onboarding import Onboarding
 from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
@@ -61,12 +62,24 @@ class JumpScheduler:
         self._by_id: dict[RequestId, SimSequence] = {}
         self._waiting: OrderedDict[RequestId, SimSequence] = OrderedDict()
         self._waiting_tokens = 0
+        self._turns: Turns[SimSequence] | None  # None while they go as they came
+        self._clock_tokens = 0  # as the exact scheduler counts `prefilled_tokens`: a last token is decoding's
         self._batch = Batch(pool.block_size)
         self._head_blocked = False
         self._aborted: list[SimSequence] = []
         self._deltas: list[Delta] = []
         self._steps = self._preemptions = 0
         self._prefilled_tokens = self._prefix_hit_tokens = self._generated_tokens = 0
+        self.assume(Role.AGGREGATED)
+
+    def assume(self, role: Role) -> None:
+        """Order what waits as a worker of this role does."""
+        self._turns = Turns(self._config.ageing) if self._config.is_shortest_first(role) else None
+        self._waiting = OrderedDict(sorted(self._waiting.items(), key=lambda item: item[1].arrival))
+        if self._turns is not None:
+            for sequence in self._waiting.values():
+                self._turns.come(sequence)
+        self._head_blocked = False
 
     # ---- requests in and out ----------------------------------------------------------------------------
 
@@ -94,6 +107,10 @@ class JumpScheduler:
         )
         self._by_id[request.request_id] = self._waiting[request.request_id] = sequence
         self._waiting_tokens += known
+        if self._turns is not None:
+            sequence.since_tokens = self._clock_tokens
+            self._turns.come(sequence)
+            self._head_blocked = False  # it may be the first now
 
     def abort(self, request_id: RequestId) -> None:
         """Forget a request, without another delta; a running one's blocks are free with the next commit or plan."""
@@ -103,6 +120,8 @@ class JumpScheduler:
         self._head_blocked = False
         if self._waiting.pop(request_id, None) is not None:
             self._waiting_tokens -= sequence.known
+            if self._turns is not None:
+                self._turns.leave(sequence)
         else:
             sequence.is_aborted = True
             self._aborted.append(sequence)
@@ -123,15 +142,19 @@ class JumpScheduler:
         batch = self._batch
         budget = self._config.max_batch_tokens - batch.num_decoding
         prompts: list[tuple[SimSequence, int]] = []
-        if batch.prefilling:
+        admitted: list[tuple[SimSequence, int]] = []
+        if batch.prefilling and self._turns is None:
             budget = self._share_budget(budget, prompts)
+        elif batch.prefilling:
+            budget = self._share_by_turn(budget, prompts, admitted)
         num_running = len(batch.running)
         self._grow(prompts)
         if len(batch.running) < num_running:  # out of blocks
             prompts = [(s, new) for s, new in prompts if s.blocks]
         singles = [s for s, _ in prompts if s.known - s.computed == 1] if prompts else []
-        if len(batch.running) == num_running and budget > 0 and self._may_admit():
-            prompts += self._admit(budget)
+        if len(batch.running) == num_running:
+            admitted += self._admit(budget)
+        prompts += admitted
         if not prompts and not batch.num_decoding:
             return None
         context = batch.context_tokens(batch.tick)
@@ -144,6 +167,8 @@ class JumpScheduler:
         self._advance(steps)
         for sequence, new in plan.prompts:
             self._take_prompt(sequence, new)
+            self._clock_tokens += new
+        self._clock_tokens -= len(plan.singles)
         while (ended := self._batch.ended()) is not None:
             self._finish(ended)
         has_news = bool(self._deltas or self._aborted or plan.prompts)
@@ -220,6 +245,8 @@ class JumpScheduler:
         self._batch.check()
         if self._onboarding is not None:
             self._onboarding.check()
+        if self._turns is not None:
+            self._turns.check()
         assert self._waiting_tokens == sum(s.known for s in self._waiting.values()), (
             "waiting tokens: summed up"
         )
@@ -238,10 +265,14 @@ class JumpScheduler:
         """Note that blocks were given back, or have come: the first that waits may fit now."""
         self._head_blocked = False
 
-    def _blocks_reserved(self) -> int:
-        """Count the blocks that running requests will need soon: for the rest of their prefill and one more each."""
+    def _blocks_reserved(self, steps: int = 1) -> int:
+        """Count the blocks that running requests will need soon: for the rest of their prefill and one more each.
+
+        Args:
+            steps: 2 where those who decode have not got the blocks of the coming step yet.
+        """
         batch, size = self._batch, self._size
-        reserved = len(batch.running) + batch.blocks_due(batch.tick + 1, 1)
+        reserved = len(batch.running) + batch.blocks_due(batch.tick + 2 - steps, steps)
         return reserved + sum(
             max(s.known // size + 1 - len(s.blocks), 0) for s in (*batch.prefilling, *batch.onboarding)
         )
@@ -257,6 +288,27 @@ class JumpScheduler:
                 new = min(budget, self._config.prompt_budget, lacking)
                 budget -= new
                 prompts.append((sequence, new))
+        return budget
+
+    def _share_by_turn(
+        self,
+        budget: int,
+        prompts: list[tuple[SimSequence, int]],
+        admitted: list[tuple[SimSequence, int]],
+    ) -> int:
+        """Share as `_share_budget` does, with prompts that wait and those under way in one order; some may be admitted."""
+        turns, prefilling = self._turns, tuple(self._batch.prefilling)
+        assert turns is not None, "asked only where there are turns"
+        shares = {s.arrival: 1 for s in prefilling if s.known - s.computed == 1}
+        budget -= len(shares)
+        lacking = [(s, s.known - s.computed) for s in prefilling if s.arrival not in shares]
+        for rank, arrival, tokens in sorted((turns.rank_of(s, left), s.arrival, left) for s, left in lacking):
+            more = self._admit(budget, before=rank)
+            admitted += more
+            budget -= sum(new for _, new in more)
+            shares[arrival] = min(budget, self._config.prompt_budget, tokens)
+            budget -= shares[arrival]
+        prompts += [(s, shares[s.arrival]) for s in prefilling if shares[s.arrival]]
         return budget
 
     def _longest_jump(self) -> int:
@@ -309,13 +361,22 @@ class JumpScheduler:
             sequence.blocks += taken[start : start + blocks]
             start += blocks
 
-    def _admit(self, budget: int) -> list[tuple[SimSequence, int]]:
-        """Take waiting sequences in, oldest first, while there is room; the twin of `Scheduler._admit`."""
+    def _admit(self, budget: int, *, before: float | None = None) -> list[tuple[SimSequence, int]]:
+        """Take waiting sequences in, in turn, while there is room; the twin of `Intake.admit`.
+
+        With `before`, those of a rank below it alone, and what runs has not got its blocks of this step yet.
+        """
         admitted: list[tuple[SimSequence, int]] = []
+        if budget <= 0 or not self._may_admit():
+            return admitted
+        if self._turns is not None:
+            self._turns.rank_new(self._lacking)
         pool, size, batch = self._pool, self._size, self._batch
-        reserved = self._blocks_reserved()
+        reserved = self._blocks_reserved(1 if before is None else 2)
         while self._waiting and budget > 0 and len(batch.running) < self._config.max_running_requests:
-            sequence = next(iter(self._waiting.values()))
+            sequence = next(iter(self._waiting.values())) if self._turns is None else self._turns.first
+            if before is not None and sequence.rank is not None and sequence.rank >= before:
+                break
             known = sequence.known
             names = sequence.name_blocks((known - 1) // size, size)
             hits = pool.match(names)
@@ -339,9 +400,20 @@ class JumpScheduler:
             reserved += 1 + known // size + 1 - len(sequence.blocks)
         return admitted
 
+    def _lacking(self, sequence: SimSequence) -> int:
+        """Count the tokens that a waiting sequence would have to compute now."""
+        names = sequence.name_blocks((sequence.known - 1) // self._size, self._size)
+        hits = self._pool.match(names)
+        fetched = 0
+        if self._onboarding is not None:
+            fetched = sum(len(run.block_ids) for run in self._onboarding.worth(names, hits, sequence.known))
+        return sequence.known - (len(hits) + fetched) * self._size
+
     def _take_in(self, sequence: SimSequence, hits: list[BlockId], runs: list[TierBlocks]) -> None:
-        """Give the oldest waiting sequence the blocks that the device has of it, and count what is cached."""
-        self._waiting.popitem(last=False)
+        """Give a waiting sequence the blocks that the device has of it, and count what is cached."""
+        del self._waiting[sequence.request.request_id]
+        if self._turns is not None:
+            self._turns.leave(sequence)
         self._waiting_tokens -= sequence.known
         self._pool.acquire(hits)
         sequence.blocks = hits
@@ -379,6 +451,8 @@ class JumpScheduler:
         self._waiting[sequence.request.request_id] = sequence
         self._waiting.move_to_end(sequence.request.request_id, last=False)
         self._waiting_tokens += sequence.known
+        if self._turns is not None:
+            self._turns.come_back(sequence)
         self._preemptions += 1
 
     # ---- outcomes ---------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError, EngineError, RequestError
-from penstock.core.types import FinishReason, SamplingParams
+from penstock.core.types import FinishReason, Role, SamplingParams
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sampled, SequenceLimits
@@ -226,3 +226,67 @@ def test_packed_ids_that_end_within_an_id_are_refused():
 def test_config_says_what_is_wrong():
     with pytest.raises(ConfigError, match="max_batch_tokens: must be >= 1, got 0"):
         SchedulerConfig.parse({"max_batch_tokens": 0}, source="graph.yaml")
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_is_under_way():
+    scheduler = make_scheduler(num_blocks=200, context_length=400, order="shortest")
+    scheduler.submit(make_request("long", prompt(300)))
+    step(scheduler)
+    scheduler.submit(make_request("short", prompt(10, 50)))
+    scheduler.submit(make_request("shorter", prompt(5, 70)))
+    plan, _ = step(scheduler)
+    assert rows(scheduler, plan) == [("long", 1, False), ("shorter", 5, True), ("short", 10, True)]
+    plan, _ = step(scheduler)
+    assert rows(scheduler, plan) == [("short", 1, True), ("shorter", 1, True), ("long", 14, False)]
+
+
+def test_what_is_cached_does_not_count_as_long():
+    scheduler = make_scheduler(num_blocks=200, context_length=400, order="shortest", max_batch_tokens=40)
+    scheduler.submit(make_request("a", prompt(80), max_tokens=1))
+    while scheduler.load().running_requests or scheduler.load().waiting_requests:
+        step(scheduler)
+    scheduler.submit(make_request("new", prompt(30, 50)))
+    scheduler.submit(make_request("known", prompt(90)))
+    plan, _ = step(scheduler)
+    assert rows(scheduler, plan) == [("known", 10, True), ("new", 30, True)]
+
+
+def test_a_long_prompt_is_not_overtaken_for_ever():
+    scheduler = make_scheduler(num_blocks=2000, context_length=400, order="shortest", ageing=0.25)
+    scheduler.submit(make_request("long", prompt(100)))
+    overtaken = 0
+    for number in range(200):
+        scheduler.submit(make_request(f"r{number}", [number % 90] * 16, max_tokens=1))
+        plan = scheduler.plan()
+        if "long" in [name for name, _, _ in rows(scheduler, plan)]:
+            break
+        scheduler.commit(plan, Sampled(np.where(plan.samples, 1, -1).astype(np.int32)))
+        overtaken += 16
+    assert 300 <= overtaken <= 400, "until what has come since is 84 tokens shorter, and aged by a quarter"
+
+
+def test_who_had_to_make_room_is_the_first_again():
+    scheduler = make_scheduler(num_blocks=12, order="shortest", max_batch_tokens=64)
+    for name in "ab":
+        scheduler.submit(make_request(name, prompt(12, 30 * (name == "b")), max_tokens=60))
+    while not scheduler.load().preemptions:
+        step(scheduler)
+    scheduler.submit(make_request("tiny", [3, 4]))
+    scheduler.abort("a")
+    plan, _ = step(scheduler)
+    assert plan is not None
+    assert next(iter(rows(scheduler, plan)))[0] == "b"
+
+
+def test_a_worker_that_becomes_a_prefill_worker_takes_the_shortest_first():
+    scheduler = make_scheduler()
+    for role, first in ((Role.PREFILL, "short"), (Role.DECODE, "long")):
+        scheduler.submit(make_request("long", prompt(20), max_tokens=1))
+        scheduler.submit(make_request("short", prompt(5, 50), max_tokens=1))
+        scheduler.assume(role)
+        plan = scheduler.plan()
+        assert rows(scheduler, plan)[0][0] == first
+        for name in ("long", "short"):
+            scheduler.abort(name)
+        scheduler.commit(plan, Sampled(np.where(plan.samples, 1, -1).astype(np.int32)))
+        scheduler.check()
