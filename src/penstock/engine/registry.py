@@ -55,7 +55,11 @@ class EngineSpec:
             max_running_requests=self.max_running_requests,
             order=self.prompt_order,
             ageing=self.prompt_ageing,
-            **({} if self.max_waiting_requests is None else {"max_waiting_requests": self.max_waiting_requests}),
+            **(
+                {}
+                if self.max_waiting_requests is None
+                else {"max_waiting_requests": self.max_waiting_requests}
+            ),
         )
 
 
