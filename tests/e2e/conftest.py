@@ -43,7 +43,7 @@ class Site:
     async def load(self, name: str) -> dict[str, Any]:
         return (await self.workers())[name]["load"] or {}
 
-    async def until(self, holds: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> float:
+    async def until(self, holds: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> float:
         """Wait until something holds; give how many seconds that took."""
         loop = asyncio.get_running_loop()
         started = loop.time()

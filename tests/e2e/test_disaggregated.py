@@ -100,7 +100,7 @@ def test_a_worker_killed_at_any_moment_is_not_noticed(deploy, victim):
     async def all_back(site):
         return await site.ready_workers() == 4
 
-    deploy(scenario, roles=roles(2, 2, engine="paged"), router=ALWAYS, timeout_s=240)
+    deploy(scenario, roles=roles(2, 2, engine="paged"), router=ALWAYS, timeout_s=480)
 
 
 def test_decode_workers_serve_alone_while_there_is_no_prefill_worker(deploy):
