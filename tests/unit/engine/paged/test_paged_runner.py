@@ -79,7 +79,7 @@ def test_short_floats(engine, reference, dtype, native, monkeypatch):
     expected = reference("llama")
     paged = engine(dtype=dtype)
     tokens = paged.run(*expected.requests(8, logprobs=0))
-    assert paged.runner.kv_memory()[0][0][0, 0].nbytes == 2 * 2 * 8 * 2 * 16 * 2
+    assert paged.runner.kv_memory()[0][0][0].nbytes == 2 * 2 * 8 * 2 * 16 * 2
     first = [tokens[str(index)][0] == expected.output(index)[0] for index in range(8)]
     assert sum(first) >= 7
     assert all(np.isfinite(report.logprob) for reports in paged.logprobs.values() for report in reports)
