@@ -73,6 +73,7 @@ class JumpEngine:
             prompts_at_once=config.prompts_at_once,
             kv_bytes_per_block=info.kv_bytes_per_block,
             kv_layout=info.kv_layout,
+            kv_by_chunk=True,
         )
         self._memory = no_memory(info)
         self.pool, onboarding = info.make_pool(self._mover, self._interrupt)

@@ -172,11 +172,20 @@ class JumpScheduler:
         while (ended := self._batch.ended()) is not None:
             self._finish(ended)
         has_news = bool(self._deltas or self._aborted or plan.prompts)
+        prefilling = tuple(
+            [
+                s.request.request_id
+                for s, _ in plan.prompts
+                if s.request.hand_over and s.joined is None and s.blocks
+            ]
+        )
         if self._aborted:
             self._drop_aborted()
         deltas, self._deltas = self._deltas, []
         events = self._pool.take_events()
-        return Step(deltas=tuple(deltas), events=events) if has_news or events else None
+        if not (has_news or events):
+            return None
+        return Step(deltas=tuple(deltas), events=events, prefilling=prefilling)
 
     def settle(self, plan: JumpPlan, steps: int) -> None:
         """Take over the first `steps` decode steps of a plan while the next one is under way; it has its blocks then."""

@@ -122,10 +122,10 @@ class Computing:
         if self.hand_over is not None:
             await self.hand_over.offers.none_left.wait()
 
-    def stepped(self, load: WorkerLoad | None) -> None:
+    def stepped(self, load: WorkerLoad) -> None:
         """Hear that the engine has done a step, which left this load."""
         if self.hand_over is not None:
-            self.hand_over.stepped(0 if load is None else load.preemptions)
+            self.hand_over.stepped(load.preemptions)
 
     def load(self, load: WorkerLoad | None = None) -> WorkerLoad:
         """Give the engine's load, or the one that a step left, with the requests whose KV is on its way as waiting."""

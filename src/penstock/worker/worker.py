@@ -364,7 +364,7 @@ class Worker:
         if self._info.kv_events:
             self.publisher.publish(step.events)
         self._reports.note(load)
-        self._computing.stepped(step.load)
+        self._computing.stepped(load)
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)
 
