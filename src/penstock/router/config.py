@@ -55,6 +55,8 @@ class DisaggConfig(Config):
 
     remote_tokens_min: int = pydantic.Field(default=64, ge=1)
     """Prompts of which a decode worker lacks fewer tokens are computed there."""
+    local_tokens_max: int | None = pydantic.Field(default=None, ge=0)
+    """Prompts of which a decode worker lacks more tokens are computed by prefill workers, as long as one is there, however long they wait for it; None: whatever takes fewer seconds."""
     hand_over_s: float = pydantic.Field(default=0.005, ge=0)
     """What a hand-over takes beside moving bytes, in seconds."""
     link_bytes_per_s: float | None = pydantic.Field(default=None, gt=0)

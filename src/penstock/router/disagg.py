@@ -187,4 +187,5 @@ def _compare(
     if not chooser.term_names:
         return Comparison(None, None, None, is_remote=True)
     after = decode + config.hand_over_s
-    return Comparison(local, prefill, after, is_remote=prefill + after < local)
+    too_long = config.local_tokens_max is not None and uncached_tokens > config.local_tokens_max
+    return Comparison(local, prefill, after, is_remote=too_long or prefill + after < local)

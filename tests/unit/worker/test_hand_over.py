@@ -211,6 +211,23 @@ def test_seconds_decide_where_a_prompt_is_computed(length, is_remote):
     play(scene, router=router)
 
 
+@pytest.mark.parametrize(("local_tokens_max", "is_remote"), [(None, False), (50, False), (49, True)])
+def test_prompts_too_long_for_decode_workers_are_computed_apart_whatever_that_takes(
+    local_tokens_max, is_remote
+):
+    config = DisaggConfig(remote_tokens_min=4, local_tokens_max=local_tokens_max, hand_over_s=9)
+    router = RouterConfig(policy="kv", disagg=config)
+
+    async def scene(_cluster, dispatcher):
+        found = await answer(dispatcher, request("a", 50))
+        assert found == await expected(request("a", 50))
+        (first, *_) = dispatcher.explain("a")
+        assert first.prefill.remote is is_remote
+        assert first.prefill.local < first.prefill.prefill + first.prefill.decode
+
+    play(scene, router=router)
+
+
 def test_an_error_of_the_request_ends_it():
     async def scene(_cluster, dispatcher):
         wrong = msgspec.structs.replace(request("a", 3), token_ids=pack_tokens([VOCAB + 5, 2, 3]))
