@@ -149,7 +149,7 @@ class HandOverTrial:
             role=ROLES[name],
             config=self.config,
             prices=PRICES,
-            transport=SlowTransport(lambda: rng.uniform(0, self.slowest_s)),
+            transport=SlowTransport(lambda _: rng.uniform(0, self.slowest_s)),
         )
 
     async def client(self, number, dispatcher, at_s):

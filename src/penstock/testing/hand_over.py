@@ -107,8 +107,8 @@ def check_nothing_is_held(worker: Worker, engine: BatchedEngine) -> None:
 class SlowTransport(MemoryTransport):
     """Moves bytes some seconds after they were asked for, and cannot be stopped in between, as a thread cannot."""
 
-    def __init__(self, delay_s: Callable[[], float]) -> None:
-        """Draw how long each move takes."""
+    def __init__(self, delay_s: Callable[[int], float]) -> None:
+        """Draw how long each move of so many bytes takes."""
         super().__init__(threads=1, inline_bytes_max=1 << 20)
         self._delay_s = delay_s
 
@@ -119,7 +119,7 @@ class SlowTransport(MemoryTransport):
 
 
 class _SlowChannel:
-    def __init__(self, inner: TransferChannel, delay_s: Callable[[], float]) -> None:
+    def __init__(self, inner: TransferChannel, delay_s: Callable[[int], float]) -> None:
         self._inner = inner
         self._delay_s = delay_s
 
@@ -130,7 +130,7 @@ class _SlowChannel:
         return self._inner.cost(op)
 
     def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
-        return _SlowMove(self._inner.prepare(op, pairs, checksum=checksum), self._delay_s())
+        return _SlowMove(self._inner.prepare(op, pairs, checksum=checksum), self._delay_s(pairs.total_bytes))
 
     async def close(self) -> None:
         await self._inner.close()

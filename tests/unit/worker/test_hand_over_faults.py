@@ -40,7 +40,7 @@ def play(scene, names=("p0", "d0"), *, policy="least-loaded", read_s=0.0, kv_blo
                     role=ROLES[name[0]],
                     prices=PRICES,
                     config=config,
-                    transport=SlowTransport(read_s if callable(read_s) else lambda: read_s),
+                    transport=SlowTransport(lambda _: read_s() if callable(read_s) else read_s),
                 )
             router = RouterConfig(policy=policy, disagg=DisaggConfig(remote_tokens_min=1))
             dispatcher = await stack.enter_async_context(cluster.dispatcher(router))

@@ -1,0 +1,78 @@
+"""KV that moves while its prompt is computed, between real processes: exact, and held for nobody who is gone."""
+
+import os
+import signal
+
+import aiohttp
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "Which parts does a request pass on its way, and what does each of them do with it? " * 8
+TOKENS = 24
+ALWAYS = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
+CHUNKED = {"replicas": 1, "max_batch_tokens": 64, "max_running_requests": 16}
+STREAMED = {"hand_over": {"stream_kv": True}}
+
+
+async def prefetches(site):
+    async with site.http.get(f"{site.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    name = 'penstock_router_prefetches_total{outcome="used"}'
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_answers_are_those_of_one_worker(deploy):
+    prompts = [f"{number} {PROMPT}" for number in range(2)]
+    whole = []
+
+    async def alone(site):
+        whole.extend([(await site.tell(prompt, max_tokens=TOKENS))[0] for prompt in prompts])
+
+    async def apart(site):
+        assert [(await site.tell(prompt, max_tokens=TOKENS))[0] for prompt in prompts] == whole
+        assert await prefetches(site) == len(prompts)
+        assert (await site.load("decode-1"))["prefilled_tokens"] <= 32, "what no full block holds"
+
+        async def nothing_is_held():
+            loads = [await site.load(name) for name in ("prefill-1", "decode-1")]
+            return all(load["active_blocks"] == 0 for load in loads)
+
+        await site.until(nothing_is_held)
+
+    paged = CHUNKED | {"engine": "paged"}
+    deploy(alone, role=paged, timeout_s=150)
+    deploy(apart, roles={"prefill": paged, "decode": paged}, router=ALWAYS, worker=STREAMED, timeout_s=150)
+
+
+def test_what_is_held_for_a_frontend_that_was_killed_is_free_long_before_its_time_is_up(deploy):
+    async def scenario(site):
+        decode = site.deployment.pids()["decode-1"]
+        os.kill(decode, signal.SIGSTOP)  # it fetches nothing
+        try:
+
+            async def is_held():
+                return (await site.load("prefill-1")).get("active_blocks", 0) > 0
+
+            async def is_free():
+                try:
+                    return (await site.load("prefill-1"))["active_blocks"] == 0
+                except (aiohttp.ClientError, KeyError):
+                    return False  # the frontend is not back
+
+            asking = site.stream(PROMPT, max_tokens=TOKENS)
+            await anext(asking)
+            await site.until(is_held)
+            site.kill("frontend-1")
+            await site.until(is_free)
+        finally:
+            os.kill(decode, signal.SIGCONT)
+
+    mock = CHUNKED | {"engine": "mock"}
+    deploy(
+        scenario,
+        roles={"prefill": mock, "decode": mock},
+        router=ALWAYS,
+        worker={"hand_over": {"stream_kv": True, "pin_ttl_s": 300}},
+        timeout_s=120,
+    )

@@ -1,0 +1,403 @@
+"""KV that moves while its prompt is computed: what it saves, and what is left of it whatever becomes of the request."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from unittest import mock
+
+import msgspec
+import pytest
+
+from penstock.core.errors import ConfigError, Overloaded
+from penstock.core.ids import PinId, RequestId
+from penstock.core.types import Prefetch, Role
+from penstock.core.wire import pack_tokens, unpack_tokens
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.runtime.requests.memory import MemoryConnection
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster
+from penstock.testing.hand_over import (
+    PRICES,
+    SlowTransport,
+    check_nothing_is_held,
+    tiny_engine,
+    tiny_request,
+    whole_answer,
+)
+from penstock.worker.config import HandOverConfig, WorkerConfig
+from penstock.worker.pin_messages import PinGrown
+from penstock.worker.reader import Growth
+
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
+CHUNK = 16
+STEP_S = 0.01 + CHUNK * 1e-3
+"""Of a chunk of a prompt."""
+ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
+LENGTH = 200
+BLOCKS = LENGTH // 4
+
+
+def play(scene, names=("p0", "d0"), *, stream=True, byte_s=0.0, kv_blocks=None, **limits):
+    async def main():
+        async with AsyncExitStack() as stack:
+            cluster = await stack.enter_async_context(MemoryCluster())
+            config = WorkerConfig(
+                hand_over=HandOverConfig(stream_kv=stream, **{"pinned_share_max": 1.0} | limits)
+            )
+            for name in names:
+                await cluster.start(
+                    name,
+                    tiny_engine((kv_blocks or {}).get(name, 200), chunk_tokens=CHUNK),
+                    role=ROLES[name[0]],
+                    prices=PRICES,
+                    config=config,
+                    transport=SlowTransport(lambda num_bytes: num_bytes * byte_s),
+                )
+            dispatcher = await stack.enter_async_context(cluster.dispatcher(ALWAYS))
+            await dispatcher.looked()
+            await scene(cluster, dispatcher)
+            await asyncio.sleep(60)
+            for name in cluster.names:
+                check_nothing_is_held(cluster.worker(name), cluster.engine(name))
+            dispatcher.check()
+
+    run_virtual(main())
+
+
+def hand_over(cluster, name="d0"):
+    return cluster.worker(name).hand_over
+
+
+def held(cluster, name):
+    return cluster.engine(name).load().active_blocks
+
+
+def outcomes(dispatcher):
+    counter = dispatcher._shared.metrics.prefetches
+    return {name: counter.labels(name)._value.get() for name in ("used", "dropped")}
+
+
+async def expected(asked):
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        await cluster.start("alone", tiny_engine(chunk_tokens=CHUNK))
+        return await whole_answer(dispatcher, asked)
+
+
+async def second_token_s(dispatcher, asked):
+    """Time the second token from when the request was sent."""
+    loop = asyncio.get_running_loop()
+    begin_s, found = loop.time(), 0
+    async with dispatcher.open(asked) as stream:
+        async for delta in stream:
+            found += len(unpack_tokens(delta.token_ids))
+            if found >= 2:
+                return loop.time() - begin_s
+    raise AssertionError("no second token")
+
+
+async def chunks(number):
+    """Wait until about so many chunks are computed."""
+    await asyncio.sleep((number + 0.5) * STEP_S)
+
+
+def test_the_second_token_waits_for_the_last_chunk_and_not_for_the_whole_prompt():
+    byte_s = 0.8 * STEP_S / (CHUNK // 4 * 64)  # the link is a little faster than the prompt is computed
+    whole_s, last_s = BLOCKS * 64 * byte_s, CHUNK // 4 * 64 * byte_s
+    found_s = {}
+
+    def measure(names, stream):
+        async def scene(_cluster, dispatcher):
+            found_s[names, stream] = await second_token_s(dispatcher, tiny_request("a", LENGTH))
+
+        play(scene, names, stream=stream, byte_s=byte_s)
+
+    measure(("a0",), None)
+    measure(("p0", "d0"), True)
+    measure(("p0", "d0"), False)
+    alone_s = found_s[("a0",), None]
+    rest_s = 0.015  # a step of its own for what no full block holds
+    assert found_s[("p0", "d0"), True] - alone_s <= last_s + rest_s
+    assert found_s[("p0", "d0"), False] - alone_s >= whole_s
+    assert whole_s > 10 * last_s
+
+
+def test_the_answer_is_that_of_one_worker_and_no_block_is_read_twice():
+    asked = tiny_request("a", LENGTH, logprobs=2)
+
+    async def scene(cluster, dispatcher):
+        assert await whole_answer(dispatcher, asked) == await expected(asked)
+        arrived = hand_over(cluster)
+        assert arrived.fetched_blocks == BLOCKS
+        assert arrived.prefetches.fetched_blocks == BLOCKS
+        assert arrived.failures == arrived.prefetches.failures == {}
+        assert [decision.reason for decision in dispatcher.explain("a")] == ["only_worker", "prefetched"]
+        assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
+        assert cluster.engine("d0").load().prefilled_tokens <= 5
+
+    play(scene)
+
+
+def test_without_it_all_moves_at_the_end():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a", LENGTH))
+        assert hand_over(cluster).fetched_blocks == BLOCKS
+        assert hand_over(cluster).prefetches.fetched_blocks == 0
+        assert outcomes(dispatcher) == {"used": 0, "dropped": 0}
+
+    play(scene, stream=False)
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(CHUNK, 20), (LENGTH, 1)])
+def test_what_has_no_overlap_does_not_begin_early(length, tokens):
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a", length, tokens))
+        assert hand_over(cluster).prefetches.fetched_blocks == 0
+        assert outcomes(dispatcher) == {"used": 0, "dropped": 0}
+
+    play(scene)
+
+
+def test_what_the_decode_worker_has_is_not_read():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a", 60))
+        await whole_answer(dispatcher, tiny_request("b", LENGTH))
+        assert hand_over(cluster).fetched_blocks == BLOCKS
+
+    play(scene)
+
+
+def test_a_client_that_leaves_while_its_prompt_is_computed_leaves_nothing_held():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)):
+            await chunks(3)
+            assert held(cluster, "d0") == BLOCKS, "room for all of it"
+            assert len(hand_over(cluster, "p0").offers) == 1
+        await asyncio.sleep(2 * STEP_S)
+        assert held(cluster, "d0") == held(cluster, "p0") == 0
+        assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
+
+    play(scene)
+
+
+@pytest.mark.parametrize("moment", [3, 12.6, 14])
+def test_a_frontend_that_is_gone_leaves_nothing_held(moment):
+    """While its prompt is computed, when its first token was just sent, and while its KV is fetched."""
+
+    async def scene(cluster, dispatcher):
+        del dispatcher
+        with mock.patch.object(MemoryConnection, "abort"):  # who is gone says nothing
+            async with cluster.dispatcher(ALWAYS) as other:
+                await other.looked()
+                stream = other.open(tiny_request("a", LENGTH))
+                await stream.__aenter__()
+                going_on = asyncio.ensure_future(anext(stream))
+                await chunks(moment)
+                assert held(cluster, "p0") > 0
+                going_on.cancel()
+        await asyncio.sleep(0.1)
+        assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
+
+    play(scene, byte_s=1e-4)
+
+
+def test_a_prefill_worker_that_dies_leaves_what_was_confirmed():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(asked) as stream:
+            await chunks(6)
+            cluster.kill("p0")
+            tokens = []
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+        arrived = hand_over(cluster)
+        assert 0 < arrived.fetched_blocks < BLOCKS
+        assert cluster.engine("d0").load().prefix_hit_tokens == 4 * arrived.fetched_blocks
+
+    play(scene)
+
+
+def test_a_decode_worker_that_dies_while_it_reads_is_not_missed():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(asked) as stream:
+            await chunks(6)
+            begun = dispatcher.explain("a")[1].worker
+            cluster.kill(begun)
+            tokens = []
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+        (left,) = {"d0", "d1"} - {begun}
+        assert hand_over(cluster, left).fetched_blocks == BLOCKS
+        assert cluster.engine("p0").load().generated_tokens == 1
+        assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_who_drains_meanwhile_is_not_sent_the_request():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await chunks(3)
+            begun = dispatcher.explain("a")[1].worker
+            cluster.worker(begun).stop()
+            async for _ in stream:
+                pass
+        (left,) = {"d0", "d1"} - {begun}
+        assert hand_over(cluster, left).fetched_blocks == BLOCKS
+        assert begun not in cluster.names
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_who_refuses_the_request_itself_loses_it_to_another():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await chunks(3)
+            begun = dispatcher.explain("a")[1].worker
+            cluster.worker(begun)._standing.refusal = Overloaded("full", retry_after_s=1.0)
+            async for _ in stream:
+                pass
+        (left,) = {"d0", "d1"} - {begun}
+        assert hand_over(cluster, left).fetched_blocks == BLOCKS
+        assert cluster.engine("p0").load().generated_tokens == 1
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_no_more_are_begun_than_may_wait_for_their_kv():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await chunks(3)
+            (begun,) = hand_over(cluster).prefetches._unclaimed.values()
+            hashes = stream._progress.request().block_hashes
+            another = Prefetch(request_id=RequestId("b"), block_hashes=hashes, kv=begun.handle)
+            hand_over(cluster).prefetch(another, None)
+            assert len(hand_over(cluster)) == 1
+            async for _ in stream:
+                pass
+
+    play(scene, fetches_max=1)
+
+
+def test_past_its_share_of_the_blocks_a_prompt_is_handed_over_whole():
+    async def scene(cluster, dispatcher):
+        async with asyncio.TaskGroup() as group:
+            for seed in (1, 2):
+                group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", LENGTH, seed=seed)))
+            most, used = 0, set()
+            for _ in range(30):
+                await asyncio.sleep(STEP_S)
+                most = max(most, len(hand_over(cluster).prefetches._under_way))
+                used |= {decision.worker for decision in dispatcher.latest_decisions(9) if decision.prefill}
+        assert most == 1
+        assert len(used) == 2
+
+    play(scene, ("p0", "p1", "d0"), pinned_share_max=0.45)
+
+
+def test_a_decode_worker_without_room_tries_again_and_holds_nothing():
+    async def scene(cluster, dispatcher):
+        running = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("long", 80, 30, seed=1)))
+        await chunks(5.5)
+        found = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("a", LENGTH)))
+        await chunks(4)
+        assert len(hand_over(cluster).prefetches) == 1
+        assert held(cluster, "d0") < BLOCKS
+        await running
+        await found
+        assert hand_over(cluster).fetched_blocks == 20 + BLOCKS
+        assert hand_over(cluster).prefetches.fetched_blocks > 20 + 20
+
+    play(scene, kv_blocks={"d0": 60})
+
+
+def test_a_preemption_ends_what_was_only_expected():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await chunks(3)
+            for name in ("p0", "d0"):
+                hand_over(cluster, name).stepped(1)
+            assert len(hand_over(cluster, "p0").offers) == 0
+            await asyncio.sleep(1e-3)
+            assert held(cluster, "d0") == 0
+            async for _ in stream:
+                pass
+        assert hand_over(cluster).fetched_blocks == BLOCKS
+        assert hand_over(cluster).failures == {}
+
+    play(scene)
+
+
+def test_prompts_that_preempt_each_other_do_not_wait_for_their_own_pins():
+    async def scene(cluster, dispatcher):
+        begin_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            for seed in range(4):
+                group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", LENGTH, 4, seed=seed)))
+        assert asyncio.get_running_loop().time() - begin_s < 10
+        assert cluster.engine("p0").load().generated_tokens == 4
+
+    play(scene, kv_blocks={"p0": 70})
+
+
+def test_an_offer_that_ends_before_its_prompt_does_is_made_anew_at_its_end():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a", LENGTH))
+        assert hand_over(cluster, "p0").offers.expired == 1
+        assert hand_over(cluster).fetched_blocks == BLOCKS
+        assert sum(hand_over(cluster).prefetches.failures.values()) == 1
+
+    play(scene, pin_ttl_s=STEP_S * 0.9)
+
+
+def test_an_engine_that_gives_blocks_only_at_the_end_is_refused():
+    async def start(stream):
+        async with MemoryCluster() as cluster:
+            engine = tiny_engine()
+            start = engine.start
+
+            async def without():
+                return msgspec.structs.replace(await start(), kv_by_chunk=False)
+
+            engine.start = without
+            config = WorkerConfig(hand_over=HandOverConfig(stream_kv=stream))
+            worker = await cluster.start("p0", engine, role=Role.PREFILL, config=config)
+            return cluster.errors, worker.hand_over
+
+    errors, _ = run_virtual(start(True))
+    assert isinstance(errors["p0"], ConfigError)
+    assert "stream_kv" in errors["p0"].message
+    for stream in (None, False):
+        errors, one = run_virtual(start(stream))
+        assert not errors
+        assert one.streams_kv is False
+
+
+def grown(first, ids, *, is_whole=False):
+    return PinGrown(pin_id=PinId(1), read_id=1, first=first, block_ids=pack_tokens(ids), is_whole=is_whole)
+
+
+@pytest.mark.parametrize("message", [grown(1, [7]), grown(3, [7]), grown(2, [7, 8])])
+def test_what_a_producer_says_must_go_on_where_it_was(message):
+    growth = Growth(num_blocks_max=3)
+    growth.add(grown(0, [5, 6]))
+    assert growth.error is None
+    growth.add(message)
+    assert growth.error.code == "protocol_error"
+
+
+def test_a_request_that_brings_another_handle_ends_what_was_begun():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)):
+            await chunks(3)
+            prefetches = hand_over(cluster).prefetches
+            (begun,) = prefetches._unclaimed.values()
+            other = msgspec.structs.replace(begun.handle, pin_id=PinId(99))
+            assert prefetches.claim(RequestId("a"), other) is None
+            await asyncio.sleep(0.01)
+            assert held(cluster, "d0") == 0
+
+    play(scene)
