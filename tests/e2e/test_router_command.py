@@ -107,6 +107,41 @@ def test_the_api_from_put_to_feedback():
     run(test)
 
 
+def test_several_models_and_adapters_at_once():
+    async def test(api: Api) -> None:
+        for name, model, adapters in (("one", "m", ["sql"]), ("two", "m", []), ("three", "n", ["poems"])):
+            server = {"url": f"http://{name}:80", "model": model, "adapters": adapters}
+            assert (await api.ask("PUT", f"/workers/{name}", server))[0] == 200
+        for model, expected in (
+            ("m", {"one", "two"}),
+            ("n", {"three"}),
+            ("sql", {"one"}),
+            ("poems", {"three"}),
+        ):
+            told = set()
+            for number in range(6):
+                status, choice = await api.ask(
+                    "POST", "/route", {"model": model, "prompt": f"{number} rivers " * 50}
+                )
+                assert status == 200
+                told.add(choice["worker"])
+            assert told == expected, model
+        draining = {"url": "http://one:80", "model": "m", "state": "draining", "adapters": ["sql"]}
+        await api.ask("PUT", "/workers/one", draining)
+        assert (await api.error("POST", "/route", {"model": "sql", "prompt": "a"}))[0] == 503
+        status, why = await api.ask(
+            "POST", "/route", {"model": "m", "prompt": "a"}, **{"X-Penstock-Explain": "1"}
+        )
+        (decision,) = why["why"]["decisions"]
+        assert (status, decision["worker"], decision["left_out"]) == (
+            200,
+            "two",
+            [{"worker": "one", "why": "draining"}],
+        )
+
+    run(test)
+
+
 def test_bad_input_gets_a_clear_answer():
     async def test(api: Api) -> None:
         await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})

@@ -74,7 +74,7 @@ class ModelShelf:
 
         Raises:
             UnknownModelError: no worker serves it; the text names the models there are.
-            Unavailable: no worker serves anything yet, its workers are not reached now, or the model's files cannot be fetched now.
+            Unavailable: no worker serves anything yet, its workers cannot take requests now, or the model's files cannot be fetched now.
             ConfigError: its files are malformed.
         """
         card = self._dispatcher.models().get(name) or self._remembered(name) or self.card(name)
@@ -95,7 +95,7 @@ class ModelShelf:
 
         Raises:
             UnknownModelError: no worker serves it.
-            Unavailable: no worker serves anything, or its workers are not reached now.
+            Unavailable: no worker serves anything, or its workers cannot take requests now.
         """
         cards = self._dispatcher.models()
         if not cards:
@@ -103,7 +103,7 @@ class ModelShelf:
         if name not in cards:
             if self._dispatcher.expects(name):
                 raise Unavailable(
-                    f"model: {name!r} has workers, but none is reached now; try again in a moment",
+                    f"model: {name!r} has workers, but none can take requests now; try again in a moment",
                     retry_after_s=1.0,
                 )
             present = ", ".join(sorted(cards))

@@ -101,7 +101,7 @@ class Dispatcher:
         return self._shared.fleet.models()
 
     def expects(self, name: str) -> bool:
-        """Say whether a worker that is listed, and not reached now, serves this model or adapter."""
+        """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
         return self._shared.fleet.expects(name)
 
     async def looked(self) -> None:

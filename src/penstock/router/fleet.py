@@ -117,8 +117,8 @@ class Fleet:
         return self._models
 
     def expects(self, name: str) -> bool:
-        """Say whether a worker that is listed, and not reached now, serves this model or adapter."""
-        away = (m.instance for m in self._members.values() if m.listed and m.connection is None)
+        """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
+        away = (m.instance for m in self._members.values() if m.listed and m.condition is not Condition.READY)
         return any(name == instance.card.name or name in instance.adapters for instance in away)
 
     @property

@@ -323,6 +323,9 @@ class RoutingService:
             return models[model]
         if model in self._fleet.pools:
             return self._fleet.pools[model].card
+        for pool in self._fleet.pools.values():
+            if pool.has_adapter(model):
+                return pool.card.adapted(model)
         known = ", ".join(sorted({*models, *self._fleet.pools})) or "none"
         raise RequestError(f"model {model!r}: no worker has it; known: {known}", http_status=404)
 

@@ -137,6 +137,10 @@ class WorkerPool:
         holders = self._holders.get(adapter)
         return np.zeros_like(ready) if holders is None else ready & holders
 
+    def has_adapter(self, adapter: str) -> bool:
+        """Say whether a worker has an adapter, be it one that may get no requests now."""
+        return adapter in self._holders
+
     def cards(self) -> Iterator[ModelCard]:
         """Give the model's card, and that of each adapter, which some worker may get requests for."""
         if self.num_ready:

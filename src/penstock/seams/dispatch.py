@@ -43,7 +43,7 @@ class RequestDispatcher(Protocol):
         ...
 
     def expects(self, name: str) -> bool:
-        """Say whether a worker that is listed, and not reached now, serves this model or adapter."""
+        """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
         ...
 
     async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:

@@ -46,7 +46,7 @@ def test_a_model_whose_workers_were_never_reached_is_not_unknown() -> None:
         source = dispatcher("a")
         source.away = {"sql"}
         with pytest.raises(
-            Unavailable, match=r"model: 'sql' has workers, but none is reached now"
+            Unavailable, match=r"model: 'sql' has workers, but none can take requests now"
         ) as unavailable:
             await ModelShelf(source, models_max=2).get("sql")
         assert unavailable.value.retry_after_s

@@ -223,6 +223,27 @@ def test_other_frontends_hear_of_the_load_they_did_not_cause():
     play(scene, num_workers=2)
 
 
+def test_each_models_requests_go_to_its_own_workers_whoever_has_the_prefix_or_time():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        other = HandEngine()
+        await cluster.start("other", other, card=small_card("other"))
+        engines["w1"].step(events=[stored(HASHES)])
+        await settle()
+        assert sorted(dispatcher.models()) == ["other", "tiny"]
+        for number in range(3):  # the same blocks, as both have the same salt
+            asked = msgspec.structs.replace(make_request(f"r{number}"), model="other")
+            assert await route(dispatcher, asked) == "other"
+            assert await route(dispatcher, make_request(f"s{number}")) == "w1"
+        other.step(events=[stored(HASHES)])
+        cluster.kill("w1")
+        await settle()
+        assert await route(dispatcher, make_request("t")) == "w2"
+        (decision,) = dispatcher.explain("t")
+        assert [left.worker for left in decision.left_out] == ["w1"], "the other model's is no candidate"
+
+    play(scene, num_workers=2)
+
+
 def test_guesses_are_each_routers_own_and_load_is_not():
     """What one frontend sent to a worker without events, another one does not know to be cached there."""
 
@@ -368,6 +389,26 @@ def test_a_draining_worker_finishes_and_gets_nothing_new():
         assert engines["w1"].closed
 
     play(scene, num_workers=2)
+
+
+def test_a_model_or_adapter_whose_only_worker_drains_is_not_unknown():
+    """Who asks for it is told to come back: another worker may be on its way."""
+
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+        worker = await cluster.start("w1", HandEngine(), adapters=["sql"])
+        await settle()
+        assert set(dispatcher.models()) == {"tiny", "sql"}
+        assert not dispatcher.expects("sql"), "it is there"
+        async with dispatcher.open(make_request()):
+            await settle()
+            worker.stop()
+            await settle()
+            assert not dispatcher.models()
+            assert [dispatcher.expects(name) for name in ("tiny", "sql", "poems")] == [True, True, False]
+        await asyncio.sleep(5.0)
+        assert not dispatcher.expects("tiny"), "it is gone"
+
+    play(scene, num_workers=0)
 
 
 def test_a_withdrawn_worker_may_finish_what_it_has():
