@@ -131,7 +131,9 @@ def _where(prefill: Prefill, unit: str) -> str:
         why = "not compared by cost" if prefill.remote else "too little of it is to be computed"
         return f"{where}: {why}"
     apart = f"{prefill.prefill:.1f} + {prefill.decode:.1f} {unit} apart"
-    return f"{where}: {apart}, {prefill.local:.1f} {unit} on one worker"
+    is_dearer = prefill.remote and prefill.prefill + prefill.decode >= prefill.local
+    too_long = ", past router.disagg.local_tokens_max" if is_dearer else ""
+    return f"{where}: {apart}, {prefill.local:.1f} {unit} on one worker{too_long}"
 
 
 def _row(candidate: Candidate, tiers: Sequence[str]) -> list[str]:

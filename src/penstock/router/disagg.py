@@ -87,7 +87,10 @@ class Weighed:
         return self.prompt if self.comparison.is_remote else self.whole
 
     def costs_more(self, slot: int) -> float | None:
-        """Say what another worker would have cost beyond the choice; None where the ways are not compared by cost."""
+        """Say what another worker would have cost beyond the choice; None where the ways are not compared by cost.
+
+        Below nothing where the prompt was too long for the cheaper way.
+        """
         is_prompt, comparison = bool(self.apart.prefillers[slot]), self.comparison
         choice = self.prompt if is_prompt else self.whole
         prices = choice.prices()
@@ -96,7 +99,8 @@ class Weighed:
             return more
         if comparison.local is None or comparison.remote is None:
             return None
-        return more + abs(comparison.remote - comparison.local)
+        apart = comparison.remote - comparison.local
+        return more + (apart if is_prompt else -apart)
 
 
 def prompt_alone(context: RoutingContext, prefillers: NDArray[np.bool_], turn: int) -> RoutingContext:

@@ -97,6 +97,19 @@ def test_whether_a_prompt_goes_elsewhere_is_weighed_anew(lines):
     assert not any(one.differs for one in replayed if one not in away)
 
 
+def test_a_prompt_past_the_limit_goes_away_though_that_costs_more(lines):
+    changed = []
+    for line in lines("kv"):
+        data = json.loads(line)
+        if data["apart"] is not None and data["worker"].startswith("d"):
+            data["apart"]["config"]["local_tokens_max"] = 1
+            changed.append(json.dumps(data))
+    replayed = list(Replay().run(changed))
+    forced = [one for one in replayed if one.again.startswith("p")]
+    assert forced
+    assert all(one.costs_more < 0 for one in forced), "the logged choice was the cheaper one"
+
+
 def test_ways_that_a_policy_does_not_compare_have_no_difference_in_cost(lines):
     logged = lines("kv")
     replayed = list(Replay("least-loaded").run(logged))
