@@ -81,6 +81,7 @@ def _parser() -> "_Parser":
     _add_role(commands)
     _add_graph(commands)
     _add_simulate(commands)
+    _add_plan(commands)
     _add_profile(commands)
     _add_doctor(commands)
     add_parsers(commands)
@@ -358,6 +359,26 @@ def _simulate(options: argparse.Namespace) -> int:
     from penstock.sim.command import run_command  # noqa: PLC0415
 
     log.configure("error", process="simulate")
+    return run_command(options)
+
+
+def _add_plan(commands: Any) -> None:
+    from penstock.plan.arguments import add_arguments  # noqa: PLC0415
+
+    parser = commands.add_parser(
+        "plan",
+        help="find the deployment that serves most within latency targets",
+        description="Find what to make of so many devices: whole requests or prefill and decode apart, how spread, how many"
+        " workers, how large steps. Searched by the latency model, confirmed by the simulator.",
+        epilog="Exit code: 0 planned, 2 wrong input, or nothing fits or keeps the targets. See docs/plan.md.",
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from penstock.plan.command import run_command  # noqa: PLC0415
+
     return run_command(options)
 
 

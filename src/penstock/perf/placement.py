@@ -30,6 +30,8 @@ class Demand:
     output_tokens: int
     ttft_s: float
     itl_s: float
+    percentile: float = 90.0
+    """Share of requests that must keep both, in percent; only where queueing is taken into account."""
 
     @property
     def context_tokens(self) -> float:

@@ -2,11 +2,10 @@
 
 import argparse
 import json
-import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
 from penstock.graph.overrides import SET
@@ -32,6 +31,7 @@ from penstock.sim.charts import say_s
 from penstock.sim.deployment import Deployment, plan_deployment
 from penstock.sim.figures import Run
 from penstock.sim.inputs import Inputs, mismatches
+from penstock.sim.outputs import check_outputs, put_out
 from penstock.sim.page import make_page
 from penstock.sim.report import make_report
 from penstock.sim.simulate import OnProgress, simulate
@@ -93,7 +93,10 @@ def _run(options: argparse.Namespace) -> int:
             deployment.check(sessions)
     profiles = [options.engine_profile]
     profiles += [crew.spec.profile for deployment in deployments.values() for crew in deployment.crews]
-    _check_outputs(options, [options.workload, *paths, *filter(None, profiles)])
+    check_outputs(
+        {"--json": options.json, "--html": options.html},
+        [options.workload, *paths, *filter(None, profiles)],
+    )
     for name, deployment in deployments.items():
         for text in mismatches(deployment):
             _tell(f"{name}: {text}")
@@ -109,15 +112,14 @@ def _run(options: argparse.Namespace) -> int:
         run.report["inputs"] = inputs.report(run.deployment, named[run.name])
     title = f"{inputs.workload.name} on {', '.join(deployments)}"
     title += f" ({inputs.heading})" if inputs.heading else ""
-    outputs: dict[str, Callable[[], None]] = {}
-    if options.json is not None:
-        content = {run.name: run.report for run in runs} if options.compare else runs[0].report
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        outputs[f"--json: {options.json}"] = partial(_write, options.json, text)
-    if options.html is not None:
-        outputs[f"--html: {options.html}"] = partial(_write, options.html, make_page(title, runs))
-    outputs["stdout"] = partial(_print_table, title, runs)
-    _put_out(outputs)
+    content = {run.name: run.report for run in runs} if options.compare else runs[0].report
+    put_out(
+        partial(_print_table, title, runs),
+        {
+            "--json": (options.json, lambda: json.dumps(content, indent=1, allow_nan=False) + "\n"),
+            "--html": (options.html, lambda: make_page(title, runs)),
+        },
+    )
     return 0 if all(run.report["completed"] for run in runs) else EXIT_NOTHING_COMPLETED
 
 
@@ -129,50 +131,6 @@ def _named(paths: list[str]) -> dict[str, str]:
             return named
     twice = next(path for path in paths if paths.count(path) > 1)
     raise ConfigError(f"--compare: {twice} is given twice; give each deployment once")
-
-
-def _check_outputs(options: argparse.Namespace, inputs: list[str | Path]) -> None:
-    """See now that the reports can be written, and not at the end of a long run."""
-    taken = {Path(path).resolve(): f"is read as {path}" for path in inputs}
-    for flag, path in (("--json", options.json), ("--html", options.html)):
-        if path is None:
-            continue
-        if str(path) == "-":
-            raise ConfigError(
-                f"{flag}: -: expected a file; the table goes to stdout, as in {flag} report.{flag[2:]}"
-            )
-        if path.is_dir() or not path.parent.is_dir():
-            raise ConfigError(f"{flag}: {path}: expected a file in a directory that exists")
-        if path.resolve() in taken:
-            raise ConfigError(
-                f"{flag}: {path}: would be overwritten: it {taken[path.resolve()]}; give another"
-            )
-        taken[path.resolve()] = f"is written by {flag}"
-        existed = path.exists()
-        try:
-            path.open("a").close()
-            if not existed:
-                path.unlink()
-        except OSError as error:
-            raise ConfigError(f"{flag}: {path}: cannot be written: {error.strerror or error}") from error
-
-
-def _put_out(outputs: dict[str, Callable[[], None]]) -> None:
-    """Write all that can be written, and only then tell what could not."""
-    problems = []
-    for name, write in outputs.items():
-        try:
-            write()
-        except OSError as error:
-            problems.append(f"{name}: cannot be written: {error.strerror or error}")
-            if name == "stdout":  # else the interpreter tries again when it ends
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if problems:
-        raise PenstockError("\n".join(problems))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _play(name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace) -> Run:

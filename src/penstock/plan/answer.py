@@ -1,0 +1,128 @@
+"""What comes of a question: the layouts worth most, whole and apart, and what others would give users."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import as_completed
+from dataclasses import dataclass, replace
+
+from penstock.core.errors import ConfigError
+from penstock.perf.search import Layout
+from penstock.plan.processes import Processes
+from penstock.plan.question import Question
+from penstock.plan.trial import Effort, Proposal, predicted, requests_of_run, try_layout
+
+OnProgress = Callable[[int, int], None]
+USUAL = Effort(requests=500, precision=0.06, step=1.06)
+_TRIED_MAX = 3
+"""Layouts of either kind that are simulated, at most."""
+_SPREAD_MAX = 2
+"""Of them, those that spread the model alike."""
+_REQUESTS_MAX = 10_000
+"""Of all runs for one kind of layout; where they would be more, fewer layouts are simulated, or none."""
+_RUNS = 3
+"""Rates at which a layout is simulated, about."""
+_CURVE = 11
+"""Targets along the curve."""
+_SLOWEST_TOKENS_PER_S = 5.0
+_QUICKEST = 0.98
+"""Of what a user gets of a worker alone, up to where the curve goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The most that is predicted where each user gets so many tokens a second; 0 where that cannot be."""
+
+    user_tokens_per_s: float
+    whole_per_s: float
+    """Requests a second on all devices, by workers that run whole requests."""
+    apart_per_s: float
+    """By prefill and decode on workers of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`proposals` are ranked, the best first; there is at least one."""
+
+    question: Question
+    proposals: tuple[Proposal, ...]
+    curve: tuple[Point, ...] = ()
+
+    @property
+    def best(self) -> Proposal:
+        return self.proposals[0]
+
+
+def find_answer(
+    question: Question,
+    *,
+    effort: Effort = USUAL,
+    with_curve: bool = False,
+    on_progress: OnProgress = lambda _done, _total: None,
+) -> Answer:
+    """Search, and simulate the layouts that promise most.
+
+    Args:
+        question: what is asked.
+        effort: of the simulations.
+        with_curve: also search along the targets that users may have.
+        on_progress: told how many parts of the work are done, and of how many.
+
+    Raises:
+        ConfigError: no layout keeps the targets.
+    """
+    search = question.search()
+    kinds = search.aggregated(), search.disaggregated()
+    if not any(kinds):
+        raise ConfigError(question.why_not())
+    tried = [layout for kind in kinds for layout in promising(question, kind, effort)]
+    targets = user_targets(question) if with_curve else []
+    with Processes() as processes:
+        trials = {processes.submit(try_layout, question, layout, effort): layout for layout in tried}
+        points = [processes.submit(point_at, question, target) for target in targets]
+        work = [*trials, *points]
+        for done, _ in enumerate(as_completed(work), start=1):
+            on_progress(done, len(work))
+        found = [proposal for trial in trials if (proposal := trial.result()) is not None]
+        curve = tuple(point.result() for point in points)
+    too_large = [kind[0] for kind in kinds if kind and kind[0] not in tried]
+    found += map(predicted, too_large)
+    if not found:
+        raise ConfigError(question.why_not())
+    return Answer(question, tuple(sorted(found, key=_rank)), curve)
+
+
+def promising(question: Question, layouts: Iterable[Layout], effort: Effort) -> list[Layout]:
+    """Choose those to be simulated: the best by prediction, not all of them spread alike."""
+    chosen: list[Layout] = []
+    for layout in layouts:
+        requests = requests_of_run(question.demand, layout.rate_per_s, effort.requests)
+        count = min(_REQUESTS_MAX // (_RUNS * requests), _TRIED_MAX)
+        alike = sum(_spread(layout) == _spread(other) for other in chosen)
+        if len(chosen) < count and alike < _SPREAD_MAX:
+            chosen.append(layout)
+    return chosen
+
+
+def user_targets(question: Question) -> list[float]:
+    """Give tokens a second and user, from slow reading to the quickest worker."""
+    context = round(question.demand.context_tokens)
+    most = max(_QUICKEST / model.decode_step_s(1, context) for model in question.search().models)
+    least = min(_SLOWEST_TOKENS_PER_S, most / 2)
+    return [least * (most / least) ** (number / (_CURVE - 1)) for number in range(_CURVE)]
+
+
+def point_at(question: Question, user_tokens_per_s: float) -> Point:
+    """Search with the time between two tokens that gives users so much."""
+    search = question.search(replace(question.demand, itl_s=1 / user_tokens_per_s))
+    whole, apart = (
+        max((layout.rate_per_s for layout in kind), default=0.0)
+        for kind in (search.aggregated(), search.disaggregated())
+    )
+    return Point(user_tokens_per_s, whole, apart)
+
+
+def _spread(layout: Layout) -> tuple[object, ...]:
+    return tuple(crew.parallel for crew in layout.crews)
+
+
+def _rank(proposal: Proposal) -> tuple[float, int]:
+    return -proposal.seen.rate_per_s, proposal.layout.devices

@@ -1,0 +1,95 @@
+"""What `penstock plan` does."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from penstock.graph import DEMO_MODEL
+from penstock.perf.catalogue import known_shapes
+from penstock.perf.hardware import find_hardware
+from penstock.perf.placement import Demand
+from penstock.plan.answer import Answer, OnProgress, find_answer
+from penstock.plan.graph_text import graph_text
+from penstock.plan.page import make_page
+from penstock.plan.question import Question
+from penstock.plan.report import describe, make_report, rows
+from penstock.sim.outputs import check_outputs, put_out
+
+_FILE_COLUMNS = 1000
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Plan, print the ranked table, write what is asked for; returns the exit code.
+
+    Raises:
+        ConfigError: a flag is wrong, nothing fits or nothing keeps the targets.
+    """
+    question = Question(
+        model=_name(options.model),
+        hardware=find_hardware(options.hardware),
+        devices=options.gpus,
+        demand=Demand(
+            input_tokens=options.isl,
+            output_tokens=options.osl,
+            ttft_s=options.slo_ttft,
+            itl_s=options.slo_itl,
+            percentile=options.percentile,
+        ),
+        formats={name: getattr(options, name) for name in ("weight_dtype", "expert_dtype", "kv_dtype")},
+    )
+    check_outputs({"--out": options.out, "--plot": options.plot, "--json": options.json})
+    with _progress() as on_progress:
+        answer = find_answer(question, with_curve=options.plot is not None, on_progress=on_progress)
+    put_out(
+        partial(_print_table, answer),
+        {
+            "--out": (options.out, lambda: graph_text(question, answer.best.layout, describe(answer))),
+            "--plot": (options.plot, lambda: make_page(answer)),
+            "--json": (
+                options.json,
+                lambda: json.dumps(make_report(answer), indent=1, allow_nan=False) + "\n",
+            ),
+        },
+    )
+    return 0
+
+
+def _name(model: str) -> str:
+    """Name a model so that a graph means it wherever that lies: a directory by its whole path."""
+    path = Path(model).expanduser()
+    return model if model in {*known_shapes(), DEMO_MODEL} or not path.exists() else str(path.resolve())
+
+
+def _print_table(answer: Answer) -> None:
+    head, *body = rows(answer)
+    table = Table(title=describe(answer), title_justify="left")
+    for number, name in enumerate(head):
+        table.add_column(name, justify="left" if number == 1 else "right")
+    for number, row in enumerate(body):
+        table.add_row(*row, style="bold" if number == 0 else "")
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS  # a file needs no line to be broken
+    console.print(table)
+
+
+@contextmanager
+def _progress() -> Iterator[OnProgress]:
+    """Show a bar on a terminal, and nothing elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _done, _total: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("searching", total=None)
+        yield lambda done, total: bar.update(
+            task, description="simulating the best", completed=done, total=total
+        )

@@ -1,0 +1,53 @@
+"""Processes that simulate beside each other, and end with this one however that ends."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.core import log
+
+JOBS_MAX = 8
+
+
+class Processes:
+    """A pool that Ctrl-C does not reach: who started it ends it. Enter it."""
+
+    def __init__(self, jobs: int | None = None) -> None:
+        """Prepare; `jobs` is all cores, and at most a few, where it is left out."""
+        count = jobs or min(len(os.sched_getaffinity(0)), JOBS_MAX)
+        self._pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare)
+
+    def __enter__(self) -> Self:
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which what is started now inherits
+        try:
+            self._pool.submit(os.getpid)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.terminate()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        return self._pool.submit(function, *arguments)
+
+
+def _prepare() -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    log.configure("error", process="plan")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

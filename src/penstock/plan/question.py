@@ -1,0 +1,195 @@
+"""What is asked of a plan: a model, devices, requests and targets; refuses what nothing can answer, and says why."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.demo import MODEL_DIR
+from penstock.graph import DEMO_MODEL, RoleSpec, Slo
+from penstock.graph.engine_prices import make_roofline
+from penstock.perf.catalogue import find_shape
+from penstock.perf.hardware import Hardware
+from penstock.perf.placement import Demand, parallelisms
+from penstock.perf.roofline import Factors, Parallel, Roofline
+from penstock.perf.search import LayoutSearch
+from penstock.perf.shape import ModelShape
+
+DEVICES_MAX = 1024
+BLOCK_SIZE = 64
+
+
+@dataclass(kw_only=True)
+class Question:
+    """A question that makes sense, of a model that fits.
+
+    model:   as the graph will name it
+    devices: how many of `hardware` there are
+    demand:  what each request asks, and the targets
+    formats: `weight_dtype`, `expert_dtype` and `kv_dtype`, as in a graph
+    """
+
+    model: str
+    hardware: Hardware
+    devices: int
+    demand: Demand
+    formats: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """See that there is an answer.
+
+        Raises:
+            ConfigError: no: with the arithmetic.
+        """
+        _check_number("--gpus", self.devices, DEVICES_MAX)
+        _check_number("--isl", self.demand.input_tokens, self.shape.context_length)
+        _check_number("--osl", self.demand.output_tokens, self.shape.context_length)
+        for flag, target_s in (("--slo-ttft", self.demand.ttft_s), ("--slo-itl", self.demand.itl_s)):
+            if not (math.isfinite(target_s) and target_s > 0):
+                raise ConfigError(f"{flag}: must be > 0 seconds, got {target_s:g}")
+        if not 0 < self.demand.percentile < 100:
+            raise ConfigError(f"--percentile: must be > 0 and < 100, got {self.demand.percentile:g}")
+        asked = self.demand.input_tokens + self.demand.output_tokens
+        if asked > self.shape.context_length:
+            raise ConfigError(
+                f"--isl {self.demand.input_tokens} and --osl {self.demand.output_tokens}: {asked:,} tokens, and the context"
+                f" of {self.model} is {self.shape.context_length:,}; lower one of them"
+            )
+        if not self.search().models:
+            raise ConfigError(self._why_nothing_fits(asked))
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return find_shape(str(MODEL_DIR) if self.model == DEMO_MODEL else self.model)
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(ttft_s=self.demand.ttft_s, itl_s=self.demand.itl_s, percentile=self.demand.percentile)
+
+    def role(self, parallel: Parallel, **fields: Any) -> dict[str, Any]:
+        """Describe workers that are spread so, for a graph; what is as usual is left out."""
+        spread = {
+            "tensor_parallel": parallel.tp,
+            "pipeline_parallel": parallel.pp,
+            "data_parallel": parallel.dp,
+            "expert_parallel": parallel.ep,
+        }
+        return {
+            "engine": "mock",
+            "hardware": self.hardware.name,
+            **{name: degree for name, degree in spread.items() if degree > 1},
+            **{name: dtype for name, dtype in self.formats.items() if dtype != "auto"},
+            **fields,
+        }
+
+    def price(self, parallel: Parallel) -> Roofline:
+        """Price one worker.
+
+        Raises:
+            ConfigError: there is no such number format, or the model cannot be spread so.
+        """
+        return make_roofline(self.shape, RoleSpec.parse(self.role(parallel), source=_flag))
+
+    def link_bytes_per_s(self, prefill: Parallel, decode: Parallel) -> float:
+        """Say how fast KV moves between two workers: pairs of their devices, over NVLink where it reaches all devices."""
+        reaches = self.devices <= self.hardware.scale_up_devices
+        rate = self.hardware.scale_up_bytes_per_s if reaches else self.hardware.scale_out_bytes_per_s
+        return rate * Factors().collective_bandwidth * min(prefill.devices, decode.devices)
+
+    def search(self, demand: Demand | None = None) -> LayoutSearch:
+        """Search for this demand, or for one with other targets."""
+        return LayoutSearch(
+            price=self.price,
+            choices=tuple(parallelisms(self.shape, self.hardware, devices_max=self.devices)),
+            devices=self.devices,
+            demand=demand or self.demand,
+            block_size=BLOCK_SIZE,
+            link_bytes_per_s=self.link_bytes_per_s,
+        )
+
+    def why_not(self) -> str:
+        """Say why no layout keeps the targets, and what would."""
+        demand, models = self.demand, self.search().models
+        ttft_s, prefill = min(
+            ((model.prefill_s(demand.input_tokens), model) for model in models),
+            key=lambda pair: pair[0],
+        )
+        itl_s, decode = min(
+            ((model.decode_step_s(1, round(demand.context_tokens)), model) for model in models),
+            key=lambda pair: pair[0],
+        )
+        late = [
+            f"--slo-{name} {target_s:g}: {said} takes {best_s:.3g} s at best, on {spread(model.parallel)} and nothing else"
+            " to do"
+            for name, target_s, said, best_s, model in (
+                (
+                    "ttft",
+                    demand.ttft_s,
+                    f"the first token after {demand.input_tokens:,} of prompt",
+                    ttft_s,
+                    prefill,
+                ),
+                ("itl", demand.itl_s, "a token", itl_s, decode),
+            )
+            if target_s < best_s
+        ]
+        if late:
+            return "; ".join(late) + f"; raise {'it' if len(late) == 1 else 'them'}, or take faster hardware"
+        return (
+            f"--slo-ttft {demand.ttft_s:g} and --slo-itl {demand.itl_s:g}: no layout on {self.devices} {self.hardware.name} keeps"
+            f" both for {demand.percentile:g} % of the requests at any rate worth having; alone on idle devices the first token"
+            f" takes {ttft_s:.3g} s on {spread(prefill.parallel)}, and each further one {itl_s:.3g} s on {spread(decode.parallel)};"
+            " raise one of them"
+        )
+
+    def _why_nothing_fits(self, asked: int) -> str:
+        """Work out what is missing, on the devices as they are best shared."""
+        shares = list(self._shared(self.devices))
+        widest = max((model for model in shares), key=lambda model: model.parallel.devices)
+        usable = self.hardware.memory_bytes * widest.factors.memory_fraction
+        weights = widest.weight_bytes_per_device()
+        text = (
+            f"{self.model} does not fit on {self.devices} {self.hardware.name}: {usable / 1e9:.1f} GB of a device are usable, and"
+            f" with {spread(widest.parallel)} {weights / 1e9:.1f} GB of it are {widest.weight_dtype} weights"
+        )
+        if weights < usable:
+            text += f", which leaves room for {widest.kv_capacity_tokens:,} tokens of KV, and a request has {asked:,}"
+        enough = next((model.parallel for model in self._shared(DEVICES_MAX) if _holds(model, asked)), None)
+        if enough is None:
+            return f"{text}; take hardware with more memory, or narrower weights (--weight-dtype)"
+        return f"{text}; {enough.devices} are enough ({spread(enough)}), or take narrower weights (--weight-dtype)"
+
+    def _shared(self, devices_max: int) -> Iterator[Roofline]:
+        """Price the parallelisms of up to so many devices, those of few first, whether they fit or not."""
+        choices = parallelisms(self.shape, self.hardware, devices_max=devices_max)
+        for parallel in sorted(choices, key=lambda parallel: parallel.devices):
+            try:
+                yield self.price(parallel)
+            except ConfigError:  # cannot be spread so
+                if parallel == Parallel():
+                    raise  # then it is not the spreading
+
+
+def spread(parallel: Parallel) -> str:
+    """Name a parallelism as people do, such as TP 4 x PP 2."""
+    degrees = {"TP": parallel.tp, "PP": parallel.pp, "DP": parallel.dp, "EP": parallel.ep}
+    said = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    return " x ".join(said) or "one device"
+
+
+def _flag(path: tuple[int | str, ...]) -> str:
+    return f"--{str(path[0]).replace('_', '-')}"
+
+
+def _holds(model: Roofline, tokens: int) -> bool:
+    try:
+        return model.kv_capacity_tokens >= tokens
+    except ConfigError:  # the weights alone do not fit
+        return False
+
+
+def _check_number(flag: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        raise ConfigError(f"{flag}: must be >= 1 and <= {most:,}, got {value:,}")

@@ -1,0 +1,115 @@
+"""An answer in words, in rows and as JSON."""
+
+from typing import Any
+
+from penstock.perf.search import Crew, Layout
+from penstock.plan.answer import Answer
+from penstock.plan.graph_text import graph_data
+from penstock.plan.question import spread
+from penstock.plan.trial import Proposal
+from penstock.sim.charts import say_s
+
+_HEAD = (
+    "#", "deployment", "GPUs", "requests/s", "requests/s a GPU", "tokens/s a GPU", "TTFT", "ITL", "KV headroom", "by",
+)  # fmt: skip
+
+
+def describe(answer: Answer) -> str:
+    """Say in two lines what was asked, and what is best."""
+    question, demand = answer.question, answer.question.demand
+    return (
+        f"{question.model} on {question.devices} {question.hardware.name}, {demand.input_tokens:,} tokens in and"
+        f" {demand.output_tokens:,} out, TTFT p{demand.percentile:g} <= {say_s(demand.ttft_s)}, ITL p{demand.percentile:g} <="
+        f" {say_s(demand.itl_s)}\n{gain(answer)}"
+    )
+
+
+def gain(answer: Answer) -> str:
+    """Compare the best of whole requests with the best of prefill and decode apart."""
+    found = {
+        is_apart: next((p for p in answer.proposals if p.layout.is_apart is is_apart), None)
+        for is_apart in (False, True)
+    }
+    whole, apart = found[False], found[True]
+    if whole is None or apart is None:
+        missing = "whole requests" if whole is None else "prefill and decode apart"
+        return f"{missing}: none keeps the targets on so many devices"
+    ratio = apart.seen.rate_per_s / whole.seen.rate_per_s
+    return f"prefill and decode apart give {ratio:.2f} times what workers of whole requests give"
+
+
+def name_layout(layout: Layout) -> str:
+    """Name a layout in a few words."""
+    return " + ".join(map(_name_crew, layout.crews))
+
+
+def rows(answer: Answer) -> list[tuple[str, ...]]:
+    """Give the ranked table, its head first."""
+    return [_HEAD, *(_row(answer, number, each) for number, each in enumerate(answer.proposals, start=1))]
+
+
+def make_report(answer: Answer) -> dict[str, Any]:
+    """Give all that was found, as docs/plan.md documents it."""
+    question = answer.question
+    demand = question.demand
+    return {
+        "model": question.model,
+        "hardware": question.hardware.name,
+        "gpus": question.devices,
+        "formats": dict(question.formats),
+        "isl": demand.input_tokens,
+        "osl": demand.output_tokens,
+        "slo": question.slo.model_dump(),
+        "layouts": [_figures(answer, proposal) for proposal in answer.proposals],
+        "curve": [
+            {
+                "tokens_per_s_per_user": point.user_tokens_per_s,
+                "aggregated_tokens_per_s_per_gpu": _tokens_per_s(answer, point.whole_per_s),
+                "disaggregated_tokens_per_s_per_gpu": _tokens_per_s(answer, point.apart_per_s),
+            }
+            for point in answer.curve
+        ],
+    }
+
+
+def _figures(answer: Answer, proposal: Proposal) -> dict[str, Any]:
+    seen, devices = proposal.seen, answer.question.devices
+    return {
+        "name": name_layout(proposal.layout),
+        "kind": "disaggregated" if proposal.layout.is_apart else "aggregated",
+        "simulated": proposal.is_simulated,
+        "gpus_used": proposal.layout.devices,
+        "requests_per_s": seen.rate_per_s,
+        "requests_per_s_per_gpu": seen.rate_per_s / devices,
+        "tokens_per_s_per_gpu": _tokens_per_s(answer, seen.rate_per_s),
+        "ttft_s": seen.ttft_s,
+        "itl_s": seen.itl_s,
+        "kv_headroom": 1 - seen.kv_share,
+        "predicted_requests_per_s": proposal.layout.rate_per_s,
+        "graph": graph_data(answer.question, proposal.layout),
+    }
+
+
+def _tokens_per_s(answer: Answer, rate_per_s: float) -> float:
+    """Give the output tokens a second of each device there is, used or not."""
+    return rate_per_s * answer.question.demand.output_tokens / answer.question.devices
+
+
+def _row(answer: Answer, number: int, proposal: Proposal) -> tuple[str, ...]:
+    seen, devices = proposal.seen, answer.question.devices
+    return (
+        str(number),
+        name_layout(proposal.layout),
+        str(proposal.layout.devices),
+        f"{seen.rate_per_s:,.3g}",
+        f"{seen.rate_per_s / devices:,.3g}",
+        f"{_tokens_per_s(answer, seen.rate_per_s):,.3g}",
+        say_s(seen.ttft_s),
+        say_s(seen.itl_s),
+        f"{1 - seen.kv_share:.0%}",
+        "simulation" if proposal.is_simulated else "model alone",
+    )
+
+
+def _name_crew(crew: Crew) -> str:
+    return f"{crew.workers} {crew.role} ({spread(crew.parallel)}, {crew.max_batch_tokens:,} tokens a step)"

@@ -1,0 +1,99 @@
+"""What an answer says: ranked rows, documented keys, a page with its curve."""
+
+import html
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from penstock.perf.hardware import find_hardware
+from penstock.perf.placement import Demand
+from penstock.plan.answer import USUAL, Answer, Point, promising, user_targets
+from penstock.plan.page import make_page
+from penstock.plan.question import Question
+from penstock.plan.report import describe, make_report, rows
+from penstock.plan.trial import Proposal, Seen, predicted
+
+
+@pytest.fixture(scope="module")
+def question():
+    demand = Demand(input_tokens=1000, output_tokens=100, ttft_s=1.0, itl_s=0.01)
+    return Question(model="llama-3.1-8b", hardware=find_hardware("h100"), devices=4, demand=demand)
+
+
+@pytest.fixture(scope="module")
+def answer(question):
+    search = question.search()
+    apart, whole = search.disaggregated()[0], search.aggregated()[0]
+    seen = Seen(rate_per_s=40.0, ttft_s=0.8, itl_s=0.008, kv_share=0.25)
+    proposals = (Proposal(apart, seen, is_simulated=True), predicted(replace(whole, rate_per_s=20.0)))
+    return Answer(question, proposals, (Point(50.0, 30.0, 20.0), Point(100.0, 8.0, 16.0)))
+
+
+def test_rows_are_ranked_and_say_who_found_them(answer):
+    head, first, second = rows(answer)
+    assert len(head) == len(first) == len(second)
+    assert dict(zip(head, first, strict=True)) | {"deployment": ""} == {
+        "#": "1", "deployment": "", "GPUs": "4", "requests/s": "40", "requests/s a GPU": "10", "tokens/s a GPU": "1e+03",
+        "TTFT": "800 ms", "ITL": "8 ms", "KV headroom": "75%", "by": "simulation",
+    }  # fmt: skip
+    assert "prefill (" in first[1]
+    assert "decode (" in first[1]
+    assert second[-1] == "model alone"
+
+
+def test_both_kinds_are_compared(answer):
+    assert describe(answer).endswith(
+        "prefill and decode apart give 2.00 times what workers of whole requests give"
+    )
+    alone = replace(answer, proposals=answer.proposals[:1])
+    assert describe(alone).endswith("whole requests: none keeps the targets on so many devices")
+
+
+def test_the_report_has_its_documented_keys(answer):
+    report = json.loads(json.dumps(make_report(answer), allow_nan=False))
+    assert list(report) == ["model", "hardware", "gpus", "formats", "isl", "osl", "slo", "layouts", "curve"]
+    best = report["layouts"][0]
+    assert best["kind"] == "disaggregated"
+    assert best["requests_per_s_per_gpu"] == 10
+    assert best["tokens_per_s_per_gpu"] == 1000
+    assert best["kv_headroom"] == 0.75
+    assert set(best["graph"]["roles"]) == {"prefill", "decode"}
+    assert report["curve"][1] == {
+        "tokens_per_s_per_user": 100.0,
+        "aggregated_tokens_per_s_per_gpu": 200.0,
+        "disaggregated_tokens_per_s_per_gpu": 400.0,
+    }
+
+
+def test_the_page_has_the_curve_and_the_table_and_asks_nobody(answer):
+    page = make_page(answer)
+    assert "http" not in page
+    (chart,) = re.findall(r'data-chart="([^"]*)"', page)
+    drawn = json.loads(html.unescape(chart))
+    assert [name for _, name, _ in drawn["rows"]] == ["whole requests", "prefill and decode apart"]
+    assert drawn["at"] == ["50", "100"]
+    assert len(re.findall("<circle", page)) == 1, "only what was simulated"
+    assert page.count("<tr>") == 3
+
+
+def test_the_best_are_simulated_and_not_all_spread_alike(question):
+    layouts = question.search().aggregated()
+    chosen = promising(question, layouts, USUAL)
+    assert chosen[0] == layouts[0]
+    assert len(chosen) == 3
+    assert len({layout.crews[0].parallel for layout in chosen}) == 2
+
+
+def test_what_would_take_too_long_is_not_simulated(question):
+    layout = question.search().aggregated()[0]
+    assert promising(question, [replace(layout, rate_per_s=1e5)], USUAL) == []
+
+
+def test_targets_go_from_slow_reading_to_the_quickest_worker(question):
+    targets = user_targets(question)
+    assert targets == sorted(targets)
+    assert targets[0] == 5
+    quickest = max(1 / model.decode_step_s(1, 1050) for model in question.search().models)
+    assert 0.9 * quickest < targets[-1] < quickest
