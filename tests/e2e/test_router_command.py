@@ -107,6 +107,18 @@ def test_the_api_from_put_to_feedback():
     run(test)
 
 
+def test_who_is_refused_holds_no_place():
+    async def test(api: Api) -> None:
+        await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
+        why = {"X-Penstock-Explain": "yes"}
+        status, answer = await api.ask("POST", "/route", {"model": "m", "prompt": "a"}, **why)
+        assert (status, "must be 1 or 0" in answer["error"]["message"]) == (400, True)
+        _, listed = await api.ask("GET", "/workers")
+        assert [worker["open_requests"] for worker in listed["workers"]] == [0]
+
+    run(test)
+
+
 def test_several_models_and_adapters_at_once():
     async def test(api: Api) -> None:
         for name, model, adapters in (("one", "m", ["sql"]), ("two", "m", []), ("three", "n", ["poems"])):

@@ -99,8 +99,8 @@ def _lines(decision: Explanation, by: str) -> Iterator[str]:
     yield (
         f"{decision.request_id}  {decision.age_s:.1f} s ago  model {decision.model}  policy {decision.policy}  {by}"
     )
-    blocks = "1 block" if decision.request_blocks == 1 else f"{decision.request_blocks} blocks"
-    size = f"{decision.request_tokens} tokens, {blocks} of {decision.block_size}"
+    tokens, blocks = _counted(decision.request_tokens, "token"), _counted(decision.request_blocks, "block")
+    size = f"{tokens}, {blocks} of {decision.block_size}"
     yield f"to {decision.worker} ({decision.reason}), next {decision.next_worker or 'nobody'}; {size}"
     if decision.prefill is not None:
         yield _where(decision.prefill, decision.unit)
@@ -122,6 +122,10 @@ def _lines(decision: Explanation, by: str) -> Iterator[str]:
         named = ", ".join(f"{left.worker} {left.why}" for left in decision.left_out)
         more = decision.num_left_out - len(decision.left_out)
         yield f"left out: {named}" + (f" and {more} more" if more else "")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _where(prefill: Prefill, unit: str) -> str:

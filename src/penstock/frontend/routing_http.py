@@ -119,10 +119,10 @@ class RoutingServer:
             await runner.cleanup()
 
     async def _route(self, request: web.Request) -> web.Response:
-        body = await _read(request, _RouteBody)
+        body, is_asked_why = await _read(request, _RouteBody), asks_why(request.headers)
         choice = self._service.route(_query_of(body))
         answer = msgspec.structs.asdict(choice)
-        if asks_why(request.headers):
+        if is_asked_why:
             answer["why"] = Why(self._service.explain(choice.id))
         return json_response(encode(answer))
 

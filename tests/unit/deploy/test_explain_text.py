@@ -20,11 +20,16 @@ def explanation(**fields: object) -> Explanation:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "said"), [(1, "1 block of 16"), (2, "2 blocks of 16"), (0, "0 blocks of 16")]
+    ("tokens", "blocks", "said"),
+    [
+        (1, 1, "1 token, 1 block of 16"),
+        (20, 2, "20 tokens, 2 blocks of 16"),
+        (0, 0, "0 tokens, 0 blocks of 16"),
+    ],
 )
-def test_the_prompt_s_size_reads_well(blocks, said):
-    _, prompt, *_ = _lines(explanation(request_blocks=blocks), "by process 7")
-    assert prompt == f"to w1 (only_worker), next nobody; 20 tokens, {said}"
+def test_the_prompt_s_size_reads_well(tokens, blocks, said):
+    _, prompt, *_ = _lines(explanation(request_tokens=tokens, request_blocks=blocks), "by process 7")
+    assert prompt == f"to w1 (only_worker), next nobody; {said}"
 
 
 @pytest.mark.parametrize(
