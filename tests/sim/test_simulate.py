@@ -57,7 +57,7 @@ def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
     report = simulated(tmp_path, spec, "--graph", SMALL, "--set", "roles.aggregated.replicas=2")
     assert list(report) == [
         "requests", "completed", "failed", "duration_s", "ttft_s", "itl_s", "e2e_s", "output_tokens_per_s",
-        "goodput_rps", "kv_hit_ratio", "kv_hit_ratio_by_tier", "tenants", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall", "inputs",
+        "goodput_rps", "kv_hit_ratio", "kv_hit_ratio_by_tier", "tenants", "roles", "hand_over", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall", "inputs",
     ]  # fmt: skip
     for name in ("ttft_s", "itl_s", "e2e_s"):
         assert list(report[name]) == ["mean", "p50", "p90", "p99"]
@@ -66,6 +66,10 @@ def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
     assert report["requests"] == report["completed"] == 60
     assert report["failed"] == 0
     assert report["tenants"] == {}
+    assert report["hand_over"] is None
+    assert report["roles"]["aggregated"]["generated_tokens"] == round(
+        report["output_tokens_per_s"] * report["duration_s"]
+    )
     assert report["gpu_hours"] == pytest.approx(2 * report["duration_s"] / 3600)
     tokens = report["output_tokens_per_s"] * report["duration_s"]
     assert report["tokens_per_joule"] == pytest.approx(tokens / (2 * 1275 * report["duration_s"]))

@@ -16,7 +16,8 @@ from penstock.sim.outcome import simulate_graph
 from penstock.sim.simulate import simulate
 from penstock.sim.workload import WorkloadConfig, make_sessions
 
-DATA = Path(__file__).parents[1] / "data"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
 NODE = [{"host": "node-1"}]
 
 
@@ -58,6 +59,62 @@ def test_both_engines_agree(roles):
         times = [np.asarray(getattr(r, name))[o] for r, o in zip(recordings, order, strict=True)]
         assert times[0] == pytest.approx(times[1], rel=1e-3)
     assert sorted(jump.cached_tokens) == sorted(exact.cached_tokens)
+
+
+ROLE_KEYS = [
+    "workers", "devices", "hardware", "kv_tokens", "prefilled_tokens", "generated_tokens", "kv_hit_ratio",
+    "preemptions", "received_bytes", "waiting_requests", "running_requests", "kv_use",
+]  # fmt: skip
+TOKEN_BYTES = 131_072
+"""Of the model's KV: 32 layers, 8 heads of 128, keys and values, two bytes each."""
+
+
+def test_a_report_says_what_each_role_did_and_what_was_handed_over(tmp_path, capsys):
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    shipped = ROOT / "examples" / "graphs" / "70b-h100-fp8-p2d2.yaml"
+    spec = tmp_path / "long.yaml"
+    spec.write_text("requests: 40\nrate_per_s: 6\ninput_tokens: 3000\noutput_tokens: 150\nspread: 0.3\n")
+    files = ["--json", str(out), "--html", str(page)]
+    flags = ["--graph", str(shipped), "--policy", "least-loaded"]  # which sends every prompt away
+    assert main(["simulate", str(spec), *flags, *files]) == 0
+    report = json.loads(out.read_text())
+    assert list(report["roles"]) == ["decode", "prefill"]
+    for role in report["roles"].values():
+        assert list(role) == ROLE_KEYS
+        assert role["workers"] == 2
+        assert 0 <= role["kv_use"]["mean"] <= role["kv_use"]["max"] <= 1
+    hand_over = report["hand_over"]
+    assert list(hand_over) == ["remote", "local", "bytes", "second_token_s", "failures", "expired", "refused"]
+    assert (hand_over["remote"], hand_over["local"], hand_over["failures"]) == (40, 0, {})
+    decode, prefill = report["roles"]["decode"], report["roles"]["prefill"]
+    assert prefill["generated_tokens"] == 40
+    tokens = round(report["output_tokens_per_s"] * report["duration_s"])
+    assert decode["generated_tokens"] == tokens - 40
+    blocks = hand_over["bytes"] / (64 * 163_840)
+    assert blocks == int(blocks)
+    assert 0 <= prefill["prefilled_tokens"] - 64 * blocks < 64 * 40, "all but a last part of each prompt"
+    assert decode["received_bytes"] == hand_over["bytes"]
+    assert decode["prefilled_tokens"] < (64 + 1) * 40
+    text = capsys.readouterr().out
+    assert "KV moves at 675 GB/s" in text
+    assert "prefill: waiting, mean" in text
+    html = page.read_text()
+    assert "2 decode workers of 2 h100 and 2 prefill workers of 2 h100" in html
+    assert "prefill-0" in html
+
+
+def test_a_slow_link_adds_the_last_chunk_to_the_second_token():
+    seconds = []
+    for link_bytes_per_s in (1e11, 6e9):
+        described = graph(prefill=1, decode=1).model_dump(mode="json", exclude_unset=True)
+        described["router"] |= {"policy": "least-loaded", "disagg": {"link_bytes_per_s": link_bytes_per_s}}
+        workload = chat(10, rate=0.5, turns=1, spread=0, input_tokens=2048, output_tokens=10)
+        report = simulate_graph(build(described), workload)
+        assert report["hand_over"]["bytes"] == 10 * 2048 * TOKEN_BYTES
+        seconds.append(report["hand_over"]["second_token_s"]["mean"])
+    last_chunk_bytes = 1024 * TOKEN_BYTES
+    assert seconds[1] - seconds[0] == pytest.approx(last_chunk_bytes * (1 / 6e9 - 1e-11), rel=0.1)
+    assert seconds[0] < 0.02
 
 
 def test_a_seed_repeats():

@@ -59,6 +59,8 @@ class OpenRequest:
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._relay = Relay(shared)
+        self.hand_overs = 0
+        """Times a worker computed its prompt for another one to go on with."""
         self._setbacks = Setbacks(request, shared.brakes)
         self._has_waited = False
 
@@ -348,6 +350,7 @@ class OpenRequest:
         attempt = self._attempt
         assert attempt is not None, "it said so"
         self._release()
+        self.hand_overs += 1
         self._relay.handed = HandedOver(handle, self._loop.time(), give_up=attempt.abort)
         if self._error is None:
             self._interruption = self._relay

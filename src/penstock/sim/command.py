@@ -134,6 +134,7 @@ def _named(paths: list[str]) -> dict[str, str]:
 
 
 def _play(name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace) -> Run:
+    is_sampled = options.html is not None or len(deployment.crews) > 1
     started_s = perf_counter()
     with _progress(name, sum(len(session.turns) for session in sessions)) as on_progress:
         recording = simulate(
@@ -141,7 +142,7 @@ def _play(name: str, deployment: Deployment, sessions: list[Session], options: a
             sessions,
             seed=options.seed,
             on_progress=on_progress,
-            sample_interval_s=_sample_interval_s(sessions) if options.html is not None else None,
+            sample_interval_s=_sample_interval_s(sessions) if is_sampled else None,
         )
     report = make_report(recording, deployment, deployment.graph.slo, wall_s=perf_counter() - started_s)
     for code, text in recording.example.items():
@@ -152,7 +153,8 @@ def _play(name: str, deployment: Deployment, sessions: list[Session], options: a
 def _print_table(title: str, runs: list[Run]) -> None:
     is_compared = len(runs) > 1
     expenses = {crew.expenses for run in runs for crew in run.deployment.crews}
-    caption = [*(["* best; % against the first"] if is_compared else []), *sorted(expenses)]
+    links = {link for run in runs if (link := run.deployment.link)}
+    caption = [*(["* best; % against the first"] if is_compared else []), *sorted(expenses), *sorted(links)]
     table = Table(title=title, show_header=is_compared, caption="\n".join(caption))
     table.add_column("")
     table.add_column("", style="dim")

@@ -84,6 +84,17 @@ class Deployment:
         disagg = config.disagg.model_copy(update={"link_bytes_per_s": slowest})
         return config.model_copy(update={"disagg": disagg})
 
+    @property
+    def link(self) -> str:
+        """How fast KV goes from prefill workers to others; for people, empty where none does."""
+        prefill = [crew for crew in self.crews if crew.role is Role.PREFILL]
+        if not prefill:
+            return ""
+        bandwidth = self.router.kv_way(
+            prefill[0].spec.location_of(0), self.answering[0].spec.location_of(0)
+        ).bandwidth_bytes_per_s
+        return f"KV moves at {bandwidth / 1e9:.3g} GB/s"
+
     def check(self, sessions: Iterable[Session]) -> None:
         """Refuse a workload whose longest request can never run on a worker that may get it, or that asks for what is not there.
 

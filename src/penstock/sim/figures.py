@@ -103,10 +103,26 @@ def _by_worker(title: str, note: str, samples: Samples, values: Points, unit: st
         spread[:, some] = np.nanpercentile(values[some], (0, 10, 50, 90, 100), axis=1)
     least, low, median, high, most = spread
     bands = [Band("all", least, most), Band("80 % of workers", low, high)]
-    lines = [Line("median worker", median)]
+    roles = sorted(set(samples.roles.values()))
+    if len(roles) > 1:
+        mine = {role: values[:, samples.columns_of(role)] for role in roles}
+        medians = {role: _median(some_values) for role, some_values in mine.items()}
+        lines = [
+            Line(f"median {role} worker", ys, number) for number, (role, ys) in enumerate(medians.items())
+        ]
+    else:
+        lines = [Line("median worker", median)]
     return Chart(
         title, f"{note}, of {len(samples.workers):,} workers", xs, lines, bands, unit=unit, y_max=y_max
     )
+
+
+def _median(values: Points) -> Points:
+    """Give (times,) the median of (times, workers); NaN where there is no worker."""
+    median = np.full(len(values), np.nan)
+    some = np.isfinite(values).any(axis=1)
+    median[some] = np.nanmedian(values[some], axis=1)
+    return median
 
 
 def _kv_use(samples: Samples) -> Points:

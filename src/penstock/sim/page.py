@@ -58,9 +58,10 @@ def _about(run: Run) -> str:
     slo = "" if run.slo is None else f", targets: TTFT {say_s(run.slo.ttft_s)}, ITL {say_s(run.slo.itl_s)}"
     yields = [crew.spec.tokens_per_step for crew in deployment.answering]
     speculation = "" if max(yields) == 1 else f", {max(yields):g} tokens a decode step"
+    link = f"; {deployment.link}" if deployment.link else ""
     return html.escape(
         f"{graph.model} on {_devices(deployment.crews)}, policy {graph.router.policy},"
-        f" blocks of {graph.block_size} tokens{speculation}{slo}; {deployment.expenses}"
+        f" blocks of {graph.block_size} tokens{speculation}{slo}; {deployment.expenses}{link}"
     )
 
 

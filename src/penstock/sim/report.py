@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from penstock.core.types import Tier
 from penstock.graph import Slo
 from penstock.sim.deployment import Deployment
+from penstock.sim.role_report import report_hand_over, report_roles
 from penstock.sim.simulate import Recording
+from penstock.sim.spread import ratio, spread
 
-_PERCENTILES = (50, 90, 99)
 _HOUR_S = 3600.0
 
 
@@ -27,6 +28,9 @@ def make_report(
     cached prompt tokens over prompt tokens, and `kv_hit_ratio_by_tier`, its parts by the tier that had them;
     `tenants`, by name where requests have one, each with `requests`, `failed`, `ttft_s` and `prompt_token_share` and
     `output_token_share`, parts of what was completed;
+    `roles`, by name: what its workers did, queues and KV use over time where samples were taken; `hand_over`, how many
+    prompts were computed apart (`remote`) or not (`local`), the bytes moved for it, the time from first to second
+    token of those, and what went wrong, None without prefill workers;
     `gpu_hours`; `tokens_per_joule` and `usd_per_million_tokens`, of
     output tokens, at the power and price of the hardware's entry. `wall` is about this run and not repeatable.
 
@@ -50,20 +54,22 @@ def make_report(
         "completed": len(tokens),
         "failed": recording.failed,
         "duration_s": duration_s,
-        "ttft_s": _spread(ttft_s),
-        "itl_s": _spread(itl_s[tokens > 1]),
-        "e2e_s": _spread(e2e_s),
-        "output_tokens_per_s": _ratio(output_tokens, duration_s),
-        "goodput_rps": None if good is None else _ratio(good, duration_s),
-        "kv_hit_ratio": _ratio(int(np.asarray(recording.cached_tokens).sum()), prompt_tokens),
+        "ttft_s": spread(ttft_s),
+        "itl_s": spread(itl_s[tokens > 1]),
+        "e2e_s": spread(e2e_s),
+        "output_tokens_per_s": ratio(output_tokens, duration_s),
+        "goodput_rps": None if good is None else ratio(good, duration_s),
+        "kv_hit_ratio": ratio(int(np.asarray(recording.cached_tokens).sum()), prompt_tokens),
         "kv_hit_ratio_by_tier": _hit_ratios(recording, deployment, prompt_tokens),
         "tenants": _by_tenant(recording, ttft_s),
+        "roles": report_roles(recording, deployment),
+        "hand_over": report_hand_over(recording, deployment),
         "gpu_hours": gpu_hours,
-        "tokens_per_joule": _ratio(output_tokens, joules),
-        "usd_per_million_tokens": _ratio(1e6 * usd, output_tokens),
+        "tokens_per_joule": ratio(output_tokens, joules),
+        "usd_per_million_tokens": ratio(1e6 * usd, output_tokens),
         "wall": {
             "seconds": wall_s,
-            "requests_per_s": _ratio(recording.requests, wall_s),
+            "requests_per_s": ratio(recording.requests, wall_s),
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         },
     }
@@ -75,7 +81,7 @@ def _hit_ratios(recording: Recording, deployment: Deployment, prompt_tokens: int
     there = {device, *(tier for crew in deployment.crews for tier, _ in crew.lower_blocks)}
     found = dict(zip(lower, recording.onboarded_tokens, strict=False))
     found[device] = int(np.asarray(recording.cached_tokens).sum()) - sum(found.values())
-    return {tier: _ratio(found[tier], prompt_tokens) if tier in there else None for tier in Tier}
+    return {tier: ratio(found[tier], prompt_tokens) if tier in there else None for tier in Tier}
 
 
 def _by_tenant(recording: Recording, ttft_s: NDArray[np.float64]) -> dict[str, Any]:
@@ -87,9 +93,9 @@ def _by_tenant(recording: Recording, ttft_s: NDArray[np.float64]) -> dict[str, A
         tenants[name] = {
             "requests": int(mine.sum()) + failed,
             "failed": failed,
-            "ttft_s": _spread(ttft_s[mine]),
-            "prompt_token_share": _ratio(int(prompt_tokens[mine].sum()), int(prompt_tokens.sum())),
-            "output_token_share": _ratio(int(output_tokens[mine].sum()), int(output_tokens.sum())),
+            "ttft_s": spread(ttft_s[mine]),
+            "prompt_token_share": ratio(int(prompt_tokens[mine].sum()), int(prompt_tokens.sum())),
+            "output_token_share": ratio(int(output_tokens[mine].sum()), int(output_tokens.sum())),
         }
     return tenants
 
@@ -109,14 +115,3 @@ def is_good(recording: Recording, slo: Slo) -> NDArray[np.bool_]:
     ttft_s, itl_s, _ = latencies_s(recording)
     met: NDArray[np.bool_] = (ttft_s <= slo.ttft_s) & (itl_s <= slo.itl_s)
     return met
-
-
-def _spread(values: NDArray[np.float64]) -> dict[str, float | None]:
-    spread: dict[str, float | None] = {"mean": float(values.mean()) if len(values) else None}
-    for percent in _PERCENTILES:
-        spread[f"p{percent}"] = float(np.percentile(values, percent)) if len(values) else None
-    return spread
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator else None

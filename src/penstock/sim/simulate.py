@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from penstock.sim.cluster import SimCluster
 from penstock.sim.deployment import SALT, Deployment
 from penstock.sim.loop import run
 from penstock.sim.prompt import Prompt
+from penstock.sim.tally import Tally
 from penstock.sim.workload import Session, Turn
 
 OnProgress = Callable[[int, float], None]
@@ -41,6 +43,7 @@ class Samples:
     at_s: list[float] = field(default_factory=list)
     workers: dict[str, int] = field(default_factory=dict)
     """Each worker's column, also of those that have ended."""
+    roles: dict[str, Role] = field(default_factory=dict)
     _taken: list[NDArray[np.float64]] = field(default_factory=list)
 
     def take(self, at_s: float, cluster: SimCluster) -> None:
@@ -51,11 +54,16 @@ class Samples:
             self.workers.setdefault(name, len(self.workers)): worker.engine.load()
             for name, worker in cluster.workers.items()
         }
+        self.roles.update((name, worker.role) for name, worker in cluster.workers.items())
         taken = np.full((len(self.workers), len(_SAMPLED)), np.nan)
         for column, load in loads.items():
             taken[column] = [getattr(load, name) for name in _SAMPLED]
         self.at_s.append(at_s)
         self._taken.append(taken)
+
+    def columns_of(self, role: Role) -> list[int]:
+        """Name the columns of a role's workers."""
+        return [column for name, column in self.workers.items() if self.roles[name] is role]
 
     def of(self, name: str) -> NDArray[np.float64]:
         """Give one of the sampled fields of `WorkerLoad`: (times, workers), NaN where there was no such worker."""
@@ -71,6 +79,8 @@ class Recording:
 
     sent_s: "array[float]" = field(default_factory=lambda: array("d"))
     first_token_s: "array[float]" = field(default_factory=lambda: array("d"))
+    second_token_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """Of those that were handed over, NaN of the others."""
     last_token_s: "array[float]" = field(default_factory=lambda: array("d"))
     output_tokens: "array[int]" = field(default_factory=lambda: array("q"))
     prompt_tokens: "array[int]" = field(default_factory=lambda: array("q"))
@@ -88,6 +98,8 @@ class Recording:
     end_s: float = 0.0
     """When the last request ended."""
     samples: Samples | None = None
+    tallies: dict[Role, Tally] = field(default_factory=dict)
+    """What the workers of each role have done."""
 
     @property
     def failed(self) -> int:
@@ -175,6 +187,9 @@ class _Player:
                 sampling.cancel()
             loads = [worker.engine.load().onboarded_tokens for worker in cluster.workers.values()]
             self._recording.onboarded_tokens.extend(sum(tier) for tier in zip(*loads, strict=True))
+            for crew in self._deployment.crews:
+                workers = [worker for worker in cluster.workers.values() if worker.role is crew.role]
+                self._recording.tallies[crew.role] = Tally.of(workers, cluster)
         return self._recording
 
     async def _play(self, sessions: Iterable[Session], cluster: SimCluster) -> None:
@@ -218,17 +233,22 @@ class _Player:
     async def _send(self, request: Request, dispatcher: Dispatcher) -> None:
         loop = self._loop
         sent_s = loop.time()
-        first_s = last_s = None
+        first_s = second_s = last_s = None
         async with dispatcher.open(request) as stream:
             async for delta in stream:
                 if delta.token_ids:
                     last_s = loop.time()
-                    first_s = last_s if first_s is None else first_s
+                    if first_s is None:
+                        first_s = last_s
+                    elif second_s is None:
+                        second_s = last_s
         assert first_s is not None, "an answer has at least one token"
         assert last_s is not None, "and a last one"
         recording = self._recording
         recording.sent_s.append(sent_s - self._start_s)
         recording.first_token_s.append(first_s - self._start_s)
+        apart_s = second_s if stream.hand_overs else None
+        recording.second_token_s.append(math.nan if apart_s is None else apart_s - self._start_s)
         recording.last_token_s.append(last_s - self._start_s)
         recording.output_tokens.append(stream.output_tokens)
         recording.prompt_tokens.append(num_tokens(request.token_ids))

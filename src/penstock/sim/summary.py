@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.core.types import Tier
+from penstock.core.types import Role, Tier
 
 Report = dict[str, Any]
 
@@ -67,6 +67,22 @@ _FIGURES = (
     _Figure("simulated at", ("wall", "requests_per_s"), "requests/s"),
     _Figure("peak memory", ("wall", "peak_rss_bytes"), "MB"),
 )
+_OF_HAND_OVER = (
+    _Figure("computed apart", ("hand_over", "remote"), "prompts"),
+    _Figure("computed where answered", ("hand_over", "local"), "prompts"),
+    _Figure("KV moved for it", ("hand_over", "bytes"), "GB"),
+    *(
+        _Figure(f"second token after the first, {part}", ("hand_over", "second_token_s", part), "s", -1)
+        for part in ("mean", "p50", "p90", "p99")
+    ),
+)
+_OF_ROLES = (
+    _Figure("waiting, mean", ("waiting_requests", "mean"), "requests"),
+    _Figure("in the batch, mean", ("running_requests", "mean"), "requests"),
+    _Figure("KV in use, mean", ("kv_use", "mean"), "%"),
+    _Figure("KV hit ratio", ("kv_hit_ratio",), "%"),
+    _Figure("preemptions", ("preemptions",), "", -1),
+)
 _OF_TENANTS = (
     _Figure("requests", ("requests",), ""),
     _Figure("failed", ("failed",), "", -1),
@@ -75,13 +91,13 @@ _OF_TENANTS = (
     _Figure("part of output tokens", ("output_token_share",), "%"),
 )
 _WHOLE_PERCENT = 10
-_SCALES = {"%": 100.0, "MB": 1e-6}
+_SCALES = {"%": 100.0, "MB": 1e-6, "GB": 1e-9}
 
 
 def summarize(reports: Sequence[Report]) -> list[Row]:
     """Put reports side by side; the rows of a family, as the percentiles of one latency, share their unit."""
     tiers = _tiers(reports)
-    figures = (*_FIGURES, *_tenant_figures(reports))
+    figures = (*_FIGURES, *_hand_over_figures(reports), *_tenant_figures(reports))
     slowest_s: dict[str, float] = {}
     for figure in figures:
         if figure.unit == "s":
@@ -109,6 +125,21 @@ def _tiers(reports: Sequence[Report]) -> set[str]:
     return tiers if tiers - {Tier.DEVICE} else set()
 
 
+def _hand_over_figures(reports: Sequence[Report]) -> list[_Figure]:
+    """Show what roles came to, and handing over between them, where any deployment has several."""
+    if all(report["hand_over"] is None for report in reports):
+        return []
+    roles = [role for role in Role if any(role in report["roles"] for report in reports)]
+    return [
+        *_OF_HAND_OVER,
+        *(
+            replace(figure, name=f"{role}: {figure.name}", path=("roles", role.value, *figure.path))
+            for role in roles
+            for figure in _OF_ROLES
+        ),
+    ]
+
+
 def _tenant_figures(reports: Sequence[Report]) -> list[_Figure]:
     names = sorted({name for report in reports for name in report["tenants"]})
     return [
@@ -121,7 +152,7 @@ def _tenant_figures(reports: Sequence[Report]) -> list[_Figure]:
 def _value(report: Report, path: tuple[str, ...]) -> float | None:
     value: Any = report
     for part in path:
-        if part not in value:  # a tenant of another report
+        if value is None or part not in value:  # a tenant or role of another report
             return None
         value = value[part]
     return None if value is None else float(value)

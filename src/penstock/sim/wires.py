@@ -22,7 +22,7 @@ class Wires:
     """Those of all hosts. One event loop owns it.
 
     A host's port sends one transfer after the other, in the order in which they were asked for, each at the full speed of
-    its way, and receives likewise (docs/decisions/0027).
+    its way, and receives likewise (docs/decisions/0031).
     """
 
     def __init__(self, network: SimNetwork, way: Callable[[str, str], Way]) -> None:
