@@ -10,6 +10,7 @@ from msgspec import structs
 
 from penstock.core.errors import RequestError
 from penstock.core.hashing import DEFAULT_KEY, block_hashes
+from penstock.core.ids import BlockId
 from penstock.core.types import BlockRemoved, BlockStored
 from penstock.core.wire import PackedHashes, unpack_hashes
 from penstock.testing.engine_case import SETUP, EngineCase, reference_engine
@@ -193,6 +194,35 @@ class EngineBlocks(EngineCase):
                 moved = [event for event in target.events if isinstance(event, BlockStored)]
                 assert [event.parent_block_hash for event in moved[:2]] == [None, int(hashes[1, 0])]
                 assert target.resident() == source.resident()
+
+        run_async(main())
+
+    def test_blocks_of_a_prompt_under_way_can_be_held_where_the_engine_says_so(self) -> None:
+        size = SETUP.block_size
+        prompt = self.prompt(5 * size + 1)
+        hashes = block_hashes(np.array(prompt, dtype=np.int32), size)
+        request = structs.replace(make_request("a", prompt, max_tokens=1), hand_over=True)
+
+        async def main() -> None:
+            async with self.probe(replace(SETUP, max_batch_tokens=2 * size)) as probe:
+                if not probe.info.kv_by_chunk:
+                    pytest.skip("its blocks can be held once a whole prompt is computed")
+                probe.submit(request)
+                held: list[BlockId] = []
+                for blocks in (2, 4):
+                    step = await probe.step()
+                    assert step.prefilling == ("a",)
+                    assert not step.deltas
+                    held += probe.engine.pin(hashes[len(held) :])
+                    assert len(held) == blocks
+                before = block_bytes(probe.engine, probe.info)[held].copy()
+                last = await probe.step()
+                assert last.prefilling == ()
+                held += probe.engine.pin(hashes[4:])
+                assert len(held) == len(set(held)) == 5
+                np.testing.assert_array_equal(block_bytes(probe.engine, probe.info)[held[:4]], before)
+                probe.engine.unpin(held)
+                assert probe.engine.load().active_blocks == 0
 
         run_async(main())
 

@@ -7,7 +7,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from penstock.core.errors import ConfigError, Overloaded
+from penstock.core.errors import ConfigError, Overloaded, PeerLost
 from penstock.core.ids import PinId, RequestId
 from penstock.core.types import Prefetch, Role
 from penstock.core.wire import pack_tokens, unpack_tokens
@@ -235,6 +235,26 @@ def test_a_decode_worker_that_dies_while_it_reads_is_not_missed():
         assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
 
     play(scene, ("p0", "d0", "d1"))
+
+
+def test_what_another_one_computed_again_is_held_no_longer_where_it_was():
+    async def scene(cluster, dispatcher):
+        async def cut_off(_metadata):
+            raise PeerLost("there is no way")
+
+        hand_over(cluster)._agent.connect = cut_off
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await anext(stream)
+            assert len(hand_over(cluster, "p0").offers) == 1
+            await anext(stream)
+            await asyncio.sleep(0.01)
+            assert len(hand_over(cluster, "p0").offers) == 0, "long before pin_ttl_s"
+            async for _ in stream:
+                pass
+        assert hand_over(cluster).failures == hand_over(cluster).prefetches.failures == {"peer_lost": 1}
+        assert cluster.engine("d0").load().prefilled_tokens > LENGTH
+
+    play(scene)
 
 
 def test_who_drains_meanwhile_is_not_sent_the_request():
