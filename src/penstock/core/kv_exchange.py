@@ -10,8 +10,10 @@ class KvExchange(Wire, frozen=True):
         transports: those of `penstock.transfer` that can reach its KV, or that it will try once that is needed.
         listens: the kinds of address that others can reach it at: `memory`, `unix`, `tcp`.
         host: names the machine as far as memory and local sockets reach.
+        streams: whether its KV can be read while the prompt is still being computed.
     """
 
     transports: tuple[str, ...]
     listens: tuple[str, ...]
     host: bytes
+    streams: bool = False

@@ -38,6 +38,8 @@ class Chooser:
         names = self.term_names
         self.wait_terms = [names.index(name) for name in _WAITS] if set(_WAITS) <= set(names) else []
         """Rows of the terms that say how long a request waits at a worker before its work begins; all or none."""
+        self.prefill_term = names.index("prefill") if "prefill" in names else None
+        """Row of the term that says how long computing a prompt takes; None where none does."""
         self.unit, self.scale = ("none", 1.0) if self._explained is None else ("ms", 1e3)
         """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
         self._history = policy if isinstance(policy, HistoryPolicy) else None

@@ -42,9 +42,10 @@ class Comparison:
 class Apart:
     """What it takes to answer a request by two workers, beside its context as a whole.
 
-    `prefillers` (num_slots,) may compute its prompt, and whose turn that is `prompt_turn` says; `blocks` of it then move to
-    who answers, each in `block_s` (num_slots,) seconds from the one of them that costs least: to those whose kind, of `kinds`
-    (num_slots,), fits the prefill worker's by `fits` (producers' kinds, takers' kinds).
+    `prefillers` (num_slots,) may compute its prompt, and whose turn that is `prompt_turn` says; `blocks` of it move to who
+    answers, which takes `block_s` (num_slots,) seconds for each from the one of them that costs least, beyond what passes
+    while the prompt is computed: to those whose kind, of `kinds` (num_slots,), fits the prefill worker's by `fits`
+    (producers' kinds, takers' kinds).
     """
 
     prefillers: NDArray[np.bool_]
@@ -106,6 +107,40 @@ class Weighed:
 def prompt_alone(context: RoutingContext, prefillers: NDArray[np.bool_], turn: int) -> RoutingContext:
     """Show a request's prompt to those who may compute it for others; `turn` says whose turn it is."""
     return replace(context, eligible=prefillers, mean_output_tokens=1.0, prompt_only=True, turn=turn)
+
+
+def left_to_move(
+    block_s: NDArray[np.float64],
+    blocks: int,
+    tokens: int,
+    *,
+    uncached_tokens: int,
+    chunk_tokens: int,
+    prefill_s: float,
+) -> NDArray[np.float64]:
+    """Say what blocks take beyond what passes while their prompt is computed, as they move by chunk.
+
+    The first can go when the first chunk is computed, and the last ones only when the last is.
+
+    Args:
+        block_s: (num_slots,) seconds that each takes to each worker.
+        blocks: of the prompt.
+        tokens: of it.
+        uncached_tokens: those to be computed by who hands it over.
+        chunk_tokens: that this one computes at a time.
+        prefill_s: what all of them take it.
+
+    Returns:
+        (num_slots,) seconds, as a mean of all the blocks.
+    """
+    chunks = -(-uncached_tokens // chunk_tokens)
+    if chunks < 2 or not blocks:
+        return block_s
+    last_tokens = uncached_tokens - (chunks - 1) * chunk_tokens
+    meanwhile_s = prefill_s * (1 - chunk_tokens / uncached_tokens)
+    early_s = blocks * block_s * (1 - last_tokens / tokens)
+    left_s: NDArray[np.float64] = block_s - np.minimum(meanwhile_s, early_s) / blocks
+    return left_s
 
 
 def as_handed_over(

@@ -20,7 +20,15 @@ from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.chooser import Choice, Chooser
 from penstock.router.config import HoldConfig, RouterConfig
 from penstock.router.decisions import Decision, Decisions
-from penstock.router.disagg import Apart, Comparison, Weighed, as_handed_over, prompt_alone, weigh
+from penstock.router.disagg import (
+    Apart,
+    Comparison,
+    Weighed,
+    as_handed_over,
+    left_to_move,
+    prompt_alone,
+    weigh,
+)
 from penstock.router.explanation import Explanation, RouteReason
 from penstock.router.fleet import Fleet
 from penstock.router.handed_over import HandedOver
@@ -174,7 +182,7 @@ class Router:
             prefillers=prefillers,
             prompt_turn=self._prompt_turn,
             blocks=len(hashes),
-            block_s=self._block_s(context, prompt.slot),
+            block_s=self._block_s_after(prompt, context, len(hashes)),
             kinds=pool.pairs.kinds(len(eligible)),
             fits=pool.pairs.fits,
             config=self._config.disagg,
@@ -215,6 +223,22 @@ class Router:
         slot = int(context.eligible.argmax())
         return (
             self.fleet.kv_ways.byte_s(source) * self.fleet.seats.at(slot).instance.engine.kv_bytes_per_block
+        )
+
+    def _block_s_after(self, prompt: Choice, context: RoutingContext, blocks: int) -> NDArray[np.float64]:
+        """Say what a block of a prompt takes to each worker beyond what passes while the prompt is computed."""
+        block_s = self._block_s(context, prompt.slot)
+        instance = self.fleet.seats.at(prompt.slot).instance
+        if instance.exchange is None or not instance.exchange.streams or self._chooser.prefill_term is None:
+            return block_s
+        cached = int(context.overlap_blocks[prompt.slot]) * context.block_size
+        return left_to_move(
+            block_s,
+            blocks,
+            context.request_tokens,
+            uncached_tokens=max(context.request_tokens - cached, 1),
+            chunk_tokens=instance.engine.max_batch_tokens,
+            prefill_s=float(prompt.terms[self._chooser.prefill_term, prompt.slot]),
         )
 
     def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:

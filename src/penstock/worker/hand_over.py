@@ -146,6 +146,7 @@ class HandOver:
             transports=self._regions.transports or self._agent.transport_names,
             listens=tuple(address.partition(":")[0] for address in self._agent.config.listen),
             host=self._agent.identity.host,
+            streams=self.streams_kv,
         )
 
     @property

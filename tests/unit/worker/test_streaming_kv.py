@@ -27,16 +27,16 @@ from penstock.worker.config import HandOverConfig, WorkerConfig
 from penstock.worker.pin_messages import PinGrown
 from penstock.worker.reader import Growth
 
+ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
 CHUNK = 16
 STEP_S = 0.01 + CHUNK * 1e-3
 """Of a chunk of a prompt."""
-ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 LENGTH = 200
 BLOCKS = LENGTH // 4
 
 
-def play(scene, names=("p0", "d0"), *, stream=True, byte_s=0.0, kv_blocks=None, **limits):
+def play(scene, names=("p0", "d0"), *, stream=True, byte_s=0.0, kv_blocks=None, router=ALWAYS, **limits):
     async def main():
         async with AsyncExitStack() as stack:
             cluster = await stack.enter_async_context(MemoryCluster())
@@ -52,7 +52,7 @@ def play(scene, names=("p0", "d0"), *, stream=True, byte_s=0.0, kv_blocks=None, 
                     config=config,
                     transport=SlowTransport(lambda num_bytes: num_bytes * byte_s),
                 )
-            dispatcher = await stack.enter_async_context(cluster.dispatcher(ALWAYS))
+            dispatcher = await stack.enter_async_context(cluster.dispatcher(router))
             await dispatcher.looked()
             await scene(cluster, dispatcher)
             await asyncio.sleep(60)
@@ -134,6 +134,24 @@ def test_the_answer_is_that_of_one_worker_and_no_block_is_read_twice():
         assert cluster.engine("d0").load().prefilled_tokens <= 5
 
     play(scene)
+
+
+def test_the_router_prices_what_is_left_to_move():
+    decode_s = {}
+    router = RouterConfig(disagg=DisaggConfig(remote_tokens_min=1, link_bytes_per_s=64 * BLOCKS / 0.1))
+    assert router.policy == "kv"
+
+    def measure(stream):
+        async def scene(_cluster, dispatcher):
+            await whole_answer(dispatcher, tiny_request("a", LENGTH))
+            decode_s[stream] = dispatcher.explain("a")[0].prefill.decode
+
+        play(scene, stream=stream, router=router)
+
+    measure(True)
+    measure(False)
+    last = LENGTH % CHUNK / LENGTH
+    assert decode_s[False] - decode_s[True] == pytest.approx(100 * (1 - last), rel=0.01), "milliseconds"
 
 
 def test_without_it_all_moves_at_the_end():
