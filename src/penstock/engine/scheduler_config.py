@@ -8,7 +8,8 @@ from penstock.core.config import Config
 from penstock.core.types import Role
 
 Order = Literal["fcfs", "shortest"]
-AGEING = 0.1
+AGEING = 0.03
+"""Nine tenths of first tokens soonest, long prompts not much later than in turn: docs/decisions/0028."""
 
 
 class SchedulerConfig(Config):

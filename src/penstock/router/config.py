@@ -82,7 +82,7 @@ class HoldConfig(Config):
     threshold_s: float | None = pydantic.Field(default=2.0, gt=0)
     """A request waits here while each worker that may get it would have it wait longer than this, and has others waiting; None: never."""
     requests_max: int = pydantic.Field(default=2048, ge=2)
-    """Requests of one model, or of one LoRA adapter, that wait at once, past which come 503s; one tenant alone may have half, past which 429s."""
+    """Requests of one model, or of one LoRA adapter, that wait at once, for prefill workers and for others each, past which come 503s; one tenant alone may have half, past which 429s."""
     work_weight: float = pydantic.Field(default=10.0, ge=0)
     """A second of predicted work counts as much as having come so many seconds later; 0: first come, first served."""
     overtaken_s_max: float = pydantic.Field(default=60.0, ge=0)

@@ -19,6 +19,7 @@ from penstock.router.indexer import Indexer
 from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, Member
 from penstock.router.metrics import RouterMetrics
+from penstock.router.prefill_gauges import PrefillGauges
 from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.seams import Connection, WayToWorkers
 
@@ -63,6 +64,7 @@ class Connector:
         self._on_change = on_change
         self._on_drift = on_drift
         self._on_arrivals = on_arrivals
+        self._prefill_gauges = PrefillGauges(metrics)
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -212,6 +214,8 @@ class Connector:
             self._on_arrivals(member, arrivals)
         if member.drift.report(load, self._loop.time()):
             self._on_drift(member)
+        if member.noted is Condition.PREFILL_ONLY:
+            self._prefill_gauges.note(member.instance.name, load)
 
     def _detach(self, member: Member, error: WorkerLost) -> None:
         """Forget what only the connection kept true, and end what ran on it."""

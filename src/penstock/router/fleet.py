@@ -33,6 +33,7 @@ from penstock.router.kv_ways import KvWays
 from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.metrics import RouterMetrics
+from penstock.router.prefill_gauges import PrefillGauges
 from penstock.router.seats import Seats
 from penstock.router.worker_pool import WorkerPool
 from penstock.seams import Connection, Discovery, WayToWorkers
@@ -75,6 +76,7 @@ class Fleet:
         self._discovery = discovery
         self._config = config
         self._metrics = metrics
+        self._prefill_gauges = PrefillGauges(metrics)
         self._rng = rng
         self._members: dict[WorkerId, Member] = {}
         self.seats = Seats()
@@ -385,6 +387,8 @@ class Fleet:
             if changed is not None:
                 self._counts[changed] += by
                 self._metrics.workers.labels(changed).set(self._counts[changed])
+        if member.noted is Condition.PREFILL_ONLY:
+            self._prefill_gauges.forget(member.instance.name)
         member.noted = condition
         self.seats.note(member, condition)
 

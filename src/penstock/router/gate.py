@@ -27,8 +27,8 @@ _LOOK_AGAIN_S = 1.0
 """Predictions also change by themselves, as answers turn out to be shorter; a look comes this often in any case."""
 
 
-Lane = tuple[str, str | None]
-"""A model, and an adapter of it or None."""
+Lane = tuple[str, str | None, bool]
+"""A model, an adapter of it or None, and whether it is prefill workers that are waited for."""
 
 
 class Waiting(Protocol):
@@ -48,10 +48,14 @@ class Waiting(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A request's place before the workers. `held` while it waits, `told` from its turn until it has been sent."""
+    """A request's place before the workers. `held` while it waits, `told` from its turn until it has been sent.
+
+    `lane` is where it waits, or has waited; None before.
+    """
 
     gate: "Gate"
     waiting: Waiting
+    lane: Lane | None = None
     held: Held | None = None
     told: bool = False
 
@@ -75,7 +79,10 @@ class Place:
 
 
 class Gate:
-    """Holds requests, a queue for each model and each LoRA adapter, whose workers differ. One event loop owns it."""
+    """Holds requests, a queue for each model and each LoRA adapter, and for those that go to prefill workers, as these differ.
+
+    One event loop owns it.
+    """
 
     def __init__(self, fleet: Fleet, config: HoldConfig, metrics: RouterMetrics) -> None:
         self._fleet = fleet
@@ -108,7 +115,7 @@ class Gate:
             return False
         if place.held is not None:
             return True
-        lane = _lane(place.waiting.request)
+        lane = _lane(quote)
         is_first = lane not in self._queues and lane not in self._told
         if is_first and (quote.wait_s() <= self._config.threshold_s or self._room(quote).any()):
             return False
@@ -131,10 +138,12 @@ class Gate:
 
     def leave(self, place: Place) -> None:
         """Give up a place, whatever it has come to. Safe twice."""
-        lane, held = _lane(place.waiting.request), place.held
+        lane, held = place.lane, place.held
+        if lane is None:
+            return
         if held is not None:
             self._queues[lane].discard(held)
-            self._let_go(place, held)
+            self._let_go(lane, place, held)
         if place.told:
             place.told = False
             del self._told[lane]
@@ -151,6 +160,7 @@ class Gate:
             "its own place"
         )
         assert all(place.told and place.held is None for place in self._told.values()), "told only once"
+        assert all(place.lane == lane for lane, place in self._told.items()), "told in its own lane"
         listens = self._fleet.loads.listener is not None
         assert listens == bool(self._places), (
             f"{len(self._places)} are held, and load reports are heard: {listens}"
@@ -160,7 +170,7 @@ class Gate:
         )
 
     def _hold(self, place: Place, quote: Quote) -> None:
-        lane, eligible = _lane(quote.request), quote.context.eligible
+        lane, eligible = _lane(quote), quote.context.eligible
         held = Held(
             place.waiting.request,
             since_s=quote.context.now_s,
@@ -175,7 +185,7 @@ class Gate:
             self._metrics.hold_refusals.labels("tenant" if error.http_status == 429 else "full").inc()
             raise
         self._queues[lane] = queue
-        place.held = held
+        place.lane, place.held = lane, held
         self._places[held] = place
         self._metrics.held_requests.set(len(self._places))
         if len(self._places) == 1:
@@ -183,9 +193,8 @@ class Gate:
             self._listening.enter_context(self._fleet.telling(self._on_news))
         self._look_at(self._next_s)  # it may be the first in turn
 
-    def _let_go(self, place: Place, held: Held) -> None:
+    def _let_go(self, lane: Lane, place: Place, held: Held) -> None:
         """Note that a request does not wait any more; it has left its queue."""
-        lane = _lane(held.request)
         place.held = None
         del self._places[held]
         if not len(self._queues[lane]):
@@ -230,12 +239,12 @@ class Gate:
             return
         place = self._places[held]
         queue.take(held, now_s)
-        self._let_go(place, held)
-        self._tell(place)
+        self._let_go(lane, place, held)
+        self._tell(lane, place)
 
-    def _tell(self, place: Place) -> None:
+    def _tell(self, lane: Lane, place: Place) -> None:
         place.told = True
-        self._told[_lane(place.waiting.request)] = place
+        self._told[lane] = place
         place.waiting.wake()
 
     def _next_of(self, queue: HoldQueue) -> Held | None:
@@ -263,5 +272,5 @@ class Gate:
         return chosen
 
 
-def _lane(request: Request) -> Lane:
-    return request.model, request.adapter
+def _lane(quote: Quote) -> Lane:
+    return quote.request.model, quote.request.adapter, quote.hand_over

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -160,7 +160,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     connections: int
     open_requests: int
-    load: dict[str, int] | None
+    load: dict[str, Any] | None
     reserved_requests: int
     reserved_prefill_tokens: int
     reserved_blocks: int

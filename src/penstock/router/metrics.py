@@ -26,6 +26,8 @@ class _Unread:
 
     def observe(self, amount: float) -> None: ...
 
+    def remove(self, *_: str) -> None: ...
+
 
 class RouterMetrics:
     """One frontend process's counters. Making two in one registry is an error; without one, nothing is counted."""
@@ -97,6 +99,18 @@ class RouterMetrics:
             "quarantined_requests", "Requests refused because their content kills workers"
         )
         self.workers = gauge("workers", "Workers known, by condition", "condition", together="livemax")
+        self.prefill_waiting_requests = gauge(
+            "prefill_waiting_requests",
+            "Prompts that wait at a prefill worker for its batch",
+            "worker",
+            together="livemax",
+        )
+        self.prefill_oldest_wait_s = gauge(
+            "prefill_oldest_wait_seconds",
+            "How long a prefill worker's oldest prompt without a token has been there",
+            "worker",
+            together="livemax",
+        )
         self.connections_lost = counter("connections_lost", "Connections to workers that ended")
         self.connect_failures = counter("connect_failures", "Tries to reach a worker that failed")
         self.indexed_blocks = gauge(

@@ -6,6 +6,7 @@ that up. So what routers expect is kept here until the first token, and each of 
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 
@@ -66,6 +67,14 @@ class Frontends:
         self._by_sink: dict[FrontendSink, Frontend] = {}
         self._prefill = Prefill()
         self._taken = 0
+        self._waiting: dict[
+            RequestId, float
+        ] = {}  # since when (loop time), those without a token, oldest first
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that owns it, asked for once: asking takes a system call, half a microsecond."""
+        return asyncio.get_running_loop()
 
     def __len__(self) -> int:
         return len(self._by_sink)
@@ -93,6 +102,7 @@ class Frontends:
         frontend.prefill.add(prefill)
         self._taken += 1
         self._prefill.add(prefill)
+        self._waiting[request.request_id] = self._loop.time()
         self.idle.clear()
         return running
 
@@ -102,6 +112,7 @@ class Frontends:
         if prefill is not None:
             running.frontend.prefill.subtract(prefill)
             self._prefill.subtract(prefill)
+            del self._waiting[running.request.request_id]
 
     def forget(self, request_id: RequestId) -> Running | None:
         """Let a request go that has ended, in whatever way; returns None for one that is not there."""
@@ -135,6 +146,7 @@ class Frontends:
             peer_prefill_tokens=self._prefill.tokens - frontend.prefill.tokens,
             peer_prefill_pairs=self._prefill.pairs - frontend.prefill.pairs,
             peer_arrivals=self._taken - frontend.taken,
+            oldest_wait_s=self._loop.time() - next(iter(self._waiting.values())) if self._waiting else 0.0,
         )
 
     def check(self) -> None:
@@ -143,6 +155,8 @@ class Frontends:
         assert by_frontend == {r: running.frontend for r, running in self.requests.items()}, (
             "requests: each belongs to the frontend that sent it, which is connected"
         )
+        waiting = {request_id for request_id, running in self.requests.items() if running.prefill is not None}
+        assert self._waiting.keys() == waiting, "waiting: those without a token"
         assert self.idle.is_set() == (not self.requests), "idle: set exactly while nothing runs"
         left = {frontend: Prefill() for frontend in self._by_sink.values()}
         for running in self.requests.values():

@@ -241,7 +241,9 @@ def test_a_short_prompt_overtakes_a_long_one_that_is_under_way():
 
 
 def test_what_is_cached_does_not_count_as_long():
-    scheduler = make_scheduler(num_blocks=200, context_length=400, order="shortest", max_batch_tokens=40)
+    scheduler = make_scheduler(
+        num_blocks=200, context_length=400, order="shortest", ageing=0.1, max_batch_tokens=40
+    )
     scheduler.submit(make_request("a", prompt(80), max_tokens=1))
     while scheduler.load().running_requests or scheduler.load().waiting_requests:
         step(scheduler)

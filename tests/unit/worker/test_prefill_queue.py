@@ -1,0 +1,200 @@
+"""Prompts that wait: at a prefill worker, or at the router for one; seen, in turn, and gone when their clients are."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.core.errors import Overloaded
+from penstock.core.types import Role
+from penstock.router.config import DisaggConfig, HoldConfig, RouterConfig
+from penstock.router.dispatcher import Dispatcher
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster
+from penstock.testing.hand_over import (
+    PRICES,
+    check_nothing_is_held,
+    tiny_engine,
+    tiny_request,
+    whole_answer,
+)
+
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE}
+
+
+WEAK = msgspec.structs.replace(PRICES, prefill_token_s=0.1)
+"""What decode workers say whose prompts had better be computed elsewhere."""
+
+
+def play(scene, names=("p0", "d0"), *, hold=None, policy="kv", decode=PRICES):
+    """Run a scene with `kv`, which sends prompts to prefill workers while that costs less, or as told."""
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            cluster = await stack.enter_async_context(MemoryCluster())
+            for name in names:
+                prices = decode if name[0] == "d" else PRICES
+                await cluster.start(name, tiny_engine(), role=ROLES[name[0]], prices=prices)
+            config = RouterConfig(
+                policy=policy,
+                disagg=DisaggConfig(remote_tokens_min=1, hand_over_s=0.0),
+                hold=hold or HoldConfig(threshold_s=None),
+            )
+            registry = CollectorRegistry()
+            dispatcher = await stack.enter_async_context(
+                Dispatcher(
+                    cluster.discovery, cluster.plane, rng=cluster.rng, config=config, registry=registry
+                )
+            )
+            await dispatcher.looked()
+            await scene(cluster, dispatcher, registry)
+            await asyncio.sleep(60)
+            for name in cluster.names:
+                check_nothing_is_held(cluster.worker(name), cluster.engine(name))
+            dispatcher.check()
+            assert dispatcher._shared.gate.num_held == 0
+
+    run_virtual(main())
+
+
+def ask(dispatcher, name, length, **options):
+    return asyncio.ensure_future(whole_answer(dispatcher, tiny_request(name, length, **options)))
+
+
+async def first_token_s(dispatcher, name, length, seed):
+    loop = asyncio.get_running_loop()
+    asked_s = loop.time()
+    async with dispatcher.open(tiny_request(name, length, seed=seed, max_tokens=2)) as stream:
+        await anext(stream)
+        return loop.time() - asked_s
+
+
+def test_what_waits_is_shown_by_worker():
+    async def scene(cluster, dispatcher, registry):
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(5)]
+        await asyncio.sleep(0.8)
+        views = {view.name: view for view in dispatcher.workers()}
+        load = views["p0"].load
+        assert load["running_requests"] + load["waiting_requests"] >= 3
+        assert 0.4 <= load["oldest_wait_s"] <= 0.8
+        value = registry.get_sample_value
+        labels = {"worker": "p0"}
+        assert value("penstock_router_prefill_waiting_requests", labels) == load["waiting_requests"]
+        assert value("penstock_router_prefill_oldest_wait_seconds", labels) == load["oldest_wait_s"]
+        await asyncio.gather(*answers)
+        await asyncio.sleep(2)
+        load = next(view.load for view in dispatcher.workers() if view.name == "p0")
+        assert (load["waiting_requests"], load["oldest_wait_s"]) == (0, 0)
+        cluster.kill("p0")
+        await asyncio.sleep(0.1)
+        assert value("penstock_router_prefill_waiting_requests", labels) is None
+
+    play(scene, policy="least-loaded")
+
+
+def test_a_long_prompt_does_not_block_the_pool():
+    async def scene(cluster, dispatcher, registry):
+        del cluster, registry
+        long = asyncio.ensure_future(first_token_s(dispatcher, "long", 390, 1))
+        await asyncio.sleep(0.05)
+        short = [asyncio.ensure_future(first_token_s(dispatcher, f"s{n}", 20, n + 2)) for n in range(3)]
+        assert max(await asyncio.gather(*short)) < 0.25, "two or three steps"
+        assert not long.done()
+        assert await long < 0.7
+
+    play(scene, policy="least-loaded")
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.3, 0.7])
+def test_a_prompt_that_waits_is_gone_when_its_client_is(after_s):
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        first = ask(dispatcher, "first", 390, seed=1)
+        await asyncio.sleep(0.01)
+        leaving = [ask(dispatcher, f"r{n}", 390, seed=n + 2) for n in range(4)]
+        await asyncio.sleep(after_s)
+        for task in leaving:
+            task.cancel()
+        await first
+        await asyncio.sleep(0.1)
+        load = cluster.engine("p0").load()
+        assert (load.waiting_requests, load.running_requests) == (0, 0)
+        assert load.prefilled_tokens <= 390 + 1000 * after_s + 130, "nothing is computed for nobody"
+
+    play(scene, policy="least-loaded")
+
+
+def test_requests_are_held_for_prefill_workers_too():
+    async def scene(cluster, dispatcher, registry):
+        del cluster
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(12)]
+        await asyncio.sleep(0.2)
+        assert dispatcher._shared.gate.num_held >= 4
+        alone = [answer[0] for answer in await asyncio.gather(*answers)]
+        for number in (0, 7, 11):
+            again = await whole_answer(dispatcher, tiny_request(f"b{number}", 300, seed=number))
+            assert again[0] == alone[number]
+        assert registry.get_sample_value("penstock_router_prefills_total", {"place": "remote"}) >= 6
+
+    play(scene, ("p0", "p1", "d0"), hold=HoldConfig(threshold_s=0.3))
+
+
+def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        await whole_answer(dispatcher, tiny_request("known", 300, seed=99))
+        answers = [ask(dispatcher, f"r{n}", 390, seed=n) for n in range(30)]
+        await asyncio.sleep(0.2)
+        assert dispatcher._shared.gate.num_held >= 4
+        held = dispatcher._shared.gate.num_held
+        before = cluster.engine("d0").load().generated_tokens
+        took_s = await first_token_s(dispatcher, "again", 300, 99)
+        assert cluster.engine("d0").load().generated_tokens > before
+        assert took_s < 0.2, "what is left of it is computed where it is cached"
+        assert dispatcher._shared.gate.num_held >= held - 2
+        await asyncio.gather(*answers)
+
+    play(scene, hold=HoldConfig(threshold_s=0.3, work_weight=0), decode=WEAK)
+
+
+def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing():
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(12)]
+        await asyncio.sleep(0.2)
+        assert dispatcher._shared.gate.num_held >= 4
+        for answer in answers:
+            answer.cancel()
+        await asyncio.sleep(0.2)
+        assert dispatcher._shared.gate.num_held == 0
+        assert sum(cluster.engine(name).load().prefilled_tokens for name in cluster.names) < 1000
+
+    play(scene, ("p0", "p1", "d0"), hold=HoldConfig(threshold_s=0.3))
+
+
+def test_past_the_bound_prompts_for_prefill_workers_are_refused():
+    async def scene(cluster, dispatcher, registry):
+        del cluster, registry
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(30)]
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, Overloaded)]
+        assert refused
+        assert all(error.retry_after_s >= 1 for error in refused)
+        assert len(refused) < 26
+
+    play(scene, ("p0", "p1", "d0"), hold=HoldConfig(threshold_s=0.3, requests_max=8))
+
+
+def test_prompts_held_for_prefill_workers_go_on_when_these_are_gone():
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(12)]
+        await asyncio.sleep(0.2)
+        assert dispatcher._shared.gate.num_held >= 4
+        cluster.kill("p0")
+        cluster.kill("p1")
+        assert all(len(answer[0]) == 20 for answer in await asyncio.gather(*answers))
+
+    play(scene, ("p0", "p1", "d0"), hold=HoldConfig(threshold_s=0.3))
