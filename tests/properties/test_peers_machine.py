@@ -33,7 +33,7 @@ class Router:
 class PeersMachine(RuleBasedStateMachine):
     @initialize()
     def start(self):
-        self.worker = Frontends()
+        self.worker = Frontends(lambda: 0.0)
         self.routers = [Router(self.worker.connect(object())) for _ in range(3)]
         self.names = 0
         for router in self.routers:

@@ -9,7 +9,7 @@ from penstock.core.types import Role
 
 Order = Literal["fcfs", "shortest"]
 AGEING = 0.03
-"""Nine tenths of first tokens soonest, long prompts not much later than in turn: docs/decisions/0028."""
+"""Nine tenths of first tokens soonest, long prompts not much later than in turn: docs/decisions/0029."""
 
 
 class SchedulerConfig(Config):

@@ -5,8 +5,8 @@ that up. So what routers expect is kept here until the first token, and each of 
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import msgspec
 
@@ -59,7 +59,8 @@ class Running:
 class Frontends:
     """The frontends that are connected, and their requests that have not ended. One event loop owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = lambda: asyncio.get_running_loop().time()) -> None:
+        """Begin with none; `now_s` gives the event loop's time."""
         self.idle = asyncio.Event()
         """Set while there is no request."""
         self.idle.set()
@@ -67,14 +68,10 @@ class Frontends:
         self._by_sink: dict[FrontendSink, Frontend] = {}
         self._prefill = Prefill()
         self._taken = 0
+        self._now_s = now_s
         self._waiting: dict[
             RequestId, float
         ] = {}  # since when (loop time), those without a token, oldest first
-
-    @cached_property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that owns it, asked for once: asking takes a system call, half a microsecond."""
-        return asyncio.get_running_loop()
 
     def __len__(self) -> int:
         return len(self._by_sink)
@@ -102,7 +99,7 @@ class Frontends:
         frontend.prefill.add(prefill)
         self._taken += 1
         self._prefill.add(prefill)
-        self._waiting[request.request_id] = self._loop.time()
+        self._waiting[request.request_id] = self._now_s()
         self.idle.clear()
         return running
 
@@ -146,7 +143,7 @@ class Frontends:
             peer_prefill_tokens=self._prefill.tokens - frontend.prefill.tokens,
             peer_prefill_pairs=self._prefill.pairs - frontend.prefill.pairs,
             peer_arrivals=self._taken - frontend.taken,
-            oldest_wait_s=self._loop.time() - next(iter(self._waiting.values())) if self._waiting else 0.0,
+            oldest_wait_s=self._now_s() - next(iter(self._waiting.values())) if self._waiting else 0.0,
         )
 
     def check(self) -> None:

@@ -26,8 +26,8 @@ def told(frontends: Frontends, frontend) -> tuple[int, int, int, int]:
     return load.peer_requests, load.peer_prefill_tokens, load.peer_prefill_pairs, load.peer_arrivals
 
 
-def two():
-    frontends = Frontends()
+def two(now_s=lambda: 0.0):
+    frontends = Frontends(now_s)
     return frontends, frontends.connect(object()), frontends.connect(object())
 
 
@@ -100,3 +100,20 @@ def test_a_sum_that_is_off_is_found():
     first.prefill.subtract(Prefill(tokens=1))
     with pytest.raises(AssertionError, match="noted"):
         frontends.check()
+
+
+def test_everybody_hears_how_long_the_oldest_has_waited_for_its_first_token():
+    now = [10.0]
+    frontends, first, second = two(lambda: now[0])
+    running = [frontends.take(make_request(name), first) for name in "ab"]
+    now[0] = 12.5
+    frontends.take(make_request("c"), second)
+    loads = [frontends.load_for(frontend, WorkerLoad()) for frontend in (first, second)]
+    assert [load.oldest_wait_s for load in loads] == [2.5, 2.5]
+    frontends.prefilled(running[0])
+    assert frontends.load_for(first, WorkerLoad()).oldest_wait_s == 2.5
+    frontends.forget(RequestId("b"))
+    assert frontends.load_for(first, WorkerLoad()).oldest_wait_s == 0.0
+    now[0] = 13.0
+    assert frontends.load_for(first, WorkerLoad()).oldest_wait_s == 0.5
+    frontends.check()
