@@ -42,6 +42,7 @@ class _Error(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
+    id: str | None = None
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: _Error | str | None = None
@@ -70,6 +71,8 @@ class Exchange:
     usage: _Usage | None = None
     failure: str | None = None
     message: str = ""
+    answer_id: str = ""
+    """As the server named its answer."""
     done: bool = False
     """The stream said that it is complete."""
     _rest: bytes = b""
@@ -105,6 +108,7 @@ class Exchange:
             )
         if chunk.usage is not None:
             self.usage = chunk.usage
+        self.answer_id = self.answer_id or chunk.id or ""
         if any(choice.text or _has_text(choice.delta) for choice in chunk.choices):
             self._take_token(now_s)
 

@@ -17,6 +17,7 @@ from penstock.core.errors import ConfigError
 BENCHES = {
     "cancel": "from a client's going away to its KV blocks being free",
     "deployments": "models on H100, GB200 and GB300, simulated: tokens per second, joule and dollar at latency targets",
+    "disagg": "streams beside long prompts: a prefill and a decode worker against two that do both, real processes",
     "engine": "the paged engine beside a plain generate loop, in process and over HTTP",
     "hashing": "token ids into block hashes, against the Python twin",
     "mock": "the whole path but the model: requests per second through frontend, router and workers",

@@ -1,0 +1,135 @@
+"""Streams' latencies beside long prompts: a prefill and a decode worker against two that do both, as real processes."""
+
+import argparse
+import importlib.util
+import tempfile
+from pathlib import Path
+
+from penstock.bench.disagg import figures, plot
+from penstock.bench.disagg.choice import best_chunk
+from penstock.bench.disagg.memcpy import memcpy_bytes_per_s
+from penstock.bench.disagg.model import KV_BYTES_PER_TOKEN, SIZES, make_model
+from penstock.bench.disagg.sides import CHUNKS, aggregated_flags, disaggregated_flags
+from penstock.bench.disagg.stage import Stage
+from penstock.bench.disagg.table import print_table
+from penstock.bench.disagg.workload import Workload
+from penstock.bench.report import Report
+from penstock.core.errors import ConfigError
+
+_SECONDS, _QUICK_SECONDS = 40.0, 4.0
+_STREAMS, _QUICK_STREAMS = 12, 4
+_QUIET_PROMPTS, _QUICK_QUIET_PROMPTS = 6, 1
+_QUICK_CHUNKS = (64, 2048)
+_PREFILL_SHARE = 0.65
+_RATIO_WANTED = 3.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--seconds", type=float, metavar="S", help=f"to measure each side for (default {_SECONDS:g})")
+    add("--streams", type=int, metavar="N", help=f"that decode all the time (default {_STREAMS})")
+    add(
+        "--prefill-share",
+        type=float,
+        default=_PREFILL_SHARE,
+        metavar="P",
+        help="of its time that the prefill worker is to compute prompts; it sets how often they come (default %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of weights, prompts and moments (default 0)")
+    add("--plot", type=Path, metavar="OUT", help="draw both sides into this SVG")
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Measure the disaggregated side, which sets the load, then the aggregated one with every chunk size.
+
+    Raises:
+        ConfigError: the engine's packages are not installed, or an option makes no sense.
+    """
+    workload, quick = _workload(options), options.quick
+    chunks = _QUICK_CHUNKS if quick else CHUNKS
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
+        stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
+        apart = stage.play_apart(
+            disaggregated_flags(),
+            prefill_share=options.prefill_share,
+            quiet_prompts=_QUICK_QUIET_PROMPTS if quick else _QUIET_PROMPTS,
+        )
+        together = {chunk: stage.play(f"c{chunk}", aggregated_flags(chunk)) for chunk in chunks}
+    moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
+    memcpy = memcpy_bytes_per_s(moved_bytes)
+    level = figures.point_of(0, apart)
+    points = [figures.point_of(chunk, measured) for chunk, measured in together.items()]
+    best = best_chunk(points, level.ttft_p99_ms)
+    print_table(level, points, best)
+    if options.plot is not None:
+        _write_plot(options.plot, plot.draw(level, points, best))
+    found = (
+        figures.compared(apart, together[best.chunk])
+        | {"chunk_aggregated": best.chunk}
+        | figures.curve(points)
+        | figures.hand_over(apart, moved_bytes, memcpy)
+        | {
+            "prefill_ms": figures.median(apart.quiet_ttft_s.tolist()) * 1e3,
+            "prompts_per_s": stage.rate_per_s,
+            "role_change_s": figures.median(stage.role_changes_s),
+        }
+    )
+    return Report(
+        name="disagg",
+        config=_config(options, workload, chunks),
+        figures=found,
+        samples=figures.samples_of(
+            {"disaggregated": apart} | {f"aggregated_c{chunk}": side for chunk, side in together.items()}
+        ),
+        limits={"memcpy_gb_per_s": memcpy / 1e9},
+        problems=stage.problems + ([] if quick else _problems(found)),
+    )
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    missing = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock[engine]`")
+    if not 0 < options.prefill_share < 1:
+        raise ConfigError(f"--prefill-share: must be > 0 and < 1, got {options.prefill_share:g}")
+    for flag, value in (("--seconds", options.seconds), ("--streams", options.streams)):
+        if value is not None and not value >= 1:
+            raise ConfigError(f"{flag}: must be >= 1, got {value:g}")
+    return Workload(
+        streams=options.streams or (_QUICK_STREAMS if options.quick else _STREAMS),
+        seconds=options.seconds or (_QUICK_SECONDS if options.quick else _SECONDS),
+        seed=options.seed,
+    )
+
+
+def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, ...]) -> dict[str, object]:
+    return {
+        "model": SIZES | {"architecture": "llama", "dtype": "float32"},
+        "streams": workload.streams,
+        "stream_tokens": [workload.stream_input_tokens, workload.stream_output_tokens],
+        "prompt_tokens": [workload.prompt_tokens_min, workload.prompt_tokens_max],
+        "prompt_output_tokens": workload.prompt_output_tokens,
+        "seconds": workload.seconds,
+        "prefill_share": options.prefill_share,
+        "disaggregated": disaggregated_flags(),
+        "aggregated": aggregated_flags(chunks[0]),
+        "chunks": list(chunks),
+        "seed": options.seed,
+        "quick": options.quick,
+    }
+
+
+def _problems(found: dict[str, float]) -> list[str]:
+    problems = []
+    if found["itl_p99_ratio"] < _RATIO_WANTED:
+        problems.append(f"ITL p99 is {found['itl_p99_ratio']:.2g} times as low, expected {_RATIO_WANTED:g}")
+    if found["output_tokens_ratio"] < 1:
+        problems.append(f"{found['output_tokens_ratio']:.3g} times the output tokens/s, expected 1 or more")
+    return problems
+
+
+def _write_plot(path: Path, svg: str) -> None:
+    try:
+        path.write_text(svg)
+    except OSError as error:
+        raise ConfigError(f"--plot: {path}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,31 @@
+"""The deployments that are compared: two workers of the same model, one thread each, on one machine."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.bench.served import Served, served
+
+CHUNKS = (64, 128, 256, 512, 1024, 2048)
+_PREFILL_CHUNK = 2048
+_DECODE_CHUNK = 64
+"""Of decode workers: the size of the short prompts that they compute themselves."""
+
+
+def aggregated_flags(chunk: int) -> list[str]:
+    return ["--workers", "2", "--set", f"roles.aggregated.max_batch_tokens={chunk}"]
+
+
+def disaggregated_flags() -> list[str]:
+    return [
+        *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={_PREFILL_CHUNK}"),
+        *("--decode", "1", "--set", f"roles.decode.max_batch_tokens={_DECODE_CHUNK}"),
+        *("--set", f"router.disagg.local_tokens_max={_DECODE_CHUNK}"),
+    ]
+
+
+@contextmanager
+def deployed(model_dir: Path, flags: Sequence[str], steps: Path) -> Iterator[Served]:
+    """Serve the model; workers write their steps into a directory, complete once the context has ended."""
+    with served(str(model_dir), *flags, "--set", f"worker.step_log={steps}") as deployment:
+        yield deployment

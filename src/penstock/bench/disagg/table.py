@@ -1,0 +1,26 @@
+"""Both sides as a table for people."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.bench.disagg.choice import Point
+
+_COLUMNS = ("workers", "ITL p99 ms", "TTFT p99 ms", "output tokens/s")
+
+
+def print_table(apart: Point, points: Sequence[Point], best: Point) -> None:
+    """Print a line a side; the aggregated workers' best chunk size is marked."""
+    table = Table(box=None)
+    for number, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="right" if number else "left")
+    table.add_row("1 prefill, 1 decode", *_numbers(apart))
+    for point in points:
+        mark = " <- best" if point is best else ""
+        table.add_row(f"2 aggregated, max_batch_tokens {point.chunk}{mark}", *_numbers(point))
+    Console().print(table)
+
+
+def _numbers(point: Point) -> tuple[str, str, str]:
+    return f"{point.itl_p99_ms:,.1f}", f"{point.ttft_p99_ms:,.0f}", f"{point.output_tokens_per_s:,.0f}"

@@ -1,0 +1,46 @@
+"""What is asked of every side alike: streams that go on all the time, and long prompts that come at random moments."""
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A long prompt, due `at_s` seconds after the beginning."""
+
+    index: int
+    at_s: float
+    input_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Each stream's user asks again as soon as an answer ends; nobody waits for answers to long prompts.
+
+    Streams ask so little that it is no prompt worth handing over, and so seldom that its computing does not show.
+    """
+
+    streams: int
+    stream_input_tokens: int = 16
+    stream_output_tokens: int = 2000
+    prompt_tokens_min: int = 2100
+    prompt_tokens_max: int = 2600
+    prompt_output_tokens: int = 16
+    seconds: float
+    """For which prompts come, and gaps and tokens count."""
+    seed: int
+
+    @property
+    def prompt_tokens_mean(self) -> float:
+        return (self.prompt_tokens_min + self.prompt_tokens_max) / 2
+
+    def arrivals(self, rate_per_s: float) -> list[Arrival]:
+        """Draw when prompts come and how long they are: the same for the same rate and seed."""
+        random_ = random.Random(self.seed)
+        found: list[Arrival] = []
+        at_s = random_.expovariate(rate_per_s)
+        while at_s < self.seconds:
+            tokens = random_.randint(self.prompt_tokens_min, self.prompt_tokens_max)
+            found.append(Arrival(len(found), at_s, tokens))
+            at_s += random_.expovariate(rate_per_s)
+        return found

@@ -1,0 +1,43 @@
+"""`penstock bench disagg`: real processes of both kinds, a short run."""
+
+import json
+
+import pytest
+
+from penstock import cli
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir, tmp_path, capsys):
+    out, plot = tmp_path / "disagg.json", tmp_path / "disagg.svg"
+    assert cli.main(["bench", "disagg", "--quick", "--json", str(out), "--plot", str(plot)]) == 0
+    report = json.loads(out.read_text())
+    figures = report["figures"]
+    for side in ("aggregated", "disaggregated", "aggregated_c64", "aggregated_c2048"):
+        for figure in ("itl_p99_ms", "ttft_p99_ms", "output_tokens_per_s"):
+            assert figures[f"{figure}_{side}"] > 0
+        samples = "disaggregated" if side == "disaggregated" else "aggregated_c64"
+        assert report["samples"][f"itl_s_{samples}"]
+    assert figures["chunk_aggregated"] in {64, 2048}
+    best = f"itl_p99_ms_aggregated_c{figures['chunk_aggregated']}"
+    assert figures["itl_p99_ms_aggregated"] == figures[best]
+    assert figures["prompts_disaggregated"] == figures["prompts_aggregated"] >= 1
+    assert figures["hand_over_bytes"] > 10 << 20
+    assert figures["hand_over_memcpy_ms"] > 0
+    assert figures["role_change_s"] > 0
+    assert plot.read_text().startswith("<svg")
+    assert "1 prefill, 1 decode" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--prefill-share", "1", "--prefill-share: must be > 0 and < 1, got 1"),
+        ("--streams", "0", "--streams: must be >= 1, got 0"),
+        ("--seconds", "nan", "--seconds: must be >= 1, got nan"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(capsys, flag, value, words):
+    assert cli.main(["bench", "disagg", flag, value]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""What `penstock bench disagg` makes of what it measured: the load, the opponent, the figures."""
+
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from penstock.bench.disagg.choice import Point, best_chunk
+from penstock.bench.disagg.measured import measure, token_times
+from penstock.bench.disagg.plot import draw
+from penstock.bench.disagg.traffic import Asked, Traffic
+from penstock.bench.disagg.workload import Workload
+from penstock.core.ids import RequestId
+from penstock.worker.step_log import LoggedStep
+
+
+def point(chunk, itl, ttft, tokens=100.0):
+    return Point(chunk=chunk, itl_p99_ms=itl, ttft_p99_ms=ttft, output_tokens_per_s=tokens)
+
+
+def step(at_s, **tokens):
+    return LoggedStep(at_s=at_s, tokens=tuple((RequestId(name), count) for name, count in tokens.items()))
+
+
+class TestBestChunk:
+    def test_is_the_lowest_itl_of_those_that_are_no_later_with_first_tokens(self):
+        points = [point(64, 40, 2000), point(128, 60, 900), point(256, 90, 700)]
+        assert best_chunk(points, ttft_p99_ms=1000).chunk == 128
+        assert best_chunk(points, ttft_p99_ms=900).chunk == 128
+        assert best_chunk(points, ttft_p99_ms=899).chunk == 256
+        assert best_chunk(points, ttft_p99_ms=5000).chunk == 64
+
+    def test_is_the_earliest_first_token_where_all_are_later(self):
+        assert best_chunk([point(64, 40, 2000), point(128, 60, 900)], ttft_p99_ms=100).chunk == 128
+
+
+class TestWorkload:
+    def test_is_the_same_for_every_side_and_another_one_for_another_seed(self):
+        load = Workload(streams=2, seconds=60.0, seed=3)
+        assert load.arrivals(0.9) == load.arrivals(0.9)
+        assert load.arrivals(0.9) != Workload(streams=2, seconds=60.0, seed=4).arrivals(0.9)
+
+    def test_prompts_are_long_and_come_at_the_rate_within_the_time(self):
+        load = Workload(streams=1, seconds=2000.0, seed=0)
+        arrivals = load.arrivals(0.8)
+        assert len(arrivals) == pytest.approx(1600, rel=0.1)
+        assert all(0 <= arrival.at_s < 2000 for arrival in arrivals)
+        assert {load.prompt_tokens_min, load.prompt_tokens_max} <= {
+            arrival.input_tokens for arrival in arrivals
+        }
+        assert load.prompt_tokens_min >= 2000
+
+    def test_gaps_between_prompts_vary_as_random_arrivals_do(self):
+        moments = [arrival.at_s for arrival in Workload(streams=1, seconds=2000.0, seed=0).arrivals(1.0)]
+        gaps = np.diff(moments)
+        assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)
+
+
+class TestMeasured:
+    def test_streams_and_prompts_are_told_apart_and_only_the_time_that_counts_counts(self):
+        traffic = Traffic(begin_s=10.0, end_s=20.0, prompts=[Asked("long-0", due_s=11.0, ttft_s=1.1)])
+        measured = measure(
+            traffic,
+            {
+                "prefill-1": [step(12.0, **{"long-0": 1})],
+                "decode-1": [
+                    step(9.0, stream=1),
+                    step(10.5, stream=1),
+                    step(12.5, stream=1, **{"long-0": 1}),
+                    step(12.6, **{"long-0": 1}),
+                    step(12.8, **{"long-0": 1}),
+                    step(21.0, stream=1),
+                ],
+            },
+        )
+        assert measured.itl_s.tolist() == [1.5, 2.0]
+        assert measured.ttft_s.tolist() == [1.0]
+        assert measured.prompt_itl_s == pytest.approx([0.5, 0.1, 0.2])
+        assert measured.hand_over_s == pytest.approx([0.5 - 0.15])
+        assert measured.output_tokens_per_s == pytest.approx(6 / 10)
+        assert measured.waiting == 0
+
+    def test_a_prompt_whose_first_token_came_after_the_end_was_waiting_then(self):
+        traffic = Traffic(begin_s=0.0, end_s=5.0, prompts=[Asked("a", 4.0, 2.0), Asked("b", 1.0, 1.0)])
+        measured = measure(traffic, {"w": [step(2.0, b=1), step(6.0, a=1)]})
+        assert measured.waiting == 1
+        assert sorted(measured.ttft_s) == [1.0, 2.0]
+
+    def test_tokens_of_one_step_have_no_time_between_them(self):
+        times = token_times([step(1.0, a=3), step(2.0, a=1)])
+        assert np.diff(times["a"]).tolist() == [0.0, 0.0, 1.0]
+
+
+def test_the_plot_is_xml_with_a_dot_for_each_chunk_and_the_best_one_full():
+    points = [point(64, 40, 2000), point(128, 60, 900)]
+    root = ET.fromstring(draw(point(0, 12, 1000), points, points[1]))
+    dots = [element.get("fill") for element in root.iter("{http://www.w3.org/2000/svg}circle")]
+    assert dots == ["#fff", "#9ca3af"] * 3
