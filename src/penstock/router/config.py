@@ -1,6 +1,5 @@
 """Settings of the router and the dispatcher: how a worker is chosen, and the bounds of everything kept."""
 
-from dataclasses import replace
 from typing import Self
 
 import pydantic
@@ -10,7 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.location import Location
 from penstock.perf.topology import Topology, Way
 from penstock.router.policies import make_policy
-from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX, SessionAffinity
+from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import RoutingPolicy
 
 
@@ -154,7 +153,4 @@ class RouterConfig(Config):
 
     def new_policy(self) -> RoutingPolicy:
         """Make the policy, with its settings."""
-        policy = make_policy(self.policy)
-        if isinstance(policy, SessionAffinity):
-            return replace(policy, sessions_max=self.sessions_max, idle_s=self.session_idle_s)
-        return policy
+        return make_policy(self.policy, sessions_max=self.sessions_max, session_idle_s=self.session_idle_s)

@@ -6,7 +6,7 @@ so that a run repeats.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.core.native import native
 from penstock.router.predicted_seconds import PredictedSeconds
-from penstock.router.session_affinity import SessionAffinity
+from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX, SessionAffinity
 from penstock.router.user_policy import find_user_policy
 from penstock.seams import RoutingContext, RoutingPolicy
 
@@ -84,15 +84,23 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
 }
 
 
-def make_policy(name: str) -> RoutingPolicy:
+def make_policy(
+    name: str, *, sessions_max: int = SESSIONS_MAX, session_idle_s: float = SESSION_IDLE_S
+) -> RoutingPolicy:
     """Make a policy by its name: one of `POLICIES`, an entry point's, or `package.module:Class`.
+
+    Args:
+        name: of the policy.
+        sessions_max: what one that keeps sessions remembers.
+        session_idle_s: how long it remembers one without requests.
 
     Raises:
         ConfigError: there is none of that name, or it cannot be made.
     """
-    if name in POLICIES:
-        return POLICIES[name]()
-    return find_user_policy(name, list(POLICIES))()
+    policy = POLICIES[name]() if name in POLICIES else find_user_policy(name, list(POLICIES))()
+    if isinstance(policy, SessionAffinity):
+        return replace(policy, sessions_max=sessions_max, idle_s=session_idle_s)
+    return policy
 
 
 def uncached_tokens(context: RoutingContext) -> NDArray[np.int64]:

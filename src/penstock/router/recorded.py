@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.router.config import DisaggConfig
 from penstock.router.disagg import Apart
+from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import PriceColumns, RoutingContext
 
 EVENT = "request_routed"
@@ -18,7 +19,10 @@ EVENT = "request_routed"
 
 
 class RecordedDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """One log line's fields. `tie` settles equal prices; `workers` are by slot, None where there is none."""
+    """One log line's fields. `tie` settles equal prices; `workers` are by slot, None where there is none.
+
+    `sessions_max` and `session_idle_s` are the policy's, if it keeps sessions.
+    """
 
     request_id: str
     model: str
@@ -31,6 +35,8 @@ class RecordedDecision(msgspec.Struct, frozen=True, kw_only=True):
     """As a whole, where there was a choice."""
     apart: dict[str, Any] | None = None
     """What was weighed beside it, where its prompt might have been computed apart or was."""
+    sessions_max: int = SESSIONS_MAX
+    session_idle_s: float = SESSION_IDLE_S
 
 
 def record_context(context: RoutingContext) -> dict[str, Any]:

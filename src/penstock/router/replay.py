@@ -83,7 +83,10 @@ class Replay:
         name = self.policy or recorded.policy
         chooser = self._choosers.get((process, name))
         if chooser is None:
-            chooser = self._choosers[process, name] = Chooser(make_policy(name))
+            policy = make_policy(
+                name, sessions_max=recorded.sessions_max, session_idle_s=recorded.session_idle_s
+            )
+            chooser = self._choosers[process, name] = Chooser(policy)
         slot = recorded.slot
         if recorded.apart is None:
             choice = chooser.choose(context, recorded.tie)

@@ -420,5 +420,7 @@ class Router:
             workers=workers,
             context=record_context(quote.context if weighed is None else weighed.whole_context),
             apart=None if weighed is None else record_apart(weighed.apart),
+            sessions_max=self._config.sessions_max,
+            session_idle_s=self._config.session_idle_s,
         )
         _log.debug(EVENT, **msgspec.structs.asdict(recorded))

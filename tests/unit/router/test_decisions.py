@@ -236,6 +236,14 @@ def test_a_log_says_all_that_its_decisions_went_by(policy, lines):
     assert len({one.worker for one in replayed}) >= 2
 
 
+@pytest.mark.parametrize("bound", [{"sessions_max": 1}, {"session_idle_s": 0.015}])
+def test_sessions_are_forgotten_again_as_they_were(bound, lines):
+    play(traffic, config=RouterConfig(policy="session", **bound))
+    assert [one.request_id for one in Replay().run(lines()) if one.differs] == []
+    as_usual = (json.loads(line) | dict.fromkeys(bound, 1 << 16) for line in lines())
+    assert any(one.differs for one in Replay().run(map(json.dumps, as_usual))), "or nothing was forgotten"
+
+
 def test_another_policy_says_what_it_would_have_done(lines):
     play(traffic, config=RouterConfig(policy="round-robin"))
     replayed = list(Replay("kv").run(lines()))
