@@ -18,6 +18,7 @@ using namespace nb::literals;
 
 namespace penstock {
 
+void bind_jump_scheduler(nb::module_& module);
 void bind_pool(nb::module_& module);
 void bind_radix(nb::module_& module);
 void bind_ranges(nb::module_& module);
@@ -181,6 +182,7 @@ NB_MODULE(_native, module) {
                "blocks"_a);
     module.def("siphash128", &siphash128, "data"_a, "key"_a);
     penstock::bind_pool(module);
+    penstock::bind_jump_scheduler(module);
     penstock::bind_radix(module);
     penstock::bind_ranges(module);
     penstock::bind_seconds(module);

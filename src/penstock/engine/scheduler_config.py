@@ -52,10 +52,13 @@ class SchedulerConfig(Config):
             }
         )
 
+    def order_of(self, role: Role) -> Order:
+        """Say whose prompt a worker of this role computes next."""
+        return self.order or ("shortest" if role is Role.PREFILL else "fcfs")
+
     def is_shortest_first(self, role: Role) -> bool:
         """Say whether a worker of this role computes the shortest prompts first."""
-        order = self.order or ("shortest" if role is Role.PREFILL else "fcfs")
-        return order == "shortest"
+        return self.order_of(role) == "shortest"
 
     @property
     def prompt_budget(self) -> int:

@@ -77,6 +77,11 @@ class BlockPool:
         return (self,)
 
     @property
+    def native(self) -> "Pool | None":
+        """What keeps the blocks' states, for native code that works on them too; None where that is the twin."""
+        return None if isinstance(self._states, PoolTwin) else self._states
+
+    @property
     def num_available(self) -> int:
         """How many blocks `allocate` can give: free ones and idle ones."""
         return self._states.num_available

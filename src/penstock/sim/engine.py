@@ -18,9 +18,9 @@ from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.latency import LatencyModel
 from penstock.sim.jump_plan import JumpPlan
 from penstock.sim.mover import TimedMover
+from penstock.sim.native_scheduler import make_scheduler
 from penstock.sim.prices import DecodePrices
 from penstock.sim.prompt import StreamOf
-from penstock.sim.scheduler import JumpScheduler
 from penstock.sim.timing import Pace, no_memory
 
 
@@ -78,7 +78,7 @@ class JumpEngine:
         self._memory = no_memory(info)
         self.pool, onboarding = info.make_pool(self._mover, self._interrupt)
         """For reports and checks."""
-        self._scheduler = JumpScheduler(self.pool, context_length, config, stream_of, onboarding)
+        self._scheduler = make_scheduler(self.pool, context_length, config, stream_of, onboarding)
         self._loop = asyncio.get_running_loop()
         self._under: _Under | None = None
         self._is_late = False  # what is under way has had its time, and the host stands still
@@ -183,12 +183,9 @@ class JumpEngine:
         return True
 
     def _price_s(self, plan: JumpPlan, steps: int) -> float:
-        if not plan.prompts:
+        if plan.chunks is None:
             return self._prices.total_s(plan.batch, plan.context, steps)
-        singles = plan.singles
-        prompts = [(new, s.computed) for s, new in plan.prompts if s not in singles]
-        context = plan.context + sum(s.known for s in singles)
-        return self._latency.mixed_step_s(prompts, plan.batch + len(singles), context)
+        return self._latency.mixed_step_s(plan.chunks, plan.batch, plan.context)
 
     def _interrupt(self) -> None:
         """See to it that the next plan comes after the step under way, if it could be another one."""
@@ -241,7 +238,7 @@ class JumpEngine:
         if self._is_late:
             return
         self._under = None
-        self._step = self._scheduler.commit(under.plan, under.steps)
+        self._step = self._scheduler.commit(under.steps)
         if self._step is not None or not self._begin():
             self._wake()
 

@@ -2,21 +2,17 @@
 
 from dataclasses import dataclass
 
-from penstock.sim.batch import SimSequence
-
 
 @dataclass(slots=True)
 class JumpPlan:
     """What comes next: `steps` decode steps, or one step that computes parts of prompts beside decoding.
 
-    batch:   how many decode
+    batch:   how many decode, those prompts included that lack only their last token, as they cost the same
     context: their tokens at the first step
-    prompts: (sequence, tokens to compute)
-    singles: those of the prompts that compute only their last token, which costs what decoding does
+    chunks:  of the other prompts: (tokens to compute, tokens before them); None where all decode
     """
 
     steps: int
     batch: int
     context: int
-    prompts: list[tuple[SimSequence, int]]
-    singles: list[SimSequence]
+    chunks: list[tuple[int, int]] | None

@@ -1,7 +1,7 @@
 """Plans and commits as `penstock.engine.scheduler` does, with many decode steps as one.
 
 The twin of `Scheduler` for an engine that jumps: same rules of admission, growth, preemption and publishing,
-so that both take the same requests in at the same steps.
+so that both take the same requests in at the same steps. `NativeScheduler` does the same natively, where it can.
 """
 
 from collections import OrderedDict
@@ -45,10 +45,7 @@ class JumpScheduler:
             stream_of: names a request's blocks.
             onboarding: of the same pool; None where it has no tiers beneath the device.
         """
-        if config.max_running_requests > config.max_batch_tokens:
-            raise ValueError(
-                f"max_running_requests: must be <= max_batch_tokens, got {config.max_running_requests} and {config.max_batch_tokens}"
-            )
+        check_bounds(config)
         self._pool = pool
         self.pins = Pins(pool, self._look_again)
         """Blocks held for transfers."""
@@ -57,7 +54,7 @@ class JumpScheduler:
         self._config = config
         self._stream_of = stream_of
         self._onboarding = onboarding
-        self._positions = _positions(context_length)
+        self._positions = packed_positions(context_length)
         self._arrivals = count()
         self._by_id: dict[RequestId, SimSequence] = {}
         self._waiting: OrderedDict[RequestId, SimSequence] = OrderedDict()
@@ -68,6 +65,8 @@ class JumpScheduler:
         self._head_blocked = False
         self._aborted: list[SimSequence] = []
         self._deltas: list[Delta] = []
+        self._prompts: list[tuple[SimSequence, int]] = []  # of the plan, and the tokens of each to compute
+        self._num_singles = 0  # of those, the ones that lack only their last token
         self._steps = self._preemptions = 0
         self._prefilled_tokens = self._prefix_hit_tokens = self._generated_tokens = 0
         self.assume(Role.AGGREGATED)
@@ -91,16 +90,7 @@ class JumpScheduler:
             Overloaded: the queue is full.
         """
         known = num_tokens(request.token_ids)
-        if known >= self._context_length:
-            raise RequestError(
-                f"prompt of {known} tokens: must be < {self._context_length}, the context and all KV blocks",
-                param="prompt",
-            )
-        if len(self._waiting) >= self._config.max_waiting_requests:
-            raise Overloaded(
-                f"{len(self._waiting)} requests wait already, max_waiting_requests; try again later",
-                retry_after_s=1.0,
-            )
+        check_fits(known, len(self._waiting), self._context_length, self._config)
         stream = self._stream_of(request)
         sequence = SimSequence.of(
             request, stream, self._context_length, block_size=self._size, arrival=next(self._arrivals)
@@ -154,29 +144,33 @@ class JumpScheduler:
         singles = [s for s, _ in prompts if s.known - s.computed == 1] if prompts else []
         if len(batch.running) == num_running:
             admitted += self._admit(budget)
-        prompts += admitted
-        if not prompts and not batch.num_decoding:
+        self._prompts = prompts = prompts + admitted
+        self._num_singles = len(singles)
+        decoding, context = batch.num_decoding, batch.context_tokens(batch.tick)
+        if prompts:
+            chunks = [(new, s.computed) for s, new in prompts if s not in singles]
+            return JumpPlan(1, decoding + len(singles), context + sum(s.known for s in singles), chunks)
+        if not decoding:
             return None
-        context = batch.context_tokens(batch.tick)
         # Who was preempted just now may be taken in again with the next step.
-        steps = 1 if prompts or self._may_admit() else self._longest_jump()
-        return JumpPlan(steps, batch.num_decoding, context, prompts, singles)
+        return JumpPlan(1 if self._may_admit() else self._longest_jump(), decoding, context, None)
 
-    def commit(self, plan: JumpPlan, steps: int) -> Step | None:
-        """Take over the first `steps` steps of a plan; None where nobody has to hear of it."""
+    def commit(self, steps: int) -> Step | None:
+        """Take over the first `steps` steps of the plan; None where nobody has to hear of it."""
+        prompts = self._prompts
         self._advance(steps)
-        for sequence, new in plan.prompts:
+        for sequence, new in prompts:
             self._take_prompt(sequence, new)
             self._clock_tokens += new
-        self._clock_tokens -= len(plan.singles)
+        self._clock_tokens -= self._num_singles
         while (ended := self._batch.ended()) is not None:
             self._finish(ended)
-        has_news = bool(self._deltas or self._aborted or plan.prompts)
+        has_news = bool(self._deltas or self._aborted or prompts)
         prefilling = tuple(
             [
                 s.request.request_id
-                for s, _ in plan.prompts
-                if s.request.hand_over and s.joined is None and s.blocks
+                for s, _ in prompts
+                if s.request.hand_over and s.joined is None and s.blocks and not s.is_aborted
             ]
         )
         if self._aborted:
@@ -394,7 +388,7 @@ class JumpScheduler:
                 runs = self._onboarding.worth(names, hits, known)
                 held = hits + [b for run in runs if run.tier is Tier.DEVICE for b in run.block_ids]
             room = pool.num_available - pool.count_idle(held)
-            if batch.running and known // size + 1 - len(held) + reserved > room:
+            if known // size + 1 - len(held) + reserved > room:
                 self._head_blocked = True
                 break
             self._take_in(sequence, hits, runs)
@@ -529,7 +523,37 @@ class JumpScheduler:
         sequence.is_fresh = False
 
 
+def check_bounds(config: SchedulerConfig) -> None:
+    """Refuse a batch whose requests could not all have a token in each step.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if config.max_running_requests > config.max_batch_tokens:
+        raise ValueError(
+            f"max_running_requests: must be <= max_batch_tokens, got {config.max_running_requests} and {config.max_batch_tokens}"
+        )
+
+
+def check_fits(known: int, num_waiting: int, context_length: int, config: SchedulerConfig) -> None:
+    """Refuse a request of `known` tokens that can never run, or that would have to wait behind too many.
+
+    Raises:
+        RequestError: it can never run.
+        Overloaded: the queue is full.
+    """
+    if known >= context_length:
+        raise RequestError(
+            f"prompt of {known} tokens: must be < {context_length}, the context and all KV blocks",
+            param="prompt",
+        )
+    if num_waiting >= config.max_waiting_requests:
+        raise Overloaded(
+            f"{num_waiting} requests wait already, max_waiting_requests; try again later", retry_after_s=1.0
+        )
+
+
 @lru_cache(maxsize=1)
-def _positions(end: int) -> bytes:
+def packed_positions(end: int) -> bytes:
     """Pack the numbers below `end`; cut from here, an answer costs no array of its own."""
     return np.arange(end, dtype="<i4").tobytes()

@@ -117,7 +117,9 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
         vocab_size=VOCAB_SIZE,
         lower_blocks=((Tier.HOST, trial.host_blocks),) if trial.host_blocks else (),
     )
-    scheduler = SchedulerConfig(max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12)
+    scheduler = SchedulerConfig(
+        max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12, order="fcfs"
+    )
 
     def make_engine(pace: Pace) -> SimEngine:
         pace.factor = _SLOWNESS
