@@ -1,4 +1,4 @@
-"""Seeded faults on prefill, decode and aggregated workers: answers are exact, and afterwards nothing is held by anybody.
+"""Seeded faults on prefill, decode and aggregated workers, and changes of their roles: answers are exact, and afterwards nothing is held by anybody.
 
 Engines check each read of KV; transfers take their time and copy at its end, whatever the memory holds by then.
 """
@@ -13,9 +13,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, PinExpired, Unavailable
+from penstock.core.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    PenstockError,
+    PinExpired,
+    RequestError,
+    Unavailable,
+)
 from penstock.core.hashing import block_hashes
-from penstock.core.types import FinishReason, Role
+from penstock.core.types import FinishReason, InstanceState, Role
 from penstock.core.wire import unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop import Deadlock, run
@@ -48,7 +55,7 @@ LATE_S = 0.3
 MAX_TOKENS = 30
 PROMPTS = [(length, seed) for length in (3, 17, 40, 84) for seed in range(1, 7)]
 ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "a0": Role.AGGREGATED}
-KV_BLOCKS = {Role.PREFILL: 26, Role.DECODE: 56, Role.AGGREGATED: 56}
+KV_BLOCKS = {"p0": 26, "p1": 56, "d0": 56, "d1": 56, "a0": 56}
 """So few that what is not held is soon another prompt's."""
 POLICIES = ("least-loaded", "round-robin", "kv", "session")
 
@@ -131,11 +138,14 @@ class HandOverTrial:
                     group.create_task(self.client(number, rng.choice(dispatchers), rng.uniform(0, LAST_S)))
                 for _ in range(FAULTS):
                     group.create_task(self.fault(rng.uniform(0, LAST_S)))
+                for dispatcher in dispatchers:
+                    group.create_task(self.change(dispatcher, rng.uniform(0, LAST_S)))
             await asyncio.sleep(QUIET_S)
             for name in self.cluster.names:
                 check_nothing_is_held(self.cluster.worker(name), self.cluster.engine(name))
                 self.check_contents(name)
                 self.note(name)
+                assert self.cluster.worker(name).instance.state is InstanceState.READY
             for dispatcher in dispatchers:
                 dispatcher.check()
         self.outcomes += self.ended
@@ -145,7 +155,7 @@ class HandOverTrial:
         rng = random.Random(self.rng.getrandbits(32))
         await self.cluster.start(
             name,
-            tiny_engine(KV_BLOCKS[ROLES[name]], chunk_tokens=self.chunk_tokens),
+            tiny_engine(KV_BLOCKS[name], chunk_tokens=self.chunk_tokens),
             role=ROLES[name],
             config=self.config,
             prices=PRICES,
@@ -200,6 +210,18 @@ class HandOverTrial:
         await self.start(name)
         self.hurt.discard(name)
 
+    async def change(self, dispatcher, at_s):
+        """Have somebody become one of another role, if that can be."""
+        rng = random.Random(self.rng.getrandbits(32))
+        await asyncio.sleep(at_s)
+        try:
+            async with asyncio.timeout(5):
+                await dispatcher.change_role(rng.choice(list(ROLES)), rng.choice(list(Role)))
+        except (RequestError, Unavailable) as error:
+            self.outcomes[f"not changed: {error.code}"] += 1
+        else:
+            self.outcomes["changed"] += 1
+
     def note(self, name):
         hand_over = self.cluster.worker(name).hand_over
         self.ended["fetched"] += hand_over.fetched_blocks
@@ -243,7 +265,7 @@ def test_answers_are_exact_and_nothing_is_left(answers):
             raise
     assert outcomes["length"] > CLIENTS * len(SEEDS) / 2
     assert outcomes["unavailable"] + outcomes["overloaded"] < CLIENTS * len(SEEDS) / 20
-    for kind in ("left", "deadline_exceeded", "pin_expired", "fetched", "prefetched"):
+    for kind in ("left", "deadline_exceeded", "pin_expired", "fetched", "prefetched", "changed"):
         assert outcomes[kind] > 10, f"{kind}: {outcomes}"
 
 

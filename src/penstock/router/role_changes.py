@@ -4,6 +4,7 @@ The worker does it; discovery tells every router, and this one waits until it ha
 """
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 
@@ -50,9 +51,11 @@ class RoleChanges:
         if connection is None:
             why = "" if member.problem is None else f": {member.problem.message}"
             raise Unavailable(f"worker {name} cannot be reached{why}; try again when it is back")
-        answers = before is not Role.PREFILL
-        if role is Role.PREFILL and answers:
-            self._check_not_last(member)
+        others = self._others_that_answer(member)
+        if before is Role.PREFILL:
+            _check_context(member, others)
+        elif role is Role.PREFILL:
+            _check_not_last(member, others)
             self._to_prefill.add(member.worker_id)
         try:
             async with asyncio.timeout(_ANSWER_S_MAX):
@@ -88,31 +91,17 @@ class RoleChanges:
             )
         return found[0]
 
-    def _check_not_last(self, member: Member) -> None:
-        """Refuse to take from a model, or from an adapter, the last worker that answers.
-
-        Raises:
-            RequestError: it is that (409).
-        """
-        instance = member.instance
-        others = [
+    def _others_that_answer(self, member: Member) -> list[Member]:
+        """Find who may get whole requests for the same model, and is to go on so."""
+        return [
             other
             for other in self._fleet.seats.now()
             if other is not None
             and other is not member
             and other.condition is Condition.READY
-            and other.instance.card.name == instance.card.name
+            and other.instance.card.name == member.instance.card.name
             and other.worker_id not in self._to_prefill
         ]
-        adapters = {adapter for other in others for adapter in other.instance.adapters}
-        lacking = [adapter for adapter in instance.adapters if adapter not in adapters]
-        if not others or lacking:
-            what = f"model {instance.card.name}" if not others else f"adapter {lacking[0]}"
-            raise RequestError(
-                f"{instance.name} is the last worker that answers for {what}: as a prefill worker it would only"
-                " compute prompts; make another one a decode worker first",
-                http_status=409,
-            )
 
     async def _heard(self, member: Member, role: Role) -> None:
         """Wait until discovery says here what the worker has become."""
@@ -130,3 +119,37 @@ class RoleChanges:
                 f"worker {member.instance.name} has become {role}, but discovery has not said so here within"
                 f" {_HEARD_S_MAX:g} s; is the registry there?"
             ) from error
+
+
+def _check_not_last(member: Member, others: Sequence[Member]) -> None:
+    """Refuse to take from a model, or from an adapter, the last worker that answers.
+
+    Raises:
+        RequestError: it is that (409).
+    """
+    instance = member.instance
+    adapters = {adapter for other in others for adapter in other.instance.adapters}
+    lacking = [adapter for adapter in instance.adapters if adapter not in adapters]
+    if not others or lacking:
+        what = f"model {instance.card.name}" if not others else f"adapter {lacking[0]}"
+        raise RequestError(
+            f"{instance.name} is the last worker that answers for {what}: as a prefill worker it would only"
+            " compute prompts; make another one a decode worker first",
+            http_status=409,
+        )
+
+
+def _check_context(member: Member, others: Sequence[Member]) -> None:
+    """Refuse to have a prefill worker answer that would end answers sooner than others do.
+
+    Raises:
+        RequestError: its KV holds fewer tokens than those of one of the others (409).
+    """
+    own = member.instance.card.context_length
+    longest = max((other.instance.card.context_length for other in others), default=own)
+    if own < longest:
+        raise RequestError(
+            f"{member.instance.name} holds at most {own} tokens of a request and others that answer {longest}: what it answered"
+            " would end sooner; choose a worker with as much KV",
+            http_status=409,
+        )

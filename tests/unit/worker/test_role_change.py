@@ -174,6 +174,20 @@ def test_refusals(names, worker, role, status, why):
     play(scene, names)
 
 
+def test_a_prefill_worker_whose_kv_would_end_answers_sooner():
+    async def scene(cluster, dispatcher):
+        await cluster.start("p1", tiny_engine(60), role=Role.PREFILL, prices=PRICES)
+        await cluster.start("p2", tiny_engine(100), role=Role.PREFILL, prices=PRICES)
+        await asyncio.sleep(0.1)
+        with pytest.raises(
+            RequestError, match="p1 holds at most 240 tokens of a request and others that answer 400"
+        ):
+            await dispatcher.change_role("p1", Role.DECODE)
+        assert (await dispatcher.change_role("p2", Role.DECODE)).role is Role.DECODE
+
+    play(scene)
+
+
 def test_one_change_at_a_time():
     async def scene(cluster, dispatcher):
         first = asyncio.ensure_future(dispatcher.change_role("d0", Role.AGGREGATED))
