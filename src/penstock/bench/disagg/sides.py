@@ -17,8 +17,10 @@ def aggregated_flags(chunk: int) -> list[str]:
 
 
 def disaggregated_flags() -> list[str]:
+    """Prompts are about equally long, so that taking the shortest first would only make the others late."""
     return [
         *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={_PREFILL_CHUNK}"),
+        *("--set", "roles.prefill.prompt_order=fcfs"),
         *("--decode", "1", "--set", f"roles.decode.max_batch_tokens={_DECODE_CHUNK}"),
         *("--set", f"router.disagg.local_tokens_max={_DECODE_CHUNK}"),
     ]
