@@ -56,6 +56,19 @@ def test_streams_survive_where_hosts_hold_what_devices_gave_up(exact):
     assert onboarded > 100
 
 
+@pytest.mark.parametrize("exact", [True, False], ids=["step by step", "jumping"])
+def test_streams_survive_where_prompts_are_handed_over(exact):
+    """Prefill and decode workers die, stop and are cut off alike."""
+    handed_over = moved_bytes = 0
+    for seed in range(10):
+        result = run_trial(seed, Trial(prefillers=2, exact=exact))
+        assert result.outcomes.total() == Trial().clients
+        handed_over += result.handed_over
+        moved_bytes += result.moved_bytes
+    assert handed_over > 100
+    assert moved_bytes > 10e6
+
+
 def test_faults_of_every_kind_happen_and_few_requests_fail():
     outcomes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
@@ -102,8 +115,8 @@ def test_a_plan_happens_as_written():
 _TWO = """
 import logging, structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-from penstock.sim.trial import run_trial
-print(run_trial(11), run_trial(12))
+from penstock.sim.trial import Trial, run_trial
+print(run_trial(11), run_trial(12), run_trial(13, Trial(prefillers=2)))
 """
 
 

@@ -48,6 +48,8 @@ def check_at_rest(cluster: SimCluster) -> None:
         load = worker.engine.load()
         assert load.running_requests == load.waiting_requests == 0, f"{worker.host}: still runs {load}"
         assert load.active_blocks == 0, f"{worker.host}: {load.active_blocks} blocks are held by nobody"
+        if worker.worker.hand_over is not None:
+            worker.worker.hand_over.check_idle()
         assert worker.worker.instance is not None, f"{worker.host}: registered"
         if not worker.worker.instance.engine.kv_events:
             assert not truth[worker.name], f"{worker.host}: sends events though it says that it does not"
@@ -68,7 +70,7 @@ def _check_dispatcher_at_rest(dispatcher: Dispatcher, truth: dict[str, dict[tupl
     assert not shared.requests, f"still open: {list(shared.requests)}"
     assert not shared.gate.num_held, f"{shared.gate.num_held} requests are still held"
     views = dispatcher.workers()
-    ready = {view.name for view in views if view.condition is Condition.READY}
+    ready = {view.name for view in views if view.condition in {Condition.READY, Condition.PREFILL_ONLY}}
     assert ready == truth.keys(), f"ready are {sorted(ready)}, alive {sorted(truth)}"
     for view in views:
         assert view.open_requests == 0, f"{view.name}: {view.open_requests} requests are open"

@@ -20,7 +20,7 @@ from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.hardware import find_hardware
 from penstock.perf.roofline import Factors, Roofline
 from penstock.perf.shape import shape_of
-from penstock.router.config import HoldConfig, RouterConfig
+from penstock.router.config import DisaggConfig, HoldConfig, RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.chaos import Chaos, Fault, random_faults
 from penstock.sim.cluster import ClusterSpec, SimCluster, SimEngine, WorkerSpec
@@ -35,10 +35,13 @@ from penstock.sim.invariants import (
 )
 from penstock.sim.loop import SimLoop, run
 from penstock.sim.network import NetworkConfig
-from penstock.sim.timing import VOCAB_SIZE, Pace, reference
-from penstock.worker.config import WorkerConfig
+from penstock.sim.timing import VOCAB_SIZE, Pace, no_layout, reference
+from penstock.worker.config import HandOverConfig, WorkerConfig
 
 _BLOCK_SIZE = 4
+_BLOCK_BYTES = 1 << 16
+_LINK_BYTES_PER_S = 5e7
+"""So slow that a prompt's KV is on its way for some of an engine's steps."""
 _SALT = b"trial"
 _SHAPE = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
@@ -61,6 +64,7 @@ class Trial:
 
     `exact` engines take every step, others jump; workers send `kv_events` or not; routers hold requests past `hold_s`;
     with `host_blocks` engines compute slowly, and fetch slowly what their hosts have, and prompts are of several kinds.
+    With `prefillers` so many prefill workers compute all prompts but the shortest, and `workers` decode.
     """
 
     clients: int = 30
@@ -71,6 +75,14 @@ class Trial:
     kv_events: bool = True
     hold_s: float | None = None
     host_blocks: int = 0
+    prefillers: int = 0
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of its workers, in the order in which they start."""
+        if not self.prefillers:
+            return (Role.AGGREGATED,) * self.workers
+        return (Role.DECODE,) * self.workers + (Role.PREFILL,) * self.prefillers
 
 
 @dataclass(slots=True)
@@ -82,6 +94,10 @@ class TrialResult:
     migrations: int = 0
     streamed_tokens: int = 0
     onboarded_tokens: int = 0
+    handed_over: int = 0
+    """Prompts that one worker computed for another one."""
+    moved_bytes: int = 0
+    """Of KV, between workers."""
     end_s: float = 0.0
 
 
@@ -115,7 +131,9 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
         block_size=_BLOCK_SIZE,
         context_length=160,
         vocab_size=VOCAB_SIZE,
+        kv_bytes_per_block=_BLOCK_BYTES,
         lower_blocks=((Tier.HOST, trial.host_blocks),) if trial.host_blocks else (),
+        kv_layout=no_layout(_BLOCK_BYTES, _BLOCK_SIZE, num_blocks=48),
     )
     scheduler = SchedulerConfig(
         max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12, order="fcfs"
@@ -129,15 +147,23 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
 
     return ClusterSpec(
         card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),
-        workers={Role.AGGREGATED: WorkerSpec(make_engine)},
+        workers=dict.fromkeys(trial.roles, WorkerSpec(make_engine)),
         router=RouterConfig(
+            policy="least-loaded"
+            if trial.prefillers
+            else "kv",  # which sends prompts away however long it takes
+            disagg=DisaggConfig(remote_tokens_min=_BLOCK_SIZE, link_bytes_per_s=_LINK_BYTES_PER_S),
             no_worker_wait_s=2.0,
             connect_timeout_s=1.0,
             reconnect_s_max=1.0,
             predicted_s=_CONVERGED_S / 2,
             hold=HoldConfig(threshold_s=trial.hold_s),
         ),
-        worker=WorkerConfig(drain_timeout_s=0.5, kv_events=trial.kv_events),
+        worker=WorkerConfig(
+            drain_timeout_s=0.5,
+            kv_events=trial.kv_events,
+            hand_over=HandOverConfig(pin_ttl_s=1.0, fetches_max=6),
+        ),
         network=NetworkConfig(latency_s=0.001, jitter_s=0.002, event_loss=0.05, lease_ttl_s=1.0),
         plane=PlaneConfig(window_tokens=8, heartbeat_timeout_s=1.0),
         frontends=2,
@@ -161,8 +187,8 @@ class _Answered:
 async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
     result = TrialResult()
     async with SimCluster(small_spec(trial), rng) as cluster:
-        for number in range(trial.workers):
-            await cluster.start(f"worker-{number}")
+        for number, role in enumerate(trial.roles):
+            await cluster.start(f"worker-{number}", role)
         for dispatcher in cluster.dispatchers:
             await dispatcher.serving()
         chaos = Chaos(cluster)
@@ -186,6 +212,7 @@ async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
         check_at_rest(cluster)
         result.faults = chaos.done
         engines = [worker.engine.load() for worker in cluster.workers.values()]
+        result.moved_bytes = cluster.wires.received_bytes.total()
         result.onboarded_tokens = sum(sum(load.onboarded_tokens) for load in engines)
         result.end_s = asyncio.get_running_loop().time()
     check_no_task_left()
@@ -269,6 +296,7 @@ class _Client:
         check_now(self._cluster)
         result.outcomes[outcome] += 1
         result.migrations += stream.migrations
+        result.handed_over += stream.hand_overs
         result.streamed_tokens += witness.received
 
 
