@@ -47,7 +47,7 @@ class TurnsMachine(RuleBasedStateMachine):
             ageing=ageing,
         )
         self.scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), LIMITS, self.config)
-        self.scheduler.assume(Role.PREFILL)
+        self.scheduler.assume(Role.PREFILL, self.config)
 
     @precondition(lambda self: self.scheduler.load().waiting_requests < 20)
     @rule(length=st.integers(1, 8) | st.integers(1, 60) | st.integers(100, 390), is_new=st.booleans())

@@ -4,6 +4,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import EngineSpec
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.graph import Graph, RoleSpec
 
 _VOCABULARY = 32_000  # of a checkpoint that does not say, for engines that ask
@@ -42,14 +43,22 @@ def engine_spec(
         vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
         eos_token_ids=checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,
-        data_parallel=role.data_parallel,
-        max_batch_tokens=role.max_batch_tokens,
-        max_running_requests=role.max_running_requests,
-        max_waiting_requests=role.max_waiting_requests,
-        prompt_order=role.prompt_order,
-        prompt_ageing=role.prompt_ageing,
+        scheduler=_scheduler(role),
+        schedulers={name: _scheduler(other) for name, other in graph.roles.present().items()},
         dtype=role.weight_dtype,
         device="cpu" if role.hardware == "cpu" else f"cuda:{device_index}",
         hash_key=hash_key,
         mock=role.mock,
+    )
+
+
+def _scheduler(role: RoleSpec) -> SchedulerConfig:
+    others = {"max_waiting_requests": role.max_waiting_requests}
+    return SchedulerConfig.of_ranks(
+        role.data_parallel,
+        max_batch_tokens=role.max_batch_tokens,
+        max_running_requests=role.max_running_requests,
+        order=role.prompt_order,
+        ageing=role.prompt_ageing,
+        **{name: value for name, value in others.items() if value is not None},
     )

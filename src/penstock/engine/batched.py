@@ -1,7 +1,9 @@
 """The engine around every runner: scheduler, pool, and the loop that takes them from step to step."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from msgspec.structs import replace
 
 from penstock.core.errors import EngineError, PenstockError, Unavailable
 from penstock.core.hashing import DEFAULT_KEY
@@ -43,9 +45,11 @@ class BatchedEngine:
             hash_key: of the deployment's block hashes.
             mover: copies blocks between tiers; needed where the runner has any beneath the device.
         """
+        self.by_role: Mapping[Role, SchedulerConfig] = {}
+        """What a role's workers take on at once, where that is not `config`; room for requests stays as it was made."""
         self._runner = runner
         self._mover = mover
-        self._config = config or SchedulerConfig()
+        self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
         self._started: tuple[EngineInfo, BlockPool | TieredPool, Scheduler] | None = None
         self._wake = asyncio.Event()
@@ -130,9 +134,15 @@ class BatchedEngine:
         self._wake.set()
         await self._runner.close()
 
-    def assume(self, role: Role) -> None:
-        """Order what waits as a worker of this role does."""
-        self.scheduler.assume(role)
+    def assume(self, role: Role) -> EngineInfo:
+        """Take on, and order, what a worker of this role does."""
+        assert self._started is not None, "used before start"
+        info, pool, scheduler = self._started
+        config = self._config = self.by_role.get(role, self._own)
+        scheduler.assume(role, config)
+        info = replace(info, max_batch_tokens=config.max_batch_tokens, prompts_at_once=config.prompts_at_once)
+        self._started = info, pool, scheduler
+        return info
 
     def kv_memory(self) -> Sequence[Sequence[object]]:
         return self._runner.kv_memory()

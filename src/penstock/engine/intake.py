@@ -29,13 +29,13 @@ class Intake:
         config: SchedulerConfig,
         onboarding: Onboarding | None,
     ) -> None:
+        self.config = config
         self.prefix_hit_tokens = 0
         """Tokens that were not computed as they were cached, so far."""
         self._waiting = waiting
         self._slots = slots
         self._pool = pool
         self._limits = limits
-        self._config = config
         self._onboarding = onboarding
         self._is_blocked = False  # the first one did not fit, and no block was given back since
 
@@ -74,7 +74,7 @@ class Intake:
             if runs:
                 slot = self._take_in_to_onboard(sequence, hits, runs)
             else:
-                count = min(budget, self._config.prompt_budget, known - len(hits) * size)
+                count = min(budget, self.config.prompt_budget, known - len(hits) * size)
                 slot = self._take_in(sequence, hits, count)
                 budget -= count
                 slots.append(slot)

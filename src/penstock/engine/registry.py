@@ -1,16 +1,17 @@
 """Which engines there are, by the name that a graph or a flag gives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.types import Role
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler_config import AGEING, Order, SchedulerConfig
+from penstock.engine.scheduler_config import SchedulerConfig
 
 _MOCK_BLOCKS = 4096
 
@@ -31,36 +32,14 @@ class EngineSpec:
     eos_token_ids: tuple[int, ...] = ()
     kv_blocks: int | None = None
     """None is the engine's own choice."""
-    data_parallel: int = 1
-    """Ranks of the engine, of each of which the next two speak."""
-    max_batch_tokens: int | None = None
-    """None is the engine's own choice."""
-    max_running_requests: int | None = None
-    """None is the engine's own choice."""
-    max_waiting_requests: int | None = None
-    """None is the engine's own choice."""
-    prompt_order: Order | None = None
-    """None is by the worker's role."""
-    prompt_ageing: float = AGEING
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """What it takes on at once."""
+    schedulers: Mapping[Role, SchedulerConfig] = field(default_factory=dict)
+    """The same of other roles that its worker may change to; a role that is not there is as its own."""
     dtype: str = "auto"
     device: str = "cpu"
     hash_key: bytes = DEFAULT_KEY
     mock: MockConfig = field(default_factory=MockConfig)
-
-    @property
-    def scheduler(self) -> SchedulerConfig:
-        return SchedulerConfig.of_ranks(
-            self.data_parallel,
-            max_batch_tokens=self.max_batch_tokens,
-            max_running_requests=self.max_running_requests,
-            order=self.prompt_order,
-            ageing=self.prompt_ageing,
-            **(
-                {}
-                if self.max_waiting_requests is None
-                else {"max_waiting_requests": self.max_waiting_requests}
-            ),
-        )
 
 
 def create_engine(name: str, spec: EngineSpec) -> BatchedEngine:
@@ -72,7 +51,9 @@ def create_engine(name: str, spec: EngineSpec) -> BatchedEngine:
     factory = _FACTORIES.get(name)
     if factory is None:
         raise ConfigError(f"engine: there is no {name!r}{nearest(name, list(_FACTORIES))}")
-    return factory(spec)
+    engine = factory(spec)
+    engine.by_role = spec.schedulers
+    return engine
 
 
 def engine_names() -> tuple[str, ...]:

@@ -76,17 +76,17 @@ class Scheduler:
         """Blocks held for transfers."""
         self._steps = self._preemptions = 0
         self._prefilled_tokens = self._generated_tokens = 0
-        self.assume(Role.AGGREGATED)
+        self.assume(Role.AGGREGATED, config)
 
     @property
     def table(self) -> SequenceTable:
         """What runners read."""
         return self._slots.table
 
-    def assume(self, role: Role) -> None:
-        """Order what waits as a worker of this role does."""
-        is_shortest_first = self._config.is_shortest_first(role)
-        self._waiting.reorder(Turns(self._config.ageing) if is_shortest_first else None)
+    def assume(self, role: Role, config: SchedulerConfig) -> None:
+        """Take on, and order, what a worker of this role does; as many requests fit into the batch as before."""
+        self._config = self._intake.config = config
+        self._waiting.reorder(Turns(config.ageing) if config.is_shortest_first(role) else None)
         self._intake.look_again()
 
     # ---- requests in and out --------------------------------------------------------------------------

@@ -105,6 +105,10 @@ class KvBlocks(Protocol):
 class RoleAware(Protocol):
     """What an engine offers beside `Engine` that works otherwise by its worker's role."""
 
-    def assume(self, role: Role) -> None:
-        """Work as a worker of this role from now on; called once started, and when the role changes, without any request."""
+    def assume(self, role: Role) -> EngineInfo:
+        """Work as a worker of this role from now on; called once started, and when the role changes, without any request.
+
+        Returns:
+            what it says of itself in this role: `max_batch_tokens` and `prompts_at_once` may be others.
+        """
         ...

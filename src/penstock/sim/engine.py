@@ -104,9 +104,10 @@ class JumpEngine:
         self._scheduler.abort(request_id)
         self._interrupt()
 
-    def assume(self, role: Role) -> None:
+    def assume(self, role: Role) -> EngineInfo:
         """Order what waits as a worker of this role does."""
         self._scheduler.assume(role)
+        return self._info
 
     async def steps(self) -> AsyncIterator[Step]:
         """Yield what each event changed."""

@@ -7,7 +7,7 @@ import msgspec
 from penstock.core.errors import EngineError, PenstockError, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
-from penstock.core.types import Delta, FinishReason, Prefetch, Request, Role, WorkerLoad
+from penstock.core.types import Delta, EngineInfo, FinishReason, Prefetch, Request, Role, WorkerLoad
 from penstock.core.wire import num_tokens
 from penstock.seams import Engine, KvBlocks, RoleAware
 from penstock.worker.hand_over import HandOver
@@ -55,12 +55,16 @@ class Computing:
             )
         await self.hand_over.begin()
 
-    def assume(self, role: Role) -> None:
-        """Work as a worker of this role from now on; nothing runs."""
+    def assume(self, role: Role, info: EngineInfo) -> EngineInfo:
+        """Work as a worker of this role from now on; nothing runs. Gives `info` as it is in this role."""
         if self.hand_over is not None:
             self.hand_over.prefetches.give_way()
-        if isinstance(self._engine, RoleAware):
-            self._engine.assume(role)
+        if not isinstance(self._engine, RoleAware):
+            return info
+        other = self._engine.assume(role)
+        return msgspec.structs.replace(
+            info, max_batch_tokens=other.max_batch_tokens, prompts_at_once=other.prompts_at_once
+        )
 
     def submit(self, request: Request) -> None:
         """Have a request computed: at once, or once the KV that it brings a handle of is here.

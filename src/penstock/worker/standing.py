@@ -92,9 +92,13 @@ class Standing:
                 raise
             if self.refusal is not None and self.refusal is not refusal:
                 raise self.refusal
-            self._computing.assume(role)
             before = self.instance.role
-            self.instance = msgspec.structs.replace(self.instance, role=role, state=InstanceState.READY)
+            self.instance = msgspec.structs.replace(
+                self.instance,
+                role=role,
+                state=InstanceState.READY,
+                engine=self._computing.assume(role, self.instance.engine),
+            )
             self.refusal = None
             await self._say_ready()
             _log.info("role_changed", worker=self._name, role=role, before=before)

@@ -143,7 +143,7 @@ class Worker:
             info = await self._engine.start()
             if not config.kv_events:
                 info = msgspec.structs.replace(info, kv_events=False)
-            self._info = info
+            self._info = info = self._computing.assume(self._identity.role, info)
             card = self._fitting_card(info)
             async with AsyncExitStack() as stack:
                 self._computing.context_length = card.context_length
@@ -158,7 +158,6 @@ class Worker:
                     self._computing.hand_over = await stack.enter_async_context(hand_over)
                     if self._identity.role is not Role.AGGREGATED:
                         await hand_over.begin()
-                self._computing.assume(self._identity.role)
                 server = await self._plane.serve(self)
                 stack.push_async_callback(server.close)
                 standing = self._standing = Standing(

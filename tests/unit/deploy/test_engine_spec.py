@@ -1,6 +1,7 @@
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.core.types import Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.engine_spec import engine_spec
 from penstock.engine.paged.checkpoint import Checkpoint
@@ -13,3 +14,21 @@ def test_tiers_that_no_engine_has_are_refused():
     with pytest.raises(ConfigError, match=r"'mock' keeps KV on its device alone.* got host 2, disk 0.5"):
         engine_spec(graph, role, checkpoint)
     assert engine_spec(graph, RoleSpec(engine="mock"), checkpoint).kv_blocks is None
+
+
+def test_limits_are_each_ranks_and_each_roles() -> None:
+    checkpoint = Checkpoint.open(str(MODEL_DIR))
+    limits = {"max_running_requests": 7, "max_waiting_requests": 9}
+    roles = {
+        "prefill": {"engine": "mock", "max_batch_tokens": 99} | limits,
+        "decode": {"engine": "mock", "data_parallel": 4, "max_batch_tokens": 32, "prompt_order": "fcfs"}
+        | limits,
+    }
+    graph = Graph.model_validate({"model": "m", "roles": roles})
+    spec = engine_spec(graph, graph.roles.decode, checkpoint)
+    one, four = spec.schedulers[Role.PREFILL], spec.schedulers[Role.DECODE]
+    assert spec.scheduler == four
+    assert (one.max_batch_tokens, one.prompt_budget, one.max_running_requests) == (99, 99, 7)
+    assert (four.max_batch_tokens, four.prompt_budget, four.max_running_requests) == (128, 32, 28)
+    assert (one.max_waiting_requests, four.max_waiting_requests) == (9, 9)
+    assert [one.is_shortest_first(Role.PREFILL), four.is_shortest_first(Role.PREFILL)] == [True, False]

@@ -1,11 +1,14 @@
 import importlib.util
 import re
 
+import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.core.types import Role
 from penstock.engine import registry
 from penstock.engine.registry import EngineSpec, create_engine, engine_names
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.testing.loop import run_async
 
 SPEC = EngineSpec(model="/nowhere", block_size=16, context_length=1000)
@@ -13,9 +16,16 @@ SPEC = EngineSpec(model="/nowhere", block_size=16, context_length=1000)
 
 def test_a_mock_engine_takes_the_models_shape():
     async def main():
-        engine = create_engine(
-            "mock", EngineSpec(model="", block_size=16, context_length=320, kv_blocks=8, max_batch_tokens=99)
+        scheduler, other = SchedulerConfig(max_batch_tokens=99), SchedulerConfig(max_batch_tokens=300)
+        spec = EngineSpec(
+            model="",
+            block_size=16,
+            context_length=320,
+            kv_blocks=8,
+            scheduler=scheduler,
+            schedulers={Role.PREFILL: other},
         )
+        engine = create_engine("mock", spec)
         info = await engine.start()
         assert (info.block_size, info.total_blocks, info.context_length, info.max_batch_tokens) == (
             16,
@@ -23,18 +33,11 @@ def test_a_mock_engine_takes_the_models_shape():
             128,
             99,
         )
+        assert engine.assume(Role.PREFILL) == msgspec.structs.replace(info, max_batch_tokens=300)
+        assert engine.assume(Role.DECODE) == info
         await engine.close()
 
     run_async(main())
-
-
-def test_limits_are_each_ranks() -> None:
-    one = EngineSpec(model="", block_size=16, max_batch_tokens=99, max_running_requests=7).scheduler
-    four = EngineSpec(
-        model="", block_size=16, data_parallel=4, max_batch_tokens=99, max_running_requests=7
-    ).scheduler
-    assert (one.max_batch_tokens, one.prompt_budget, one.max_running_requests) == (99, 99, 7)
-    assert (four.max_batch_tokens, four.prompt_budget, four.max_running_requests) == (396, 99, 28)
 
 
 def test_an_unknown_engine_is_named_with_the_nearest():

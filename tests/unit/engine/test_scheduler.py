@@ -280,14 +280,18 @@ def test_who_had_to_make_room_is_the_first_again():
     assert next(iter(rows(scheduler, plan)))[0] == "b"
 
 
-def test_a_worker_that_becomes_a_prefill_worker_takes_the_shortest_first():
+def test_a_worker_that_becomes_a_prefill_worker_takes_the_shortest_first_and_as_many_tokens_as_these():
     scheduler = make_scheduler()
-    for role, first in ((Role.PREFILL, "short"), (Role.DECODE, "long")):
+    for role, first, tokens in (
+        (Role.PREFILL, "short", 17),
+        (Role.DECODE, "long", 9),
+    ):  # then, some are cached
         scheduler.submit(make_request("long", prompt(20), max_tokens=1))
         scheduler.submit(make_request("short", prompt(5, 50), max_tokens=1))
-        scheduler.assume(role)
+        scheduler.assume(role, SchedulerConfig(max_batch_tokens=17))
         plan = scheduler.plan()
         assert rows(scheduler, plan)[0][0] == first
+        assert plan.num_new.sum() == tokens
         for name in ("long", "short"):
             scheduler.abort(name)
         scheduler.commit(plan, Sampled(np.where(plan.samples, 1, -1).astype(np.int32)))

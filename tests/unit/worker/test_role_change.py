@@ -7,6 +7,7 @@ import pytest
 
 from penstock.core.errors import EngineError, RequestError, Unavailable, WorkerLost
 from penstock.core.types import InstanceState, Role
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, memory_transport
@@ -271,3 +272,20 @@ def test_who_asked_may_go_and_the_change_goes_on():
         assert cluster.worker("p0").instance.state is InstanceState.READY
 
     play(scene)
+
+
+def test_routers_hear_of_what_the_worker_takes_on_in_its_new_role():
+    def engine():
+        made = tiny_engine()
+        made.by_role = {Role.PREFILL: SchedulerConfig(max_batch_tokens=300)}
+        return made
+
+    async def scene(cluster, dispatcher):
+        before = cluster.worker("d0").instance.engine
+        assert before.max_batch_tokens < 300
+        await dispatcher.change_role("d0", Role.PREFILL)
+        assert cluster.worker("d0").instance.engine.max_batch_tokens == 300
+        await dispatcher.change_role("d0", Role.DECODE)
+        assert cluster.worker("d0").instance.engine == before
+
+    play(scene, ("p0", "d0", "d1"), engine=engine)
