@@ -16,7 +16,6 @@ from penstock.core.types import Role
 from penstock.deploy.role_command import change_role
 from penstock.worker.step_log import read_steps
 
-_PROMPTS_MIN = 2  # to be expected in the shortest of runs
 _ROLE_CHANGES = 2
 
 
@@ -58,8 +57,7 @@ class Stage:
         try:
             if quiet_prompts:
                 await users.ask_quietly(quiet_prompts)
-                least = _PROMPTS_MIN / self.workload.seconds
-                self.rate_per_s = max(prefill_share / users.quiet_ttft_s(), least)
+                self.rate_per_s = prefill_share / users.quiet_ttft_s()
             await users.play(self.workload.arrivals(self.rate_per_s))
         finally:
             users.close()

@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass
 
+_PROMPTS_MIN = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -35,12 +37,14 @@ class Workload:
         return (self.prompt_tokens_min + self.prompt_tokens_max) / 2
 
     def arrivals(self, rate_per_s: float) -> list[Arrival]:
-        """Draw when prompts come and how long they are: the same for the same rate and seed."""
+        """Draw when prompts come and how long they are: the same for the same rate and seed.
+
+        They come independently of each other, as Poisson arrivals of which it is known how many there are: their number, on
+        which all figures depend, is the same for every seed.
+        """
         random_ = random.Random(self.seed)
-        found: list[Arrival] = []
-        at_s = random_.expovariate(rate_per_s)
-        while at_s < self.seconds:
-            tokens = random_.randint(self.prompt_tokens_min, self.prompt_tokens_max)
-            found.append(Arrival(len(found), at_s, tokens))
-            at_s += random_.expovariate(rate_per_s)
-        return found
+        count = max(round(rate_per_s * self.seconds), _PROMPTS_MIN)
+        return [
+            Arrival(index, at_s, random_.randint(self.prompt_tokens_min, self.prompt_tokens_max))
+            for index, at_s in enumerate(sorted(random_.uniform(0, self.seconds) for _ in range(count)))
+        ]
