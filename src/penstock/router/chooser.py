@@ -1,19 +1,17 @@
 """A policy at work: from what it may look at to the slot it chooses. Decisions and their replays both go this way."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import PenstockError
-from penstock.core.log import get_logger
 from penstock.router.policies import Costs, cheapest, prices_of
 from penstock.router.session_affinity import SessionAffinity
 from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
 
 _WAITS = ("queue", "memory")
-
-_log = get_logger()
 
 
 class Choice(NamedTuple):
@@ -31,8 +29,12 @@ class Choice(NamedTuple):
 class Chooser:
     """Chooses by one policy, and tells it what was chosen if it wants to know. One event loop owns it."""
 
-    def __init__(self, policy: RoutingPolicy) -> None:
+    def __init__(
+        self, policy: RoutingPolicy, on_failure: Callable[[Exception], None] = lambda _: None
+    ) -> None:
+        """Ask this policy; `on_failure` is told what it raised, before whoever asked is."""
         self.policy = policy
+        self._on_failure = on_failure
         self._explained = policy if isinstance(policy, ExplainedPolicy) else None
         self.term_names = () if self._explained is None else tuple(self._explained.term_names)
         names = self.term_names
@@ -44,7 +46,6 @@ class Chooser:
         """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
         self._history = policy if isinstance(policy, HistoryPolicy) else None
         self._sessions = policy if isinstance(policy, SessionAffinity) else None
-        self._has_failed = False  # and where is in the log
 
     def choose(self, context: RoutingContext, tie: int) -> Choice:
         """Choose one of the eligible, of which there is one; `tie`, the request's hash, settles equal prices.
@@ -56,10 +57,7 @@ class Chooser:
         try:
             terms = self._priced(context)
         except Exception as error:
-            _log.error(
-                "policy_failed", policy=self.policy.name, error=repr(error), exc_info=not self._has_failed
-            )
-            self._has_failed = True
+            self._on_failure(error)
             raise PenstockError(
                 f"policy {self.policy.name!r} failed: {error!r}; penstock.testing.routing_policy.RoutingPolicySuite says"
                 " what a policy must do"

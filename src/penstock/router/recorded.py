@@ -107,5 +107,5 @@ def _array(name: str, recorded: list[Any]) -> np.ndarray:
         if not isinstance(content, list):
             return np.full(shape, content, dtype=kind)
         return np.array(content, dtype=kind).reshape(shape)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, MemoryError) as error:
         raise ValueError(f"{name}: is no array as this version writes them: {error}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.router.chooser import Chooser
 from penstock.router.disagg import weigh
 from penstock.router.policies import make_policy
@@ -51,7 +51,7 @@ class Replay:
         """Make the decisions of these lines again.
 
         Raises:
-            ConfigError: a line's decision cannot be read, or there is no such policy.
+            ConfigError: a line's decision cannot be read, there is no such policy, or it fails.
         """
         for number, line in enumerate(lines, 1):
             found = self._read(line)
@@ -62,6 +62,10 @@ class Replay:
                 yield self._again(process, msgspec.convert(data, RecordedDecision))
             except (msgspec.ValidationError, ValueError, IndexError) as error:
                 raise ConfigError(f"line {number}: a decision that cannot be read: {error}") from error
+            except ConfigError:
+                raise
+            except PenstockError as error:
+                raise ConfigError(f"line {number}: {error.message}") from error
 
     def _read(self, line: str) -> tuple[str, dict[str, object]] | None:
         """Give a decision's process and fields; None for other lines."""

@@ -116,7 +116,8 @@ class Router:
         self, fleet: Fleet, config: RouterConfig, *, metrics: RouterMetrics, rng: random.Random
     ) -> None:
         self.fleet = fleet
-        self._chooser = Chooser(config.new_policy())
+        self._chooser = Chooser(config.new_policy(), self._on_failure)
+        self._has_failed = False
         self._config = config
         if (
             not self._chooser.wait_terms
@@ -301,6 +302,16 @@ class Router:
     def latest(self, most: int) -> Sequence[Explanation]:
         """Explain the latest decisions, oldest first."""
         return self._decisions.latest(most, self._loop.time())
+
+    def _on_failure(self, error: Exception) -> None:
+        """Log that the policy failed, the first time where in its code."""
+        _log.error(
+            "policy_failed",
+            policy=self._chooser.policy.name,
+            error=repr(error),
+            exc_info=None if self._has_failed else error,
+        )
+        self._has_failed = True
 
     def check(self) -> None:
         """Raise AssertionError where too much is kept."""

@@ -271,6 +271,16 @@ def test_lines_that_are_no_decisions_are_counted_and_broken_ones_named(lines):
     del broken["context"]["turn"]
     with pytest.raises(ConfigError, match=r"line 2: .*another version: turn"):
         list(Replay().run([whole, json.dumps(broken)]))
+    for changed, said in (
+        ({"eligible": ["bool", [2], True]}, "policy 'kv' failed: ValueError.*an entry for each slot"),
+        ({"request_tokens": "x"}, "policy 'kv' failed"),
+        ({"eligible": ["bool", [10**13], True]}, "eligible: is no array as this version writes them"),
+        ({"eligible": ["bool", [10**30], True]}, "eligible: is no array"),
+    ):
+        broken = json.loads(whole)
+        broken["context"] |= changed
+        with pytest.raises(ConfigError, match=f"line 1: .*{said}"):
+            list(Replay().run([json.dumps(broken)]))
     broken = json.loads(whole) | {"slot": "one"}
     with pytest.raises(ConfigError, match=r"line 1: .*slot"):
         list(Replay().run([json.dumps(broken)]))
