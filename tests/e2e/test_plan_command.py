@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from offline_browser import Charts, show
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,10 @@ def test_what_it_writes_is_what_simulate_and_graph_check_take(tmp_path: Path) ->
         assert layout["itl_s"] <= 0.012
         assert 0 <= layout["kv_headroom"] <= 1
     assert len(report["curve"]) > 5
-    assert "<svg" in files["--plot"].read_text()
+    shown = show(files["--plot"])
+    assert shown.console == shown.asked == []
+    (points,) = Charts(shown.dom).points
+    assert points > 5
 
     workload = tmp_path / "w.yaml"
     rate = 0.9 * rates[0]

@@ -15,7 +15,9 @@ from penstock.perf.placement import Demand, Price
 from penstock.perf.pool import Pool, Prediction, Share, answers, prompts, whole
 from penstock.perf.roofline import Parallel, Roofline
 
-STEP_TOKENS = (64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16_384)
+STEP_TOKENS = (
+    64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16_384,
+)  # fmt: skip
 """Values of `max_batch_tokens` that are tried."""
 _SHARED_STEPS = (192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Of decode workers that compute prompts too."""

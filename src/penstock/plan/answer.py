@@ -11,14 +11,8 @@ from penstock.plan.question import Question
 from penstock.plan.trial import Effort, Proposal, predicted, requests_of_run, try_layout
 
 OnProgress = Callable[[int, int], None]
-USUAL = Effort(requests=500, precision=0.06, step=1.06)
-_TRIED_MAX = 3
-"""Layouts of either kind that are simulated, at most."""
-_SPREAD_MAX = 2
-"""Of them, those that spread the model alike."""
-_REQUESTS_MAX = 10_000
-"""Of all runs for one kind of layout; where they would be more, fewer layouts are simulated, or none."""
-_RUNS = 3
+USUAL = Effort(requests=500, precision=0.03, step=1.06, layouts=3)
+_RUNS = 4
 """Rates at which a layout is simulated, about."""
 _CURVE = 11
 """Targets along the curve."""
@@ -50,9 +44,14 @@ class Answer:
     def best(self) -> Proposal:
         return self.proposals[0]
 
+    def best_of(self, *, apart: bool) -> Proposal | None:
+        """Give the best of whole requests, or of prefill and decode apart; None where there is none."""
+        return next((each for each in self.proposals if each.layout.is_apart is apart), None)
+
 
 def find_answer(
     question: Question,
+    processes: Processes,
     *,
     effort: Effort = USUAL,
     with_curve: bool = False,
@@ -62,6 +61,7 @@ def find_answer(
 
     Args:
         question: what is asked.
+        processes: that simulate.
         effort: of the simulations.
         with_curve: also search along the targets that users may have.
         on_progress: told how many parts of the work are done, and of how many.
@@ -75,14 +75,13 @@ def find_answer(
         raise ConfigError(question.why_not())
     tried = [layout for kind in kinds for layout in promising(question, kind, effort)]
     targets = user_targets(question) if with_curve else []
-    with Processes() as processes:
-        trials = {processes.submit(try_layout, question, layout, effort): layout for layout in tried}
-        points = [processes.submit(point_at, question, target) for target in targets]
-        work = [*trials, *points]
-        for done, _ in enumerate(as_completed(work), start=1):
-            on_progress(done, len(work))
-        found = [proposal for trial in trials if (proposal := trial.result()) is not None]
-        curve = tuple(point.result() for point in points)
+    trials = [processes.submit(try_layout, question, layout, effort) for layout in tried]
+    points = [processes.submit(point_at, question, target) for target in targets]
+    work = [*trials, *points]
+    for done, _ in enumerate(as_completed(work), start=1):
+        on_progress(done, len(work))
+    found = [proposal for trial in trials if (proposal := trial.result()) is not None]
+    curve = tuple(point.result() for point in points)
     too_large = [kind[0] for kind in kinds if kind and kind[0] not in tried]
     found += map(predicted, too_large)
     if not found:
@@ -95,9 +94,9 @@ def promising(question: Question, layouts: Iterable[Layout], effort: Effort) -> 
     chosen: list[Layout] = []
     for layout in layouts:
         requests = requests_of_run(question.demand, layout.rate_per_s, effort.requests)
-        count = min(_REQUESTS_MAX // (_RUNS * requests), _TRIED_MAX)
+        count = min(effort.requests_max // (_RUNS * requests), effort.layouts)
         alike = sum(_spread(layout) == _spread(other) for other in chosen)
-        if len(chosen) < count and alike < _SPREAD_MAX:
+        if len(chosen) < count and alike < effort.alike:
             chosen.append(layout)
     return chosen
 

@@ -18,6 +18,7 @@ from penstock.perf.placement import Demand
 from penstock.plan.answer import Answer, OnProgress, find_answer
 from penstock.plan.graph_text import graph_text
 from penstock.plan.page import make_page
+from penstock.plan.processes import Processes
 from penstock.plan.question import Question
 from penstock.plan.report import describe, make_report, rows
 from penstock.sim.outputs import check_outputs, put_out
@@ -45,8 +46,10 @@ def run_command(options: argparse.Namespace) -> int:
         formats={name: getattr(options, name) for name in ("weight_dtype", "expert_dtype", "kv_dtype")},
     )
     check_outputs({"--out": options.out, "--plot": options.plot, "--json": options.json})
-    with _progress() as on_progress:
-        answer = find_answer(question, with_curve=options.plot is not None, on_progress=on_progress)
+    with _progress() as on_progress, Processes() as processes:
+        answer = find_answer(
+            question, processes, with_curve=options.plot is not None, on_progress=on_progress
+        )
     put_out(
         partial(_print_table, answer),
         {

@@ -26,11 +26,7 @@ def describe(answer: Answer) -> str:
 
 def gain(answer: Answer) -> str:
     """Compare the best of whole requests with the best of prefill and decode apart."""
-    found = {
-        is_apart: next((p for p in answer.proposals if p.layout.is_apart is is_apart), None)
-        for is_apart in (False, True)
-    }
-    whole, apart = found[False], found[True]
+    whole, apart = answer.best_of(apart=False), answer.best_of(apart=True)
     if whole is None or apart is None:
         missing = "whole requests" if whole is None else "prefill and decode apart"
         return f"{missing}: none keeps the targets on so many devices"

@@ -90,7 +90,19 @@ class Chart:
         return float(np.nanmax(ys))
 
     def to_svg(self) -> str:
-        """Draw it."""
+        """Draw it as a figure of a page: caption, drawing, legend."""
+        legend = "".join(
+            f'<span class="{kind}{index}"><i></i>{html.escape(name)}</span>'
+            for kind, index, name in self.names()
+        )
+        return (
+            f'<figure data-chart="{html.escape(self._read_out(self._x_axis()))}">'
+            f"<figcaption>{html.escape(self.title)} <small>{html.escape(self.note)}</small></figcaption>"
+            f'{self.drawing()}<p class="legend">{legend}</p></figure>'
+        )
+
+    def drawing(self) -> str:
+        """Draw axes, lines, bands and dots alone."""
         x_axis = self._x_axis()
         y_axis = self._y_axis()
         label = html.escape(f"{self.title}, {self.note}")
@@ -103,17 +115,10 @@ class Chart:
             *(_circles(x_axis, y_axis, dots) for dots in self.dots),
             '<line class="cursor"/></svg>',
         ]
-        legend = "".join(
-            f'<span class="{kind}{index}"><i></i>{html.escape(name)}</span>'
-            for kind, index, name in self._names()
-        )
-        return (
-            f'<figure data-chart="{html.escape(self._read_out(x_axis))}">'
-            f"<figcaption>{html.escape(self.title)} <small>{html.escape(self.note)}</small></figcaption>"
-            f'{"".join(drawn)}<p class="legend">{legend}</p></figure>'
-        )
+        return "".join(drawn)
 
-    def _names(self) -> list[tuple[str, int, str]]:
+    def names(self) -> list[tuple[str, int, str]]:
+        """Give what a legend names: class and number of the colour, and the name."""
         lines = [("c", line.colour, line.name) for line in self.lines]
         if len(lines) == 1 and not self.bands:
             return []  # the page says whose it is

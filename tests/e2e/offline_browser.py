@@ -1,0 +1,100 @@
+"""A real browser without a network, and what it makes of a page with charts."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr",
+]  # fmt: skip
+
+
+@dataclass
+class Shown:
+    """What the browser made of a page."""
+
+    dom: str
+    console: list[str]
+    asked: list[str]
+    """Requests of the page itself to the network."""
+
+
+def show(path):
+    browser = shutil.which("chromium")
+    assert browser is not None, "chromium is needed; it is among ci/packages.txt"
+    offline = (
+        ["unshare", "-n"]
+        if subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode == 0
+        else []
+    )
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        log = Path(profile) / "net.json"
+        command = [
+            *offline,
+            browser,
+            *FLAGS,
+            f"--user-data-dir={profile}",
+            f"--log-net-log={log}",
+            "--dump-dom",
+        ]
+        process = subprocess.Popen(
+            [*command, path.as_uri()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            dom, said = process.communicate(timeout=90)
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        assert process.returncode == 0, said
+        events = json.loads(log.read_text())["events"]
+    starts = [
+        event.get("params", {}) for event in events if "network_isolation_key" in event.get("params", {})
+    ]
+    asked = [str(params) for params in starts if "file://" in params["network_isolation_key"]]
+    return Shown(dom, re.findall(r"CONSOLE.*", said), asked)
+
+
+class Charts(HTMLParser):
+    """Counts each chart's points, and keeps what is read out of it."""
+
+    def __init__(self, dom):
+        super().__init__()
+        self.points = []
+        self.readings = []
+        self._is_reading = False
+        self.feed(dom)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        kinds = (attributes.get("class") or "").split()
+        if tag == "svg" and "chart" in kinds:
+            self.points.append(0)
+        if tag == "path" and {"line", "band"} & set(kinds):
+            self.points[-1] += len(set(re.findall(r"[\d.]+,[\d.]+", attributes["d"])))
+        if tag == "div" and "reading" in kinds:
+            self._is_reading = "hidden" not in attributes
+            self.readings.append("")
+        elif tag == "p" and "legend" in kinds:
+            self._is_reading = False
+
+    def handle_data(self, data):
+        if self._is_reading:
+            self.readings[-1] += data
+
+    def handle_endtag(self, tag):
+        if tag == "div":
+            self._is_reading = False
