@@ -149,7 +149,7 @@ class Deployment:
             ),
             workers={crew.role: worker_spec(crew) for crew in self.crews},
             router=self.router,
-            worker=graph.worker,
+            worker=graph.worker.model_copy(update={"step_log": None}),  # its moments would be real ones
             network=self.network,
             plane=PlaneConfig(window_tokens=_WHOLE_ANSWER),
             frontends=graph.frontend.processes,
