@@ -398,6 +398,6 @@ def test_devices_of_every_parallelism_are_counted(tmp_path):
 
 def test_simulated_workers_do_not_log_steps_whose_moments_would_be_real_ones(tmp_path):
     graph = load(SMALL, Overrides([f"worker.step_log={tmp_path / 'steps'}"]))
-    sessions = make_sessions(WorkloadConfig(requests=3), random.Random(0))
+    sessions = make_sessions(WorkloadConfig(requests=3, rate_per_s=1), random.Random(0))
     simulate(plan_deployment(graph, beside=GRAPHS), sessions, seed=0)
     assert not (tmp_path / "steps").exists()
