@@ -6,6 +6,7 @@ kills it with its parent, and the socket's end tells it should that be missed.
 
 import asyncio
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -18,7 +19,7 @@ import uvloop
 from penstock.core import log
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.deploy.causes import cause_of
-from penstock.deploy.messages import Assignment, Failed, FrontendJob, Report, Tell, WorkerJob
+from penstock.deploy.messages import Assignment, Failed, FrontendJob, Ready, Report, Tell, WorkerJob
 
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
@@ -38,6 +39,8 @@ def main() -> int:
     log.configure(assignment.common.log_level, process=assignment.name)
 
     def tell(report: Report) -> None:
+        if isinstance(report, Ready):
+            _keep_what_is_loaded()
         control.sendall(msgspec.json.encode(report) + b"\n")
 
     try:
@@ -46,6 +49,16 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - the end of this process, whatever it was
         return _fail(cause_of(error), tell)
     return 0
+
+
+def _keep_what_is_loaded() -> None:
+    """Have later garbage collections leave out what there is when a process begins to serve: it stays until the end.
+
+    A full one would look at the 390,000 objects of torch and transformers, for 0.2 s in which no token comes; in a frontend
+    at 84,000, for 0.05 s.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _fail(error: BaseException, tell: Tell) -> int:
