@@ -48,7 +48,7 @@ from penstock.worker.reader import Reader
 pytestmark = pytest.mark.slow
 
 CLIENTS = 30
-FAULTS = 4
+FAULTS = 6
 LAST_S = 2.0
 QUIET_S = 40.0
 LATE_S = 0.3
@@ -194,6 +194,11 @@ class HandOverTrial:
     async def fault(self, at_s):
         rng = random.Random(self.rng.getrandbits(32))
         await asyncio.sleep(at_s)
+        if rng.random() < 0.3:
+            links = [link for server in self.cluster.plane._servers.values() for link in server.links]
+            rng.choice(links).break_off("it was cut", tell_service=True)
+            self.outcomes["cut"] += 1
+            return
         alive = [name for name in ROLES if name not in self.hurt]
         if len(alive) < 3:
             return
@@ -265,7 +270,7 @@ def test_answers_are_exact_and_nothing_is_left(answers):
             raise
     assert outcomes["length"] > CLIENTS * len(SEEDS) / 2
     assert outcomes["unavailable"] + outcomes["overloaded"] < CLIENTS * len(SEEDS) / 20
-    for kind in ("left", "deadline_exceeded", "pin_expired", "fetched", "prefetched", "changed"):
+    for kind in ("left", "deadline_exceeded", "pin_expired", "fetched", "prefetched", "changed", "cut"):
         assert outcomes[kind] > 10, f"{kind}: {outcomes}"
 
 
