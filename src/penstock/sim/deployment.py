@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
+from typing import TypeVar
 
+from penstock.core.config import Config
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
 from penstock.core.types import ModelCard, Request, Role
@@ -23,6 +25,8 @@ from penstock.sim.network import NetworkConfig
 from penstock.sim.prompt import Stream
 from penstock.sim.timing import Pace
 from penstock.sim.workload import Session
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 SALT = b"simulated"
 _WHOLE_ANSWER = 1 << 30  # bulk deltas are not cut into windows
@@ -143,17 +147,26 @@ class Deployment:
             )
 
         context_length = self.shape.context_length
+        # What is kept for nobody takes fresh memory for each request, and time to let go of at the run's end.
+        replayed = {} if self.network.event_loss else {"replay_batches_max": 1}
         return ClusterSpec(
             card=ModelCard(
                 name=graph.model, context_length=context_length, block_size=graph.block_size, salt=SALT
             ),
             workers={crew.role: worker_spec(crew) for crew in self.crews},
-            router=self.router,
-            worker=graph.worker.model_copy(update={"step_log": None}),  # its moments would be real ones
+            router=_with(self.router, explain={"decisions_max": 1}),  # nobody asks why
+            # Moments of a step log would be real ones.
+            worker=_with(graph.worker.model_copy(update={"step_log": None}), events=replayed),
             network=self.network,
             plane=PlaneConfig(window_tokens=_WHOLE_ANSWER),
             frontends=graph.frontend.processes,
         )
+
+
+def _with(config: AnyConfig, **changes: Mapping[str, object]) -> AnyConfig:
+    """Change fields of a configuration's parts."""
+    parts = {name: getattr(config, name).model_copy(update=fields) for name, fields in changes.items()}
+    return config.model_copy(update=parts)
 
 
 def simulated_roles(graph: Graph) -> dict[Role, RoleSpec]:
