@@ -21,6 +21,7 @@ from penstock.deploy.member import Member
 from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, WorkerJob
 from penstock.deploy.port import Port
 from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
+from penstock.engine.registry import SIMULATED_ONLY
 from penstock.graph import Graph, RoleSpec
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.handshake import Identity
@@ -212,6 +213,11 @@ def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
     """
     roles = graph.roles.present()
     for name, role in roles.items():
+        if role.engine in SIMULATED_ONLY:
+            raise ConfigError(
+                f"roles.{name}.engine: {role.engine!r} is only simulated in this version (penstock simulate); run"
+                " 'paged', or 'mock' for made-up text"
+            )
         if role.engine == "mock":
             continue  # one process stands for a worker, however many devices it would have, and computes nothing
         for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):

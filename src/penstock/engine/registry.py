@@ -13,6 +13,8 @@ from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
 
+SIMULATED_ONLY = ("vllm", "sglang", "trtllm")
+"""Engines that a graph may name so as to be simulated; this version does not run them."""
 _MOCK_BLOCKS = 4096
 
 

@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.location import Location
 from penstock.core.types import Role, Tier
 from penstock.engine.mock import MockConfig
-from penstock.engine.registry import engine_dtypes, engine_names
+from penstock.engine.registry import SIMULATED_ONLY, engine_dtypes, engine_names
 from penstock.engine.scheduler_config import AGEING, Order
 from penstock.perf.hardware import find_hardware
 
@@ -44,7 +44,7 @@ class RoleSpec(Config):
     replicas: int = pydantic.Field(default=1, ge=0)
     """Workers to run."""
     engine: str = "paged"
-    """`paged` runs the model in PyTorch; `mock` answers with made-up text at a modelled speed."""
+    """`paged` runs the model in PyTorch; `mock` answers with made-up text at a modelled speed; `vllm`, `sglang` and `trtllm` are only simulated in this version."""
     hardware: str = "cpu"
     """What a worker's devices are, as the catalogue in `penstock.perf.hardware` names them."""
     usd_per_hour: float | None = pydantic.Field(default=None, gt=0, le=1000)
@@ -132,8 +132,9 @@ class RoleSpec(Config):
     @pydantic.field_validator("engine")
     @classmethod
     def _check_engine(cls, engine: str) -> str:
-        if engine not in engine_names():
-            raise wrong(f"there is no engine {engine!r}{nearest(engine, list(engine_names()))}")
+        known = [*engine_names(), *SIMULATED_ONLY]
+        if engine not in known:
+            raise wrong(f"there is no engine {engine!r}{nearest(engine, known)}")
         return engine
 
     @pydantic.field_validator("hardware")

@@ -2,15 +2,29 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.perf.catalogue import find_shape, known_shapes
+from penstock.perf.hardware import Dtype
 
 
 def test_known_shapes_have_their_parameters():
     billions = {name: find_shape(name).total_params() / 1e9 for name in known_shapes()}
     assert billions == {
         "deepseek-r1": pytest.approx(671, rel=0.001),
+        "gpt-oss-120b": pytest.approx(116.8, rel=0.001),
         "llama-3.1-8b": pytest.approx(8.03, rel=0.01),
         "llama-3.1-70b": pytest.approx(70.6, rel=0.01),
     }
+
+
+def test_gpt_oss_has_small_experts_and_a_window_in_every_other_layer():
+    """Against its model card: 5.1 billion active parameters, a checkpoint of 60.8 GiB."""
+    shape = find_shape("gpt-oss-120b")
+    assert shape.active_params() / 1e9 == pytest.approx(5.13, rel=0.005)
+    assert shape.windows == (128, None) * 18
+    assert (shape.weight_dtype, shape.expert_dtype) == (Dtype.BF16, Dtype.MXFP4)
+    experts = shape.moe_layers * shape.moe.num_experts * shape.expert_params()
+    checkpoint_bytes = experts * Dtype.MXFP4.bytes + (shape.total_params() - experts) * Dtype.BF16.bytes
+    assert checkpoint_bytes / 2**30 == pytest.approx(60.8, rel=0.005)
+    assert shape.kv_bytes_per_token(Dtype.BF16) == 36 * 2 * 8 * 64 * 2
 
 
 def test_a_directory_beside_the_graph_is_found(tmp_path):
