@@ -10,7 +10,8 @@ import pytest
 
 from penstock.cli import main
 from penstock.core.errors import ConfigError
-from penstock.graph import build
+from penstock.deploy.local import runnable_roles
+from penstock.graph import build, load
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.outcome import simulate_graph
 from penstock.sim.simulate import simulate
@@ -18,6 +19,7 @@ from penstock.sim.workload import WorkloadConfig, make_sessions
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
+GRAPHS = ROOT / "examples" / "graphs"
 NODE = [{"host": "node-1"}]
 
 
@@ -71,7 +73,7 @@ TOKEN_BYTES = 131_072
 
 def test_a_report_says_what_each_role_did_and_what_was_handed_over(tmp_path, capsys):
     out, page = tmp_path / "out.json", tmp_path / "out.html"
-    shipped = ROOT / "examples" / "graphs" / "70b-h100-fp8-p2d2.yaml"
+    shipped = GRAPHS / "70b-h100-fp8-p2d2.yaml"
     spec = tmp_path / "long.yaml"
     spec.write_text("requests: 40\nrate_per_s: 6\ninput_tokens: 3000\noutput_tokens: 150\nspread: 0.3\n")
     files = ["--json", str(out), "--html", str(page)]
@@ -101,6 +103,21 @@ def test_a_report_says_what_each_role_did_and_what_was_handed_over(tmp_path, cap
     html = page.read_text()
     assert "2 decode workers of 2 h100 and 2 prefill workers of 2 h100" in html
     assert "prefill-0" in html
+
+
+def test_a_mixture_of_experts_with_windows_is_simulated_as_shipped():
+    shipped = GRAPHS / "gpt-oss-120b-h100-p4d4.yaml"
+    report = simulate_graph(
+        load(shipped), chat(60, rate=10, input_tokens=3000, turns=1, slo_ttft_s=1.0, slo_itl_s=0.02)
+    )
+    assert (report["completed"], report["failed"], report["hand_over"]["failures"]) == (60, 0, {})
+    assert report["hand_over"]["remote"] > report["hand_over"]["local"]
+    assert report["itl_s"]["p90"] < 0.02
+    assert report["roles"]["decode"]["kv_tokens"] > 2_000_000, (
+        "KV of 16 bits in 36 layers beside 16 GB of weights a GPU"
+    )
+    with pytest.raises(ConfigError, match=r"roles.prefill.engine: 'vllm' is only simulated in this version"):
+        runnable_roles(load(shipped))
 
 
 def test_a_slow_link_adds_the_last_chunk_to_the_second_token():
