@@ -2,7 +2,6 @@
 
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.graph import DEMO_MODEL, Graph, build, load
-from penstock.graph.link import Link
 from penstock.graph.overrides import Overrides
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.slo import Slo
@@ -12,7 +11,6 @@ __all__ = [
     "DEMO_MODEL",
     "FrontendSpec",
     "Graph",
-    "Link",
     "Overrides",
     "RoleSpec",
     "Roles",

@@ -16,7 +16,6 @@ from penstock.core.errors import ConfigError
 from penstock.core.location import Location
 from penstock.graph.document import parse_yaml
 from penstock.graph.frontend import FrontendSpec
-from penstock.graph.link import Link
 from penstock.graph.overrides import Overrides
 from penstock.graph.partners import check_partners, check_ways
 from penstock.graph.role import Roles, RoleSpec
@@ -49,8 +48,6 @@ class Graph(Config):
     """Which workers there are."""
     worker: WorkerConfig = WorkerConfig()
     """How every worker reports and drains."""
-    links: tuple[Link, ...] = ()
-    """What connects them; empty where moving KV is not to be priced."""
     slo: Slo | None = None
     """Latency targets; None where there are none."""
     supervision: Supervision = Supervision()
@@ -75,20 +72,6 @@ class Graph(Config):
     def _check_ways(self) -> Self:
         if self.roles.prefill is not None:
             check_ways(self.worker.hand_over.transfer)
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _check_links(self) -> Self:
-        present = self.roles.present()
-        for index, link in enumerate(self.links):
-            for end in (link.source, link.target):
-                if end not in present:
-                    described = ", ".join(present)
-                    raise wrong(
-                        f"links.{index}: there is no role {end.value!r}; the graph describes {described}"
-                    )
-            if any(link.connects(other) for other in self.links[:index]):
-                raise wrong(f"links.{index}: {link.source} to {link.target} is described twice; keep one")
         return self
 
     @pydantic.model_validator(mode="after")

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.core.location import Location
 from penstock.core.types import Role
 from penstock.demo import MODEL_DIR
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
@@ -208,18 +209,6 @@ def test_a_slip_in_a_region_of_the_topology_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_links_join_roles_that_exist(tmp_path: Path) -> None:
-    roles = "model: demo\nroles: {prefill: {}, decode: {}}\nlinks:\n"
-    one = "  - {source: prefill, target: decode, bandwidth_bytes_per_s: 1.0e+10}\n"
-    assert load(write(tmp_path, roles + one)).links[0].bandwidth_bytes_per_s == 1e10
-    assert mistakes(write(tmp_path, roles + one + one)) == [
-        "graph.yaml: links.1: prefill to decode is described twice; keep one"
-    ]
-    assert mistakes(write(tmp_path, roles + one.replace("decode", "aggregated"))) == [
-        "graph.yaml: links.0: there is no role 'aggregated'; the graph describes prefill, decode"
-    ]
-
-
 def test_set_overrides_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "model: demo\nroles:\n  aggregated: {replicas: 2}\n")
     graph = load(path, Overrides(["roles.aggregated.replicas=4", "slo.ttft_s=0.5", "frontend.host=0.0.0.0"]))
@@ -231,14 +220,20 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
 def test_set_reaches_into_lists(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        "model: demo\nroles: {prefill: {}, decode: {}}\n"
-        "links: [{source: prefill, target: decode, bandwidth_bytes_per_s: 1}]\n",
+        "model: demo\nroles: {aggregated: {locations: [{host: a}]}}\n",
     )
-    assert load(path, Overrides(["links.0.bandwidth_bytes_per_s=7"])).links[0].bandwidth_bytes_per_s == 7
-    assert mistakes(path, "links.1.latency_s=7") == [
-        "--set links.1.latency_s: 1 is no index of a list of 1; set the whole list, as [...]"
+    places = "roles.aggregated.locations"
+
+    def locations(*changes: str) -> tuple[Location, ...]:
+        role = load(path, Overrides(list(changes))).roles.aggregated
+        assert role is not None
+        return role.locations
+
+    assert locations(f"{places}.0.rack=r7") == (Location(host="a", rack="r7"),)
+    assert mistakes(path, f"{places}.1.rack=7") == [
+        f"--set {places}.1.rack: 1 is no index of a list of 1; set the whole list, as [...]"
     ]
-    assert load(path, Overrides(["links=[]"])).links == ()
+    assert locations(f"{places}=[]") == ()
 
 
 def test_mistakes_of_set_name_the_flag(tmp_path: Path) -> None:
