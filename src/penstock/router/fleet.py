@@ -168,6 +168,11 @@ class Fleet:
         member.requests[prefetch.request_id] = handler
         return connection
 
+    def can_prefetch(self, slot: int) -> bool:
+        """Say whether a worker reads KV of prompts that are still being computed."""
+        exchange = self.seats.at(slot).instance.exchange
+        return exchange is not None and exchange.streams
+
     def is_ready(self, slot: int) -> bool:
         """Say whether a worker may get whole requests."""
         member = self.seats.get(slot)

@@ -20,7 +20,7 @@ class Relay:
         self._prefetching: Prefetching | None = None
 
     def prefetch(self, quote: Quote, request: Request, handle: KvHandle) -> None:
-        """Have the worker that a quote prefers read the KV of a prompt that is being computed, and go on with it.
+        """Have the worker that a quote prefers read the KV of a prompt that is being computed, and go on with it, if it can.
 
         Args:
             quote: of what is left once the prompt is computed.
@@ -30,7 +30,7 @@ class Relay:
         Raises:
             PenstockError: that one could not be told.
         """
-        if self._prefetching is not None:
+        if self._prefetching is not None or not self._shared.fleet.can_prefetch(quote.choice.slot):
             return
         route = self._shared.router.take(replace(quote, is_early=True))
         prefetch = Prefetch(request_id=request.request_id, block_hashes=request.block_hashes, kv=handle)

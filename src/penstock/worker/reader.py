@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -135,10 +135,11 @@ class Reader:
             async with asyncio.timeout(patience_s):
                 while not growth.news.is_set():
                     peer.check_alive()
-                    try:
-                        await asyncio.wait_for(growth.news.wait(), _LOOK_S)
-                    except TimeoutError:
-                        continue
+                    with suppress(
+                        TimeoutError
+                    ):  # `wait_for` of Python 3.11 loses a cancellation that comes with the news
+                        async with asyncio.timeout(_LOOK_S):
+                            await growth.news.wait()
         except TimeoutError as error:
             raise DeadlineExceeded(f"no more blocks from {peer.name} for {patience_s:g} s") from error
         growth.news.clear()

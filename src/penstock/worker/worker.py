@@ -198,6 +198,7 @@ class Worker:
             self._check(request, frontend)
             self._computing.submit(request)
         except PenstockError as error:
+            self._computing.forget(request.request_id)  # what was begun for it
             if isinstance(error, Outrun):  # what it did not know comes before its request
                 self._push_load_to(frontend, self._computing.load())
             self._push_error(frontend, request.request_id, error)

@@ -296,6 +296,10 @@ def test_who_refuses_the_request_itself_loses_it_to_another():
             await chunks(3)
             begun = dispatcher.explain("a")[1].worker
             cluster.worker(begun)._standing.refusal = Overloaded("full", retry_after_s=1.0)
+            await anext(stream)
+            await anext(stream)
+            await asyncio.sleep(0.01)
+            assert held(cluster, begun) == 0, "nor does it keep what it had begun"
             async for _ in stream:
                 pass
         (left,) = {"d0", "d1"} - {begun}
@@ -389,6 +393,24 @@ def test_an_offer_that_ends_before_its_prompt_does_is_made_anew_at_its_end():
         assert sum(hand_over(cluster).prefetches.failures.values()) == 1
 
     play(scene, pin_ttl_s=STEP_S * 0.9)
+
+
+def test_a_decode_worker_that_does_not_do_it_is_not_asked_to():
+    async def scene(cluster, dispatcher):
+        worker = await cluster.start(
+            "d0",
+            tiny_engine(chunk_tokens=CHUNK),
+            role=Role.DECODE,
+            prices=PRICES,
+            config=WorkerConfig(hand_over=HandOverConfig(stream_kv=False)),
+        )
+        await asyncio.sleep(0.1)
+        await whole_answer(dispatcher, tiny_request("a", LENGTH))
+        assert [decision.reason for decision in dispatcher.explain("a")] == ["only_worker", "handed_over"]
+        assert worker.hand_over.fetched_blocks == BLOCKS
+        assert outcomes(dispatcher) == {"used": 0, "dropped": 0}
+
+    play(scene, ("p0",))
 
 
 def test_an_engine_that_gives_blocks_only_at_the_end_is_refused():
