@@ -98,41 +98,39 @@ class Pool:
     workers: int
     max_batch_tokens: int
 
-    @property
-    def devices(self) -> int:
-        return self.workers * self.model.parallel.devices
-
     def predict(self, share: Share, rate_per_s: float, percentile: float) -> Prediction | None:
         """Say what requests see when so many come each second, to all workers together; None where that is too much."""
         each_per_s = rate_per_s / self.workers
+        room = self._room(share)
         low, high = 0.0, 1.0
         while high - low > _PRECISION * high and high > _HOPELESS:
             middle = (low + high) / 2
-            state = self._state(share, middle)
+            state = self._state(share, middle, room)
             if state is not None and state.each_per_s < each_per_s:
                 low = middle
             else:
                 high = middle
-        state = self._state(share, low or high)
+        state = self._state(share, low or high, room)
         if state is None or state.each_per_s < (1 - 2 * _PRECISION) * each_per_s:
             return None
-        return self._seen(share, state, percentile)
+        return self._seen(share, state, percentile, room)
 
     def largest(self, share: Share, demand: Demand) -> tuple[float, Prediction] | None:
         """Find the largest rate that keeps the demand's targets, and what requests see of it; None where none does."""
+        room = self._room(share)
         low, high = 0.0, 1.0
         found = None
         while high - low > _PRECISION * high and high > _HOPELESS:
             middle = (low + high) / 2
-            state = self._state(share, middle)
-            seen = None if state is None else self._seen(share, state, demand.percentile)
+            state = self._state(share, middle, room)
+            seen = None if state is None else self._seen(share, state, demand.percentile, room)
             if state is not None and seen is not None and keeps(seen, demand):
                 low, found = middle, (self.workers * state.each_per_s, seen)
             else:
                 high = middle
         return found
 
-    def _seen(self, share: Share, state: "_State", percentile: float) -> Prediction | None:
+    def _seen(self, share: Share, state: "_State", percentile: float, room: float) -> Prediction | None:
         """Say what requests see of a state; None where it cannot last."""
         if state.load >= 1:
             return None
@@ -144,7 +142,7 @@ class Pool:
         others_s = min(prompts_per_s * queue_s, state.others_max) * state.other_s
         ttft_s = queue_s + under_way_s + state.prompt_s + others_s
         crowd = batch + z * math.sqrt(batch) + prompts_per_s * ttft_s
-        if crowd > self._room(share):
+        if crowd > room:
             return None
         unlucky = state.busy
         if batch:  # prompts that come meanwhile, more than on average
@@ -153,7 +151,7 @@ class Pool:
         return Prediction(
             ttft_s=ttft_s,
             itl_s=state.mean_s(min(unlucky, 1.0)) if batch else 0.0,
-            kv_share=crowd / self._room(share),
+            kv_share=crowd / room,
             batch=batch,
         )
 
@@ -161,24 +159,24 @@ class Pool:
         """Count the requests whose KV fits into a worker."""
         return self.model.kv_capacity_tokens / share.held_tokens
 
-    def _state(self, share: Share, level: float) -> "_State | None":
-        """Describe a worker whose batch is this part of what fits, or that spends this part of its time where it only computes prompts.
+    def _state(self, share: Share, level: float, fits: float) -> "_State | None":
+        """Describe a worker whose batch is this part of the requests that fit, or that spends this part of its time where it only computes prompts.
 
         A worker's time goes into steps that carry prompt tokens and steps that do not; a stream gets a token from each. One
         prompt a step while that is enough; else as many as come meanwhile, the price being linear in between.
         """
         model = self.model
-        batch = level * self._room(share) if share.answer_tokens else 0.0
+        batch = level * fits if share.answer_tokens else 0.0
         decoding = max(round(batch), 1) if batch else 0
         context = round(decoding * share.context_tokens)
         ranks = model.parallel.dp
-        room = self.max_batch_tokens - math.ceil(decoding / ranks)
-        if room < 1:
+        budget = self.max_batch_tokens - math.ceil(decoding / ranks)
+        if budget < 1:
             return None
-        chunk = min(room, share.new_tokens)
+        chunk = min(budget, share.new_tokens)
         cached = share.cached_tokens + (share.new_tokens - chunk) // 2
         pieces = share.new_tokens / chunk
-        most = min(max(room // share.new_tokens, 1), _PROMPTS_MAX) * ranks
+        most = min(max(budget // share.new_tokens, 1), _PROMPTS_MAX) * ranks
         one_s = model.mixed_step_s([(chunk, cached)], decoding, context)
         all_s = model.mixed_step_s([(chunk, cached)] * most, decoding, context) if most > 1 else one_s
         more_s = (all_s - one_s) / (most - 1) if most > 1 else 0.0
@@ -189,9 +187,7 @@ class Pool:
             # batch = rate x tokens x mean step, and of a second the part rate x steps x mixed goes into mixed steps.
             tokens = share.answer_tokens
             each_per_s = batch / decode_s / (tokens + batch * steps * (one_s / decode_s - 1))
-            if (
-                each_per_s * steps * one_s > 1
-            ):  # each step carries prompts, of all that came during the last one
+            if each_per_s * steps * one_s > 1:  # each step carries prompts: all that came during the last one
                 each_per_s = batch / (tokens * (one_s - more_s) + batch * steps * more_s)
         else:
             each_per_s = level * most / (steps * all_s)

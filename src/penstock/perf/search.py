@@ -88,6 +88,7 @@ class LayoutSearch:
     demand: Demand
     block_size: int
     link_bytes_per_s: Callable[[Parallel, Parallel], float]
+    _rathers: dict[Parallel, Demand] = field(default_factory=dict)
     _known: dict[tuple[Share, Demand, Parallel, int], list[_Found]] = field(default_factory=dict)
 
     @cached_property
@@ -171,7 +172,7 @@ class LayoutSearch:
         rest = self._rest(prefill.parallel, decode.parallel, count)
         if rest < 1:
             return None, None
-        rather = self._rather(prefill.parallel, decode.parallel)
+        rather = self._rather(decode.parallel)
         return self._prompt_size(prefill, count), self._answer_size(decode, rest, rather)
 
     def _layout(self, prefill: Roofline, decode: Roofline, count: int) -> Layout | None:
@@ -192,7 +193,7 @@ class LayoutSearch:
         first = self._prompt_size(prefill, count)
         if first is None:
             return
-        rather = self._rather(one, other)
+        rather = self._rather(other)
         for tokens in _SHARED_STEPS:
             best = 0.0, 0.0
             for local in _LOCAL:
@@ -212,7 +213,7 @@ class LayoutSearch:
     def _join(self, first: Pool, second: Pool, rate_per_s: float, local: float) -> Layout | None:
         """Put a prefill and a decode pool together, the latter with a part of the prompts; None where one is at its limit."""
         percentile = self.demand.percentile
-        one, other = first.model.parallel, second.model.parallel
+        other = second.model.parallel
         computed = first.predict(prompts(self.demand), (1 - local) * rate_per_s, percentile)
         share = answers(self.demand, self.block_size, local)
         generated = second.predict(share, rate_per_s, percentile)
@@ -224,7 +225,7 @@ class LayoutSearch:
         )
         prediction = Prediction(
             ttft_s=max(computed.ttft_s, generated.ttft_s if local else 0.0),
-            itl_s=generated.itl_s + self.demand.itl_s - self._rather(one, other).itl_s,
+            itl_s=generated.itl_s + self.demand.itl_s - self._rather(other).itl_s,
             kv_share=max(computed.kv_share, generated.kv_share),
             batch=generated.batch,
         )
@@ -237,10 +238,13 @@ class LayoutSearch:
         """Count the decode workers there is room for beside so many prefill workers."""
         return (self.devices - count * prefill.devices) // decode.devices
 
-    def _rather(self, prefill: Parallel, decode: Parallel) -> Demand:
-        """Give the targets of decode workers: a stream's hand-over is a part of the time between its tokens."""
-        delay_s = self.hand_over_s(prefill, decode) / (self.demand.output_tokens - 1)
-        return replace(self.demand, itl_s=self.demand.itl_s - delay_s)
+    def _rather(self, decode: Parallel) -> Demand:
+        """Give the targets of decode workers: a stream's hand-over, by the slowest link, is a part of the time between its tokens."""
+        if decode not in self._rathers:
+            delay_s = max(self.hand_over_s(model.parallel, decode) for model in self.models)
+            itl_s = self.demand.itl_s - delay_s / (self.demand.output_tokens - 1)
+            self._rathers[decode] = replace(self.demand, itl_s=itl_s)
+        return self._rathers[decode]
 
     def _prompt_size(self, model: Roofline, workers: int) -> _Found | None:
         """Find the smallest step at which prompts alone go about as fast as they can: it holds up the next ones least."""

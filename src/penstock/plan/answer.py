@@ -1,10 +1,11 @@
 """What comes of a question: the layouts worth most, whole and apart, and what others would give users."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.perf.search import Layout
 from penstock.plan.processes import Processes
 from penstock.plan.question import Question
@@ -14,8 +15,10 @@ OnProgress = Callable[[int, int], None]
 USUAL = Effort(requests=500, precision=0.03, step=1.06, layouts=3)
 _RUNS = 4
 """Rates at which a layout is simulated, about."""
-_CURVE = 11
+_CURVE_MIN, _CURVE_MAX = 4, 11
 """Targets along the curve."""
+_CURVE_PAIRS = 4000
+"""Pairs of parallelisms that are tried along it, about: fewer targets where there are many of them."""
 _SLOWEST_TOKENS_PER_S = 5.0
 _QUICKEST = 0.98
 """Of what a user gets of a worker alone, up to where the curve goes."""
@@ -68,6 +71,7 @@ def find_answer(
 
     Raises:
         ConfigError: no layout keeps the targets.
+        PenstockError: a process was killed.
     """
     search = question.search()
     kinds = search.aggregated(), search.disaggregated()
@@ -78,10 +82,15 @@ def find_answer(
     trials = [processes.submit(try_layout, question, layout, effort) for layout in tried]
     points = [processes.submit(point_at, question, target) for target in targets]
     work = [*trials, *points]
-    for done, _ in enumerate(as_completed(work), start=1):
-        on_progress(done, len(work))
-    found = [proposal for trial in trials if (proposal := trial.result()) is not None]
-    curve = tuple(point.result() for point in points)
+    try:
+        for done, _ in enumerate(as_completed(work), start=1):
+            on_progress(done, len(work))
+        found = [proposal for trial in trials if (proposal := trial.result()) is not None]
+        curve = tuple(point.result() for point in points)
+    except BrokenProcessPool as error:
+        raise PenstockError(
+            "a process that simulated was killed, perhaps as memory ran out; free some and try again"
+        ) from error
     too_large = [kind[0] for kind in kinds if kind and kind[0] not in tried]
     found += map(predicted, too_large)
     if not found:
@@ -89,12 +98,14 @@ def find_answer(
     return Answer(question, tuple(sorted(found, key=_rank)), curve)
 
 
-def promising(question: Question, layouts: Iterable[Layout], effort: Effort) -> list[Layout]:
-    """Choose those to be simulated: the best by prediction, not all of them spread alike."""
+def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> list[Layout]:
+    """Choose those to be simulated: the best by prediction, not all of them spread alike; fewer where runs are long."""
     chosen: list[Layout] = []
+    if not layouts:
+        return chosen
+    requests = requests_of_run(question.demand, layouts[0].rate_per_s, effort.requests)
+    count = min(effort.requests_max // (_RUNS * requests), effort.layouts)
     for layout in layouts:
-        requests = requests_of_run(question.demand, layout.rate_per_s, effort.requests)
-        count = min(effort.requests_max // (_RUNS * requests), effort.layouts)
         alike = sum(_spread(layout) == _spread(other) for other in chosen)
         if len(chosen) < count and alike < effort.alike:
             chosen.append(layout)
@@ -103,10 +114,11 @@ def promising(question: Question, layouts: Iterable[Layout], effort: Effort) -> 
 
 def user_targets(question: Question) -> list[float]:
     """Give tokens a second and user, from slow reading to the quickest worker."""
-    context = round(question.demand.context_tokens)
-    most = max(_QUICKEST / model.decode_step_s(1, context) for model in question.search().models)
+    context, models = round(question.demand.context_tokens), question.search().models
+    most = max(_QUICKEST / model.decode_step_s(1, context) for model in models)
     least = min(_SLOWEST_TOKENS_PER_S, most / 2)
-    return [least * (most / least) ** (number / (_CURVE - 1)) for number in range(_CURVE)]
+    count = min(max(_CURVE_PAIRS // len(models) ** 2, _CURVE_MIN), _CURVE_MAX)
+    return [least + (most - least) * number / (count - 1) for number in range(count)]
 
 
 def point_at(question: Question, user_tokens_per_s: float) -> Point:
