@@ -100,8 +100,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=st.sampled_from([(), (), (1, 2, 3), tuple(range(0, VOCAB, 4))]),
         ),
         moved=st.integers(0, 3),
+        hand_over=st.booleans(),
+        has_tail=st.booleans(),
     )
-    def submit(self, burst, length, sampling, moved):
+    def submit(self, burst, length, sampling, moved, *, hand_over, has_tail):
         for family in range(burst):
             prompt = [(family + 7 * index) % VOCAB for index in range(length)]  # a family shares prefixes
             whole, _ = whole_answer(prompt, sampling)
@@ -113,8 +115,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                 token_ids=pack_tokens(prompt + whole[:done]),
                 sampling=sampling,
                 num_emitted=done,
+                hand_over=hand_over,
             )
+            tail = self.scheduler.reserve(1) if has_tail else None
             self.submit_one(request, prompt)
+            if tail is not None:
+                self.lend(request, prompt + whole[:done], *tail)
+
+    def lend(self, request, known, block_id):
+        """Have a request begin with a block that came from elsewhere: all its tokens after full blocks but the last one."""
+        full, tokens = divmod(len(known) - 1, BLOCK_SIZE)
+        for position in range(tokens):
+            self.cells[block_id, position] = hash(tuple(known[: full * BLOCK_SIZE + position + 1]))
+        self.cells[block_id, tokens:] = 0
+        self.scheduler.lend_tail(request.request_id, block_id, tokens)
 
     def submit_one(self, request, prompt):
         waiting = self.scheduler.load().waiting_requests
@@ -239,7 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (delta.cached_tokens is not None) == (bool(tokens) and not expected.heard)
             expected.heard |= bool(tokens)
             if delta.finish_reason is not None:
-                del self.expected[delta.request_id]
+                self.claim_tail(self.expected.pop(delta.request_id), delta.finish_reason)
             if delta.finish_reason is not FinishReason.ERROR:
                 whole = expected.emitted == len(expected.tokens)
                 assert delta.finish_reason == (expected.reason if whole else None)
@@ -255,20 +269,40 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.resident.issuperset(hashes)
                 self.resident.difference_update(hashes)
 
+    def claim_tail(self, ended, reason):
+        """Of two requests that end with one block in the middle of another, one's is claimed, and stays as it is."""
+        request = ended.request
+        known = [*ended.prompt, *ended.tokens[: ended.emitted]]
+        if hash(request.request_id) % 2:
+            return
+        block_id = self.scheduler.tails.claim(request.request_id)
+        full, tokens = divmod(len(known) - 1, BLOCK_SIZE)
+        is_kept = request.hand_over and tokens > 0 and reason is not FinishReason.ERROR
+        assert (block_id is not None) == is_kept
+        if block_id is not None:
+            for position in range(tokens):
+                digest = hash(tuple(known[: full * BLOCK_SIZE + position + 1]))
+                assert self.cells[block_id, position] == digest, "the tail of another prompt"
+            self.hold([block_id])
+
     @invariant()
     def state_is_sound(self):
         if self.plan is None:
             self.scheduler.check()
 
-    def teardown(self):
+    def unpin_all(self):
         while self.held:
             self.scheduler.pins.unpin(self.held.pop()[0])
+
+    def teardown(self):
+        self.unpin_all()
         for _ in range(2000):
             if self.plan is None:
                 self.begin_step()
                 if self.plan is None:
                     break
             self.end_step()
+        self.unpin_all()  # tails of those that ended just now
         assert self.plan is None, "it never comes to rest"
         assert not self.expected, "accepted, but never answered"
         load = self.scheduler.load()

@@ -23,7 +23,7 @@ _log = get_logger()
 
 
 class BatchedEngine:
-    """Implements `Engine`, `KvBlocks` and `RoleAware` over a runner.
+    """Implements `Engine`, `KvBlocks`, `KvTails` and `RoleAware` over a runner.
 
     A step that fails ends the requests it was computing and no others; several in a row end the engine.
     Not thread-safe: call everything on one event loop.
@@ -160,6 +160,12 @@ class BatchedEngine:
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
         self.scheduler.pins.unpin(block_ids)
         self._wake.set()
+
+    def claim_tail(self, request_id: RequestId) -> BlockId | None:
+        return self.scheduler.tails.claim(request_id)
+
+    def lend_tail(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        self.scheduler.lend_tail(request_id, block_id, num_tokens)
 
     @property
     def scheduler(self) -> Scheduler:

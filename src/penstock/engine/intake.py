@@ -8,7 +8,9 @@ from penstock.engine.queue import WaitingQueue
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.sequences import Sequence, SequenceLimits
 from penstock.engine.slots import Slots
+from penstock.engine.tails import Tails
 from penstock.kv.onboarding import Onboarding
+from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
 from penstock.kv.tiers import TierBlocks, TieredPool
 
@@ -30,6 +32,10 @@ class Intake:
         onboarding: Onboarding | None,
     ) -> None:
         self.config = config
+        self.pins = Pins(pool, self.look_again)
+        """Blocks held for transfers."""
+        self.tails = Tails(self.pins)
+        """Those of them that no cache can give."""
         self.prefix_hit_tokens = 0
         """Tokens that were not computed as they were cached, so far."""
         self._waiting = waiting
@@ -66,16 +72,19 @@ class Intake:
             hits = self._match(sequence)
             runs = self._worth_fetching(sequence, hits)
             held = hits + [block_id for run in runs if run.tier is Tier.DEVICE for block_id in run.block_ids]
-            needed = known // size + 1 - len(held)
+            tail = self._tail_tokens(sequence, (known - 1) // size - len(hits))
+            needed = known // size + 1 - len(held) - bool(tail)
             room = self._pool.num_available - self._pool.count_idle(held)
             if needed + reserved > room:
+                if self.tails.give_all_back():
+                    continue
                 self._is_blocked = True
                 break
             if runs:
                 slot = self._take_in_to_onboard(sequence, hits, runs)
             else:
-                count = min(budget, self.config.prompt_budget, known - len(hits) * size)
-                slot = self._take_in(sequence, hits, count)
+                count = min(budget, self.config.prompt_budget, known - len(hits) * size - tail)
+                slot = self._take_in(sequence, hits, tail, count)
                 budget -= count
                 slots.append(slot)
                 counts.append(count)
@@ -100,11 +109,22 @@ class Intake:
         fetched = sum(len(run.block_ids) for run in self._worth_fetching(sequence, hits))
         return len(sequence.token_ids) - (len(hits) + fetched) * self._limits.block_size
 
-    def _take_in(self, sequence: Sequence, hits: list[BlockId], num_new: int) -> int:
-        """Give a waiting request a slot, the cached blocks it hits, and blocks for its first tokens."""
+    def _tail_tokens(self, sequence: Sequence, lacking: int) -> int:
+        """Count the tokens that it has past its full blocks; what is of no use, as of these some are lacking, is let go."""
+        tail = self.tails.tokens_of(sequence.request.request_id)
+        if lacking or tail > (len(sequence.token_ids) - 1) % self._limits.block_size:
+            self.tails.give_back(sequence.request.request_id)
+            return 0
+        return tail
+
+    def _take_in(self, sequence: Sequence, hits: list[BlockId], tail: int, num_new: int) -> int:
+        """Give a waiting request a slot, the blocks that it has already, and blocks for its first tokens."""
         cached = len(hits) * self._limits.block_size
         slot = self._seat(sequence, hits, cached)
-        block_ids = self._pool.allocate(self._limits.blocks_for(cached + num_new) - len(hits))
+        if tail:
+            self._slots.add_tail(slot, self.tails.take(sequence.request.request_id), tail)
+        lacking = self._limits.blocks_for(cached + tail + num_new) - len(hits) - bool(tail)
+        block_ids = self._pool.allocate(lacking)
         assert block_ids is not None, "admitted without room"
         self._slots.add_blocks(slot, block_ids)
         return slot

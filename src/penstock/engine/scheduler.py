@@ -25,7 +25,6 @@ from penstock.engine.sequences import Sampled, Sequence, SequenceLimits, Sequenc
 from penstock.engine.slots import Int32s, Slots
 from penstock.engine.turns import Turns
 from penstock.kv.onboarding import Onboarding
-from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
 from penstock.kv.tiers import TieredPool
 
@@ -72,8 +71,7 @@ class Scheduler:
         self._intake = Intake(
             self._waiting, self._slots, pool, limits=limits, config=config, onboarding=onboarding
         )
-        self.pins = Pins(pool, self._intake.look_again)
-        """Blocks held for transfers."""
+        self.pins, self.tails = self._intake.pins, self._intake.tails
         self._steps = self._preemptions = 0
         self._prefilled_tokens = self._generated_tokens = 0
         self.assume(Role.AGGREGATED, config)
@@ -123,11 +121,20 @@ class Scheduler:
         else:
             self._drop(sequence)
 
+    def lend_tail(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        """Take a held block over for a request that was submitted this moment; see `seams.KvTails`."""
+        sequence = self._by_id.get(request_id)
+        if sequence is None or sequence.slot is not None:
+            self.pins.unpin([block_id])
+        else:
+            self.tails.lend(request_id, block_id, num_tokens)
+
     # ---- one step -------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """Choose what to compute next; None while there is nothing to do (`take_step` may still have something)."""
         self.check_between_steps()
+        self.tails.forget_kept()
         self._take_arrived()
         table = self.table
         slots = self._slots.running_array()
@@ -235,6 +242,8 @@ class Scheduler:
         self._waiting.check()
         if self._onboarding is not None:
             self._onboarding.check()
+        waiting = {request_id for request_id, sequence in self._by_id.items() if sequence.slot is None}
+        self.tails.check(waiting)
         held = Counter(self._slots.holders())
         held.update(self.pins.holders())
         assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
@@ -302,6 +311,8 @@ class Scheduler:
                 if block_ids is not None:
                     self._slots.add_blocks(int(slots[row]), block_ids)
                     break
+                if self.tails.give_all_back():
+                    continue
                 self._preempt(self._slots.running[-1])
         return min(len(self._slots.running), len(slots))
 
@@ -357,8 +368,16 @@ class Scheduler:
                 deltas[index] = replace(deltas[index], logprobs=(logprob,))
         for slot in slots[ended].tolist():
             del self._by_id[self._slots.request_ids[slot]]
+            self._keep_tail(slot)
             self._vacate(slot)
         return deltas
+
+    def _keep_tail(self, slot: int) -> None:
+        """Keep the last block of a request that is to be handed over, where it is not full: no cache would give it."""
+        request, computed = self.table.requests[slot], int(self.table.num_computed[slot])
+        full, tail = divmod(computed, self._limits.block_size)
+        if request is not None and request.hand_over and tail:
+            self.tails.keep(request.request_id, BlockId(int(self.table.block_tables[slot, full])))
 
     def _prefilling(self, plan: StepPlan) -> tuple[RequestId, ...]:
         """Name the requests that had a chunk of their prompt computed, and have more of it to come."""
@@ -393,6 +412,7 @@ class Scheduler:
             self._vacate(sequence.slot)
         else:
             self._waiting.remove(sequence)
+            self.tails.give_back(sequence.request.request_id)
             self._intake.look_again()
 
     def _vacate_aborted(self) -> None:

@@ -100,6 +100,11 @@ class Slots:
         self.table.block_tables[slot, start:end] = block_ids
         self.table.num_blocks[slot] = end
 
+    def add_tail(self, slot: int, block_id: BlockId, num_tokens: int) -> None:
+        """Put a block after those of a slot whose first tokens are computed, and not all."""
+        self.add_blocks(slot, [block_id])
+        self.table.num_computed[slot] += num_tokens
+
     def append(self, slots: Int32s, token_ids: Int32s) -> tuple[Bools, Bools]:
         """Add one token to each of the slots.
 

@@ -63,6 +63,15 @@ class Pins:
             self._held.update(block_ids)
         return block_ids
 
+    def hold(self, block_ids: Sequence[BlockId]) -> None:
+        """Hold blocks that somebody else holds too."""
+        self._pool.acquire(block_ids)
+        self._held.update(block_ids)
+
+    def pass_on(self, block_ids: Sequence[BlockId]) -> None:
+        """Leave blocks to somebody else, who holds them from now on."""
+        self._forget(block_ids)
+
     def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
         """Put held blocks into the prefix cache: their content is complete. They stay held.
 
@@ -79,15 +88,18 @@ class Pins:
 
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
         """Let go of blocks, in the order of their sequence; what is published stays cached while there is room."""
-        self._held.subtract(block_ids)
-        lowest = min((self._held[block_id] for block_id in block_ids), default=0)
-        assert lowest >= 0, "unpinned more often than pinned"
-        for block_id in block_ids:
-            if not self._held[block_id]:
-                del self._held[block_id]
+        self._forget(block_ids)
         self._pool.release(block_ids)
         self._on_change()
 
     def holders(self) -> dict[BlockId, int]:
         """Count how often each block is held, to check the pool's references."""
         return dict(self._held)
+
+    def _forget(self, block_ids: Sequence[BlockId]) -> None:
+        self._held.subtract(block_ids)
+        lowest = min((self._held[block_id] for block_id in block_ids), default=0)
+        assert lowest >= 0, "unpinned more often than pinned"
+        for block_id in block_ids:
+            if not self._held[block_id]:
+                del self._held[block_id]

@@ -8,7 +8,7 @@ implementation, which is the reference the others are tested against.
 from penstock.core.routing_context import PriceColumns, RoutingContext
 from penstock.seams.discovery import Discovery, Registration
 from penstock.seams.dispatch import RequestDispatcher, RequestStream
-from penstock.seams.engine import Engine, KvBlocks, RoleAware
+from penstock.seams.engine import Engine, KvBlocks, KvTails, RoleAware
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -33,6 +33,7 @@ __all__ = [
     "FrontendSink",
     "HistoryPolicy",
     "KvBlocks",
+    "KvTails",
     "Link",
     "Move",
     "PlaneServer",

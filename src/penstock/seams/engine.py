@@ -112,3 +112,27 @@ class RoleAware(Protocol):
             what it says of itself in this role: `max_batch_tokens` and `prompts_at_once` may be others.
         """
         ...
+
+
+@runtime_checkable
+class KvTails(KvBlocks, Protocol):
+    """What an engine may offer beside `KvBlocks`, so that the tokens past a prompt's full blocks move too. Sync, likewise."""
+
+    def claim_tail(self, request_id: RequestId) -> BlockId | None:
+        """Hold the last block of a request with `hand_over` that ended in the step just yielded; None where that is full.
+
+        After the next step has begun it is too late.
+        """
+        ...
+
+    def lend_tail(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        """Have a request, submitted this moment, begin with a held block after its full ones, if all these are resident.
+
+        The engine lets go of it, used or not: for a request that it does not know as well.
+
+        Args:
+            request_id: whose.
+            block_id: held by the caller until now.
+            num_tokens: computed in it, of the request's tokens after its full blocks.
+        """
+        ...
