@@ -24,6 +24,7 @@ from penstock.core.errors import (
 from penstock.core.hashing import block_hashes
 from penstock.core.types import FinishReason, InstanceState, Role
 from penstock.core.wire import unpack_tokens
+from penstock.engine.tails import Tails
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop import Deadlock, run
 from penstock.testing.cluster import MemoryCluster
@@ -43,7 +44,7 @@ from penstock.worker.hand_over import HandOver
 from penstock.worker.offers import Offers
 from penstock.worker.pin_messages import PinRead
 from penstock.worker.prefetches import Prefetches
-from penstock.worker.reader import Reader
+from penstock.worker.reader import Growth, Reader
 
 pytestmark = pytest.mark.slow
 
@@ -384,10 +385,32 @@ def piece_under_the_name_of_the_next():
     """A piece of a prompt is read from where the next one begins."""
     original = Prefetches._read
 
-    async def read(self, arriving, held, hashes, *, peer, sources):
-        await original(self, arriving, held, hashes, peer=peer, sources=np.roll(sources, 1))
+    async def read(self, arriving, held, hashes, *, peer, growth):
+        rolled = Growth(growth.num_blocks_max, np.roll(growth.block_ids, 1), growth.tail)
+        await original(self, arriving, held, hashes, peer=peer, growth=rolled)
 
     with mock.patch.object(Prefetches, "_read", read):
+        yield
+
+
+@mutant
+def tail_that_is_claimed_and_let_go():
+    """An engine lets the block with a prompt's last tokens go although somebody has claimed it."""
+    with mock.patch.object(Tails, "claim", lambda self, request_id: self._kept.get(request_id)):
+        yield
+
+
+@mutant
+def tail_that_is_lent_unread():
+    """The last tokens of a prompt are taken to be there, and were not fetched."""
+    read = Reader.read
+
+    async def without_the_tail(self, peer, handle, targets, sources, **kind):
+        has_tail = len(handle.block_ids) // 4 > handle.num_tokens // BLOCK_SIZE and len(targets) > 1
+        end = -1 if has_tail else None
+        await read(self, peer, handle, targets[:end], sources[:end], **kind)
+
+    with mock.patch.object(Reader, "read", without_the_tail):
         yield
 
 

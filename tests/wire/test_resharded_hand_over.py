@@ -34,6 +34,6 @@ def test_blocks_of_two_ranks_become_those_of_four(transport):
             hand_over = cluster.worker("d").hand_over
             assert (len(tokens), hand_over.failures, hand_over.fetched_blocks) == (5, {}, 12)
             assert hand_over.exchange.transports == (transport,)
-            assert cluster.engine("d").load().prefilled_tokens == 3
+            assert cluster.engine("d").load().prefilled_tokens == 1
 
     run_async(main())

@@ -21,12 +21,12 @@ from penstock.core.errors import (
     PenstockError,
     TransferError,
 )
-from penstock.core.ids import RequestId, WorkerId
+from penstock.core.ids import BlockId, RequestId, WorkerId
 from penstock.core.kv_exchange import KvExchange
 from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, KvHandle, Prefetch, Request
 from penstock.core.wire import HashArray, encode, unpack_hashes
-from penstock.seams import KvBlocks
+from penstock.seams import KvBlocks, KvTails
 from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import HandOverConfig
 from penstock.worker.kv_regions import KvRegions
@@ -78,6 +78,7 @@ class HandOver:
         self.failures: dict[str, int] = {}
         """Why prompts were computed again, by the error's code."""
         self._engine = engine
+        self._tails = engine if isinstance(engine, KvTails) else None
         self._info = info
         self._config = config
         self._agent = agent
@@ -246,11 +247,12 @@ class HandOver:
     async def _fetch(
         self, request: Request, handle: KvHandle, arriving: Arriving | None, submit: Submit
     ) -> None:
+        tail: list[BlockId] = []
         try:
             async with asyncio.timeout(handle.ttl_s):
                 if arriving is not None:
                     await arriving.arrived.wait()
-                await self._bring(request, handle, arriving)
+                tail = await self._bring(request, handle, arriving)
         except TimeoutError:
             self._failed(request, DeadlineExceeded(f"not here within the {handle.ttl_s:g} s of its handle"))
         except PenstockError as error:
@@ -259,27 +261,39 @@ class HandOver:
             _log.exception("kv_fetch_failed", request_id=request.request_id)
             self._failed(request, EngineError(f"{type(error).__name__}: {error}; see the log"))
         if self._fetches.get(request.request_id) is not asyncio.current_task():
+            self._engine.unpin(tail)
             return  # given up meanwhile; by now its id may be another's
         del self._fetches[request.request_id]
         submit(msgspec.structs.replace(request, kv=None))
+        for block_id in tail:
+            assert self._tails is not None, "it was made room for"
+            self._tails.lend_tail(request.request_id, block_id, handle.num_tokens % self._info.block_size)
 
-    async def _bring(self, request: Request, handle: KvHandle, arriving: Arriving | None) -> None:
+    async def _bring(self, request: Request, handle: KvHandle, arriving: Arriving | None) -> list[BlockId]:
         """Fetch the blocks that are lacking, and publish them once it is certain that they are what they should be.
 
         What has `arriving` is here, and is let go once it is held anew.
+
+        Returns:
+            the block with the tokens past the full ones, held; none where no block was fetched: it alone would cost messages.
         """
         offered = np.frombuffer(handle.block_ids, "<u4")
-        hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[: len(offered)]
+        num_full, tail_tokens = divmod(handle.num_tokens, self._info.block_size)
+        hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[:num_full]
         peer = await self._meet(handle)
         is_told = False
+        tail = [] if arriving is None else arriving.take_tail()
         if arriving is not None:
             arriving.let_go()  # with the next turn of the loop
         try:
             held, reserved = await self._hold(hashes)
             try:
                 if reserved:
-                    sources = offered[len(held) : len(held) + len(reserved)]
-                    await self._reader.read(peer, handle, reserved, sources)
+                    lacking: list[BlockId] = []
+                    if tail_tokens and not tail and self._tails is not None:
+                        tail = lacking = list(self._engine.reserve(1) or ())
+                    sources = offered[len(held) : num_full + len(lacking)]
+                    await self._reader.read(peer, handle, [*reserved, *lacking], sources)
                     is_told = True
                     parent = int(hashes[len(held) - 1, 0]) if held else None
                     self._engine.publish(reserved, hashes[len(held) :], parent)
@@ -288,7 +302,10 @@ class HandOver:
                 self._engine.unpin(reserved)
                 self._engine.unpin(held)
                 self._room.set()
+            brought, tail = tail, []
+            return brought
         finally:
+            self._engine.unpin(tail)
             if not is_told:
                 self._let_go(peer, handle)
 

@@ -10,8 +10,8 @@ import numpy as np
 from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, KvHandle, Request
-from penstock.core.wire import HashArray, unpack_hashes
-from penstock.seams import KvBlocks
+from penstock.core.wire import HashArray, num_tokens, unpack_hashes
+from penstock.seams import KvBlocks, KvTails
 from penstock.worker.config import HandOverConfig
 from penstock.worker.kv_regions import KvRegions
 from penstock.worker.pin_messages import PinGrown, PinHeld
@@ -26,6 +26,7 @@ Tell = Callable[[str, PinGrown | PinHeld], None]
 class _Offer:
     """Blocks of one prompt. More of `hashes` follow until it `is_whole`; `num_counted` blocks count against the bound.
 
+    `tail` is the block with the `tail_tokens` past the full ones, or none: it has no hash, and only the handle names it.
     `followers` are the read ids of those agents that are told when it grows.
     """
 
@@ -36,6 +37,8 @@ class _Offer:
     num_counted: int
     timer: asyncio.TimerHandle
     is_whole: bool = False
+    tail: list[BlockId] = field(default_factory=list)
+    tail_tokens: int = 0
     followers: dict[str, int] = field(default_factory=dict)
 
 
@@ -68,6 +71,7 @@ class Offers:
         """Set while nothing is held."""
         self.none_left.set()
         self._engine = engine
+        self._tails = engine if isinstance(engine, KvTails) else None
         self._info = info
         self._producer = producer
         self._config = config
@@ -99,10 +103,10 @@ class Offers:
         """Hold what has been computed since of a prompt that was opened; no error where it was not."""
         pin_id = self._pins.get(request_id)
         if pin_id is not None:
-            self._extend(pin_id, is_whole=False)
+            self._extend(pin_id)
 
     def make(self, request: Request, owner: Hashable, regions: KvRegions, agent: bytes) -> KvHandle | None:
-        """Hold the full blocks of a request whose prompt was computed this moment.
+        """Hold the blocks of a request whose prompt was computed this moment, the last one full or not.
 
         Args:
             request: as it came.
@@ -120,7 +124,7 @@ class Offers:
         if pin_id is None:
             self.refused += len(request.block_hashes) > 0
             return None
-        self._extend(pin_id, is_whole=True)
+        self._extend(pin_id, request)
         return self._handle(pin_id, regions, agent)
 
     def follow(self, pin_id: PinId, agent: str, read_id: int) -> None:
@@ -149,7 +153,7 @@ class Offers:
         if self._pins.get(offer.request_id) == pin_id:
             del self._pins[offer.request_id]
         self._held_blocks -= offer.num_counted
-        self._engine.unpin(offer.block_ids)
+        self._engine.unpin([*offer.block_ids, *offer.tail])
         if not self._held:
             self.none_left.set()
         return True
@@ -183,12 +187,11 @@ class Offers:
         assert all(self._held[pin_id].request_id == request for request, pin_id in self._pins.items())
         for offer in self._held.values():
             assert offer.is_whole or offer.request_id in self._opened, "who grows is under way"
-            assert len(offer.block_ids) <= offer.num_counted, "what is held counts"
+            assert len(offer.block_ids) + len(offer.tail) <= offer.num_counted, "what is held counts"
 
     def _hold(self, request: Request, owner: Hashable) -> PinId | None:
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)
-        room = int(self._config.pinned_share_max * self._info.total_blocks) - self._held_blocks
-        if len(hashes) > room:
+        if len(hashes) > self._room:
             return None
         block_ids = list(self._engine.pin(hashes))
         if not block_ids:
@@ -201,8 +204,25 @@ class Offers:
         self._held_blocks += offer.num_counted
         return pin_id
 
-    def _extend(self, pin_id: PinId, *, is_whole: bool) -> None:
-        offer = self._held[pin_id]
+    @property
+    def _room(self) -> int:
+        """Blocks that may be held beside those that are."""
+        return int(self._config.pinned_share_max * self._info.total_blocks) - self._held_blocks
+
+    def _hold_tail(self, request: Request, offer: _Offer) -> None:
+        """Hold the tokens past the full blocks, where the engine gives them and all blocks before them are held."""
+        if self._tails is None or len(offer.block_ids) < len(offer.hashes) or self._room < 1:
+            return
+        tail = self._tails.claim_tail(request.request_id)
+        if tail is not None:
+            offer.tail = [tail]
+            offer.tail_tokens = num_tokens(request.token_ids) % self._info.block_size
+            offer.num_counted += 1
+            self._held_blocks += 1
+
+    def _extend(self, pin_id: PinId, ended: Request | None = None) -> None:
+        """Hold what there is now of a prompt: all of it, where its request has `ended`."""
+        offer, is_whole = self._held[pin_id], ended is not None
         known = len(offer.block_ids)
         more = self._engine.pin(offer.hashes[known:])
         if not (more or is_whole):
@@ -211,20 +231,22 @@ class Offers:
         offer.timer.cancel()
         offer.timer = self._timer(pin_id)
         offer.is_whole = is_whole
-        if is_whole:
+        if ended is not None:
             self._held_blocks -= offer.num_counted - len(offer.block_ids)
             offer.num_counted = len(offer.block_ids)
+            self._hold_tail(ended, offer)
         for agent, read_id in offer.followers.items():
             self._tell(agent, _grown(pin_id, offer, read_id, known))
 
     def _handle(self, pin_id: PinId, regions: KvRegions, agent: bytes) -> KvHandle:
         offer = self._held[pin_id]
+        num_full = offer.num_counted - len(offer.tail)
         return KvHandle(
             producer=self._producer,
             pin_id=pin_id,
             ttl_s=self._config.pin_ttl_s,
-            num_tokens=offer.num_counted * self._info.block_size,
-            block_ids=_packed(offer.block_ids) if offer.is_whole else b"",
+            num_tokens=num_full * self._info.block_size + offer.tail_tokens,
+            block_ids=_packed([*offer.block_ids, *offer.tail]) if offer.is_whole else b"",
             agent=agent,
             layout=regions.encoded,
             regions=regions.ids,
@@ -251,8 +273,9 @@ def _grown(pin_id: PinId, offer: _Offer, read_id: int, first: int) -> PinGrown:
         pin_id=pin_id,
         read_id=read_id,
         first=first,
-        block_ids=_packed(offer.block_ids[first:]),
+        block_ids=_packed([*offer.block_ids[first:], *offer.tail]),
         is_whole=offer.is_whole,
+        tail_tokens=offer.tail_tokens,
     )
 
 

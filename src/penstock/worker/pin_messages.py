@@ -36,13 +36,17 @@ class PinFollow(Wire, frozen=True, tag="pin_follow"):
 
 
 class PinGrown(Wire, frozen=True, tag="pin_grown"):
-    """The answers: the pin's blocks from its `first` on, packed little-endian uint32. No more come once it `is_whole`."""
+    """The answers: the pin's blocks from its `first` on, packed little-endian uint32. No more come once it `is_whole`.
+
+    Then one more follows these if there are `tail_tokens`, past the full blocks.
+    """
 
     pin_id: PinId
     read_id: int
     first: int
     block_ids: bytes
     is_whole: bool
+    tail_tokens: int = 0
 
 
 PIN_MESSAGES = msgspec.msgpack.Decoder(PinRead | PinCheck | PinHeld | PinFollow | PinGrown)

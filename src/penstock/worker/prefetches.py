@@ -8,16 +8,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from penstock.core.errors import EngineError, Overloaded, PenstockError
 from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, KvHandle, Prefetch
 from penstock.core.wire import HashArray, unpack_hashes
-from penstock.seams import KvBlocks
+from penstock.seams import KvBlocks, KvTails
 from penstock.transfer import Peer
 from penstock.worker.config import HandOverConfig
 from penstock.worker.pin_messages import PinCheck
-from penstock.worker.reader import Reader
+from penstock.worker.reader import Growth, Reader
 
 _log = get_logger()
 
@@ -29,7 +31,8 @@ Held = tuple[list[BlockId], list[BlockId]]
 class Arriving:
     """One prompt on its way. Its task holds blocks for it, until it is cancelled or its time is up.
 
-    `held` are these, None while there is no room; the first `num_read` of the reserved ones are read and published.
+    `held` are these, None while there is no room; the first `num_read` of the reserved ones are read and published. `tail`
+    is one that is read too, with the tokens past the full blocks; none where that is not so.
     `arrived` is set once no more of it will come.
     """
 
@@ -39,8 +42,14 @@ class Arriving:
     num_blocks: int
     held: Held | None = None
     num_read: int = 0
+    tail: list[BlockId] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+
+    def take_tail(self) -> list[BlockId]:
+        """Hand `tail` over to the caller, who holds it from now on."""
+        tail, self.tail = self.tail, []
+        return tail
 
     def let_go(self) -> None:
         """Stop it, and give up what it holds; what has been published stays in the cache."""
@@ -77,6 +86,7 @@ class Prefetches:
         self.failures: dict[str, int] = {}
         """Prompts that came in part or not at all, by the error's code."""
         self._engine = engine
+        self._takes_tails = isinstance(engine, KvTails)
         self._info = info
         self._config = config
         self._meet = meet
@@ -179,20 +189,27 @@ class Prefetches:
                 if arriving.held is None:
                     arriving.held = self._try_to_hold(hashes)
                 if arriving.held is not None:
-                    await self._read(arriving, arriving.held, hashes, peer=peer, sources=growth.block_ids)
+                    await self._read(arriving, arriving.held, hashes, peer=peer, growth=growth)
         if arriving.held is None:
             raise Overloaded(f"no room for {len(hashes)} blocks while they were computed")
 
     async def _read(
-        self, arriving: Arriving, held: Held, hashes: HashArray, *, peer: Peer, sources: HashArray
+        self, arriving: Arriving, held: Held, hashes: HashArray, *, peer: Peer, growth: Growth
     ) -> None:
         """Read the blocks that there are and were not read before, and publish them."""
-        here, reserved = held
+        (here, reserved), sources = held, growth.block_ids
         start, end = len(here) + arriving.num_read, len(sources)
         if start >= end:
             return
         targets = reserved[arriving.num_read : end - len(here)]
-        await self._reader.read(peer, arriving.handle, targets, sources[start:], last=PinCheck)
+        tail = list(self._engine.reserve(1) or ()) if len(growth.tail) and self._takes_tails else []
+        sources = np.concatenate((sources[start:], growth.tail[: len(tail)]))
+        try:
+            await self._reader.read(peer, arriving.handle, [*targets, *tail], sources, last=PinCheck)
+        except BaseException:
+            self._engine.unpin(tail)
+            raise
+        arriving.tail = tail
         self._engine.publish(targets, hashes[start:end], int(hashes[start - 1, 0]) if start else None)
         arriving.num_read += len(targets)
         self.fetched_blocks += len(targets)
@@ -204,6 +221,7 @@ class Prefetches:
     def _end(self, arriving: Arriving) -> None:
         """Give back what one held that is over."""
         self._under_way.discard(arriving)
+        self._engine.unpin(arriving.take_tail())
         if self._unclaimed.get(arriving.request_id) is arriving:
             del self._unclaimed[arriving.request_id]
         if arriving.held is not None:

@@ -23,10 +23,11 @@ _LOOK_S = 0.1
 
 @dataclass(slots=True)
 class Growth:
-    """What a producer has said of a pin that grows; it has at most `num_blocks_max`."""
+    """What a producer has said of a pin that grows; it has at most `num_blocks_max`, and perhaps one past the full ones, `tail`."""
 
     num_blocks_max: int
     block_ids: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
+    tail: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
     is_whole: bool = False
     error: PenstockError | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -34,6 +35,8 @@ class Growth:
     def add(self, message: PinGrown) -> None:
         """Take what the producer says."""
         more = np.frombuffer(message.block_ids, "<u4")
+        if message.tail_tokens:
+            more, self.tail = more[:-1], more[-1:]
         if message.first != len(self.block_ids) or message.first + len(more) > self.num_blocks_max:
             self.fail(
                 ProtocolError(

@@ -74,7 +74,7 @@ def test_a_worker_that_does_both_fetches_too():
     async def scene(cluster, dispatcher):
         await whole_answer(dispatcher, tiny_request("a"))
         assert fetched(cluster, "a0") == BLOCKS
-        assert cluster.engine("a0").load().prefilled_tokens == 3
+        assert cluster.engine("a0").load().prefilled_tokens == 1
 
     play(scene, ("p0", "a0"))
 

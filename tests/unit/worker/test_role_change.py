@@ -63,7 +63,7 @@ def test_a_prefill_worker_decodes_and_prefills_again():
         await dispatcher.change_role("p0", Role.PREFILL)
         d0 = prefilled(cluster, "d0")
         assert (await whole_answer(dispatcher, tiny_request("c", seed=9)))[1] is not None
-        assert prefilled(cluster, "d0") - d0 == 3, "prompts come from the prefill worker again"
+        assert prefilled(cluster, "d0") - d0 == 1, "prompts come from the prefill worker again"
         assert (await whole_answer(dispatcher, tiny_request("d")))[0] == alone[0]
         await asyncio.sleep(60)
         for name in cluster.names:
