@@ -68,7 +68,7 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
         assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == 4
         decode = await site.load("decode-1")
         size = 16
-        assert decode["prefilled_tokens"] <= 4 * size, "only what no full block holds is computed again"
+        assert decode["prefilled_tokens"] <= 4 * size, "next to nothing is computed again"
         assert (await site.load("prefill-1"))["generated_tokens"] == 4
 
         async def nothing_is_held():

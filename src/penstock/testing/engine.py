@@ -14,11 +14,12 @@ from penstock.testing.engine_answers import EngineAnswers
 from penstock.testing.engine_blocks import EngineBlocks
 from penstock.testing.engine_case import FOREVER, SETUP
 from penstock.testing.engine_probe import make_request
+from penstock.testing.engine_tails import EngineTails
 from penstock.testing.loop import run_async
 
 
-class EngineSuite(EngineAnswers, EngineBlocks):
-    """Tests of `Engine` and `BlockAccess`; those written here are about starting, ending and giving up."""
+class EngineSuite(EngineAnswers, EngineBlocks, EngineTails):
+    """Tests of `Engine`, `KvBlocks` and `KvTails`; those written here are about starting, ending and giving up."""
 
     def test_it_says_what_it_is(self) -> None:
         async def main() -> None:

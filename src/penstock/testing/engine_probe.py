@@ -26,7 +26,7 @@ from penstock.core.types import (
     TokenLogprob,
 )
 from penstock.core.wire import HashArray, pack_tokens, unpack_hashes, unpack_tokens
-from penstock.seams import Engine, KvBlocks
+from penstock.seams import Engine, KvBlocks, KvTails
 from penstock.transfer.buffers import region_of
 
 _STEPS_MAX = 20_000
@@ -55,7 +55,7 @@ class Answer:
     error: ErrorInfo | None = None
 
 
-class MovingEngine(Engine, KvBlocks, Protocol):
+class MovingEngine(Engine, KvTails, Protocol):
     """An engine whose blocks can be held, read and written."""
 
 
