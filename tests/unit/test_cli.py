@@ -138,3 +138,14 @@ def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert complaint(capsys, "graph", "check", str(path), "--set", "roles.decode.replicas=-1") == (
         "--set: roles.decode.replicas: must be >= 0, got -1"
     )
+
+
+def test_a_role_that_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "role", "w", "decoder") == (
+        "ROLE: must be aggregated, prefill or decode, got 'decoder'; did you mean 'decode'?"
+    )
+    assert complaint(capsys, "role", "w", "decode", "--url", "localhost:1") == (
+        "--url: 'localhost:1': expected a URL such as http://127.0.0.1:8000"
+    )
+    assert cli.main(["role", "w", "decode", "--url", "http://127.0.0.1:1"]) == 1
+    assert "http://127.0.0.1:1: nobody answers" in capsys.readouterr().err

@@ -23,7 +23,7 @@ class Intake:
 
     def __init__(
         self,
-        waiting: WaitingQueue,
+        waiting: WaitingQueue[Sequence],
         slots: Slots,
         pool: BlockPool | TieredPool,
         *,

@@ -162,6 +162,11 @@ class Sequence:
             stops_after=num_prompt + sampling.min_tokens,
         )
 
+    @property
+    def known(self) -> int:
+        """How many tokens were known of it when it last began to wait."""
+        return len(self.token_ids)
+
     def hash_blocks(self, token_ids: TokenArray, count: int, limits: SequenceLimits) -> None:
         """Extend `block_hashes` to the first `count` blocks.
 

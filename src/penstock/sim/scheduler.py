@@ -4,7 +4,6 @@ The twin of `Scheduler` for an engine that jumps: same rules of admission, growt
 so that both take the same requests in at the same steps. `NativeScheduler` does the same natively, where it can.
 """
 
-from collections import OrderedDict
 from functools import lru_cache
 from itertools import count
 
@@ -14,6 +13,7 @@ from penstock.core.errors import Overloaded, RequestError
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types import Delta, FinishReason, Request, Role, Step, Tier, WorkerLoad
 from penstock.core.wire import PackedTokens, num_tokens
+from penstock.engine.queue import WaitingQueue
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.engine.turns import Turns
 from penstock.kv.onboarding import Onboarding
@@ -57,9 +57,7 @@ class JumpScheduler:
         self._positions = packed_positions(context_length)
         self._arrivals = count()
         self._by_id: dict[RequestId, SimSequence] = {}
-        self._waiting: OrderedDict[RequestId, SimSequence] = OrderedDict()
-        self._waiting_tokens = 0
-        self._turns: Turns[SimSequence] | None  # None while they go as they came
+        self._waiting: WaitingQueue[SimSequence] = WaitingQueue()
         self._clock_tokens = 0  # as the exact scheduler counts `prefilled_tokens`: a last token is decoding's
         self._batch = Batch(pool.block_size)
         self._head_blocked = False
@@ -73,11 +71,8 @@ class JumpScheduler:
 
     def assume(self, role: Role) -> None:
         """Order what waits as a worker of this role does."""
-        self._turns = Turns(self._config.ageing) if self._config.is_shortest_first(role) else None
-        self._waiting = OrderedDict(sorted(self._waiting.items(), key=lambda item: item[1].arrival))
-        if self._turns is not None:
-            for sequence in self._waiting.values():
-                self._turns.come(sequence)
+        is_shortest_first = self._config.is_shortest_first(role)
+        self._waiting.reorder(Turns(self._config.ageing) if is_shortest_first else None)
         self._head_blocked = False
 
     # ---- requests in and out ----------------------------------------------------------------------------
@@ -95,11 +90,10 @@ class JumpScheduler:
         sequence = SimSequence.of(
             request, stream, self._context_length, block_size=self._size, arrival=next(self._arrivals)
         )
-        self._by_id[request.request_id] = self._waiting[request.request_id] = sequence
-        self._waiting_tokens += known
-        if self._turns is not None:
-            sequence.since_tokens = self._clock_tokens
-            self._turns.come(sequence)
+        sequence.since_tokens = self._clock_tokens
+        self._by_id[request.request_id] = sequence
+        self._waiting.push(sequence)
+        if self._waiting.turns is not None:
             self._head_blocked = False  # it may be the first now
 
     def abort(self, request_id: RequestId) -> None:
@@ -108,10 +102,8 @@ class JumpScheduler:
         if sequence is None:
             return
         self._head_blocked = False
-        if self._waiting.pop(request_id, None) is not None:
-            self._waiting_tokens -= sequence.known
-            if self._turns is not None:
-                self._turns.leave(sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
         else:
             sequence.is_aborted = True
             self._aborted.append(sequence)
@@ -133,7 +125,7 @@ class JumpScheduler:
         budget = self._config.max_batch_tokens - batch.num_decoding
         prompts: list[tuple[SimSequence, int]] = []
         admitted: list[tuple[SimSequence, int]] = []
-        if batch.prefilling and self._turns is None:
+        if batch.prefilling and self._waiting.turns is None:
             budget = self._share_budget(budget, prompts)
         elif batch.prefilling:
             budget = self._share_by_turn(budget, prompts, admitted)
@@ -223,7 +215,7 @@ class JumpScheduler:
             active_blocks=pool.num_active + (batch.blocks_due(batch.tick + 1, steps) if steps else 0),
             cached_blocks=pool.num_cached,
             total_blocks=pool.num_blocks,
-            queued_prefill_tokens=self._waiting_tokens
+            queued_prefill_tokens=self._waiting.num_tokens
             + (sum(s.known - s.computed for s in prefilling) if prefilling else 0)
             + (sum(s.known - len(s.blocks) * self._size for s in onboarding) if onboarding else 0),
             context_tokens=batch.context_tokens(batch.tick + steps)
@@ -248,11 +240,7 @@ class JumpScheduler:
         self._batch.check()
         if self._onboarding is not None:
             self._onboarding.check()
-        if self._turns is not None:
-            self._turns.check()
-        assert self._waiting_tokens == sum(s.known for s in self._waiting.values()), (
-            "waiting tokens: summed up"
-        )
+        self._waiting.check()
         assert len(self._batch.running) <= self._config.max_running_requests, "running: bounded"
 
     # ---- planning ---------------------------------------------------------------------------------------
@@ -300,7 +288,7 @@ class JumpScheduler:
         admitted: list[tuple[SimSequence, int]],
     ) -> int:
         """Share as `_share_budget` does, with prompts that wait and those under way in one order; some may be admitted."""
-        turns, prefilling = self._turns, tuple(self._batch.prefilling)
+        turns, prefilling = self._waiting.turns, tuple(self._batch.prefilling)
         assert turns is not None, "asked only where there are turns"
         shares = {s.arrival: 1 for s in prefilling if s.known - s.computed == 1}
         budget -= len(shares)
@@ -372,12 +360,11 @@ class JumpScheduler:
         admitted: list[tuple[SimSequence, int]] = []
         if budget <= 0 or not self._may_admit():
             return admitted
-        if self._turns is not None:
-            self._turns.rank_new(self._lacking)
+        self._waiting.rank_new(self._lacking)
         pool, size, batch = self._pool, self._size, self._batch
         reserved = self._blocks_reserved(1 if before is None else 2)
         while self._waiting and budget > 0 and len(batch.running) < self._config.max_running_requests:
-            sequence = next(iter(self._waiting.values())) if self._turns is None else self._turns.first
+            sequence = self._waiting.first
             if before is not None and sequence.rank is not None and sequence.rank >= before:
                 break
             known = sequence.known
@@ -414,10 +401,7 @@ class JumpScheduler:
 
     def _take_in(self, sequence: SimSequence, hits: list[BlockId], runs: list[TierBlocks]) -> None:
         """Give a waiting sequence the blocks that the device has of it, and count what is cached."""
-        del self._waiting[sequence.request.request_id]
-        if self._turns is not None:
-            self._turns.leave(sequence)
-        self._waiting_tokens -= sequence.known
+        self._waiting.remove(sequence)
         self._pool.acquire(hits)
         sequence.blocks = hits
         sequence.published = len(hits)
@@ -451,11 +435,7 @@ class JumpScheduler:
     def _preempt(self, sequence: SimSequence) -> None:
         """Put a running sequence back to the front of the queue."""
         self._leave(sequence)
-        self._waiting[sequence.request.request_id] = sequence
-        self._waiting.move_to_end(sequence.request.request_id, last=False)
-        self._waiting_tokens += sequence.known
-        if self._turns is not None:
-            self._turns.come_back(sequence)
+        self._waiting.push_front(sequence)
         self._preemptions += 1
 
     # ---- outcomes ---------------------------------------------------------------------------------------

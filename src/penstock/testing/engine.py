@@ -10,6 +10,12 @@ A test makes several engines where it compares them: `make_engine` gives a new o
 import asyncio
 from dataclasses import replace
 
+import msgspec
+import pytest
+
+from penstock.core.ids import RequestId
+from penstock.core.types import Role
+from penstock.seams import RoleAware
 from penstock.testing.engine_answers import EngineAnswers
 from penstock.testing.engine_blocks import EngineBlocks
 from penstock.testing.engine_case import FOREVER, SETUP
@@ -19,7 +25,7 @@ from penstock.testing.loop import run_async
 
 
 class EngineSuite(EngineAnswers, EngineBlocks, EngineTails):
-    """Tests of `Engine`, `KvBlocks` and `KvTails`; those written here are about starting, ending and giving up."""
+    """Tests of `Engine`, `KvBlocks`, `KvTails` and `RoleAware`; those written here are about starting, ending and giving up."""
 
     def test_it_says_what_it_is(self) -> None:
         async def main() -> None:
@@ -31,6 +37,28 @@ class EngineSuite(EngineAnswers, EngineBlocks, EngineTails):
                 assert info.max_batch_tokens == SETUP.max_batch_tokens
                 assert info.max_running_requests == SETUP.max_running_requests
                 assert await probe.engine.start() == info
+
+        run_async(main())
+
+    def test_in_every_role_it_answers_alike(self) -> None:
+        request = make_request("a", self.prompt(40), max_tokens=6)
+
+        async def main() -> None:
+            async with self.probe() as probe:
+                if not isinstance(probe.engine, RoleAware):
+                    pytest.skip("works alike in every role")
+                answers = []
+                for role in Role:
+                    info = probe.engine.assume(role)
+                    same = {
+                        "max_batch_tokens": info.max_batch_tokens,
+                        "prompts_at_once": info.prompts_at_once,
+                    }
+                    assert info == msgspec.structs.replace(probe.info, **same)
+                    probe.submit(msgspec.structs.replace(request, request_id=RequestId(role)))
+                    await probe.finish()
+                    answers.append(probe.answers[role].token_ids)
+                assert answers[0] == answers[1] == answers[2] != []
 
         run_async(main())
 
