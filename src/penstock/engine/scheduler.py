@@ -249,8 +249,8 @@ class Scheduler:
         assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
         known = len(self._by_id) + len(self._aborted_slots)
         assert known == len(self._slots.running) + len(self._waiting), "a request is lost"
-        waiting = [sequence for sequence in self._by_id.values() if sequence in self._waiting]
-        assert all(sequence.slot is None for sequence in waiting), "a waiting request has a slot"
+        queued = [sequence for sequence in self._by_id.values() if sequence in self._waiting]
+        assert all(sequence.slot is None for sequence in queued), "a waiting request has a slot"
         if self._waiting and self._slots.running and self._waiting.turns is None:
             newest = self._slots.sequence(self._slots.running[-1])
             assert newest.arrival < self._waiting.first.arrival, (
