@@ -97,9 +97,11 @@ class Pins:
         return dict(self._held)
 
     def _forget(self, block_ids: Sequence[BlockId]) -> None:
-        self._held.subtract(block_ids)
-        lowest = min((self._held[block_id] for block_id in block_ids), default=0)
-        assert lowest >= 0, "unpinned more often than pinned"
+        held = self._held
         for block_id in block_ids:
-            if not self._held[block_id]:
-                del self._held[block_id]
+            times = held.get(block_id, 0)
+            assert times, "unpinned more often than pinned"
+            if times > 1:
+                held[block_id] = times - 1
+            else:
+                del held[block_id]

@@ -5,7 +5,7 @@ between the two.
 Policies that predict no times go by the number of tokens to compute.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,7 +106,7 @@ class Weighed:
 
 def prompt_alone(context: RoutingContext, prefillers: NDArray[np.bool_], turn: int) -> RoutingContext:
     """Show a request's prompt to those who may compute it for others; `turn` says whose turn it is."""
-    return replace(context, eligible=prefillers, mean_output_tokens=1.0, prompt_only=True, turn=turn)
+    return context.changed(eligible=prefillers, mean_output_tokens=1.0, prompt_only=True, turn=turn)
 
 
 def left_to_move(
@@ -160,11 +160,10 @@ def as_handed_over(
     tiers[_MOVED] += (overlaps - cached).astype(tiers.dtype)
     onboard = context.prices.onboard_token_s.copy()
     onboard[_MOVED] = block_s / context.block_size
-    return replace(
-        context,
+    return context.changed(
         overlap_blocks=overlaps,
         tier_blocks=tiers,
-        prices=replace(context.prices, onboard_token_s=onboard),
+        prices=context.prices.with_onboard(onboard),
     )
 
 

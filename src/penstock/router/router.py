@@ -4,8 +4,9 @@ import asyncio
 import random
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -166,15 +167,15 @@ class Router:
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
         tie = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
 
-        def quote(context: RoutingContext, choice: Choice) -> Quote:
-            return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms)
+        def quote(context: RoutingContext, choice: Choice, **more: Any) -> Quote:
+            return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms, **more)
 
         if handed is not None:
             blocks = handed.num_tokens(now_s) // context.block_size
             producer = None if handed.producer is None else self.fleet.slot_of(handed.producer)
             takers = pool.pairs.takers(producer, len(eligible))
             rest = as_handed_over(context, blocks, self._block_s(context, producer), takers)
-            return replace(quote(rest, self._chooser.choose(rest, tie)), handed_blocks=blocks)
+            return quote(rest, self._chooser.choose(rest, tie), handed_blocks=blocks)
         prefillers = self._prefillers(request, pool, exclude, context)
         if prefillers is None:
             return quote(context, self._chooser.choose(context, tie))
@@ -189,8 +190,8 @@ class Router:
             config=self._config.disagg,
         )
         weighed = weigh(self._chooser, context, tie, apart, prompt)
-        priced = quote(weighed.context, weighed.choice)
-        return replace(priced, hand_over=weighed.comparison.is_remote, weighed=weighed)
+        is_remote = weighed.comparison.is_remote
+        return quote(weighed.context, weighed.choice, hand_over=is_remote, weighed=weighed)
 
     def _eligible(
         self, request: Request, ready: NDArray[np.bool_], exclude: Collection[WorkerId]
