@@ -129,14 +129,14 @@ def test_a_prompt_that_waits_is_gone_when_its_client_is(after_s):
 def test_requests_are_held_for_prefill_workers_too():
     async def scene(cluster, dispatcher, registry):
         del cluster
-        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(12)]
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(9)]
         await asyncio.sleep(0.2)
-        assert dispatcher._shared.gate.num_held >= 4
+        assert dispatcher._shared.gate.num_held >= 2
         alone = [answer[0] for answer in await asyncio.gather(*answers)]
-        for number in (0, 7, 11):
+        for number in (0, 8):
             again = await whole_answer(dispatcher, tiny_request(f"b{number}", 300, seed=number))
             assert again[0] == alone[number]
-        assert registry.get_sample_value("penstock_router_prefills_total", {"place": "remote"}) >= 6
+        assert registry.get_sample_value("penstock_router_prefills_total", {"place": "remote"}) >= 5
 
     play(scene, ("p0", "p1", "d0"), hold=HoldConfig(threshold_s=0.3))
 
@@ -145,9 +145,9 @@ def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
     async def scene(cluster, dispatcher, registry):
         del registry
         await whole_answer(dispatcher, tiny_request("known", 300, seed=99))
-        answers = [ask(dispatcher, f"r{n}", 390, seed=n) for n in range(30)]
+        answers = [ask(dispatcher, f"r{n}", 390, seed=n, max_tokens=3) for n in range(10)]
         await asyncio.sleep(0.2)
-        assert dispatcher._shared.gate.num_held >= 4
+        assert dispatcher._shared.gate.num_held >= 2
         held = dispatcher._shared.gate.num_held
         before = cluster.engine("d0").load().generated_tokens
         took_s = await first_token_s(dispatcher, "again", 300, 99)
@@ -162,9 +162,9 @@ def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
 def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing():
     async def scene(cluster, dispatcher, registry):
         del registry
-        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(12)]
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(9)]
         await asyncio.sleep(0.2)
-        assert dispatcher._shared.gate.num_held >= 4
+        assert dispatcher._shared.gate.num_held >= 2
         for answer in answers:
             answer.cancel()
         await asyncio.sleep(0.2)
@@ -177,12 +177,12 @@ def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing():
 def test_past_the_bound_prompts_for_prefill_workers_are_refused():
     async def scene(cluster, dispatcher, registry):
         del cluster, registry
-        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(30)]
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n, max_tokens=3) for n in range(20)]
         results = await asyncio.gather(*answers, return_exceptions=True)
         refused = [result for result in results if isinstance(result, Overloaded)]
         assert refused
         assert all(error.retry_after_s >= 1 for error in refused)
-        assert len(refused) < 26
+        assert len(refused) < 16
 
     play(scene, ("p0", "p1", "d0"), hold=HoldConfig(threshold_s=0.3, requests_max=8))
 
@@ -190,9 +190,9 @@ def test_past_the_bound_prompts_for_prefill_workers_are_refused():
 def test_prompts_held_for_prefill_workers_go_on_when_these_are_gone():
     async def scene(cluster, dispatcher, registry):
         del registry
-        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(12)]
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(9)]
         await asyncio.sleep(0.2)
-        assert dispatcher._shared.gate.num_held >= 4
+        assert dispatcher._shared.gate.num_held >= 2
         cluster.kill("p0")
         cluster.kill("p1")
         assert all(len(answer[0]) == 20 for answer in await asyncio.gather(*answers))
