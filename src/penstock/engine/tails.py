@@ -14,14 +14,17 @@ class Tails:
 
     def __init__(self, pins: Pins) -> None:
         """Keep nothing, lend nothing."""
+        self.keeps_any = True
+        """Whether the engine hands any over."""
         self._pins = pins
         self._kept: dict[RequestId, BlockId] = {}
         self._lent: dict[RequestId, tuple[BlockId, int]] = {}
 
     def keep(self, request_id: RequestId, block_id: BlockId) -> None:
         """Hold the last block of a request that ends, for who claims it before the next step begins."""
-        self._pins.hold([block_id])
-        self._kept[request_id] = block_id
+        if self.keeps_any:
+            self._pins.hold([block_id])
+            self._kept[request_id] = block_id
 
     def claim(self, request_id: RequestId) -> BlockId | None:
         """Give a kept block to the caller, who holds it from now on."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.core.types import Request
+from penstock.core.types import EngineInfo, Request
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
@@ -37,6 +37,12 @@ class ExactEngine(BatchedEngine):
         super().__init__(TimingRunner(latency, info, pace), config, mover=self._timed)
         self._block_size = info.block_size
         self._stream_of = stream_of
+
+    async def start(self) -> EngineInfo:
+        """Do what there is to do, and hand no tokens past a prompt's full blocks over: the engine that jumps does not, either."""
+        info = await super().start()
+        self.scheduler.tails.keeps_any = False
+        return info
 
     def submit(self, request: Request) -> None:
         super().submit(request)
