@@ -13,6 +13,7 @@ from penstock.core.hashing import DEFAULT_KEY, block_hashes
 from penstock.core.ids import BlockId
 from penstock.core.types import BlockRemoved, BlockStored
 from penstock.core.wire import PackedHashes, unpack_hashes
+from penstock.seams import KvTails
 from penstock.testing.engine_case import SETUP, EngineCase, reference_engine
 from penstock.testing.engine_probe import (
     Answer,
@@ -222,6 +223,10 @@ class EngineBlocks(EngineCase):
                 assert len(held) == len(set(held)) == 5
                 np.testing.assert_array_equal(block_bytes(probe.engine, probe.info)[held[:4]], before)
                 probe.engine.unpin(held)
+                tail = (
+                    probe.engine.claim_tail(request.request_id) if isinstance(probe.engine, KvTails) else None
+                )
+                probe.engine.unpin([] if tail is None else [tail])
                 assert probe.engine.load().active_blocks == 0
 
         run_async(main())
