@@ -47,6 +47,7 @@ def test_answers_are_those_of_one_worker(deploy):
 
 def test_what_is_held_for_a_frontend_that_was_killed_is_free_long_before_its_time_is_up(deploy):
     async def scenario(site):
+        await site.tell("Hello", max_tokens=2)  # the frontend has fetched the tokenizer, from whoever
         decode = site.deployment.pids()["decode-1"]
         os.kill(decode, signal.SIGSTOP)  # it fetches nothing
         try:
