@@ -7,7 +7,7 @@ from rich.table import Table
 
 from penstock.bench.disagg.choice import Point
 
-_COLUMNS = ("workers", "ITL p99 ms", "TTFT p99 ms", "output tokens/s")
+_COLUMNS = ("workers", "chunk", "ITL p99 ms", "TTFT p99 ms", "tokens/s", "")
 
 
 def print_table(apart: Point, points: Sequence[Point], best: Point) -> None:
@@ -15,10 +15,9 @@ def print_table(apart: Point, points: Sequence[Point], best: Point) -> None:
     table = Table(box=None)
     for number, column in enumerate(_COLUMNS):
         table.add_column(column, justify="right" if number else "left")
-    table.add_row("1 prefill, 1 decode", *_numbers(apart))
+    table.add_row("1 prefill, 1 decode", "", *_numbers(apart))
     for point in points:
-        mark = " <- best" if point is best else ""
-        table.add_row(f"2 aggregated, max_batch_tokens {point.chunk}{mark}", *_numbers(point))
+        table.add_row("2 aggregated", str(point.chunk), *_numbers(point), "best" if point is best else "")
     Console().print(table)
 
 
