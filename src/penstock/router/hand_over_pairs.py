@@ -56,6 +56,15 @@ def _unfit(producer: _Kind, taker: _Kind) -> str | None:
     return mismatch(producer.layout, taker.layout)
 
 
+@dataclass(slots=True)
+class _Group:
+    """How many workers are of a kind, and the name of one of them."""
+
+    kind: _Kind
+    name: str
+    count: int = 0
+
+
 class HandOverPairs:
     """The workers of one model as producers and takers of KV. One event loop owns it."""
 
@@ -64,6 +73,7 @@ class HandOverPairs:
         self._workers: dict[int, tuple[Instance, _Kind]] = {}  # by slot
         self._kinds: list[_Kind] = []
         self._numbers: NDArray[np.intp] | None = None  # (num_slots,) into these; None once somebody changed
+        self._groups: dict[tuple[bool, bytes], _Group] | None = None  # likewise
         self.fits: NDArray[np.bool_] = np.zeros((1, 1), dtype=np.bool_)
         """(producers' kinds, takers' kinds), as numbered when `kinds` was last asked for."""
         self._reasons: dict[tuple[bytes, bytes], str | None] = {}  # by both kinds' keys, why they do not fit
@@ -71,12 +81,12 @@ class HandOverPairs:
     def put(self, slot: int, instance: Instance) -> None:
         """Take in a worker, or what discovery says anew about one."""
         self._workers[slot] = instance, _Kind.of(instance)
-        self._numbers = None
+        self._numbers = self._groups = None
 
     def remove(self, slot: int) -> None:
         """Forget a worker."""
         del self._workers[slot]
-        self._numbers = None
+        self._numbers = self._groups = None
 
     def kinds(self, num_slots: int) -> NDArray[np.intp]:
         """Number the kinds of workers: (num_slots,); slots without a worker have the first one's. Not to be written to."""
@@ -103,25 +113,30 @@ class HandOverPairs:
     def producers(self, ready: NDArray[np.bool_], takers: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Mask those of `ready` (num_slots,) whose prompts one of `takers` (num_slots,) can take over."""
         kinds = self.kinds(len(ready))
-        fits = np.asarray(self.fits[:, kinds[takers]].any(axis=1))
+        present = np.bincount(kinds[takers], minlength=len(self._kinds)) > 0
+        fits = np.asarray((self.fits & present).any(axis=1))
         return np.logical_and(ready, fits[kinds])
 
     def problem(self, slot: int) -> str | None:
         """Say why the worker in this slot hands no prompt over, or takes none; None where it can, or nobody is there to."""
         instance, kind = self._workers[slot]
         hands_over = instance.role is Role.PREFILL
-        others = [
-            worker for worker in self._workers.values() if (worker[0].role is Role.PREFILL) is not hands_over
-        ]
+        others = [group for (other, _), group in self._grouped().items() if other is not hands_over]
+        if not others:
+            return (
+                "no decode or aggregated worker of its model is there to go on with its prompts"
+                if hands_over
+                else None
+            )
         reasons = [
-            self._reason(kind, other) if hands_over else self._reason(other, kind) for _, other in others
+            self._reason(kind, group.kind) if hands_over else self._reason(group.kind, kind)
+            for group in others
         ]
-        if not others and hands_over:
-            return "no decode or aggregated worker of its model is there to go on with its prompts"
-        if not others or None in reasons:
+        if None in reasons:
             return None
         does = "go on with its prompts" if hands_over else "hand it prompts"
-        return f"none of {len(others)} workers can {does}; {others[0][0].name}: {reasons[0]}"
+        count = sum(group.count for group in others)
+        return f"none of {count} workers can {does}; {others[0].name}: {reasons[0]}"
 
     def check(self) -> None:
         """Raise AssertionError where too much is remembered, or kinds and workers disagree."""
@@ -129,6 +144,15 @@ class HandOverPairs:
         if self._numbers is not None:
             for slot, (_, kind) in self._workers.items():
                 assert self._kinds[self._numbers[slot]].key == kind.key, f"slot {slot}: its kind"
+
+    def _grouped(self) -> "dict[tuple[bool, bytes], _Group]":
+        """Group workers by whether they hand over, and by kind."""
+        if self._groups is None:
+            self._groups = {}
+            for instance, kind in self._workers.values():
+                key = instance.role is Role.PREFILL, kind.key
+                self._groups.setdefault(key, _Group(kind, instance.name)).count += 1
+        return self._groups
 
     def _reason(self, producer: _Kind, taker: _Kind) -> str | None:
         key = producer.key, taker.key
