@@ -13,7 +13,7 @@ import penstock
 from penstock.bench.report import Report
 from penstock.core import log
 from penstock.core.errors import ConfigError
-from penstock.graph import Overrides, load
+from penstock.graph import Overrides, build, load
 from penstock.sim.deployment import Deployment, plan_deployment
 from penstock.sim.simulate import simulate
 from penstock.sim.trace import read_trace
@@ -85,6 +85,10 @@ def run(options: argparse.Namespace) -> Report:
         )
         _, cpu_s = _play(options.graph, made_up)
         figures[f"simulate_cpu_s_per_request_o{output_tokens}"] = cpu_s / len(made_up)
+    made_up = _made_up(_QUICK["output"] if options.quick else 5000)
+    wall_s, cpu_s = _clock(_apart(_plan(options.graph)), made_up)
+    figures["simulate_requests_per_wall_s_apart"] = len(made_up) / wall_s
+    figures["simulate_requests_per_cpu_s_apart"] = len(made_up) / cpu_s
     if options.scale_requests:
         for name, workers in _SCALES.items():
             workers_played = min(workers, _QUICK["workers"]) if options.quick else workers
@@ -109,7 +113,10 @@ def run(options: argparse.Namespace) -> Report:
 
 def _play(graph: str, sessions: list[Session], *changes: str) -> tuple[float, float]:
     """Give wall and CPU seconds of one run."""
-    deployment = _plan(graph, *changes)
+    return _clock(_plan(graph, *changes), sessions)
+
+
+def _clock(deployment: Deployment, sessions: list[Session]) -> tuple[float, float]:
     wall_s, cpu_s = perf_counter(), process_time()
     simulate(deployment, sessions, seed=_SEED)
     return perf_counter() - wall_s, process_time() - cpu_s
@@ -118,6 +125,18 @@ def _play(graph: str, sessions: list[Session], *changes: str) -> tuple[float, fl
 def _plan(graph: str, *changes: str) -> Deployment:
     settings = [*changes, f"router.indexed_blocks_max={_INDEX_BLOCKS}"]
     return plan_deployment(load(graph, Overrides(settings)), beside=Path(graph).parent)
+
+
+def _apart(deployment: Deployment) -> Deployment:
+    """Have half of the workers compute prompts, all of them, and the others go on."""
+    graph = deployment.graph
+    whole = graph.roles.aggregated
+    assert whole is not None, "the workers of the bench do both"
+    half = whole.model_copy(update={"replicas": whole.replicas // 2})
+    settings = ["router.policy=least-loaded", f"router.indexed_blocks_max={_INDEX_BLOCKS}"]
+    data = graph.model_dump(mode="json", exclude_unset=True)
+    data["roles"] = dict.fromkeys(("prefill", "decode"), half.model_dump(mode="json", exclude_unset=True))
+    return plan_deployment(build(data, Overrides(settings)), beside=Path())
 
 
 def _made_up(
