@@ -32,7 +32,9 @@ def served(*flags: str) -> Iterator[Served]:
         watchdog = threading.Timer(_START_TIMEOUT_S, process.kill)
         watchdog.start()
         try:
-            yield _wait_ready(process)
+            ready = _wait_ready(process)
+            watchdog.cancel()
+            yield ready
         finally:
             watchdog.cancel()
             _stop(process)
