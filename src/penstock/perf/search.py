@@ -50,6 +50,8 @@ class Layout:
     crews: tuple[Crew, ...]
     rate_per_s: float
     prediction: Prediction
+    local: float = 0.0
+    """Of the prompts, those that decode workers are taken to compute."""
 
     @property
     def devices(self) -> int:
@@ -229,7 +231,7 @@ class LayoutSearch:
             kv_share=max(computed.kv_share, generated.kv_share),
             batch=generated.batch,
         )
-        return Layout(crews=crews, rate_per_s=rate_per_s, prediction=prediction)
+        return Layout(crews=crews, rate_per_s=rate_per_s, prediction=prediction, local=local)
 
     def _model(self, parallel: Parallel) -> Roofline:
         return next(model for model in self.models if model.parallel == parallel)

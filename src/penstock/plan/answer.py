@@ -1,5 +1,6 @@
 """What comes of a question: the layouts worth most, whole and apart, and what others would give users."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -99,17 +100,18 @@ def find_answer(
 
 
 def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> list[Layout]:
-    """Choose those to be simulated: the best by prediction, not all of them spread alike; fewer where runs are long."""
-    chosen: list[Layout] = []
+    """Choose those to be simulated, fewer where runs are long: of each way to spread the model the best by prediction, then the next."""
     if not layouts:
-        return chosen
+        return []
     requests = requests_of_run(question.demand, layouts[0].rate_per_s, effort.requests)
     count = min(effort.requests_max // (_RUNS * requests), effort.layouts)
-    for layout in layouts:
-        alike = sum(_spread(layout) == _spread(other) for other in chosen)
-        if len(chosen) < count and alike < effort.alike:
-            chosen.append(layout)
-    return chosen
+    alike: Counter[tuple[object, ...]] = Counter()
+    ordered = []
+    for number, layout in enumerate(layouts):
+        key = (*(crew.parallel for crew in layout.crews), layout.local > 0)
+        ordered.append((alike[key], number))
+        alike[key] += 1
+    return [layouts[number] for _, number in sorted(ordered)[:count]]
 
 
 def user_targets(question: Question) -> list[float]:
@@ -129,10 +131,6 @@ def point_at(question: Question, user_tokens_per_s: float) -> Point:
         for kind in (search.aggregated(), search.disaggregated())
     )
     return Point(user_tokens_per_s, whole, apart)
-
-
-def _spread(layout: Layout) -> tuple[object, ...]:
-    return tuple(crew.parallel for crew in layout.crews)
 
 
 def _rank(proposal: Proposal) -> tuple[float, int]:

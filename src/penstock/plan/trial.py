@@ -37,8 +37,6 @@ class Effort:
     """Factor between rates until one is too much and one is not."""
     layouts: int
     """Of either kind, so many at most."""
-    alike: int = 2
-    """Of them, those that spread the model alike."""
     requests_max: int = 12_000
     """Of all runs for one kind; where they would be more, fewer layouts are simulated, or none."""
     begin: float = 0.95

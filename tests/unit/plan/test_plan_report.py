@@ -78,12 +78,16 @@ def test_the_page_has_the_curve_and_the_table_and_asks_nobody(answer):
     assert page.count("<tr>") == 3
 
 
-def test_the_best_are_simulated_and_not_all_spread_alike(question):
+def test_the_best_of_each_spread_are_simulated(question):
     layouts = question.search().aggregated()
     chosen = promising(question, layouts, USUAL)
     assert chosen[0] == layouts[0]
     assert len(chosen) == 3
-    assert len({layout.crews[0].parallel for layout in chosen}) == 2
+    assert len({layout.crews[0].parallel for layout in chosen}) == 3
+    one = [layout for layout in layouts if layout.crews[0].parallel == layouts[0].crews[0].parallel]
+    assert promising(question, one, USUAL) == one[:3]
+    apart = promising(question, question.search().disaggregated(), USUAL)
+    assert len({(*(crew.parallel for crew in layout.crews), layout.local > 0) for layout in apart}) == 3
 
 
 def test_what_would_take_too_long_is_not_simulated(question):
