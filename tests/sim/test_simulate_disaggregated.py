@@ -120,6 +120,26 @@ def test_a_mixture_of_experts_with_windows_is_simulated_as_shipped():
         runnable_roles(load(shipped))
 
 
+def test_deployments_with_and_without_roles_are_put_side_by_side(tmp_path, capsys):
+    spec, page = tmp_path / "chat.yaml", tmp_path / "page.html"
+    spec.write_text("requests: 30\nrate_per_s: 6\ninput_tokens: 2000\noutput_tokens: 40\n")
+    paths = [str(GRAPHS / name) for name in ("70b-h100-fp8-tp2-x4.yaml", "70b-h100-fp8-p2d2.yaml")]
+    assert main(["simulate", str(spec), "--compare", *paths, "--html", str(page)]) == 0
+    assert "prefill: waiting, mean" in capsys.readouterr().out
+    assert "computed apart" in page.read_text()
+
+
+def test_many_workers_show_by_role(tmp_path):
+    spec, page = tmp_path / "chat.yaml", tmp_path / "page.html"
+    spec.write_text("requests: 30\nrate_per_s: 6\ninput_tokens: 2000\noutput_tokens: 40\n")
+    flags = [f"--set=roles.{role}.replicas=5" for role in ("prefill", "decode")]
+    shipped = str(GRAPHS / "70b-h100-fp8-p2d2.yaml")
+    assert main(["simulate", str(spec), "--graph", shipped, *flags, "--html", str(page)]) == 0
+    html = page.read_text()
+    assert "median prefill worker" in html
+    assert "median decode worker" in html
+
+
 def test_a_slow_link_adds_the_last_chunk_to_the_second_token():
     seconds = []
     for link_bytes_per_s in (1e11, 6e9):
