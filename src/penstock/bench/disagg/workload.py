@@ -19,12 +19,13 @@ class Arrival:
 class Workload:
     """Each stream's user asks again as soon as an answer ends; nobody waits for answers to long prompts.
 
-    Streams ask so little that it is no prompt worth handing over, and so seldom that its computing does not show.
+    Streams ask so little that it is no prompt worth handing over, and a step that computes it is hardly longer. Their answers
+    are short enough that what a step costs is the model's layers and not their contexts.
     """
 
     streams: int
     stream_input_tokens: int = 16
-    stream_output_tokens: int = 2000
+    stream_output_tokens: int = 400
     prompt_tokens_min: int = 2100
     prompt_tokens_max: int = 2600
     prompt_output_tokens: int = 16
