@@ -77,6 +77,7 @@ class HandOver:
         self.offers = Offers(engine, info, worker_id, config, tell=self._tell)
         self.failures: dict[str, int] = {}
         """Why prompts were computed again, by the error's code."""
+        self._worker_id = worker_id
         self._engine = engine
         self._tails = engine if isinstance(engine, KvTails) else None
         self._info = info
@@ -278,6 +279,9 @@ class HandOver:
             the block with the tokens past the full ones, held; none where no block was fetched: it alone would cost messages.
         """
         offered = np.frombuffer(handle.block_ids, "<u4")
+        if handle.producer == self._worker_id:  # it has changed its role since, and has all of it
+            self.offers.take_back(handle.pin_id)
+            return []
         num_full, tail_tokens = divmod(handle.num_tokens, self._info.block_size)
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[:num_full]
         peer = await self._meet(handle)

@@ -218,6 +218,20 @@ async def handle_of(cluster, dispatcher, request):
         return msgspec.structs.replace(stream._progress.request(), kv=handle)
 
 
+def test_who_has_changed_its_role_goes_on_with_what_it_offered():
+    async def scene(cluster, dispatcher):
+        request = await handle_of(cluster, dispatcher, tiny_request("a"))
+        submitted = []
+        hand_over = cluster.worker("p0").hand_over
+        hand_over.fetch(request, submitted.append)
+        await asyncio.sleep(0.01)
+        assert [one.request_id for one in submitted] == ["a"]
+        assert offers(cluster) == 0
+        assert hand_over.failures == {}
+
+    play(scene)
+
+
 def test_two_that_read_the_same_are_told_apart():
     delays_s = itertools.chain([0.1, 0.5], itertools.repeat(0.0))
 
