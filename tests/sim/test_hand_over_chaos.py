@@ -45,6 +45,7 @@ from penstock.worker.offers import Offers
 from penstock.worker.pin_messages import PinRead
 from penstock.worker.prefetches import Prefetches
 from penstock.worker.reader import Growth, Reader
+from penstock.worker.room import Room
 
 pytestmark = pytest.mark.slow
 
@@ -324,14 +325,14 @@ def pin_without_expiry():
 @mutant
 def prefix_that_stays_held():
     """A fetch forgets to let go of what was there already."""
-    original = HandOver._hold
+    original = Room.hold
 
     async def hold(self, hashes):
         held, reserved = await original(self, hashes)
         self._engine.pin(hashes[: len(held)])
         return held, reserved
 
-    with mock.patch.object(HandOver, "_hold", hold):
+    with mock.patch.object(Room, "hold", hold):
         yield
 
 

@@ -19,21 +19,21 @@ from penstock.core.errors import (
     EngineError,
     Overloaded,
     PenstockError,
-    TransferError,
 )
 from penstock.core.ids import BlockId, RequestId, WorkerId
 from penstock.core.kv_exchange import KvExchange
 from penstock.core.log import get_logger
 from penstock.core.types import EngineInfo, KvHandle, Prefetch, Request
-from penstock.core.wire import HashArray, encode, unpack_hashes
+from penstock.core.wire import encode, unpack_hashes
 from penstock.seams import KvBlocks, KvTails
 from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import HandOverConfig
 from penstock.worker.kv_regions import KvRegions
 from penstock.worker.offers import Offers
 from penstock.worker.pin_messages import PIN_MESSAGES, PinCheck, PinFollow, PinGrown, PinHeld, PinRead
-from penstock.worker.prefetches import Arriving, Held, Prefetches
+from penstock.worker.prefetches import Arriving, Prefetches
 from penstock.worker.reader import Reader
+from penstock.worker.room import Room
 
 _log = get_logger()
 
@@ -86,20 +86,18 @@ class HandOver:
         self._regions = KvRegions(info)
         self._reader = Reader(agent, self._regions)
         self._metadata = b""
+        self._room = Room(engine, info)
         self.prefetches = Prefetches(
             engine,
             info,
             config,
             meet=self._meet,
             reader=self._reader,
-            try_to_hold=self._try_to_hold_early,
-            given_back=self.stepped,
+            room=self._room,
         )
         self._fetches: dict[RequestId, asyncio.Task[None]] = {}
         self._fetched_blocks = 0
         self._preemptions = 0  # as of the last step
-        self._turn = asyncio.Lock()  # whose turn it is to wait for room
-        self._room = asyncio.Event()
         self._home = asyncio.TaskGroup()
         self._tasks: asyncio.TaskGroup | None = None
         self._living: asyncio.Task[None] | None = None
@@ -222,7 +220,7 @@ class HandOver:
             self._preemptions = preemptions
             self.offers.give_way()
             self.prefetches.give_way()
-        self._room.set()
+        self._room.given_back()
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree."""
@@ -234,7 +232,7 @@ class HandOver:
         assert not self._fetches, f"{list(self._fetches)} are still fetched"
         self._reader.check_idle()
         self.prefetches.check_idle()
-        assert not self._turn.locked(), "somebody still waits for room"
+        self._room.check_idle()
 
     # -- fetching
 
@@ -290,7 +288,7 @@ class HandOver:
         if arriving is not None:
             arriving.let_go()  # with the next turn of the loop
         try:
-            held, reserved = await self._hold(hashes)
+            held, reserved = taken = await self._room.hold(hashes)
             try:
                 if reserved:
                     lacking: list[BlockId] = []
@@ -303,9 +301,7 @@ class HandOver:
                     self._engine.publish(reserved, hashes[len(held) :], parent)
                     self._fetched_blocks += len(reserved)
             finally:
-                self._engine.unpin(reserved)
-                self._engine.unpin(held)
-                self._room.set()
+                self._room.let_go(taken)
             brought, tail = tail, []
             return brought
         finally:
@@ -317,37 +313,6 @@ class HandOver:
         """Connect to who made a handle."""
         await self.begin()
         return await self._agent.connect(handle.agent)
-
-    async def _hold(self, hashes: HashArray) -> Held:
-        """Hold what is here, and room for what is not; waits in turn, holding nothing, while what runs needs the room.
-
-        Who held its prefix meanwhile could keep others, and these it, from any room at all.
-        """
-        held = list(self._engine.pin(hashes))
-        if len(held) == len(hashes):
-            return held, []
-        self._engine.unpin(held)
-        async with self._turn:
-            while (taken := self._try_to_hold(hashes)) is None:
-                self._room.clear()
-                await self._room.wait()
-            return taken
-
-    def _try_to_hold_early(self, hashes: HashArray) -> Held | None:
-        """Hold room for what is still to come; None also while somebody waits for room whose prompt is computed."""
-        return None if self._turn.locked() else self._try_to_hold(hashes)
-
-    def _try_to_hold(self, hashes: HashArray) -> Held | None:
-        held = list(self._engine.pin(hashes))
-        lacking = len(hashes) - len(held)
-        if lacking >= self._info.total_blocks:
-            self._engine.unpin(held)
-            raise TransferError(f"{lacking} blocks do not fit into {self._info.total_blocks}")
-        reserved = self._engine.reserve(lacking) if lacking else []
-        if reserved is None:
-            self._engine.unpin(held)
-            return None
-        return held, list(reserved)
 
     def _let_go(self, peer: Peer, handle: KvHandle) -> None:
         """Tell a producer that its blocks are not wanted (any more); if that fails, time does it."""

@@ -20,11 +20,9 @@ from penstock.transfer import Peer
 from penstock.worker.config import HandOverConfig
 from penstock.worker.pin_messages import PinCheck
 from penstock.worker.reader import Growth, Reader
+from penstock.worker.room import Held, Room
 
 _log = get_logger()
-
-Held = tuple[list[BlockId], list[BlockId]]
-"""A prompt's leading blocks that are here, and the reserved ones for the rest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +66,7 @@ class Prefetches:
         *,
         meet: Callable[[KvHandle], Awaitable[Peer]],
         reader: Reader,
-        try_to_hold: Callable[[HashArray], Held | None],
-        given_back: Callable[[], None],
+        room: Room,
     ) -> None:
         """Fetch nothing yet.
 
@@ -79,8 +76,7 @@ class Prefetches:
             config: times and bounds.
             meet: connects to who made a handle.
             reader: reads from them.
-            try_to_hold: gives a prompt's blocks that are here, and room for the others; None where there is none now.
-            given_back: called when blocks were given back.
+            room: for what they have.
         """
         self.fetched_blocks = 0
         self.failures: dict[str, int] = {}
@@ -91,8 +87,7 @@ class Prefetches:
         self._config = config
         self._meet = meet
         self._reader = reader
-        self._try_to_hold = try_to_hold
-        self._given_back = given_back
+        self._room = room
         self._unclaimed: dict[RequestId, Arriving] = {}
         self._under_way: set[Arriving] = set()
 
@@ -187,7 +182,7 @@ class Prefetches:
                 await self._reader.next_blocks(peer, growth, handle.ttl_s)
                 is_whole = growth.is_whole  # while something is read, more of it may be told
                 if arriving.held is None:
-                    arriving.held = self._try_to_hold(hashes)
+                    arriving.held = self._room.hold_early(hashes)
                 if arriving.held is not None:
                     await self._read(arriving, arriving.held, hashes, peer=peer, growth=growth)
         if arriving.held is None:
@@ -225,10 +220,7 @@ class Prefetches:
         if self._unclaimed.get(arriving.request_id) is arriving:
             del self._unclaimed[arriving.request_id]
         if arriving.held is not None:
-            here, reserved = arriving.held
-            self._engine.unpin(reserved)
-            self._engine.unpin(here)
-            self._given_back()
+            self._room.let_go(arriving.held)
         arriving.arrived.set()
 
 
