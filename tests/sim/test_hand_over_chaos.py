@@ -22,6 +22,7 @@ from penstock.core.errors import (
     Unavailable,
 )
 from penstock.core.hashing import block_hashes
+from penstock.core.kv_layout import KvLayout
 from penstock.core.types import FinishReason, InstanceState, Role
 from penstock.core.wire import unpack_tokens
 from penstock.engine.tails import Tails
@@ -34,6 +35,7 @@ from penstock.testing.hand_over import (
     SlowTransport,
     check_nothing_is_held,
     tiny_engine,
+    tiny_laid_out_engine,
     tiny_request,
     whole_answer,
 )
@@ -59,6 +61,23 @@ PROMPTS = [(length, seed) for length in (3, 17, 40, 84) for seed in range(1, 7)]
 ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "a0": Role.AGGREGATED}
 KV_BLOCKS = {"p0": 26, "p1": 56, "d0": 56, "d1": 56, "a0": 56}
 """So few that what is not held is soon another prompt's."""
+MODEL = KvLayout(
+    num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", element_bytes=2, block_size=BLOCK_SIZE
+)
+LAYOUTS = {
+    name: MODEL.split(num_blocks=1, **split)
+    for name, split in zip(
+        ROLES,
+        (
+            {},
+            {"tp": 2},
+            {"pp": 2},
+            {"tp": 2, "order": "layer kv | block head token"},
+            {"order": "layer | kv block token head"},
+        ),
+        strict=True,
+    )
+}
 POLICIES = ("least-loaded", "round-robin", "kv", "session")
 
 
@@ -117,6 +136,7 @@ class HandOverTrial:
         self.is_silent = (
             rng.random() < 0.5
         )  # who leaves or dies says nothing of it to whoever holds blocks for him
+        self.is_laid_out = rng.random() < 0.25  # each worker keeps its KV in another way
         self.hurt = set()
         self.ended = Counter()  # what workers that are gone had done
 
@@ -158,12 +178,17 @@ class HandOverTrial:
         rng = random.Random(self.rng.getrandbits(32))
         await self.cluster.start(
             name,
-            tiny_engine(KV_BLOCKS[name], chunk_tokens=self.chunk_tokens),
+            self.engine(name),
             role=ROLES[name],
             config=self.config,
             prices=PRICES,
             transport=SlowTransport(lambda _: rng.uniform(0, self.slowest_s)),
         )
+
+    def engine(self, name):
+        if self.is_laid_out:
+            return tiny_laid_out_engine(LAYOUTS[name], KV_BLOCKS[name], chunk_tokens=self.chunk_tokens)
+        return tiny_engine(KV_BLOCKS[name], chunk_tokens=self.chunk_tokens)
 
     async def client(self, number, dispatcher, at_s):
         rng = random.Random(self.rng.getrandbits(32))
@@ -245,6 +270,9 @@ class HandOverTrial:
             request = tiny_request("", length, seed=seed)
             ids = unpack_tokens(request.token_ids)
             block_ids = engine.pool.match(block_hashes(request.token_ids, BLOCK_SIZE))
+            if self.is_laid_out:
+                assert engine._runner._laid_out.holds(ids, block_ids), f"{name}: a block of another prefix"
+                continue
             digests = np.cumsum(kv._terms(ids, np.arange(length)))
             cells = kv._cells[block_ids].ravel()
             assert (cells == digests[: len(cells)]).all(), f"{name}: a block of another prefix"

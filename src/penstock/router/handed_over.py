@@ -13,14 +13,18 @@ _TTL_S_MIN = 0.001
 class HandedOver:
     """Where its KV is, for as long as it is held there."""
 
-    def __init__(self, handle: KvHandle | None, now_s: float, *, give_up: Callable[[], None]) -> None:
+    def __init__(
+        self, handle: KvHandle | None, now_s: float, *, worker_id: WorkerId, give_up: Callable[[], None]
+    ) -> None:
         """Take the handle that came this moment; None where the KV could not be kept.
 
         Args:
             handle: as it came.
             now_s: the loop's time.
+            worker_id: the prefill worker, or what it was then.
             give_up: tells the prefill worker that nobody will fetch it.
         """
+        self.worker_id = worker_id
         self.give_up = give_up
         self._handle = handle
         self._expires_s = now_s + (0.0 if handle is None else handle.ttl_s)

@@ -314,7 +314,9 @@ class OpenRequest:
 
     def _on_first_token(self, attempt: Attempt, progress: Progress) -> None:
         attempt.on_first_token()
-        self._relay.went_on()  # until then it may have been for another worker, should this one not take it
+        self._relay.went_on(
+            attempt.route.worker_id
+        )  # until then it may have been for another one, should this not take it
         self._shared.brakes.probation.leave(self)
         if progress.output_tokens == self.request.num_emitted:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
@@ -341,7 +343,8 @@ class OpenRequest:
     def _prefetch(self, handle: KvHandle, request: Request) -> None:
         """Choose who goes on with a prompt that is being computed, and have that one read its KV from now on."""
         with suppress(PenstockError):  # it is but a hint
-            quote = self._quote(HandedOver(handle, self._loop.time(), give_up=lambda: None))
+            growing = HandedOver(handle, self._loop.time(), worker_id=handle.producer, give_up=lambda: None)
+            quote = self._quote(growing)
             if quote is not None:
                 self._relay.prefetch(quote, request, handle)
 
@@ -351,7 +354,9 @@ class OpenRequest:
         assert attempt is not None, "it said so"
         self._release()
         self.hand_overs += 1
-        self._relay.handed = HandedOver(handle, self._loop.time(), give_up=attempt.abort)
+        self._relay.handed = HandedOver(
+            handle, self._loop.time(), worker_id=attempt.route.worker_id, give_up=attempt.abort
+        )
         if self._error is None:
             self._interruption = self._relay
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from penstock.core.ids import WorkerId
 from penstock.core.types import KvHandle, Prefetch, Request
 from penstock.router.handed_over import HandedOver
 from penstock.router.prefetching import Prefetching
@@ -46,10 +47,14 @@ class Relay:
         prefetching.drop()
         return None
 
-    def went_on(self) -> None:
-        """Have the prefill worker let go of what is left there: another one has gone on, wherever it had the KV from."""
+    def went_on(self, worker_id: WorkerId | None = None) -> None:
+        """Have the prefill worker let go of what is left there: this one has gone on, wherever it had the KV from; or nobody does.
+
+        Where that is the prefill worker itself, in another role now, it is not told: it would take the request to be given up.
+        """
         if self.handed is not None:
-            self.handed.give_up()
+            if self.handed.worker_id != worker_id:
+                self.handed.give_up()
             self.handed = None
 
     def end(self) -> None:

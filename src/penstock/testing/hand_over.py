@@ -46,9 +46,11 @@ def tiny_engine(
     return mock_engine(_shape(kv_blocks, kv_bytes, block_size), _CONFIG, scheduling)
 
 
-def tiny_laid_out_engine(layout: KvLayout, kv_blocks: int = 200) -> BatchedEngine:
+def tiny_laid_out_engine(
+    layout: KvLayout, kv_blocks: int = 200, *, chunk_tokens: int = _CHUNK_TOKENS
+) -> BatchedEngine:
     """Make the same engine with its KV in this layout, and as many blocks in each rank."""
-    scheduling = SchedulerConfig(max_batch_tokens=_CHUNK_TOKENS)
+    scheduling = SchedulerConfig(max_batch_tokens=chunk_tokens)
     return laid_out_engine(layout, _shape(kv_blocks, 0), _CONFIG, scheduling)
 
 

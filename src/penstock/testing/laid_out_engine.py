@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import EngineError
 from penstock.core.kv_layout import DIMENSIONS, KvLayout, RankLayout
+from penstock.core.wire import TokenArray
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock import MockConfig, MockRunner
 from penstock.engine.runner import RunnerInfo
@@ -66,17 +67,26 @@ class LaidOutKv:
         for slot, num_new in zip(plan.slots.tolist(), plan.num_new.tolist(), strict=True):
             start = int(table.num_computed[slot])
             position = np.arange(start + num_new)
-            terms = (table.token_ids[slot, : start + num_new].astype(np.uint64) + np.uint64(1)) * (
-                position.astype(np.uint64) * _BASE + np.uint64(1)
-            )
+            digests = _digests(table.token_ids[slot, : start + num_new])
             blocks = table.block_tables[slot, position // size]
             for rank in self.ranks:
-                content = self._content(rank.rank, np.cumsum(terms))
+                content = self._content(rank.rank, digests)
                 found = rank.view[:, :, blocks, position % size]
                 wrong = np.count_nonzero((found[:, :, :start] != content[:, :, :start]).any(axis=-1))
                 if wrong:
                     raise EngineError(f"slot {slot}: {wrong} heads of tokens are not those of its prefix")
                 rank.view[:, :, blocks[start:], position[start:] % size] = content[:, :, start:]
+
+    def holds(self, token_ids: TokenArray, block_ids: Sequence[int]) -> bool:
+        """Say whether these blocks, full, hold what belongs to the tokens."""
+        size = self.layout.block_size
+        position = np.arange(len(block_ids) * size)
+        blocks = np.array(block_ids, dtype=np.intp)[position // size]
+        digests = _digests(token_ids[: len(position)])
+        return all(
+            np.array_equal(rank.view[:, :, blocks, position % size], self._content(rank.rank, digests))
+            for rank in self.ranks
+        )
 
     def _content(self, rank: RankLayout, digests: NDArray[np.uint64]) -> Bytes:
         """Give (layers, planes, tokens, heads, bytes of a head)."""
@@ -88,6 +98,12 @@ class LaidOutKv:
         copies = -(-head_bytes // 8)
         repeated = np.repeat(words[..., None], copies, axis=-1) + np.arange(copies, dtype=np.uint64)
         return np.ascontiguousarray(repeated).view(np.uint8)[..., :head_bytes]
+
+
+def _digests(token_ids: TokenArray) -> NDArray[np.uint64]:
+    """Name each prefix of the tokens."""
+    weights = np.arange(len(token_ids), dtype=np.uint64) * _BASE + np.uint64(1)
+    return np.cumsum((token_ids.astype(np.uint64) + np.uint64(1)) * weights, dtype=np.uint64)
 
 
 class _LaidOutRunner(MockRunner):

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.core.errors import EngineError, RequestError, Unavailable, WorkerLost
 from penstock.core.types import InstanceState, Role
+from penstock.core.wire import unpack_tokens
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop import run_virtual
@@ -289,3 +290,18 @@ def test_routers_hear_of_what_the_worker_takes_on_in_its_new_role():
         assert cluster.worker("d0").instance.engine == before
 
     play(scene, ("p0", "d0", "d1"), engine=engine)
+
+
+def test_a_worker_that_goes_on_with_its_own_prompt_is_not_told_to_give_it_up():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a")) as stream:
+            tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
+            await dispatcher.change_role("p0", Role.AGGREGATED)
+            cluster.kill("d0")
+            async with asyncio.timeout(30):
+                async for delta in stream:
+                    tokens += unpack_tokens(delta.token_ids).tolist()
+        assert len(tokens) == 20
+        assert dispatcher.explain("a")[-1].worker == "p0"
+
+    play(scene)
