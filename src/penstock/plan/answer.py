@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError, PenstockError
 from penstock.perf.search import Layout
 from penstock.plan.processes import Processes
 from penstock.plan.question import Question
-from penstock.plan.trial import Effort, Proposal, predicted, requests_of_run, try_layout
+from penstock.plan.trial import Effort, Proposal, predicted, requests_of_run, try_layout, weight
 
 OnProgress = Callable[[int, int], None]
 USUAL = Effort(requests=500, precision=0.03, step=1.06, layouts=3)
@@ -104,7 +104,8 @@ def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> 
     if not layouts:
         return []
     requests = requests_of_run(question.demand, layouts[0].rate_per_s, effort.requests)
-    count = min(effort.requests_max // (_RUNS * requests), effort.layouts)
+    work = _RUNS * requests * weight(question.demand)
+    count = min(int(effort.requests_max / work), effort.layouts)
     alike: Counter[tuple[object, ...]] = Counter()
     ordered = []
     for number, layout in enumerate(layouts):
