@@ -21,6 +21,8 @@ _BEGIN, _END = 0.2, 0.9
 """Of the requests in order of arrival, those between these parts count: the first find it empty, the last see it run dry."""
 _LIFETIMES = 2.0
 _REQUESTS_MIN = 150
+_LONG = 4.0
+"""Requests of more weight than this are fewer."""
 _SAMPLES = 100
 _SMALLEST = 0.05
 """Below this part of what was predicted, a rate is none."""
@@ -100,7 +102,7 @@ def try_layout(question: Question, layout: Layout, effort: Effort) -> Proposal |
 
 def requests_of_run(demand: Demand, rate_per_s: float, least: int) -> int:
     """Say how many requests a run has: `least`, fewer where prompts are long, or more where those would be over before the deployment is full."""
-    enough = max(math.ceil(least / weight(demand)), min(least, _REQUESTS_MIN))
+    enough = max(math.ceil(least / max(weight(demand) / _LONG, 1)), min(least, _REQUESTS_MIN))
     lifetime_s = demand.ttft_s + demand.itl_s * demand.output_tokens
     return max(enough, math.ceil(_LIFETIMES * lifetime_s * rate_per_s))
 
