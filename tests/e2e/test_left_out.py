@@ -13,6 +13,8 @@ LONG = "Tell me about rivers. " * 40
 TALK = [{"role": "user", "content": LONG}]
 WHY = {"X-Penstock-Explain": "1"}
 TOKENS = 600
+BUSY_BLOCKS = 12
+"""0.003 of 4,096; the prompt has more."""
 
 
 async def decide(site):
@@ -45,6 +47,11 @@ async def begin(site):
 def test_a_worker_past_its_threshold_gets_nothing_new_though_it_holds_the_prefix(deploy):
     async def scenario(site):
         reading, busy = await begin(site)
+
+        async def is_told():
+            return (await site.load(busy)).get("active_blocks", 0) > BUSY_BLOCKS
+
+        await site.until(is_told)
         worker, left_out = await decide(site)
         assert (worker != busy, left_out) == (True, {busy: "busy"})
         assert (await reading)[1] == "length"
@@ -54,7 +61,7 @@ def test_a_worker_past_its_threshold_gets_nothing_new_though_it_holds_the_prefix
 
         await site.until(is_calm, timeout_s=5)
 
-    deploy(scenario, workers=2, router={"busy_kv_share": 0.003})  # of 4,096 blocks 12; the prompt has more
+    deploy(scenario, workers=2, router={"busy_kv_share": 0.003})
 
 
 def test_a_worker_told_to_stop_gets_nothing_new_and_ends_its_streams_itself(deploy):

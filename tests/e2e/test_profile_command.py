@@ -307,7 +307,7 @@ def test_nobody_at_the_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("mock", "--plot", "p.png"), "--plot: p.png: it is a page of charts; name it .html"),
         (("mock", "--api-key", "k"), "--api-key: only with a URL"),
         (("http://127.0.0.1:9", "--set", "a=1"), "--set: only with an engine"),
-        (("mock", "--set", "roles.aggregated.tensor_parallel=2"), "roles.aggregated.tensor_parallel: must be 1"),
+        (("paged", "--set", "roles.aggregated.tensor_parallel=2"), "roles.aggregated.tensor_parallel: must be 1"),
         (("mock", "--max-seconds", "0.01"), "decode cells were measured in that time, the fit needs 3 of each"),
     ],
 )  # fmt: skip

@@ -85,7 +85,7 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
         (["--set", "roles.aggregated.expert_dtype=fp8"], "expert_dtype: fp8 needs a model with experts"),
         (["--set", "roles.aggregated.tensor_parallel=3"], "32 attention heads on 3 devices are 10.67 each"),
         (["--json", "-"], "--json: -: expected a file; the table goes to stdout, as in --json FILE"),
-        (["--set", "links=3"], "links: must be a list, got 3"),
+        (["--set", "links=3"], "links: unknown key"),
         (["--set", "roles.aggregated.usd_per_hour=0"], "usd_per_hour: must be > 0.0, got 0"),
         (["--set", "roles.aggregated.usd_per_hour=2000"], "usd_per_hour: must be <= 1000.0, got 2000"),
         (["--set", "roles.aggregated.watts=-700"], "watts: must be > 0.0, got -700"),
