@@ -12,9 +12,11 @@ from penstock.kv.onboarding import Onboarding
 from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
 from penstock.kv.tiers import TieredPool
+from penstock.sim.bounds import check_bounds, check_fits
 from penstock.sim.jump_plan import JumpPlan
+from penstock.sim.positions import packed_positions
 from penstock.sim.prompt import StreamOf
-from penstock.sim.scheduler import JumpScheduler, check_bounds, check_fits, packed_positions
+from penstock.sim.scheduler import JumpScheduler
 
 _HASH_BYTES = 16
 Told = tuple[int, int, int, bool, int | None]
@@ -76,9 +78,7 @@ class NativeScheduler:
         number, num_prompt = next(self._arrivals), known - request.num_emitted
         end_tokens = min(num_prompt + request.sampling.max_tokens, self._context_length)
         prompt_bytes = num_prompt // self._pool.block_size * _HASH_BYTES
-        names = request.block_hashes[
-            :prompt_bytes
-        ]  # blocks that reach into its answer are the stream's to name
+        names = request.block_hashes[:prompt_bytes]  # blocks past its prompt are the stream's to name
         tokens, stream = (num_prompt, known), self._stream_of(request)
         self._states.submit(number, tokens, end_tokens, names, stream, request.hand_over)
         self._numbers[request.request_id] = number

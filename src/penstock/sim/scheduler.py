@@ -4,12 +4,8 @@ The twin of `Scheduler` for an engine that jumps: same rules of admission, growt
 so that both take the same requests in at the same steps. `NativeScheduler` does the same natively, where it can.
 """
 
-from functools import lru_cache
 from itertools import count
 
-import numpy as np
-
-from penstock.core.errors import Overloaded, RequestError
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types import Delta, FinishReason, Request, Role, Step, Tier, WorkerLoad
 from penstock.core.wire import PackedTokens, num_tokens
@@ -21,7 +17,9 @@ from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
 from penstock.kv.tiers import TierBlocks, TieredPool
 from penstock.sim.batch import Batch, SimSequence
+from penstock.sim.bounds import check_bounds, check_fits
 from penstock.sim.jump_plan import JumpPlan
+from penstock.sim.positions import packed_positions
 from penstock.sim.prompt import StreamOf
 
 
@@ -501,39 +499,3 @@ class JumpScheduler:
             )
         )
         sequence.is_fresh = False
-
-
-def check_bounds(config: SchedulerConfig) -> None:
-    """Refuse a batch whose requests could not all have a token in each step.
-
-    Raises:
-        ValueError: with both numbers.
-    """
-    if config.max_running_requests > config.max_batch_tokens:
-        raise ValueError(
-            f"max_running_requests: must be <= max_batch_tokens, got {config.max_running_requests} and {config.max_batch_tokens}"
-        )
-
-
-def check_fits(known: int, num_waiting: int, context_length: int, config: SchedulerConfig) -> None:
-    """Refuse a request of `known` tokens that can never run, or that would have to wait behind too many.
-
-    Raises:
-        RequestError: it can never run.
-        Overloaded: the queue is full.
-    """
-    if known >= context_length:
-        raise RequestError(
-            f"prompt of {known} tokens: must be < {context_length}, the context and all KV blocks",
-            param="prompt",
-        )
-    if num_waiting >= config.max_waiting_requests:
-        raise Overloaded(
-            f"{num_waiting} requests wait already, max_waiting_requests; try again later", retry_after_s=1.0
-        )
-
-
-@lru_cache(maxsize=1)
-def packed_positions(end: int) -> bytes:
-    """Pack the numbers below `end`; cut from here, an answer costs no array of its own."""
-    return np.arange(end, dtype="<i4").tobytes()
