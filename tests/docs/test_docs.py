@@ -67,7 +67,7 @@ def test_commands_are_what_the_program_takes(page: Path, command: list[str]) -> 
     match command[0]:
         case "penstock":
             if "--version" not in command:
-                cli._parser().parse_args(command[1:])
+                cli.make_parser().parse_args(command[1:])
         case "make":
             targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
             assert {word for word in command[1:] if "=" not in word and not word.startswith("-")} <= targets
@@ -109,15 +109,15 @@ def test_what_the_transfer_page_shows_runs(block: str) -> None:
 
 def test_every_flag_of_serve_is_in_the_configuration_page() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    flags = [*cli._SERVE_FLAGS, "--demo", "--graph", "--first-chat", "--log-level", "--set"]
+    flags = [*cli.serve.FLAGS, "--demo", "--graph", "--first-chat", "--log-level", "--set"]
     assert [flag for flag in flags if f"`{flag}" not in page] == []
-    for flag, (place, _, _) in cli._SERVE_FLAGS.items():
+    for flag, (place, _, _) in cli.serve.FLAGS.items():
         assert re.search(rf"`{flag} .*\| .*`{place}`", page), flag
 
 
 def test_every_flag_of_simulate_is_in_the_simulation_page() -> None:
     page = (ROOT / "docs" / "simulation.md").read_text()
-    parser = cli._parser()._subparsers._group_actions[0].choices["simulate"]
+    parser = cli.make_parser()._subparsers._group_actions[0].choices["simulate"]
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
     assert {flag for flag in flags if flag not in page} == set()
 

@@ -19,7 +19,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def graph_of(*arguments: str) -> Graph:
-    return cli._graph_of(cli._parser().parse_args(["serve", *arguments]))
+    return cli.serve.graph_of(cli.make_parser().parse_args(["serve", *arguments]))
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,51 @@
+"""The `penstock` command. A mistake of the caller is one line on stderr and exit code 2, never a traceback.
+
+What a subcommand needs is imported when it runs, so that `penstock --help` answers at once.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from penstock import __version__
+from penstock.cli import doctor, explain, graph, plan, profile, role, router, serve, simulate
+from penstock.cli.parser import Parser
+from penstock.core.errors import ConfigError, PenstockError
+
+EXIT_FAILED = 1
+EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    try:
+        options = make_parser().parse_args(arguments)
+        code: int = options.run(options)
+    except ConfigError as error:
+        return _complain(error, EXIT_WRONG_INPUT)
+    except PenstockError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code
+
+
+def _complain(error: PenstockError, code: int) -> int:
+    for line in error.message.splitlines():
+        print(f"penstock: {line}", file=sys.stderr)  # noqa: T201 - what a command is for
+    return code
+
+
+def make_parser() -> Parser:
+    """Make the parser of all commands."""
+    from penstock.bench import add_parsers  # noqa: PLC0415 - see above
+
+    parser = Parser(
+        prog="penstock", description="Serve large language models on many machines as if they were one."
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (serve, router, explain, role, graph, simulate, plan, profile, doctor):
+        command.add(commands)
+    add_parsers(commands)
+    return parser

@@ -1,0 +1,69 @@
+"""`penstock explain`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ConfigError
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of `penstock`."""
+    parser = commands.add_parser(
+        "explain",
+        help="say why requests went where they did",
+        description="Say why a running server sent a request where it did, or the latest ones; or make the decisions of a"
+        " log again. See docs/routing.md.",
+        epilog="Exit code of --replay without --policy: 1 if a decision differs.",
+    )
+    add = parser.add_argument
+    add("request_id", nargs="?", metavar="REQUEST_ID", help="the answer's id, such as chatcmpl-0123")
+    add(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="of `penstock serve` or `penstock router` (default http://127.0.0.1:8000)",
+    )
+    add(
+        "--last",
+        type=int,
+        metavar="N",
+        help="without a request: so many of the latest decisions (default 16, at most 64) of the process that answers",
+    )
+    add("--json", action="store_true", help="print what the server says as it says it")
+    add(
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="a log written with --log-level debug and PENSTOCK_LOG_FORMAT=json",
+    )
+    add(
+        "--policy",
+        metavar="NAME",
+        help="for --replay: decide by this policy instead (default: that of the log)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from penstock.deploy.explain_command import ask, replay  # noqa: PLC0415
+    from penstock.frontend.explaining import LATEST_MAX  # noqa: PLC0415
+
+    if options.replay is None:
+        if options.policy is not None:
+            raise ConfigError(
+                "--policy: is for --replay FILE, which decides again; what runs has decided already"
+            )
+        if options.request_id is not None and options.last is not None:
+            raise ConfigError(f"{options.request_id} and --last: explain one request, or the latest ones")
+        if options.request_id == "":
+            raise ConfigError("REQUEST_ID: must be an answer's id, such as chatcmpl-0123, got ''")
+        if options.last is not None and not 1 <= options.last <= LATEST_MAX:
+            raise ConfigError(f"--last: must be 1 to {LATEST_MAX}, got {options.last}")
+        ask(options.url, options.request_id, options.last, as_json=options.json)
+        return 0
+    if options.request_id is not None:
+        raise ConfigError(f"{options.request_id} and --replay: explain one request, or replay a log")
+    if options.last is not None or options.json:
+        flag = "--json" if options.last is None else "--last"
+        raise ConfigError(f"{flag}: is for what a server says; --replay makes all decisions of its log again")
+    return replay(options.replay, options.policy)

@@ -1,0 +1,28 @@
+"""How arguments are read."""
+
+import argparse
+from typing import Any, NoReturn
+
+from penstock.core.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, and names the nearest flag."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        options, unknown = super().parse_known_args(args, namespace)
+        if not unknown:
+            return options, unknown
+        from penstock.core.config import nearest  # noqa: PLC0415
+
+        word = unknown[0].partition("=")[0]
+        if not word.startswith("-"):
+            self.error(f"unexpected argument {word!r}")
+        hint = nearest(word, [flag for flag in self._option_string_actions if flag.startswith("--")])
+        raise ConfigError(f"{self.prog}: unknown flag {word}{hint}")

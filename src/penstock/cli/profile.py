@@ -1,0 +1,29 @@
+"""`penstock profile`."""
+
+import argparse
+from typing import Any
+
+from penstock.cli.flags import add_set
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of `penstock`."""
+    from penstock.bench.profiling.arguments import add_arguments  # noqa: PLC0415
+
+    parser = commands.add_parser(
+        "profile",
+        help="measure an engine, and fit the latency model to it",
+        description="Measure an engine in this process, or an OpenAI-compatible endpoint by URL, and fit the latency"
+        " model that the router and the simulator price by.",
+    )
+    add_arguments(parser)
+    add_set(parser, "set a field of the engine, as for serve")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from penstock.bench.profiling.command import run_command  # noqa: PLC0415
+    from penstock.core import log  # noqa: PLC0415
+
+    log.configure("critical", process="profile")
+    return run_command(options)

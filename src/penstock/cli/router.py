@@ -1,0 +1,45 @@
+"""`penstock router`."""
+
+import argparse
+from typing import Any
+
+from penstock.cli.flags import add_log_level, add_set
+
+_FLAGS = {
+    "--host": ("host", "HOST", "address to listen on (default 127.0.0.1)"),
+    "--port": ("port", "P", "port to listen on; 0 takes a free one (default 8100)"),
+    "--policy": ("service.router.policy", "NAME", "how a server is chosen (default kv)"),
+    "--block-size": ("service.block_size", "N", "tokens in a block of the servers' caches (default 16)"),
+}
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of `penstock`."""
+    parser = commands.add_parser(
+        "router",
+        help="run the router alone, for other gateways",
+        description="Run the router alone: an HTTP service that names a server for each request of another gateway."
+        " See docs/router.md.",
+    )
+    for flag, (place, metavar, text) in _FLAGS.items():
+        parser.add_argument(flag, dest=place, metavar=metavar, help=text)
+    add_set(parser, "set any other field, as service.router.predicted_s=60")
+    add_log_level(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from penstock.core import log  # noqa: PLC0415
+    from penstock.deploy.router_command import run_router  # noqa: PLC0415
+    from penstock.frontend.routing_http import RoutingHttpConfig  # noqa: PLC0415
+    from penstock.graph import Overrides  # noqa: PLC0415
+
+    overrides = Overrides(options.set)
+    for flag, (place, _, _) in _FLAGS.items():
+        if (value := getattr(options, place)) is not None:
+            overrides.assign(place, value, flag=flag)
+    data = overrides.apply({})
+    config = RoutingHttpConfig.parse(data, source=lambda path: overrides.source_of(path, "router"))
+    log.configure(options.log_level, process="router")
+    run_router(config)
+    return 0

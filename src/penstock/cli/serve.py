@@ -1,0 +1,120 @@
+"""`penstock serve`."""
+
+import argparse
+from typing import Any
+
+from penstock.cli.flags import add_log_level, add_set
+from penstock.core.errors import ConfigError
+
+_DEMO_WORKERS = 2  # so that there is something to route between
+
+FLAGS = {
+    "--workers": ("roles.aggregated.replicas", "N", "worker processes (default 1; 2 with --demo)"),
+    "--prefill": (
+        "roles.prefill.replicas",
+        "P",
+        "prefill workers, which hand prompts over to decode workers",
+    ),
+    "--decode": (
+        "roles.decode.replicas",
+        "D",
+        "decode workers; with --prefill instead of --workers, or beside them",
+    ),
+    "--engine": ("roles.aggregated.engine", "NAME", "paged: PyTorch (default); mock: made-up text, no model"),
+    "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
+    "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),
+    "--port": ("frontend.port", "P", "port to listen on; 0 takes a free one (default 8000)"),
+    "--frontend-processes": ("frontend.processes", "N", "processes that share the port (default 1)"),
+    "--policy": ("router.policy", "NAME", "how a worker is chosen, such as kv or least-loaded (default kv)"),
+}
+"""Flag: place in the graph, placeholder, help. Each is a short way to write `--set PLACE=VALUE`."""
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of `penstock`."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model on this machine",
+        description="Serve a model on this machine: an OpenAI-compatible server, a KV-aware router, workers.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a checkpoint's directory, or a hub name such as Qwen/Qwen3-0.6B",
+    )
+    parser.add_argument("--demo", action="store_true", help="serve the small model that comes with Penstock")
+    parser.add_argument(
+        "--graph", metavar="FILE", help="start from a deployment graph; other flags override it"
+    )
+    for flag, (place, metavar, text) in FLAGS.items():
+        parser.add_argument(flag, dest=place, metavar=metavar, help=text)
+    add_set(parser, "set any field of the graph, as roles.aggregated.kv_blocks=512")
+    parser.add_argument(
+        "--first-chat", action="store_true", help="send one chat when ready, and show what to try next"
+    )
+    add_log_level(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    graph = graph_of(options)
+    from penstock.core import log  # noqa: PLC0415
+    from penstock.core.native import warn_if_disabled  # noqa: PLC0415
+    from penstock.deploy.serve import serve  # noqa: PLC0415
+
+    log.configure(options.log_level, process="supervisor")
+    warn_if_disabled()
+    serve(graph, log_level=options.log_level, first_chat=options.first_chat)
+    return 0
+
+
+def graph_of(options: argparse.Namespace) -> Any:
+    """Make the graph that the arguments ask for.
+
+    Raises:
+        ConfigError: they contradict each other, or describe none.
+    """
+    from penstock.core.config import nearest  # noqa: PLC0415
+    from penstock.engine.registry import engine_names  # noqa: PLC0415
+    from penstock.graph import DEMO_MODEL, Overrides, build, load  # noqa: PLC0415
+
+    if options.demo and options.model:
+        raise ConfigError(f"--demo and {options.model}: serve one of them")
+    overrides = Overrides(options.set)
+    roles = _roles_of(options)
+    for flag, (place, _, _) in FLAGS.items():
+        if (value := getattr(options, place)) is not None:
+            for meant in _places(place, roles):
+                overrides.assign(meant, value, flag=flag)
+    engine = getattr(options, FLAGS["--engine"][0])
+    if engine is not None and engine not in engine_names():
+        raise ConfigError(f"--engine: unknown {engine!r}{nearest(engine, list(engine_names()))}")
+    model = DEMO_MODEL if options.demo else options.model
+    if model:
+        overrides.assign("model", model, flag="--demo" if options.demo else "MODEL")
+    if options.graph:
+        return load(options.graph, overrides)
+    if not model and engine != "mock":
+        raise ConfigError(
+            "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
+        )
+    data: dict[str, Any] = {"model": DEMO_MODEL, "roles": {role: {} for role in roles}}
+    if options.demo and roles == ["aggregated"]:
+        data["roles"] = {"aggregated": {"replicas": _DEMO_WORKERS}}
+    return build(data, overrides, source="serve")
+
+
+def _roles_of(options: argparse.Namespace) -> list[str]:
+    """Name the roles that the flags ask for."""
+    asked = [role for role in ("prefill", "decode") if getattr(options, f"roles.{role}.replicas") is not None]
+    if not asked or getattr(options, "roles.aggregated.replicas") is not None:
+        return ["aggregated", *asked]
+    return asked
+
+
+def _places(place: str, roles: list[str]) -> list[str]:
+    """Say where a flag's value goes: what describes a worker, to every role."""
+    if place.startswith("roles.aggregated.") and not place.endswith(".replicas"):
+        return [place.replace("aggregated", role, 1) for role in roles]
+    return [place]

@@ -1,0 +1,29 @@
+"""`penstock simulate`."""
+
+import argparse
+from typing import Any
+
+from penstock.cli.flags import add_set
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of `penstock`."""
+    from penstock.sim.arguments import add_arguments  # noqa: PLC0415
+
+    parser = commands.add_parser(
+        "simulate",
+        help="play a workload on a simulated deployment",
+        description="Play a workload on a simulated deployment: the real router and workers, on virtual time.",
+        epilog="Exit code: 0 simulated, 1 no request completed, 2 wrong input, 130 interrupted. See docs/simulation.md.",
+    )
+    add_arguments(parser)
+    add_set(parser, "set a field of the graph, as for serve")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from penstock.core import log  # noqa: PLC0415
+    from penstock.sim.command import run_command  # noqa: PLC0415
+
+    log.configure("error", process="simulate")
+    return run_command(options)
