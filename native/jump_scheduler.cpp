@@ -8,30 +8,20 @@
 namespace penstock {
 namespace {
 
-void require(bool condition, const char* otherwise) {
-    if (!condition) {
-        throw Broken(otherwise);
-    }
-}
-
 std::size_t at(Count index) { return static_cast<std::size_t>(index); }
-
-template <class T>
-Count size_of(const std::vector<T>& items) {
-    return static_cast<Count>(items.size());
-}
 
 }  // namespace
 
 JumpScheduler::JumpScheduler(Pool& pool, Count block_size, JumpLimits limits)
-    : pool_(pool), size_(block_size), limits_(limits) {}
+    : pool_(pool), size_(block_size), limits_(limits), batch_(block_size) {}
 
 // ---- Requests in and out
 
 void JumpScheduler::submit(Arrival arrival) {
-    auto sequence = std::make_unique<Sequence>(
-        Sequence{arrival.number, arrival.known, arrival.num_prompt, arrival.end_tokens,
-                 arrival.known - arrival.num_prompt, arrival.hand_over, std::move(arrival.hashes), std::move(arrival.names)});
+    auto sequence = std::make_unique<JumpSequence>(
+        JumpSequence{arrival.number, arrival.known, arrival.num_prompt, arrival.end_tokens,
+                     arrival.known - arrival.num_prompt, arrival.hand_over, std::move(arrival.hashes),
+                     std::move(arrival.names)});
     sequence->place = waiting_.insert(waiting_.end(), sequence.get());
     waiting_tokens_ += sequence->known;
     sequences_[arrival.number] = std::move(sequence);
@@ -42,7 +32,7 @@ void JumpScheduler::abort(Count number) {
     if (found == sequences_.end() || found->second->is_aborted) {
         return;
     }
-    Sequence& sequence = *found->second;
+    JumpSequence& sequence = *found->second;
     head_blocked_ = false;
     if (sequence.place) {
         waiting_.erase(*sequence.place);
@@ -50,11 +40,8 @@ void JumpScheduler::abort(Count number) {
         sequences_.erase(found);
         return;
     }
-    sequence.is_aborted = true;
+    batch_.abort(sequence);
     aborted_.push_back(&sequence);
-    if (sequence.joined) {
-        ends_.erase({sequence.end_tick(), number});
-    }
 }
 
 // ---- Plans
@@ -62,14 +49,14 @@ void JumpScheduler::abort(Count number) {
 std::optional<Jump> JumpScheduler::plan() {
     drop_aborted();
     prompts_.clear();
-    const Count budget = share_budget(limits_.max_batch_tokens - size_of(phases_));
-    const std::size_t num_running = running_.size();
+    const Count budget = share_budget(limits_.max_batch_tokens - batch_.num_decoding());
+    const Count num_running = batch_.num_running();
     grow();
-    const bool is_short = running_.size() < num_running;
+    const bool is_short = batch_.num_running() < num_running;
     if (is_short) {
         std::erase_if(prompts_, [](const Share& prompt) { return prompt.sequence->blocks.empty(); });
     }
-    Jump jump{1, size_of(phases_), context_tokens(tick_), false, {}};
+    Jump jump{1, batch_.num_decoding(), batch_.context_tokens(batch_.tick()), false, {}};
     for (const auto& [sequence, amount] : prompts_) {
         if (sequence->lacking() == 1) {
             ++jump.batch;
@@ -86,7 +73,7 @@ std::optional<Jump> JumpScheduler::plan() {
         jump.chunks.emplace_back(prompts_[index].amount, prompts_[index].sequence->computed);
     }
     jump.has_prompts = !prompts_.empty();
-    if (!jump.has_prompts && phases_.empty()) {
+    if (!jump.has_prompts && batch_.num_decoding() == 0) {
         return std::nullopt;
     }
     if (!jump.has_prompts && !may_admit()) { // who was preempted just now may be taken in again with the next step
@@ -96,12 +83,12 @@ std::optional<Jump> JumpScheduler::plan() {
 }
 
 bool JumpScheduler::may_admit() const {
-    return !waiting_.empty() && !head_blocked_ && size_of(running_) < limits_.max_running;
+    return !waiting_.empty() && !head_blocked_ && batch_.num_running() < limits_.max_running;
 }
 
 Count JumpScheduler::blocks_reserved() const {
-    Count reserved = size_of(running_) + blocks_due(tick_ + 1, 1);
-    for (const Sequence* sequence : prefilling_) {
+    Count reserved = batch_.num_running() + batch_.blocks_due(batch_.tick() + 1, 1);
+    for (const JumpSequence* sequence : batch_.prefilling()) {
         reserved += std::max<Count>(sequence->known / size_ + 1 - size_of(sequence->blocks), 0);
     }
     return reserved;
@@ -109,8 +96,8 @@ Count JumpScheduler::blocks_reserved() const {
 
 // Give each prompt its tokens of this step, oldest first; those that lack only one always get it.
 Count JumpScheduler::share_budget(Count budget) {
-    budget -= std::ranges::count(prefilling_, 1, &Sequence::lacking);
-    for (Sequence* sequence : prefilling_) {
+    budget -= std::ranges::count(batch_.prefilling(), 1, &JumpSequence::lacking);
+    for (JumpSequence* sequence : batch_.prefilling()) {
         const Count lacking = sequence->lacking();
         if (lacking == 1) {
             prompts_.push_back({sequence, 1});
@@ -129,7 +116,7 @@ void JumpScheduler::grow() {
     for (const auto& [sequence, amount] : prompts_) {
         lacking.push_back({sequence, blocks_of(sequence->computed + amount) - size_of(sequence->blocks)});
     }
-    add_beginning(lacking, tick_, 1);
+    batch_.add_beginning(lacking, batch_.tick(), 1);
     Count total = 0;
     for (const Share& share : lacking) {
         total += share.amount;
@@ -138,14 +125,14 @@ void JumpScheduler::grow() {
         extend(lacking);
         return;
     }
-    for (Sequence* sequence : std::vector(running_)) {
+    for (JumpSequence* sequence : std::vector(batch_.running())) {
         const auto need = std::ranges::find(lacking, sequence, &Share::sequence);
         while (need != lacking.end() && need->amount > 0 && !sequence->blocks.empty()) {
             if (need->amount <= static_cast<Count>(pool_.num_available())) {
                 extend({*need});
                 break;
             }
-            preempt(*running_.back());
+            preempt(*batch_.running().back());
         }
     }
 }
@@ -171,11 +158,11 @@ void JumpScheduler::extend(const std::vector<Share>& lacking) {
 // Take waiting sequences in, oldest first, while there is room.
 void JumpScheduler::admit(Count budget) {
     Count reserved = blocks_reserved();
-    while (!waiting_.empty() && budget > 0 && size_of(running_) < limits_.max_running) {
-        Sequence& sequence = *waiting_.front();
+    while (!waiting_.empty() && budget > 0 && batch_.num_running() < limits_.max_running) {
+        JumpSequence& sequence = *waiting_.front();
         const Count blocks = sequence.known / size_ + 1;
         const Count full = (sequence.known - 1) / size_; // the last token is computed, whatever is cached
-        name(sequence, full);
+        sequence.name(full);
         auto hits = pool_.match(std::span(sequence.hashes).first(at(full)));
         const Count num_hits = size_of(hits);
         const auto room = static_cast<Count>(pool_.num_available() - pool_.count_idle(hits));
@@ -186,9 +173,7 @@ void JumpScheduler::admit(Count budget) {
         take_in(sequence, std::move(hits));
         const Count amount = std::min({budget, limits_.prompt_budget, sequence.lacking()});
         extend({{&sequence, blocks_of(sequence.computed + amount) - num_hits}});
-        for (auto* list : {&running_, &prefilling_}) {
-            list->insert(std::ranges::upper_bound(*list, sequence.number, {}, &Sequence::number), &sequence);
-        }
+        batch_.admit(sequence);
         budget -= amount;
         prompts_.push_back({&sequence, amount});
         reserved += 1 + blocks - size_of(sequence.blocks);
@@ -196,7 +181,7 @@ void JumpScheduler::admit(Count budget) {
 }
 
 // Give the first that waits the blocks that are cached of it, and count them.
-void JumpScheduler::take_in(Sequence& sequence, std::vector<BlockId> hits) {
+void JumpScheduler::take_in(JumpSequence& sequence, std::vector<BlockId> hits) {
     waiting_.pop_front();
     sequence.place.reset();
     waiting_tokens_ -= sequence.known;
@@ -217,21 +202,21 @@ void JumpScheduler::take_in(Sequence& sequence, std::vector<BlockId> hits) {
 // Count the steps until a request ends, or blocks run out; those of the first step are there already.
 Count JumpScheduler::longest_jump() const {
     const auto available = static_cast<Count>(pool_.num_available());
-    const Count steps = ends_.begin()->first - tick_;
-    if (blocks_due(tick_ + 1, steps - 1) <= available) {
+    const Count steps = batch_.next_end() - batch_.tick();
+    if (batch_.blocks_due(batch_.tick() + 1, steps - 1) <= available) {
         return steps;
     }
     Count low = 1; // so many are possible
     Count high = steps; // and so many are not
     while (high - low > 1) {
         const Count middle = std::midpoint(low, high);
-        (blocks_due(tick_ + 1, middle - 1) <= available ? low : high) = middle;
+        (batch_.blocks_due(batch_.tick() + 1, middle - 1) <= available ? low : high) = middle;
     }
     return low;
 }
 
 // Put a running sequence back to the front of the queue.
-void JumpScheduler::preempt(Sequence& sequence) {
+void JumpScheduler::preempt(JumpSequence& sequence) {
     leave(sequence);
     sequence.place = waiting_.insert(waiting_.begin(), &sequence);
     waiting_tokens_ += sequence.known;
@@ -244,24 +229,22 @@ Committed JumpScheduler::commit(Count steps) {
     Committed committed{};
     if (steps > 1) { // the first one's blocks are there
         std::vector<Share> lacking;
-        add_beginning(lacking, tick_ + 1, steps - 1);
+        batch_.add_beginning(lacking, batch_.tick() + 1, steps - 1);
         extend(lacking);
     }
     steps_ += steps;
-    generated_tokens_ += steps * size_of(phases_);
-    tick_ += steps;
+    generated_tokens_ += steps * batch_.num_decoding();
+    batch_.advance(steps);
     for (const auto& [sequence, amount] : prompts_) {
         take_prompt(*sequence, amount);
         if (sequence->hand_over && !sequence->joined && !sequence->is_aborted) {
             committed.prefilling.push_back(sequence->number);
         }
     }
-    while (!ends_.empty() && ends_.begin()->first <= tick_) {
-        const auto found = sequences_.find(ends_.begin()->second);
-        Sequence& sequence = *found->second;
-        leave(sequence);
-        untold_.push_back(tell(sequence, sequence.known, true));
-        sequences_.erase(found);
+    while (JumpSequence* sequence = batch_.ended()) {
+        leave(*sequence);
+        untold_.push_back(tell(*sequence, sequence->known, true));
+        sequences_.erase(sequence->number);
     }
     committed.has_news = !untold_.empty() || !aborted_.empty() || !prompts_.empty();
     prompts_.clear();
@@ -272,30 +255,30 @@ Committed JumpScheduler::commit(Count steps) {
 
 void JumpScheduler::settle(Count steps) {
     std::vector<Share> lacking;
-    add_beginning(lacking, tick_ + 1, steps);
+    batch_.add_beginning(lacking, batch_.tick() + 1, steps);
     extend(lacking);
     steps_ += steps;
-    generated_tokens_ += steps * size_of(phases_);
-    tick_ += steps;
+    generated_tokens_ += steps * batch_.num_decoding();
+    batch_.advance(steps);
 }
 
 std::vector<Told> JumpScheduler::so_far() {
-    for (Sequence* sequence : running_) {
+    for (JumpSequence* sequence : batch_.running()) {
         if (sequence->joined && !sequence->is_aborted) {
-            untold_.push_back(tell(*sequence, sequence->known + tick_ - *sequence->joined, false));
+            untold_.push_back(tell(*sequence, sequence->known + batch_.tick() - *sequence->joined, false));
         }
     }
     return std::exchange(untold_, {});
 }
 
-void JumpScheduler::take_prompt(Sequence& sequence, Count amount) {
+void JumpScheduler::take_prompt(JumpSequence& sequence, Count amount) {
     sequence.computed += amount;
     prefilled_tokens_ += amount;
     publish(sequence, sequence.computed);
     if (sequence.lacking() > 0 || sequence.is_aborted) {
         return;
     }
-    join(sequence);
+    batch_.join(sequence);
     ++generated_tokens_;
     if (sequence.known < sequence.end_tokens) {
         untold_.push_back(tell(sequence, sequence.known, false));
@@ -303,7 +286,7 @@ void JumpScheduler::take_prompt(Sequence& sequence, Count amount) {
 }
 
 // Put the blocks that are complete into the prefix cache.
-void JumpScheduler::publish(Sequence& sequence, Count computed) {
+void JumpScheduler::publish(JumpSequence& sequence, Count computed) {
     const Count start = sequence.published;
     const Count end = computed / size_;
     if (end <= start) {
@@ -315,7 +298,7 @@ void JumpScheduler::publish(Sequence& sequence, Count computed) {
         others = sequence.names->between(start, end);
         hashes = others;
     } else {
-        name(sequence, end);
+        sequence.name(end);
         hashes = std::span(sequence.hashes).subspan(at(start), at(end - start));
     }
     pool_.commit(std::span(sequence.blocks).subspan(at(start), at(end - start)), hashes, sequence.parent);
@@ -323,18 +306,9 @@ void JumpScheduler::publish(Sequence& sequence, Count computed) {
     sequence.parent = hashes.back().low;
 }
 
-// Have the names of the first blocks.
-void JumpScheduler::name(Sequence& sequence, Count count) const {
-    const Count have = size_of(sequence.hashes);
-    if (count > have) {
-        const auto more = sequence.names->between(have, count);
-        sequence.hashes.insert(sequence.hashes.end(), more.begin(), more.end());
-    }
-}
-
 // Take a sequence out of the batch, and give its blocks back.
-void JumpScheduler::leave(Sequence& sequence) {
-    leave_batch(sequence);
+void JumpScheduler::leave(JumpSequence& sequence) {
+    batch_.leave(sequence);
     publish(sequence, sequence.computed);
     pool_.release(sequence.blocks);
     sequence.blocks.clear();
@@ -344,7 +318,7 @@ void JumpScheduler::leave(Sequence& sequence) {
 }
 
 void JumpScheduler::drop_aborted() {
-    for (Sequence* sequence : aborted_) {
+    for (JumpSequence* sequence : aborted_) {
         leave(*sequence);
         sequences_.erase(sequence->number);
     }
@@ -352,124 +326,38 @@ void JumpScheduler::drop_aborted() {
 }
 
 // Send the output tokens up to `known` that were not sent.
-Told JumpScheduler::tell(Sequence& sequence, Count known, bool is_end) {
+Told JumpScheduler::tell(JumpSequence& sequence, Count known, bool is_end) {
     const Count begin = std::exchange(sequence.told, known - sequence.num_prompt);
     const bool is_first = std::exchange(sequence.is_fresh, false);
     return {sequence.number, begin, sequence.told, is_end, is_first ? sequence.cached_tokens : std::nullopt};
-}
-
-// ---- Who decodes
-
-// Have a sequence decode from now on: its prompt has given the first token.
-void JumpScheduler::join(Sequence& sequence) {
-    std::erase(prefilling_, &sequence);
-    ++sequence.known;
-    sequence.joined = tick_;
-    context_ += sequence.known - tick_;
-    phases_.insert(phase_of(sequence), {begins_at(sequence), sequence.number, &sequence});
-    ends_.emplace(sequence.end_tick(), sequence.number);
-}
-
-// `known` is what it has now, and `computed` one less where it decoded.
-void JumpScheduler::leave_batch(Sequence& sequence) {
-    std::erase(running_, &sequence);
-    if (!sequence.joined) {
-        std::erase(prefilling_, &sequence);
-        return;
-    }
-    phases_.erase(phase_of(sequence));
-    ends_.erase({sequence.end_tick(), sequence.number});
-    context_ -= sequence.known - *sequence.joined;
-    sequence.known += tick_ - *sequence.joined;
-    sequence.computed = sequence.known - 1;
-    sequence.joined.reset();
-}
-
-Count JumpScheduler::begins_at(const Sequence& sequence) const {
-    const Count phase = (1 - sequence.known + *sequence.joined) % size_;
-    return phase < 0 ? phase + size_ : phase;
-}
-
-// Where it is among the phases, or belongs.
-std::vector<JumpScheduler::Phase>::const_iterator JumpScheduler::phase_of(const Sequence& sequence) const {
-    return std::ranges::lower_bound(phases_, std::pair(begins_at(sequence), sequence.number), {},
-                                    [](const Phase& phase) { return std::pair(phase.begins_at, phase.number); });
-}
-
-// Who begins a block within less than a block of ticks, as spans of the phases.
-std::vector<JumpScheduler::Span> JumpScheduler::spans(Count first_tick, Count length) const {
-    if (length == 0) {
-        return {};
-    }
-    const auto index = [&](Count begins_at) {
-        const auto found = std::ranges::lower_bound(phases_, begins_at, {}, &Phase::begins_at);
-        return static_cast<std::size_t>(found - phases_.begin());
-    };
-    const Count phase = first_tick % size_;
-    const Count end = phase + length;
-    if (end <= size_) {
-        return {{index(phase), index(end)}};
-    }
-    return {{index(phase), phases_.size()}, {0, index(end - size_)}};
-}
-
-// Count the blocks that those who decode need for so many steps.
-Count JumpScheduler::blocks_due(Count first_tick, Count steps) const {
-    Count blocks = steps / size_ * size_of(phases_);
-    for (const auto& [begin, end] : spans(first_tick, steps % size_)) {
-        blocks += static_cast<Count>(end - begin);
-    }
-    return blocks;
-}
-
-// Add those that need more blocks for so many steps, and how many.
-void JumpScheduler::add_beginning(std::vector<Share>& lacking, Count first_tick, Count steps) const {
-    const Count rounds = steps / size_;
-    if (rounds == 0) {
-        for (const auto& [begin, end] : spans(first_tick, steps)) {
-            for (std::size_t index = begin; index < end; ++index) {
-                lacking.push_back({phases_[index].sequence, 1});
-            }
-        }
-        return;
-    }
-    const std::size_t first = lacking.size();
-    for (const Phase& phase : phases_) {
-        lacking.push_back({phase.sequence, rounds});
-    }
-    for (const auto& [begin, end] : spans(first_tick, steps % size_)) {
-        for (std::size_t index = begin; index < end; ++index) {
-            ++lacking[first + index].amount;
-        }
-    }
 }
 
 // ---- What it says of itself
 
 JumpLoad JumpScheduler::load(Count steps) const {
     Count queued = waiting_tokens_;
-    Count context = context_tokens(tick_ + steps);
-    for (const Sequence* sequence : prefilling_) {
+    Count context = batch_.context_tokens(batch_.tick() + steps);
+    for (const JumpSequence* sequence : batch_.prefilling()) {
         queued += sequence->lacking();
         context += sequence->computed;
     }
     return {
-        .running = size_of(running_),
+        .running = batch_.num_running(),
         .waiting = num_waiting(),
-        .active_blocks = static_cast<Count>(pool_.num_active()) + blocks_due(tick_ + 1, steps),
+        .active_blocks = static_cast<Count>(pool_.num_active()) + batch_.blocks_due(batch_.tick() + 1, steps),
         .queued_prefill_tokens = queued,
         .context_tokens = context,
         .steps = steps_ + steps,
         .preemptions = preemptions_,
         .prefilled_tokens = prefilled_tokens_,
         .prefix_hit_tokens = prefix_hit_tokens_,
-        .generated_tokens = generated_tokens_ + steps * size_of(phases_),
+        .generated_tokens = generated_tokens_ + steps * batch_.num_decoding(),
     };
 }
 
 std::vector<std::pair<BlockId, std::int32_t>> JumpScheduler::held() const {
     std::map<BlockId, std::int32_t> counts;
-    for (const Sequence* sequence : running_) {
+    for (const JumpSequence* sequence : batch_.running()) {
         for (const BlockId id : sequence->blocks) {
             ++counts[id];
         }
@@ -478,39 +366,15 @@ std::vector<std::pair<BlockId, std::int32_t>> JumpScheduler::held() const {
 }
 
 void JumpScheduler::check() const {
-    Count context = 0;
+    batch_.check();
     Count waiting_tokens = 0;
-    std::vector<const Sequence*> prefilling;
-    std::set<std::pair<Count, Count>> ends;
-    for (const Sequence* sequence : running_) {
-        require(!sequence->place, "running: who runs does not wait");
-        if (!sequence->joined) {
-            prefilling.push_back(sequence);
-            continue;
-        }
-        context += sequence->known - *sequence->joined;
-        const auto phase = phase_of(*sequence);
-        require(phase != phases_.end() && phase->sequence == sequence, "phases: of all that decode");
-        if (!sequence->is_aborted) {
-            ends.emplace(sequence->end_tick(), sequence->number);
-        }
-    }
-    for (const Sequence* sequence : waiting_) {
+    for (const JumpSequence* sequence : waiting_) {
         require(sequence->blocks.empty() && !sequence->joined, "waiting: who waits holds nothing");
         waiting_tokens += sequence->known;
     }
-    const auto in_order = [](const Phase& one, const Phase& other) {
-        return std::pair(one.begins_at, one.number) < std::pair(other.begins_at, other.number);
-    };
-    require(std::ranges::is_sorted(phases_, in_order), "phases: sorted");
-    require(phases_.size() + prefilling.size() == running_.size(), "running: each decodes or is prefilled");
-    require(std::ranges::equal(prefilling, prefilling_), "prefilling: those that run and do not decode");
-    require(std::ranges::is_sorted(running_, {}, &Sequence::number), "running: oldest first");
-    require(ends == ends_, "ends: of all that decode and were not aborted");
-    require(context == context_, "context: summed up");
     require(waiting_tokens == waiting_tokens_, "waiting tokens: summed up");
-    require(waiting_.size() + running_.size() == sequences_.size(), "sequences: each waits or runs");
-    require(size_of(running_) <= limits_.max_running, "running: bounded");
+    require(waiting_.size() + batch_.running().size() == sequences_.size(), "sequences: each waits or runs");
+    require(batch_.num_running() <= limits_.max_running, "running: bounded");
 }
 
 }  // namespace penstock
