@@ -30,32 +30,37 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
     asked = [
         {"temperature": 0},
         {"temperature": 1.0, "n": 2},
-        {"temperature": 0.8, "logprobs": True, "top_logprobs": 2, "stop": ["the worker"]},
+        {"temperature": 0.8, "logprobs": True, "top_logprobs": 2},
     ]
 
-    async def answers(site):
-        found = []
-        for options in asked:
-            answer = await site.client.chat.completions.create(
-                model="penstock-demo",
-                messages=[{"role": "user", "content": PROMPT}],
-                max_tokens=TOKENS,
-                seed=7,
-                **options,
-            )
-            found.append(
+    async def choices(site, options):
+        answer = await site.client.chat.completions.create(
+            model="penstock-demo",
+            messages=[{"role": "user", "content": PROMPT}],
+            max_tokens=TOKENS,
+            seed=7,
+            **options,
+        )
+        return [
+            (
+                choice.message.content,
+                choice.finish_reason,
                 [
-                    (
-                        choice.message.content,
-                        choice.finish_reason,
-                        [
-                            (token.token, round(token.logprob, 3))
-                            for token in (choice.logprobs.content if choice.logprobs else [])
-                        ],
-                    )
-                    for choice in answer.choices
-                ]
+                    (token.token, round(token.logprob, 3))
+                    for token in (choice.logprobs.content if choice.logprobs else [])
+                ],
             )
+            for choice in answer.choices
+        ]
+
+    async def answers(site):
+        found = [await choices(site, options) for options in asked]
+        text = found[-1][0][0]
+        found.append(await choices(site, asked[-1] | {"stop": [text[len(text) // 2 :][:8]]}))
+        (whole,), (stopped,) = found[-2:]
+        assert stopped[1] == "stop"
+        assert whole[0].startswith(stopped[0])
+        assert 0 < len(stopped[2]) < len(whole[2])
         return found
 
     whole = []
@@ -65,11 +70,11 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
 
     async def apart(site):
         assert await answers(site) == whole
-        assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == 4
+        assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == 5
         decode = await site.load("decode-1")
         size = 16
-        assert decode["prefilled_tokens"] <= 4 * size, "next to nothing is computed again"
-        assert (await site.load("prefill-1"))["generated_tokens"] == 4
+        assert decode["prefilled_tokens"] <= 5 * size, "next to nothing is computed again"
+        assert (await site.load("prefill-1"))["generated_tokens"] == 5
 
         async def nothing_is_held():
             loads = [await site.load(name) for name in ("prefill-1", "decode-1")]
