@@ -2,10 +2,13 @@
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.types import Role
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import EngineSpec
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.graph import Graph, RoleSpec
+from penstock.graph.engine_prices import engine_prices
+from penstock.graph.step_size import with_step_size
 
 _VOCABULARY = 32_000  # of a checkpoint that does not say, for engines that ask
 
@@ -36,6 +39,8 @@ def engine_spec(
             f" {', '.join(f'{tier} {size:g}' for tier, size in role.kv_tiers.present().items())}; `penstock simulate`"
             " can tell what more tiers would give"
         )
+    present = graph.roles.present()
+    schedulers = {name: _scheduler(_sized(name, each, checkpoint)) for name, each in present.items()}
     return EngineSpec(
         model=str(checkpoint.path),
         block_size=graph.block_size,
@@ -43,13 +48,19 @@ def engine_spec(
         vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
         eos_token_ids=checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,
-        scheduler=_scheduler(role),
-        schedulers={name: _scheduler(other) for name, other in graph.roles.present().items()},
+        scheduler=next(
+            (schedulers[name] for name, each in present.items() if each is role), _scheduler(role)
+        ),
+        schedulers=schedulers,
         dtype=role.weight_dtype,
         device="cpu" if role.hardware == "cpu" else f"cuda:{device_index}",
         hash_key=hash_key,
         mock=role.mock,
     )
+
+
+def _sized(name: Role, role: RoleSpec, checkpoint: Checkpoint) -> RoleSpec:
+    return with_step_size(name, role, lambda: engine_prices(role, checkpoint.path))
 
 
 def _scheduler(role: RoleSpec) -> SchedulerConfig:

@@ -66,7 +66,7 @@ class RoleSpec(Config):
     kv_dtype: Dtype = "auto"
     """Number format of the KV cache, as for `weight_dtype`; auto is that of the weights, or fp8 where they are narrower."""
     max_batch_tokens: int | None = pydantic.Field(default=None, ge=1)
-    """Tokens one engine step may compute on each data-parallel rank, and so of one prompt; None is the engine's own choice."""
+    """Tokens one engine step may compute on each data-parallel rank, and so of one prompt; None is the engine's own choice, and of a prefill worker the fewest that keep it as busy as any number does."""
     max_running_requests: int | None = pydantic.Field(default=None, ge=1)
     """Requests in the batch of each data-parallel rank; None is the engine's own choice."""
     max_waiting_requests: int | None = pydantic.Field(default=None, ge=1)

@@ -9,10 +9,12 @@ from penstock.core.types import Role, Tier
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.graph import RoleSpec
-from penstock.graph.engine_prices import make_roofline
+from penstock.graph.engine_prices import make_latency, make_roofline
+from penstock.graph.step_size import with_step_size
 from penstock.perf.hardware import Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
 from penstock.perf.profile import Profile, ProfiledModel
+from penstock.perf.published import publish
 from penstock.perf.roofline import Factors, Roofline
 from penstock.perf.shape import ModelShape
 from penstock.perf.speculation import price_per_token
@@ -142,6 +144,9 @@ def plan_crew(
     Raises:
         ConfigError: it describes something that cannot be simulated, or that does not fit.
     """
+    spec = with_step_size(
+        role, spec, lambda: publish(make_latency(shape, spec), context_length=shape.context_length)
+    )
     own = {"usd_per_hour": spec.usd_per_hour, "watts": spec.watts}
     hardware = find_hardware(spec.hardware).model_copy(
         update={name: value for name, value in own.items() if value is not None}

@@ -5,6 +5,7 @@ from penstock.core.types import Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.engine_spec import engine_spec
 from penstock.engine.paged.checkpoint import Checkpoint
+from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.graph import Graph, RoleSpec
 
 
@@ -32,3 +33,14 @@ def test_limits_are_each_ranks_and_each_roles() -> None:
     assert (four.max_batch_tokens, four.prompt_budget, four.max_running_requests) == (128, 32, 28)
     assert (one.max_waiting_requests, four.max_waiting_requests) == (9, 9)
     assert [one.is_shortest_first(Role.PREFILL), four.is_shortest_first(Role.PREFILL)] == [True, False]
+
+
+def test_a_prefill_workers_steps_are_those_that_keep_its_engine_busy() -> None:
+    checkpoint = Checkpoint.open(str(MODEL_DIR))
+    roles = {"prefill": {"engine": "mock"}, "decode": {"engine": "mock"}}
+    graph = Graph.model_validate({"model": "m", "roles": roles})
+    spec = engine_spec(graph, graph.roles.prefill, checkpoint)
+    usual = SchedulerConfig().max_batch_tokens
+    sizes = {role: config.max_batch_tokens for role, config in spec.schedulers.items()}
+    assert sizes == {Role.PREFILL: 2048, Role.DECODE: usual}
+    assert spec.scheduler.max_batch_tokens == 2048, "as it is made, not only once it changes roles"
