@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.perf.catalogue import find_shape
@@ -38,7 +38,12 @@ def best(found):
     return [max((layout.rate_per_s for layout in kind), default=0.0) for kind in found]
 
 
+# Of the rates that a decode worker which computes prompts too is asked for, one falls between two batches: longer steps, ten times the queue.
+BETWEEN_BATCHES = Demand(input_tokens=111, output_tokens=2, ttft_s=4.0, itl_s=0.125, percentile=99.0)
+
+
 @settings(max_examples=5, deadline=None)
+@example(demand=BETWEEN_BATCHES, devices=3)
 @given(demand=DEMANDS, devices=st.integers(1, 3))
 def test_layouts_fit_and_keep_the_targets(demand, devices):
     found = search(demand, devices, "l40s")
@@ -46,8 +51,8 @@ def test_layouts_fit_and_keep_the_targets(demand, devices):
     for layout in [*found.aggregated(), *found.disaggregated()]:
         assert layout.devices <= devices
         assert layout.rate_per_s > 0
-        assert layout.prediction.ttft_s <= 1.02 * demand.ttft_s
-        assert layout.prediction.itl_s <= 1.02 * demand.itl_s
+        assert layout.prediction.ttft_s <= demand.ttft_s
+        assert layout.prediction.itl_s <= demand.itl_s
         assert 0 <= layout.prediction.kv_share <= 1
         for crew in layout.crews:
             assert crew.workers >= 1

@@ -12,7 +12,7 @@ from functools import cached_property
 from penstock.core.errors import ConfigError
 from penstock.core.types import Role
 from penstock.perf.placement import Demand, Price
-from penstock.perf.pool import Pool, Prediction, Share, answers, prompts, whole
+from penstock.perf.pool import Pool, Prediction, Share, answers, keeps, prompts, whole
 from penstock.perf.roofline import Parallel, Roofline
 
 STEP_TOKENS = (
@@ -25,6 +25,8 @@ _LOCAL = (0.02, 0.04, 0.07, 0.1, 0.13, 0.17, 0.21, 0.26, 0.33, 0.4)
 """Parts of the prompts that decode workers may compute."""
 _SHARED_LAYOUTS = 4
 """So many of the best pairs are tried with decode workers that compute prompts."""
+_LOWERED = (1.0, 0.998, 0.995, 0.99, 0.98, 0.95)
+"""Parts of the rate at which two pools are joined, until one keeps the targets: a prediction is not smooth, as a batch is a whole number."""
 _EQUAL = 0.995
 """Rates from this part of each other on are the same."""
 
@@ -213,7 +215,15 @@ class LayoutSearch:
                     yield layout
 
     def _join(self, first: Pool, second: Pool, rate_per_s: float, local: float) -> Layout | None:
-        """Put a prefill and a decode pool together, the latter with a part of the prompts; None where one is at its limit."""
+        """Put a prefill and a decode pool together, the latter with a part of the prompts, at most at this rate; None where none keeps the targets."""
+        for lowered in _LOWERED:
+            layout = self._joined(first, second, lowered * rate_per_s, local)
+            if layout is not None and keeps(layout.prediction, self.demand):
+                return layout
+        return None
+
+    def _joined(self, first: Pool, second: Pool, rate_per_s: float, local: float) -> Layout | None:
+        """Describe both pools at this rate; None where one is at its limit."""
         percentile = self.demand.percentile
         other = second.model.parallel
         computed = first.predict(prompts(self.demand), (1 - local) * rate_per_s, percentile)
