@@ -6,6 +6,7 @@
 #include "radix.hpp"
 
 #include <algorithm>
+#include <string>
 
 namespace penstock {
 namespace {
@@ -77,11 +78,20 @@ RadixTree::RadixTree(std::size_t pairs_max, std::uint32_t num_slots, RadixLimits
 
 void RadixTree::grow(std::uint32_t num_slots) {
     if (num_slots > kSlotsMax) {
-        throw std::length_error("worker slots");
+        throw std::length_error("num_slots: must be <= " + std::to_string(kSlotsMax) + ", got " +
+                                std::to_string(num_slots) + "; divide the workers among several trees");
     }
     if (num_slots > workers_.size()) {
         workers_.resize(num_slots);
     }
+}
+
+void RadixTree::grow_to_hold(std::uint32_t worker) {
+    if (worker >= kSlotsMax) {
+        throw std::length_error("worker: must be a slot from 0 to " + std::to_string(kSlotsMax - 1) + ", got " +
+                                std::to_string(worker) + "; give each worker the lowest number that is free");
+    }
+    grow(worker + 1);
 }
 
 RadixStats RadixTree::stats() const {
@@ -91,10 +101,7 @@ RadixStats RadixTree::stats() const {
 }
 
 void RadixTree::store(std::uint32_t worker, HashView hashes, std::optional<std::uint64_t> parent, std::size_t tier) {
-    if (worker >= kSlotsMax) {
-        throw std::length_error("worker slots");
-    }
-    grow(worker + 1);
+    grow_to_hold(worker);
     if (hashes.size() == 0) {
         return;
     }
@@ -149,10 +156,7 @@ void RadixTree::store(std::uint32_t worker, HashView hashes, std::optional<std::
 }
 
 void RadixTree::remove(std::uint32_t worker, HashView hashes, std::size_t tier) {
-    if (worker >= kSlotsMax) {
-        throw std::length_error("worker slots");
-    }
-    grow(worker + 1);
+    grow_to_hold(worker);
     const std::size_t count = hashes.size();
     for (std::size_t i = 0; i < std::min(kWindow, count); ++i) {
         places_.prefetch(hashes[i]);

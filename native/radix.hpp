@@ -142,6 +142,7 @@ class RadixTree {
     bool holds(std::uint32_t worker, NodeId id) const;
     std::uint32_t held_children(std::uint32_t worker, NodeId id) const;
 
+    void grow_to_hold(std::uint32_t worker);
     std::uint32_t tick();
     void renumber_stamps();
     NodeId new_node(std::uint64_t key);

@@ -232,6 +232,13 @@ def test_bad_input_gets_a_clear_answer():
             ),
             ("PUT", "/workers/two", {"url": "http://x", "model": "m", "state": "dead"}, 400, STATES),
             ("PUT", f"/workers/{'n' * 200}", {"url": "http://x", "model": "m"}, 400, "name: must have"),
+            (
+                "PUT",
+                "/workers/a%0Ab",
+                {"url": "http://x", "model": "m"},
+                400,
+                r"printable characters only, got 'a\nb'",
+            ),
             ("DELETE", "/workers/two", None, 404, "worker 'two' is not known; known: one"),
             ("GET", "/explain/x", None, 404, "no decision about 'x' is known here"),
             ("GET", "/explain?last=0", None, 400, "last: must be 1 to 64, got '0'"),

@@ -84,21 +84,40 @@ def test_hashes_come_as_arrays_of_any_stride_or_as_bytes():
 @pytest.mark.parametrize(
     ("call", "error"),
     [
+        (lambda tree: tree.store(-1, b""), (TypeError, ValueError)),
         (lambda tree: tree.store(0, [1, 2]), (TypeError, AttributeError)),
         (lambda tree: tree.store(0, np.zeros(2, dtype=np.int64)), TypeError),
         (lambda tree: tree.store(0, np.zeros((2, 2), dtype=np.uint64)), TypeError),
         (lambda tree: tree.match(np.zeros(2, dtype=np.float64)), TypeError),
         (lambda tree: tree.match(b"1234567"), ValueError),
         (lambda tree: tree.store(0, b"", tier="tape"), (ValueError, KeyError)),
-        (lambda tree: tree.store(65_535, b""), ValueError),
-        (lambda tree: tree.remove(1 << 20, b""), ValueError),
-        (lambda tree: tree.grow(65_536), ValueError),
         (lambda tree: tree.match_tokens([1, 2], 0), ValueError),
         (lambda tree: tree.match_tokens([1, 2], 1, key=b"short"), ValueError),
     ],
 )
 def test_wrong_arguments_raise(tree, call, error):
     with pytest.raises(error):
+        call(tree)
+    tree.check()
+
+
+@pytest.mark.parametrize("tree", [RadixTree(None), RadixTreePython(None)], ids=["native", "twin"])
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda tree: tree.store(65_535, b""),
+            "worker: must be a slot from 0 to 65534, got 65535; give each",
+        ),
+        (
+            lambda tree: tree.remove(1 << 20, b""),
+            "worker: must be a slot from 0 to 65534, got 1048576; give each",
+        ),
+        (lambda tree: tree.grow(65_536), "num_slots: must be <= 65535, got 65536; divide the workers"),
+    ],
+)
+def test_more_workers_than_there_are_slots_raise_with_what_to_do(tree, call, said):
+    with pytest.raises(ValueError, match=said):
         call(tree)
     tree.check()
 

@@ -72,9 +72,9 @@ class RadixTreePython(RadixCalls):
             tier: where they lie.
 
         Raises:
-            ValueError: more than 65,535 slots.
+            ValueError: the slot is not from 0 to 65,534.
         """
-        self.grow(worker + 1)
+        self._grow_to_hold(worker)
         held, holders = self._held[worker], self._holders
         bit, shift = 1 << worker, _SHIFTS[tier]
         self._clock += 1
@@ -95,7 +95,7 @@ class RadixTreePython(RadixCalls):
 
     def remove(self, worker: int, hashes: Hashes, tier: Tier = Tier.DEVICE) -> None:
         """Note one copy less of each block; those not held are counted and otherwise ignored."""
-        self.grow(worker + 1)
+        self._grow_to_hold(worker)
         held, shift = self._held[worker], _SHIFTS[tier]
         for block_hash in _as_list(hashes):
             copies = held.get(block_hash, 0)
@@ -175,11 +175,21 @@ class RadixTreePython(RadixCalls):
     def grow(self, num_slots: int) -> None:
         """Have at least this many slots."""
         if num_slots > SLOTS_MAX:
-            raise ValueError("worker slots")
+            raise ValueError(
+                f"num_slots: must be <= {SLOTS_MAX}, got {num_slots}; divide the workers among several trees"
+            )
         if num_slots > self.num_slots:
             self._held.extend({} for _ in range(num_slots - self.num_slots))
             self._lower.extend([0] * (num_slots - self.num_slots))
             self.num_slots = num_slots
+
+    def _grow_to_hold(self, worker: int) -> None:
+        if not 0 <= worker < SLOTS_MAX:
+            raise ValueError(
+                f"worker: must be a slot from 0 to {SLOTS_MAX - 1}, got {worker}; give each worker the lowest number that"
+                " is free"
+            )
+        self.grow(worker + 1)
 
     def counts(self) -> tuple[int, int, int, int, int, int]:
         """Give the fields of `RadixStats`, in their order."""

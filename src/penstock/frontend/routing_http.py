@@ -138,6 +138,8 @@ class RoutingServer:
         name, server = request.match_info["name"], await _read(request, Server)
         if len(name) > _NAME_CHARACTERS_MAX:
             raise RequestError(f"name: must have at most {_NAME_CHARACTERS_MAX} characters, got {len(name)}")
+        if not name.isprintable():
+            raise RequestError(f"name: must have printable characters only, got {name!r}")
         return json_response(encode(await self._service.put(name, server)))
 
     async def _delete(self, request: web.Request) -> web.Response:

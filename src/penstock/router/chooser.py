@@ -1,5 +1,6 @@
 """A policy at work: from what it may look at to the slot it chooses. Decisions and their replays both go this way."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,20 +52,18 @@ class Chooser:
         """Choose one of the eligible, of which there is one; `tie`, the request's hash, settles equal prices.
 
         Raises:
-            PenstockError: the policy failed, or did not give each worker a cost.
+            PenstockError: the policy failed, did not give each worker a cost, or none of them is a finite number.
         """
         eligible = context.eligible
         try:
             terms = self._priced(context)
+            if self._explained is None:
+                terms = prices_of(terms, eligible)[None]
+            slot = cheapest(terms, eligible, tie)  # where a cost is no number, that one
+            self._check_finite(context, terms, slot)
         except Exception as error:
-            self._on_failure(error)
-            raise PenstockError(
-                f"policy {self.policy.name!r} failed: {error!r}; penstock.testing.routing_policy.RoutingPolicySuite says"
-                " what a policy must do"
-            ) from error
-        if self._explained is None:
-            terms = prices_of(terms, eligible)[None]
-        return Choice(cheapest(terms, eligible, tie), terms, eligible)
+            raise self._failed(error) from error
+        return Choice(slot, terms, eligible)
 
     def _priced(self, context: RoutingContext) -> Costs:
         """Give the policy's terms, or its costs as the only one.
@@ -86,11 +85,40 @@ class Chooser:
             )
         return terms if self._explained is not None else terms[None]
 
+    def _check_finite(self, context: RoutingContext, terms: Costs, slot: int) -> None:
+        """See whether the lowest cost is one.
+
+        Raises:
+            ValueError: it is no number, or infinite.
+        """
+        summands = terms[:, slot].tolist()
+        if not math.isfinite(sum(summands)):
+            named = zip(self.term_names or ("cost",), summands, strict=True)
+            raise ValueError(
+                f"it gave worker {context.worker_ids[slot]} {', '.join(f'{name} {value:g}' for name, value in named)};"
+                " expected numbers, not all of them infinite (inf rules a worker out)"
+            )
+
+    def _failed(self, error: Exception) -> PenstockError:
+        self._on_failure(error)
+        return PenstockError(
+            f"policy {self.policy.name!r} failed: {error!r}; penstock.testing.routing_policy.RoutingPolicySuite says"
+            " what a policy must do"
+        )
+
     def follows_session(self, context: RoutingContext, slot: int) -> bool:
         """Say whether a slot is cheapest because the request's session is there; asked before `chosen`."""
         return self._sessions is not None and self._sessions.slot_of(context) == slot
 
     def chosen(self, context: RoutingContext, slot: int) -> None:
-        """Tell the policy where the request of this context, the last one priced, went."""
-        if self._history is not None:
+        """Tell the policy where the request of this context, the last one priced, goes.
+
+        Raises:
+            PenstockError: the policy failed.
+        """
+        if self._history is None:
+            return
+        try:
             self._history.chosen(context, slot)
+        except Exception as error:
+            raise self._failed(error) from error

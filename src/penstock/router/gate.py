@@ -133,7 +133,7 @@ class Gate:
         nobody_waits = context.waiting_requests == 0
         nobody_waits &= self._fleet.loads.unreported_requests < context.prices.prompts_at_once
         room |= nobody_waits
-        room &= context.eligible
+        room &= np.isfinite(quote.choice.prices())
         return room
 
     def leave(self, place: Place) -> None:

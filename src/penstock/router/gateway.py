@@ -1,6 +1,5 @@
 """What a gateway says to the router alone, and what it is told: servers, requests, choices, feedback."""
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -16,6 +15,8 @@ TOKEN_ID_MAX = 2**31 - 1
 COUNT_MAX = 2**31 - 1
 """Tokens of an answer, and blocks of a cache, are at most so many."""
 _CHARACTERS_MAX = 256
+_URL_CHARACTERS_MAX = 2048
+_PRICE_S_MAX = 3600.0  # of any work; sums of longer ones end beyond all numbers
 _ADAPTERS_MAX = 4096
 
 
@@ -84,6 +85,7 @@ def check_server(server: Server) -> None:
         raise RequestError(
             f"total_blocks: must be >= 0 and <= {COUNT_MAX}, got {server.total_blocks}", param="total_blocks"
         )
+    _check_length("url", server.url, _URL_CHARACTERS_MAX)
     for name in ("model", "host", "rack", "zone", "region"):
         _check_length(name, getattr(server, name))
     _check_adapters(server)
@@ -91,11 +93,9 @@ def check_server(server: Server) -> None:
         _check_prices(server.prices)
 
 
-def _check_length(name: str, text: str) -> None:
-    if len(text) > _CHARACTERS_MAX:
-        raise RequestError(
-            f"{name}: must have at most {_CHARACTERS_MAX} characters, got {len(text)}", param=name
-        )
+def _check_length(name: str, text: str, most: int = _CHARACTERS_MAX) -> None:
+    if len(text) > most:
+        raise RequestError(f"{name}: must have at most {most} characters, got {len(text)}", param=name)
 
 
 def _check_adapters(server: Server) -> None:
@@ -115,9 +115,11 @@ def _check_prices(prices: Prices) -> None:
     for field in msgspec.structs.fields(Prices):
         value = getattr(prices, field.name)
         for seconds in value if isinstance(value, tuple) else (value,):
-            if not (math.isfinite(seconds) and seconds >= 0):
+            if not 0 <= seconds <= _PRICE_S_MAX:
                 name = f"prices.{field.name}"
-                raise RequestError(f"{name}: must be seconds >= 0, got {seconds:g}", param=name)
+                raise RequestError(
+                    f"{name}: must be seconds, >= 0 and <= {_PRICE_S_MAX:g}, got {seconds:g}", param=name
+                )
 
 
 def _is_http(url: str) -> bool:

@@ -54,6 +54,11 @@ class RouterMetrics:
             return Histogram(f"penstock_router_{noun}", text, registry=registry, buckets=buckets)
 
         self.decisions = counter("decisions", "Routing decisions by what they came to", "policy", "reason")
+        self.policy_failures = counter(
+            "policy_failures",
+            "Choices that ended their request, as the policy raised or gave no costs",
+            "policy",
+        )
         self.prefills = counter(
             "prefills",
             "Prompts computed by prefill workers (remote) and by who answers (local), where there was a choice",

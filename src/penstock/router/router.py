@@ -100,7 +100,8 @@ class Quote:
 
     def work_s(self) -> NDArray[np.float64]:
         """Give (num_slots,) seconds that it costs beside its own waiting; infinite where it may not go."""
-        work_s: NDArray[np.float64] = self.choice.prices() - self.choice.terms[self.wait_terms].sum(axis=0)
+        work_s: NDArray[np.float64] = self.choice.prices()
+        np.subtract(work_s, self.waits_s(), out=work_s, where=np.isfinite(work_s))
         return work_s
 
     def share_s(self) -> float:
@@ -305,7 +306,8 @@ class Router:
         return self._decisions.latest(most, self._loop.time())
 
     def _on_failure(self, error: Exception) -> None:
-        """Log that the policy failed, the first time where in its code."""
+        """Count and log that the policy failed, the first time where in its code."""
+        self._metrics.policy_failures.labels(self._chooser.policy.name).inc()
         _log.error(
             "policy_failed",
             policy=self._chooser.policy.name,

@@ -46,6 +46,7 @@ _ANY_LENGTH = np.iinfo(np.int32).max  # what a server takes is its own business
 _BATCH_TOKENS = 8192  # a usual chunk of prefill
 _SAMPLING = SamplingParams(max_tokens=1)  # of no interest here
 _TEXT_UNIT_BYTES = 4
+_NAMES_TOLD = 16
 _OF_DISPATCHERS = ("hold", "retries", "disagg", "no_worker_wait_s", "connect_timeout_s", "reconnect_s_max")
 """Settings of who sends requests itself."""
 
@@ -176,7 +177,8 @@ class RoutingService:
 
     async def _remove(self, name: str) -> None:
         if name not in self._servers:
-            known = ", ".join(sorted(self._servers)) or "none"
+            names = sorted(self._servers)
+            known = ", ".join(names[:_NAMES_TOLD]) + ", ..." * (len(names) > _NAMES_TOLD) or "none"
             raise RequestError(f"worker {name!r} is not known; known: {known}", http_status=404)
         instance, registration = self._servers.pop(name)
         await registration.close()

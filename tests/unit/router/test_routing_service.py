@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import Overloaded, RequestError, Unavailable
-from penstock.core.types import InstanceState
+from penstock.core.types import InstanceState, Prices
 from penstock.router.config import RouterConfig
 from penstock.router.gateway import Choice, Query, Server, Stage
 from penstock.router.price_table import UNKNOWN
@@ -210,6 +210,7 @@ def test_refusals():
         ({"total_blocks": 1 << 64}, "total_blocks: must be >= 0 and <= 2147483647, got 18446744073709551616"),
         ({"total_blocks": -1}, "total_blocks: must be >= 0"),
         ({"url": "http://c:99999"}, "url: must be http://HOST"),
+        ({"url": "http://" + "c" * 2042}, "url: must have at most 2048 characters, got 2049"),
         ({"region": "r" * 257}, "region: must have at most 256 characters, got 257"),
         ({"adapters": ("a", "")}, "adapters: must have names"),
         ({"adapters": ("a", "a")}, "each its own"),
@@ -221,6 +222,14 @@ def test_refusals():
         (
             {"prices": msgspec.structs.replace(UNKNOWN, onboard_token_s=(0.0, float("inf")))},
             "onboard_token_s.*inf",
+        ),
+        (
+            {"prices": msgspec.structs.replace(UNKNOWN, decode_step_s=1e300)},
+            "decode_step_s: must be seconds, >= 0 and <= 3600, got 1e",
+        ),
+        (
+            {"prices": msgspec.structs.replace(UNKNOWN, decode_step_s=float("nan"))},
+            "decode_step_s: must be seconds, .*got nan",
         ),
     ],
 )
@@ -275,6 +284,18 @@ def test_prices_and_lengths_of_answers_reach_the_policy():
             service.feedback(request_id, Stage.FINISHED, output_tokens=1000)
         traffic = service._fleet.pools["m"].traffic
         assert traffic.mean_output_tokens > 800
+
+    play(scene)
+
+
+def test_the_highest_prices_of_the_longest_prompt_are_still_numbers():
+    async def scene(service: RoutingService) -> None:
+        fields = UNKNOWN.__struct_fields__
+        highest = {name: 3600.0 for name in fields if name != "onboard_token_s"}
+        for name, url in (("a", A.url), ("b", B.url)):
+            await service.put(name, Server(url=url, model="m", prices=Prices(**highest), total_blocks=1))
+        for _ in range(3):
+            ask(service, np.arange(1 << 19, dtype=np.int32))
 
     play(scene)
 

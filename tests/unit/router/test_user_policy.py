@@ -148,6 +148,14 @@ class _BrokenTerms(_Broken):
     terms = _Broken.costs
 
 
+class _BrokenHistory(_Broken):
+    def __init__(self):
+        super().__init__(lambda context: np.zeros(len(context.eligible)))
+
+    def chosen(self, context, slot):
+        return slot / 0
+
+
 def _write(context):
     context.active_blocks[0] = 1
 
@@ -160,6 +168,12 @@ def _write(context):
         (_Broken(lambda _: None), r"shape \(\), expected \(4,\)"),
         (_Broken(_write), "read-only"),
         (_BrokenTerms(lambda _: np.zeros((1, 4))), r"shape \(1, 4\), expected \(2, 4\)"),
+        (_Broken(lambda _: np.full(4, np.nan)), r"it gave worker \d+ cost nan; expected numbers"),
+        (_Broken(lambda _: np.array([-np.inf, 1, 2, 3])), r"cost -inf"),
+        (_Broken(lambda _: np.full(4, np.inf)), r"cost inf; .*\(inf rules a worker out\)"),
+        (_BrokenTerms(lambda _: np.full((2, 4), [[np.inf], [0.0]])), "queue inf, memory 0;"),
+        (_BrokenTerms(lambda _: np.full((2, 4), [[0.5], [np.nan]])), "queue 0.5, memory nan;"),
+        (_BrokenHistory(), r"ZeroDivisionError"),
     ],
 )
 def test_a_policy_that_fails_ends_the_request_with_its_name_and_nothing_else(policy, said, monkeypatch):
@@ -172,8 +186,36 @@ def test_a_policy_that_fails_ends_the_request_with_its_name_and_nothing_else(pol
             assert told.value.http_status == 500
             dispatcher.check()
         assert not any(engine.submitted for engine in engines.values())
+        failures = dispatcher._shared.metrics.policy_failures.labels("broken")
+        assert failures._value.get() == 2
 
     play(scene, config=RouterConfig(policy="broken"))
+
+
+def test_a_policy_that_rules_workers_out_holds_requests_for_the_others(monkeypatch):
+    waits = [0.0, np.inf, 0.0]
+
+    def terms(context):
+        terms = np.zeros((2, len(context.eligible)))
+        terms[0, : len(waits)] = waits
+        terms[1, 2:] = np.inf
+        return terms
+
+    monkeypatch.setitem(POLICIES, "ruling", lambda: _BrokenTerms(terms))
+
+    async def scene(cluster, dispatcher, engines):
+        dispatcher._shared.fleet.loads.report(0, WorkerLoad(waiting_requests=1))
+        waits[0] = 100.0  # the others have nobody waiting, and may not get it
+        one = asyncio.ensure_future(dispatcher.open(make_request("a")).__aenter__())
+        await asyncio.sleep(10)
+        assert not one.done()
+        dispatcher.check()
+        waits[0] = 0.0
+        await asyncio.sleep(10)
+        await (await one).__aexit__(None, None, None)
+        assert [name for name, engine in engines.items() if engine.submitted] == ["w1"]
+
+    play(scene, 3, RouterConfig(policy="ruling"))
 
 
 def test_a_policy_that_fails_while_requests_are_held_ends_them_and_holds_up_nobody(monkeypatch):
