@@ -553,25 +553,21 @@ def test_columns_are_for_reading():
     play(scene)
 
 
-def test_a_policy_without_a_price_for_anybody_still_gets_a_worker():
+def test_who_is_ruled_out_gets_nothing_and_is_told_so():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
-        for cost in (np.inf, np.nan):
-            dispatcher._shared.router._chooser = Chooser(Flat(cost))
-            assert await route(dispatcher, make_request()) in engines
-            decision = dispatcher.latest_decisions(1)[-1]
-            assert (decision.num_candidates, decision.next_worker, decision.unit) == (3, None, "none")
-            assert [(c.cost, c.terms) for c in decision.candidates] == [(None, {})] * 3
+        dispatcher._shared.router._chooser = Chooser(First())
+        assert await route(dispatcher, make_request()) == "w1"
+        decision = dispatcher.latest_decisions(1)[-1]
+        assert (decision.num_candidates, decision.next_worker, decision.unit) == (3, None, "none")
+        assert [(c.cost, c.terms) for c in decision.candidates] == [(7.0, {}), (None, {}), (None, {})]
 
     play(scene)
 
 
-class Flat:
-    """A policy that has lost its senses."""
+class First:
+    """A policy that rules out all but the first worker."""
 
-    name = "flat"
-
-    def __init__(self, cost: float) -> None:
-        self._cost = cost
+    name = "first"
 
     def costs(self, context: RoutingContext) -> np.ndarray:
-        return np.full(len(context.eligible), self._cost)
+        return np.where(np.arange(len(context.eligible)) == 0, 7.0, np.inf)
