@@ -65,6 +65,13 @@ class BoundScheduler {
     Count blocks_reserved() const { return scheduler_.blocks_reserved(); }
     void look_again() { scheduler_.look_again(); }
 
+    void reorder(std::optional<double> ageing) {
+        if (ageing && !(*ageing > 0 && *ageing <= 1)) {
+            throw nb::value_error("ageing: must be more than 0, and at most 1");
+        }
+        scheduler_.reorder(ageing);
+    }
+
     void submit(Count number, std::pair<Count, Count> tokens, Count end_tokens, nb::handle hashes, nb::object stream,
                 bool hand_over) {
         const auto [num_prompt, known] = tokens;
@@ -146,6 +153,7 @@ void bind_jump_scheduler(nb::module_& module) {
         .def_prop_ro("wants_plan", &BoundScheduler::wants_plan)
         .def_prop_ro("blocks_reserved", &BoundScheduler::blocks_reserved)
         .def("look_again", &BoundScheduler::look_again)
+        .def("reorder", &BoundScheduler::reorder, "ageing"_a.none())
         .def("submit", &BoundScheduler::submit, "number"_a, "tokens"_a, "end_tokens"_a, "hashes"_a, "stream"_a,
              "hand_over"_a = false)
         .def("abort", &BoundScheduler::abort, "number"_a)

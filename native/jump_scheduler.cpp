@@ -15,6 +15,11 @@ std::size_t at(Count index) { return static_cast<std::size_t>(index); }
 JumpScheduler::JumpScheduler(Pool& pool, Count block_size, JumpLimits limits)
     : pool_(pool), size_(block_size), limits_(limits), batch_(block_size) {}
 
+void JumpScheduler::reorder(std::optional<double> ageing) {
+    waiting_.reorder(ageing);
+    head_blocked_ = false;
+}
+
 // ---- Requests in and out
 
 void JumpScheduler::submit(Arrival arrival) {
@@ -22,8 +27,11 @@ void JumpScheduler::submit(Arrival arrival) {
         JumpSequence{arrival.number, arrival.known, arrival.num_prompt, arrival.end_tokens,
                      arrival.known - arrival.num_prompt, arrival.hand_over, std::move(arrival.hashes),
                      std::move(arrival.names)});
-    sequence->place = waiting_.insert(waiting_.end(), sequence.get());
-    waiting_tokens_ += sequence->known;
+    sequence->since_tokens = clock_tokens_;
+    waiting_.push(*sequence);
+    if (waiting_.has_turns()) {
+        head_blocked_ = false; // it may be the first now
+    }
     sequences_[arrival.number] = std::move(sequence);
 }
 
@@ -35,8 +43,7 @@ void JumpScheduler::abort(Count number) {
     JumpSequence& sequence = *found->second;
     head_blocked_ = false;
     if (sequence.place) {
-        waiting_.erase(*sequence.place);
-        waiting_tokens_ -= sequence.known;
+        waiting_.remove(sequence);
         sequences_.erase(found);
         return;
     }
@@ -49,7 +56,11 @@ void JumpScheduler::abort(Count number) {
 std::optional<Jump> JumpScheduler::plan() {
     drop_aborted();
     prompts_.clear();
-    const Count budget = share_budget(limits_.max_batch_tokens - batch_.num_decoding());
+    std::vector<Share> admitted;
+    Count budget = limits_.max_batch_tokens - batch_.num_decoding();
+    if (!batch_.prefilling().empty()) {
+        budget = waiting_.has_turns() ? share_by_turn(budget, admitted) : share_budget(budget);
+    }
     const Count num_running = batch_.num_running();
     grow();
     const bool is_short = batch_.num_running() < num_running;
@@ -65,13 +76,14 @@ std::optional<Jump> JumpScheduler::plan() {
             jump.chunks.emplace_back(amount, sequence->computed);
         }
     }
-    const std::size_t num_shared = prompts_.size();
-    if (!is_short && budget > 0 && may_admit()) {
-        admit(budget);
+    num_singles_ = jump.batch - batch_.num_decoding();
+    if (!is_short) {
+        admit(budget, admitted);
     }
-    for (std::size_t index = num_shared; index < prompts_.size(); ++index) {
-        jump.chunks.emplace_back(prompts_[index].amount, prompts_[index].sequence->computed);
+    for (const auto& [sequence, amount] : admitted) {
+        jump.chunks.emplace_back(amount, sequence->computed);
     }
+    prompts_.insert(prompts_.end(), admitted.begin(), admitted.end());
     jump.has_prompts = !prompts_.empty();
     if (!jump.has_prompts && batch_.num_decoding() == 0) {
         return std::nullopt;
@@ -86,8 +98,8 @@ bool JumpScheduler::may_admit() const {
     return !waiting_.empty() && !head_blocked_ && batch_.num_running() < limits_.max_running;
 }
 
-Count JumpScheduler::blocks_reserved() const {
-    Count reserved = batch_.num_running() + batch_.blocks_due(batch_.tick() + 1, 1);
+Count JumpScheduler::blocks_reserved(Count steps) const {
+    Count reserved = batch_.num_running() + batch_.blocks_due(batch_.tick() + 2 - steps, steps);
     for (const JumpSequence* sequence : batch_.prefilling()) {
         reserved += std::max<Count>(sequence->known / size_ + 1 - size_of(sequence->blocks), 0);
     }
@@ -107,6 +119,33 @@ Count JumpScheduler::share_budget(Count budget) {
             prompts_.push_back({sequence, amount});
         }
     }
+    return budget;
+}
+
+// Share as `share_budget` does, with prompts that wait and those under way in one order; some may be admitted.
+Count JumpScheduler::share_by_turn(Count budget, std::vector<Share>& admitted) {
+    struct Turn {
+        double rank;
+        std::size_t index; // among those that are prefilled now
+    };
+    std::vector<Turn> turns;
+    for (JumpSequence* sequence : batch_.prefilling()) {
+        const bool is_single = sequence->lacking() == 1;
+        if (is_single) {
+            --budget;
+        } else {
+            turns.push_back({waiting_.rank_of(*sequence, sequence->lacking()), prompts_.size()});
+        }
+        prompts_.push_back({sequence, is_single ? 1 : 0});
+    }
+    std::ranges::stable_sort(turns, {}, &Turn::rank);
+    for (const auto& [rank, index] : turns) {
+        budget = admit(budget, admitted, rank);
+        Share& share = prompts_[index];
+        share.amount = std::min({budget, limits_.prompt_budget, share.sequence->lacking()});
+        budget -= share.amount;
+    }
+    std::erase_if(prompts_, [](const Share& share) { return share.amount == 0; });
     return budget;
 }
 
@@ -155,15 +194,21 @@ void JumpScheduler::extend(const std::vector<Share>& lacking) {
     }
 }
 
-// Take waiting sequences in, oldest first, while there is room.
-void JumpScheduler::admit(Count budget) {
-    Count reserved = blocks_reserved();
+// Take waiting sequences in, in turn, while there is room; gives what is left of the budget. With `before`, those of a
+// rank below it alone, and what runs has not got its blocks of this step yet.
+Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::optional<double> before) {
+    if (budget <= 0 || !may_admit()) {
+        return budget;
+    }
+    waiting_.rank_new([this](JumpSequence& sequence) { return lacking(sequence); });
+    Count reserved = blocks_reserved(before ? 2 : 1);
     while (!waiting_.empty() && budget > 0 && batch_.num_running() < limits_.max_running) {
-        JumpSequence& sequence = *waiting_.front();
+        JumpSequence& sequence = waiting_.first();
+        if (before && sequence.rank && *sequence.rank >= *before) {
+            break;
+        }
         const Count blocks = sequence.known / size_ + 1;
-        const Count full = (sequence.known - 1) / size_; // the last token is computed, whatever is cached
-        sequence.name(full);
-        auto hits = pool_.match(std::span(sequence.hashes).first(at(full)));
+        auto hits = match(sequence);
         const Count num_hits = size_of(hits);
         const auto room = static_cast<Count>(pool_.num_available() - pool_.count_idle(hits));
         if (blocks - num_hits + reserved > room) {
@@ -175,16 +220,25 @@ void JumpScheduler::admit(Count budget) {
         extend({{&sequence, blocks_of(sequence.computed + amount) - num_hits}});
         batch_.admit(sequence);
         budget -= amount;
-        prompts_.push_back({&sequence, amount});
+        admitted.push_back({&sequence, amount});
         reserved += 1 + blocks - size_of(sequence.blocks);
     }
+    return budget;
 }
 
-// Give the first that waits the blocks that are cached of it, and count them.
+// Count the tokens that a waiting sequence would have to compute now.
+Count JumpScheduler::lacking(JumpSequence& sequence) const { return sequence.known - size_of(match(sequence)) * size_; }
+
+// Find what is cached of a waiting sequence. The last token is computed, whatever is cached.
+std::vector<BlockId> JumpScheduler::match(JumpSequence& sequence) const {
+    const Count full = (sequence.known - 1) / size_;
+    sequence.name(full);
+    return pool_.match(std::span(sequence.hashes).first(at(full)));
+}
+
+// Give a waiting sequence the blocks that are cached of it, and count them.
 void JumpScheduler::take_in(JumpSequence& sequence, std::vector<BlockId> hits) {
-    waiting_.pop_front();
-    sequence.place.reset();
-    waiting_tokens_ -= sequence.known;
+    waiting_.remove(sequence);
     pool_.acquire(hits);
     sequence.blocks = std::move(hits);
     sequence.published = size_of(sequence.blocks);
@@ -218,8 +272,7 @@ Count JumpScheduler::longest_jump() const {
 // Put a running sequence back to the front of the queue.
 void JumpScheduler::preempt(JumpSequence& sequence) {
     leave(sequence);
-    sequence.place = waiting_.insert(waiting_.begin(), &sequence);
-    waiting_tokens_ += sequence.known;
+    waiting_.push_front(sequence);
     ++preemptions_;
 }
 
@@ -237,10 +290,12 @@ Committed JumpScheduler::commit(Count steps) {
     batch_.advance(steps);
     for (const auto& [sequence, amount] : prompts_) {
         take_prompt(*sequence, amount);
+        clock_tokens_ += amount;
         if (sequence->hand_over && !sequence->joined && !sequence->is_aborted) {
             committed.prefilling.push_back(sequence->number);
         }
     }
+    clock_tokens_ -= num_singles_;
     while (JumpSequence* sequence = batch_.ended()) {
         leave(*sequence);
         untold_.push_back(tell(*sequence, sequence->known, true));
@@ -335,7 +390,7 @@ Told JumpScheduler::tell(JumpSequence& sequence, Count known, bool is_end) {
 // ---- What it says of itself
 
 JumpLoad JumpScheduler::load(Count steps) const {
-    Count queued = waiting_tokens_;
+    Count queued = waiting_.num_tokens();
     Count context = batch_.context_tokens(batch_.tick() + steps);
     for (const JumpSequence* sequence : batch_.prefilling()) {
         queued += sequence->lacking();
@@ -367,13 +422,9 @@ std::vector<std::pair<BlockId, std::int32_t>> JumpScheduler::held() const {
 
 void JumpScheduler::check() const {
     batch_.check();
-    Count waiting_tokens = 0;
-    for (const JumpSequence* sequence : waiting_) {
-        require(sequence->blocks.empty() && !sequence->joined, "waiting: who waits holds nothing");
-        waiting_tokens += sequence->known;
-    }
-    require(waiting_tokens == waiting_tokens_, "waiting tokens: summed up");
-    require(waiting_.size() + batch_.running().size() == sequences_.size(), "sequences: each waits or runs");
+    waiting_.check();
+    const auto num_sequences = static_cast<Count>(sequences_.size());
+    require(waiting_.size() + batch_.num_running() == num_sequences, "sequences: each waits or runs");
     require(batch_.num_running() <= limits_.max_running, "running: bounded");
 }
 

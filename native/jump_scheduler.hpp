@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <list>
 #include <memory>
 #include <optional>
 #include <span>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "jump_batch.hpp"
+#include "jump_queue.hpp"
 #include "pool.hpp"
 
 namespace penstock {
@@ -84,7 +84,11 @@ class JumpScheduler {
     JumpScheduler(const JumpScheduler&) = delete;
     JumpScheduler& operator=(const JumpScheduler&) = delete;
 
-    Count num_waiting() const { return static_cast<Count>(waiting_.size()); }
+    Count num_waiting() const { return waiting_.size(); }
+
+    // Compute the shortest prompt first from now on, less what waiting earns for each token computed; nothing is as they
+    // came.
+    void reorder(std::optional<double> ageing);
 
     // Queue a request; numbers ascend.
     void submit(Arrival arrival);
@@ -98,8 +102,9 @@ class JumpScheduler {
     // Note that blocks were given back, or have come: the first that waits may fit now.
     void look_again() { head_blocked_ = false; }
 
-    // Count the blocks that those who run will need soon: for the rest of their prefill and one more each.
-    Count blocks_reserved() const;
+    // Count the blocks that those who run will need soon: for the rest of their prefill and one more each. `steps` is 2
+    // where those who decode have not got the blocks of the coming step yet.
+    Count blocks_reserved(Count steps = 1) const;
 
     // Choose what comes next; nothing while there is nothing to do.
     std::optional<Jump> plan();
@@ -128,7 +133,10 @@ class JumpScheduler {
     Count share_budget(Count budget);
     void grow();
     void extend(const std::vector<Share>& lacking);
-    void admit(Count budget);
+    Count share_by_turn(Count budget, std::vector<Share>& admitted);
+    Count lacking(JumpSequence& sequence) const;
+    std::vector<BlockId> match(JumpSequence& sequence) const;
+    Count admit(Count budget, std::vector<Share>& admitted, std::optional<double> before = {});
     void take_in(JumpSequence& sequence, std::vector<BlockId> hits);
     Count longest_jump() const;
     void preempt(JumpSequence& sequence);
@@ -143,11 +151,12 @@ class JumpScheduler {
     JumpLimits limits_;
     JumpBatch batch_;
     std::unordered_map<Count, std::unique_ptr<JumpSequence>> sequences_;
-    std::list<JumpSequence*> waiting_;
-    Count waiting_tokens_ = 0;
+    JumpQueue waiting_;
+    Count clock_tokens_ = 0; // of prompts, computed so far, as the exact scheduler counts: a last token is decoding's
     bool head_blocked_ = false; // the first that waits found no room, and nothing was given back since
     std::vector<JumpSequence*> aborted_; // those that run
     std::vector<Share> prompts_; // of the plan
+    Count num_singles_ = 0; // of those, the ones that lack only their last token
     std::vector<Told> untold_;
     Count steps_ = 0;
     Count preemptions_ = 0;

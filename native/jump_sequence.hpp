@@ -42,6 +42,8 @@ struct JumpSequence {
     bool is_fresh = true; // nothing was told yet
     bool is_aborted = false;
     std::optional<std::list<JumpSequence*>::iterator> place = {}; // while it waits
+    Count since_tokens = 0; // prompt tokens that its engine had computed when it came
+    std::optional<double> rank = {}; // among those that wait; nothing before it is known what it lacks
 
     Count lacking() const { return known - computed; }
     Count end_tick() const { return *joined + end_tokens - known; }

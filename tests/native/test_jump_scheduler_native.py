@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
 from penstock.core.native import native
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types import Request, Role, SamplingParams, Tier
 from penstock.core.wire import PackedHashes, PackedTokens
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.kv.pool import BlockPool
+from penstock.kv.tiers import TieredPool
 from penstock.sim.native_scheduler import NativeScheduler, make_scheduler
 from penstock.sim.prompt import Prompt
 from penstock.sim.scheduler import JumpScheduler
@@ -27,15 +28,20 @@ class SchedulerPair(RuleBasedStateMachine):
     """Requests come, are aborted and run, in jumps that are cut anywhere; both say the same of all of it."""
 
     @initialize(
-        num_blocks=st.integers(3, 9), max_batch_tokens=st.integers(2, 12), prompts_at_once=st.integers(1, 2)
+        num_blocks=st.integers(3, 9),
+        max_batch_tokens=st.integers(2, 12),
+        prompts_at_once=st.integers(1, 2),
+        order=st.sampled_from(["fcfs", "shortest", "shortest", None]),
+        ageing=st.sampled_from([0.1, 0.7]),
     )
-    def begin(self, num_blocks, max_batch_tokens, prompts_at_once):
+    def begin(self, num_blocks, max_batch_tokens, prompts_at_once, order, ageing):
         config = SchedulerConfig(
             max_batch_tokens=max_batch_tokens,
             max_prompt_tokens=max(max_batch_tokens // prompts_at_once, 1),
             max_running_requests=min(max_batch_tokens, 3),
             max_waiting_requests=3,
-            order="fcfs",
+            order=order,
+            ageing=ageing,
         )
         self.streams = {}
         self.numbers = 0
@@ -81,6 +87,13 @@ class SchedulerPair(RuleBasedStateMachine):
             block_hashes=PackedHashes(stream.block_hashes(BLOCK_SIZE, 0, known // BLOCK_SIZE).tobytes()),
         )
         self.both("submit", request)
+
+    @precondition(lambda self: not self.twin.load().running_requests)
+    @rule(role=st.sampled_from([Role.AGGREGATED, Role.PREFILL, Role.DECODE]))
+    def assume(self, role):
+        """Have what waits ordered as workers of a role do, which have let go of what ran."""
+        self.both("assume", role)
+        self.plan()
 
     @rule(data=st.data())
     def abort(self, data):
@@ -149,12 +162,13 @@ TestSchedulerPair = SchedulerPair.TestCase
 TestSchedulerPair.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize(
-    ("order", "kind"), [("fcfs", NativeScheduler), ("shortest", JumpScheduler), (None, JumpScheduler)]
-)
-def test_choice_is_native_where_requests_go_as_they_come(order, kind):
+@pytest.mark.parametrize("order", ["fcfs", "shortest", None])
+def test_choice_is_native_whatever_the_order_where_no_tiers_are_beneath_the_device(order):
     config = SchedulerConfig(max_batch_tokens=8, max_running_requests=2, order=order)
-    assert type(make_scheduler(BlockPool(4, BLOCK_SIZE), 16, config, {}.__getitem__, None)) is kind
+    pool = BlockPool(4, BLOCK_SIZE)
+    assert type(make_scheduler(pool, 16, config, {}.__getitem__, None)) is NativeScheduler
+    tiered = TieredPool(pool, [BlockPool(8, BLOCK_SIZE, tier=Tier.HOST)], copier=None)
+    assert type(make_scheduler(tiered, 16, config, {}.__getitem__, None)) is JumpScheduler
 
 
 @pytest.mark.parametrize(
@@ -190,3 +204,9 @@ def test_refuses_bounds_below_one(bad):
         bounds[position] = bad
         with pytest.raises(ValueError, match=">= 1"):
             native.JumpScheduler(native.Pool(4), *bounds)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, 1.5, float("nan")])
+def test_refuses_what_no_ageing_is(bad):
+    with pytest.raises(ValueError, match="ageing"):
+        native.JumpScheduler(native.Pool(4), BLOCK_SIZE, 8, 8, 2).reorder(bad)

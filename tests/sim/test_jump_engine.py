@@ -137,7 +137,7 @@ def both(
         num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16,
         lower_blocks=lower_blocks,
     )  # fmt: skip
-    scheduler = scheduler or SchedulerConfig(max_batch_tokens=512, max_running_requests=64, order="fcfs")
+    scheduler = scheduler or SchedulerConfig(max_batch_tokens=512, max_running_requests=64)
     work = list(requests(seed, count, **fields))
     streams = {f"r{number}": item[3] for number, item in enumerate(work)}
 
@@ -201,7 +201,7 @@ def test_they_agree_when_requests_are_aborted():
 
 
 def test_they_agree_when_the_batch_is_full():
-    scheduler = SchedulerConfig(max_batch_tokens=128, max_running_requests=8, order="fcfs")
+    scheduler = SchedulerConfig(max_batch_tokens=128, max_running_requests=8)
     assert_equal(*both(H100, scheduler=scheduler, input_tokens=300, output_tokens=40))
 
 
@@ -330,7 +330,7 @@ def test_they_agree_on_a_host_that_stops_and_slows_down():
 def test_a_fault_finds_as_much_told_as_of_an_engine_that_takes_every_step():
     work = list(requests(2, 20, input_tokens=300, output_tokens=400))
     info = RunnerInfo(num_blocks=2048, block_size=16, context_length=8192, vocab_size=1 << 16)
-    scheduler = SchedulerConfig(max_batch_tokens=512, max_running_requests=64, order="fcfs")
+    scheduler = SchedulerConfig(max_batch_tokens=512, max_running_requests=64)
 
     async def told(make):
         engine = make()

@@ -154,6 +154,21 @@ def test_a_slow_link_adds_the_last_chunk_to_the_second_token():
     assert seconds[0] < 0.02
 
 
+def test_the_second_token_does_not_wait_for_prompts_that_are_computed_beside_it():
+    reports = [
+        simulate_graph(
+            graph({"decode": {"prompt_order": order, "max_batch_tokens": 256}}, prefill=1, decode=1),
+            chat(60, rate=12, turns=1, input_tokens=4000, output_tokens=20),
+            seed=1,
+        )["hand_over"]
+        for order in (None, "fcfs")
+    ]
+    assert all(report["local"] > 15 and report["remote"] > 30 for report in reports)
+    seconds = [report["second_token_s"]["p99"] for report in reports]
+    assert seconds[0] < 0.03
+    assert seconds[1] > 0.2
+
+
 def test_a_seed_repeats():
     reports = [simulate_graph(graph(prefill=1, decode=2), chat(40), seed=5) for _ in range(2)]
     for report in reports:

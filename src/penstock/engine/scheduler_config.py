@@ -25,7 +25,7 @@ class SchedulerConfig(Config):
     max_waiting_requests: int = Field(default=1024, ge=1)
     """Requests queued for the batch; beyond it new ones are refused."""
     order: Order | None = None
-    """Whose prompt is computed next: `fcfs`, who came first; `shortest`, who lacks the fewest tokens, less what waiting has earned. None is shortest for a prefill worker, else fcfs."""
+    """Whose prompt is computed next: `fcfs`, who came first; `shortest`, who lacks the fewest tokens, less what waiting has earned. None is fcfs for an aggregated worker, else shortest."""
     ageing: float = Field(default=AGEING, gt=0, le=1)
     """For `shortest`: tokens that waiting earns a prompt for each that the engine computes of any. One that lacks n is overtaken by those that come while n / ageing are computed, and by none that come later."""
     failed_steps_max: int = Field(default=3, ge=1)
@@ -53,8 +53,12 @@ class SchedulerConfig(Config):
         )
 
     def order_of(self, role: Role) -> Order:
-        """Say whose prompt a worker of this role computes next."""
-        return self.order or ("shortest" if role is Role.PREFILL else "fcfs")
+        """Say whose prompt a worker of this role computes next.
+
+        To a decode worker most requests come with their prompt computed, and lack next to nothing: they do not wait behind
+        those that it computes itself.
+        """
+        return self.order or ("fcfs" if role is Role.AGGREGATED else "shortest")
 
     def is_shortest_first(self, role: Role) -> bool:
         """Say whether a worker of this role computes the shortest prompts first."""

@@ -72,7 +72,7 @@ class RoleSpec(Config):
     max_waiting_requests: int | None = pydantic.Field(default=None, ge=1)
     """Requests that wait in a worker for its batch, beyond which it refuses more; None is the engine's own choice. Simulated ones take any."""
     prompt_order: Order | None = None
-    """Whose prompt is computed next: `fcfs`, who came first; `shortest`, who lacks the fewest tokens, less what waiting has earned. None is shortest for a prefill worker, else fcfs."""
+    """Whose prompt is computed next: `fcfs`, who came first; `shortest`, who lacks the fewest tokens, less what waiting has earned. None is fcfs for aggregated workers, else shortest."""
     prompt_ageing: float = pydantic.Field(default=AGEING, gt=0, le=1)
     """For `shortest`: tokens that waiting earns a prompt for each that its worker computes. One that lacks n is overtaken by those that come while n / prompt_ageing are computed, and by none that come later."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)

@@ -122,8 +122,6 @@ class Crew:
             order=self.spec.prompt_order,
             ageing=self.spec.prompt_ageing,
         )
-        # A crew keeps its role, and an order that never changes may be kept natively.
-        scheduler = scheduler.model_copy(update={"order": scheduler.order_of(self.role)})
         if exact:
             return ExactEngine(self.latency, info, scheduler, pace, stream_of)
         return JumpEngine(self.latency, info, scheduler, stream_of, pace=pace, prices=self.prices)

@@ -29,8 +29,8 @@ def make_scheduler(
     stream_of: StreamOf,
     onboarding: Onboarding | None,
 ) -> "JumpScheduler | NativeScheduler":
-    """Choose who schedules: what the native one does not know is left to its twin, other orders and tiers beneath the device."""
-    if isinstance(pool, BlockPool) and pool.native is not None and config.order == "fcfs":
+    """Choose who schedules: what the native one does not know, tiers beneath the device, is left to its twin."""
+    if isinstance(pool, BlockPool) and pool.native is not None:
         return NativeScheduler(pool, context_length, config, stream_of)
     return JumpScheduler(pool, context_length, config, stream_of, onboarding)
 
@@ -61,10 +61,12 @@ class NativeScheduler:
         self._arrivals = count()
         self._numbers: dict[RequestId, int] = {}
         self._ids: dict[int, RequestId] = {}
+        self.assume(Role.AGGREGATED)
 
     def assume(self, role: Role) -> None:
-        """Take requests as they come, whatever the worker's role: so the configuration says."""
-        del role
+        """Order what waits as a worker of this role does."""
+        config = self._config
+        self._states.reorder(config.ageing if config.is_shortest_first(role) else None)
 
     def submit(self, request: Request) -> None:
         """Queue a request.

@@ -135,9 +135,7 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
         lower_blocks=((Tier.HOST, trial.host_blocks),) if trial.host_blocks else (),
         kv_layout=no_layout(_BLOCK_BYTES, _BLOCK_SIZE, num_blocks=48),
     )
-    scheduler = SchedulerConfig(
-        max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12, order="fcfs"
-    )
+    scheduler = SchedulerConfig(max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12)
 
     def make_engine(pace: Pace) -> SimEngine:
         pace.factor = _SLOWNESS

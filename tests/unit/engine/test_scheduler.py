@@ -280,11 +280,11 @@ def test_who_had_to_make_room_is_the_first_again():
     assert next(iter(rows(scheduler, plan)))[0] == "b"
 
 
-def test_a_worker_that_becomes_a_prefill_worker_takes_the_shortest_first_and_as_many_tokens_as_these():
+def test_a_worker_takes_the_shortest_first_as_long_as_it_is_not_aggregated_and_as_many_tokens_as_these():
     scheduler = make_scheduler()
     for role, first, tokens in (
         (Role.PREFILL, "short", 17),
-        (Role.DECODE, "long", 9),
+        (Role.AGGREGATED, "long", 9),
     ):  # then, some are cached
         scheduler.submit(make_request("long", prompt(20), max_tokens=1))
         scheduler.submit(make_request("short", prompt(5, 50), max_tokens=1))
@@ -296,3 +296,18 @@ def test_a_worker_that_becomes_a_prefill_worker_takes_the_shortest_first_and_as_
             scheduler.abort(name)
         scheduler.commit(plan, Sampled(np.where(plan.samples, 1, -1).astype(np.int32)))
         scheduler.check()
+
+
+@pytest.mark.parametrize(("role", "goes_first"), [(Role.DECODE, True), (Role.AGGREGATED, False)])
+def test_what_was_handed_over_goes_before_prompts_that_a_decode_worker_computes_itself(role, goes_first):
+    scheduler = make_scheduler(num_blocks=200, context_length=400)
+    scheduler.submit(make_request("first", prompt(81), max_tokens=1))
+    while scheduler.load().running_requests or scheduler.load().waiting_requests:
+        step(scheduler)
+    scheduler.assume(role, SchedulerConfig(max_batch_tokens=16))
+    scheduler.submit(make_request("own", prompt(300, 100)))
+    step(scheduler)
+    scheduler.submit(make_request("handed over", prompt(81)))  # all but its last token is here
+    plan, _ = step(scheduler)
+    expected = [("own", 15, False), ("handed over", 1, True)] if goes_first else [("own", 16, False)]
+    assert rows(scheduler, plan) == expected

@@ -1,0 +1,67 @@
+// The requests that wait for a simulated engine's batch, in order of turn: as they came, or the shortest first.
+//
+// The oracles are the Python twins in src/penstock/engine/queue.py and turns.py: equal calls give equal answers.
+
+#pragma once
+
+#include <list>
+#include <optional>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "jump_sequence.hpp"
+
+namespace penstock {
+
+// Anyone can leave; one that is preempted comes back at the front.
+class JumpQueue {
+  public:
+    bool empty() const { return waiting_.empty(); }
+    Count size() const { return static_cast<Count>(waiting_.size()); }
+
+    // Tokens that all of them have to compute, as far as no prefix is cached.
+    Count num_tokens() const { return num_tokens_; }
+
+    // Whether the shortest is first.
+    bool has_turns() const { return ageing_.has_value(); }
+
+    // The one whose turn it is; there must be one, and ranked.
+    JumpSequence& first() const { return has_turns() ? *std::get<JumpSequence*>(*turns_.begin()) : *waiting_.front(); }
+
+    // Have the shortest first from now on, less what waiting earns; nothing is as they came.
+    void reorder(std::optional<double> ageing);
+
+    void push(JumpSequence& sequence);
+    void push_front(JumpSequence& sequence);
+    void remove(JumpSequence& sequence);
+
+    // See whose turn it is, also of those that came last; `count` says how many tokens each lacks.
+    template <class CountLacking>
+    void rank_new(const CountLacking& count) {
+        for (JumpSequence* sequence : new_) {
+            place(*sequence, rank_of(*sequence, count(*sequence)));
+        }
+        new_.clear();
+    }
+
+    // The rank of one that lacks so many tokens, whether it waits or runs; only where there are turns.
+    double rank_of(const JumpSequence& sequence, Count lacking) const;
+
+    // Throws Broken where the state contradicts itself.
+    void check() const;
+
+  private:
+    using Turn = std::tuple<double, Count, JumpSequence*>;
+
+    void add(JumpSequence& sequence, std::list<JumpSequence*>::const_iterator before);
+    void place(JumpSequence& sequence, double rank);
+
+    std::list<JumpSequence*> waiting_;
+    Count num_tokens_ = 0;
+    std::optional<double> ageing_;
+    std::vector<JumpSequence*> new_; // what they lack is not known yet
+    std::set<Turn> turns_;           // (rank, number, itself) of the others
+};
+
+}  // namespace penstock
