@@ -9,6 +9,7 @@ import msgspec
 from penstock.core.errors import RequestError
 from penstock.core.types import InstanceState, Prices
 from penstock.core.wire import TokenArray
+from penstock.router.price_table import PRICE_S_MAX
 
 TOKEN_ID_MAX = 2**31 - 1
 """Token ids are from 0 to this."""
@@ -16,7 +17,6 @@ COUNT_MAX = 2**31 - 1
 """Tokens of an answer, and blocks of a cache, are at most so many."""
 _CHARACTERS_MAX = 256
 _URL_CHARACTERS_MAX = 2048
-_PRICE_S_MAX = 3600.0  # of any work; sums of longer ones end beyond all numbers
 _ADAPTERS_MAX = 4096
 
 
@@ -115,10 +115,10 @@ def _check_prices(prices: Prices) -> None:
     for field in msgspec.structs.fields(Prices):
         value = getattr(prices, field.name)
         for seconds in value if isinstance(value, tuple) else (value,):
-            if not 0 <= seconds <= _PRICE_S_MAX:
+            if not 0 <= seconds <= PRICE_S_MAX:
                 name = f"prices.{field.name}"
                 raise RequestError(
-                    f"{name}: must be seconds, >= 0 and <= {_PRICE_S_MAX:g}, got {seconds:g}", param=name
+                    f"{name}: must be seconds, >= 0 and <= {PRICE_S_MAX:g}, got {seconds:g}", param=name
                 )
 
 

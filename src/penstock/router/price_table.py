@@ -23,6 +23,8 @@ _BATCH = len(_SCALARS)
 _ROUND_TRIP, _BYTE, _AT_ONCE = _BATCH + 1, _BATCH + 2, _BATCH + 3
 _TIERS = _BATCH + 4
 
+PRICE_S_MAX = 3600.0
+"""Nothing that is priced takes longer: so what a price is multiplied with ends in a number."""
 UNKNOWN = Prices(
     prefill_step_s=3.5e-3,
     prefill_token_s=2e-5,
@@ -142,7 +144,7 @@ def _applied(factors: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _row(prices: Prices) -> NDArray[np.float64]:
-    """Lay prices out as rows; what is not finite or below nothing counts as nothing."""
+    """Lay prices out as rows; what is not finite or below nothing counts as nothing, and what is past `PRICE_S_MAX` as that."""
     tiers = (*prices.onboard_token_s, *(0.0,) * len(Tier))[: len(Tier)]
     row = np.array([*(getattr(prices, name) for name in _SCALARS), 0.0, 0.0, 0.0, 0.0, *tiers])
-    return np.where(np.isfinite(row), np.maximum(row, 0.0), 0.0)
+    return np.where(np.isfinite(row), row.clip(0.0, PRICE_S_MAX), 0.0)

@@ -85,6 +85,13 @@ def test_what_is_no_price_counts_as_nothing(nonsense):
     assert table.columns().prefill_token_s.tolist() == [0.0]
 
 
+def test_the_highest_price_is_an_hour():
+    table = PriceTable(1)
+    table.put(0, instance(1e300))
+    table.check()
+    assert table.columns().prefill_token_s.tolist() == [3600.0]
+
+
 def test_columns_cannot_be_written_to_and_hold_until_something_changes():
     table = PriceTable(2)
     table.put(0, instance(1e-5))
