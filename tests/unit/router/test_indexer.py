@@ -57,6 +57,26 @@ def test_an_engine_that_names_a_blocks_parent_anew_is_counted():
     run_virtual(main())
 
 
+def test_no_more_blocks_are_kept_than_set_and_those_forgotten_are_counted():
+    async def main() -> None:
+        registry = CollectorRegistry()
+        indexer = Indexer(RouterConfig(indexed_blocks_max=1000), RouterMetrics(registry))
+        hashes = np.arange(1, 1301, dtype=np.uint64)
+        for prompt in hashes.reshape(13, 100):
+            indexer.apply(0, [stored(prompt)], SIZE)
+        await asyncio.sleep(2)
+        indexer.check()
+        held = registry.get_sample_value("penstock_router_indexed_blocks")
+        forgotten = registry.get_sample_value("penstock_router_evicted_blocks_total")
+        assert held is not None
+        assert 800 < held <= 1000
+        assert forgotten == 1300 - held
+        assert indexer.tree.match(hashes[-100:]).depths.tolist() == [100]
+        assert indexer.tree.match(hashes[:100]).depths.tolist() < [100], "the oldest go first"
+
+    run_virtual(main())
+
+
 def test_after_foreign_events_a_worker_is_asked_for_its_content_and_the_index_is_right_again():
     """What is left out of a batch may be what took back something that is told of as held."""
 
