@@ -6,10 +6,11 @@ from penstock.core.types import Prices
 from penstock.graph.role import RoleSpec
 from penstock.perf.hardware import Dtype, find_hardware
 from penstock.perf.latency import LatencyModel
+from penstock.perf.model_config import load_shape
 from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
 from penstock.perf.roofline import Parallel, Roofline
-from penstock.perf.shape import ModelShape, load_shape
+from penstock.perf.shape import ModelShape
 from penstock.perf.speculation import price_per_token
 
 _NAMED = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}

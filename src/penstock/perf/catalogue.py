@@ -6,7 +6,8 @@ from pathlib import Path
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
-from penstock.perf.shape import ModelShape, load_shape, shape_of
+from penstock.perf.model_config import load_shape, shape_of
+from penstock.perf.shape import ModelShape
 
 _DATA = files("penstock.perf") / "data"
 

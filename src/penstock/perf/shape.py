@@ -1,16 +1,11 @@
-"""What of a model decides its speed: counted from a Hugging Face `config.json`.
+"""What of a model decides its speed.
 
 Counts parameters, FLOPs and KV bytes exactly as the layers are built; norms and biases are left out (well
 under 0.1 % of the bytes).
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from penstock.core.errors import ConfigError
 from penstock.perf.hardware import Dtype
 
 
@@ -35,7 +30,7 @@ class Mla:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Mixture of experts in the layers after `dense_layers`."""
+    """Mixture of experts in all layers but `dense_layers` of them."""
 
     num_experts: int
     experts_per_token: int
@@ -139,127 +134,3 @@ class ModelShape:
         if absorbed:
             return 2 * self.heads * (2 * self.mla.kv_lora_rank + self.mla.rope_head_dim)
         return 2 * self.heads * (self.mla.nope_head_dim + self.mla.rope_head_dim + self.mla.v_head_dim)
-
-
-def load_shape(path: Path) -> ModelShape:
-    """Read `config.json`, or a directory that holds one.
-
-    Raises:
-        ConfigError: no such file, no JSON, or a field it cannot do without is missing.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"{file}: no such file; expected a model directory with config.json") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}: line {error.lineno}: not JSON ({error.msg})") from error
-    return shape_of(config, name=str(config.get("_name_or_path") or path.name), source=str(file))
-
-
-def shape_of(config: Mapping[str, Any], *, name: str, source: str = "config.json") -> ModelShape:
-    """Count a model from its parsed `config.json`."""
-    text = config.get("text_config", config)
-    reader = _Reader(text, source)
-    hidden, heads, layers = (
-        reader.need(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
-    weight_dtype, expert_dtype = _dtypes(config, text)
-    return ModelShape(
-        name=name,
-        hidden=hidden,
-        intermediate=reader.need("intermediate_size"),
-        heads=heads,
-        kv_heads=reader.get("num_key_value_heads", heads),
-        head_dim=reader.get("head_dim", hidden // heads),
-        vocab=reader.need("vocab_size"),
-        context_length=reader.get("max_position_embeddings", 4096),
-        windows=_windows(text, layers),
-        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-        mla=_mla(reader) if text.get("kv_lora_rank") else None,
-        moe=_moe(reader, layers),
-        weight_dtype=weight_dtype,
-        expert_dtype=expert_dtype,
-    )
-
-
-class _Reader:
-    def __init__(self, config: Mapping[str, Any], source: str) -> None:
-        self.config, self.source = config, source
-
-    def get(self, key: str, default: int) -> int:
-        value = self.config.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"{self.source}: {key}: must be a whole number >= 0, got {value!r}")
-        return value
-
-    def need(self, key: str) -> int:
-        if not self.get(key, 0):
-            raise ConfigError(f"{self.source}: {key}: missing; a decoder's config.json states it")
-        return self.get(key, 0)
-
-
-def _windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    window = text.get("sliding_window")
-    if not window or text.get("use_sliding_window") is False:
-        return (None,) * layers
-    kinds = text.get("layer_types")
-    if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    pattern = text.get("sliding_window_pattern")
-    if pattern:  # every pattern-th layer is full, as in Gemma 3
-        return tuple(None if (index + 1) % pattern == 0 else window for index in range(layers))
-    return (window,) * layers
-
-
-def _mla(reader: _Reader) -> Mla:
-    return Mla(
-        kv_lora_rank=reader.need("kv_lora_rank"),
-        rope_head_dim=reader.need("qk_rope_head_dim"),
-        nope_head_dim=reader.need("qk_nope_head_dim"),
-        v_head_dim=reader.need("v_head_dim"),
-        q_lora_rank=reader.get("q_lora_rank", 0) or None,
-    )
-
-
-def _moe(reader: _Reader, layers: int) -> Moe | None:
-    experts = next(
-        (n for key in ("n_routed_experts", "num_local_experts", "num_experts") if (n := reader.get(key, 0))),
-        0,
-    )
-    if experts <= 1:
-        return None
-    intermediate = reader.get("moe_intermediate_size", reader.need("intermediate_size"))
-    shared = reader.get("shared_expert_intermediate_size", 0) or intermediate * reader.get(
-        "n_shared_experts", 0
-    )
-    dense = min(layers, reader.get("first_k_dense_replace", 0))
-    return Moe(
-        num_experts=experts,
-        experts_per_token=reader.need("num_experts_per_tok"),
-        intermediate=intermediate,
-        shared_intermediate=shared,
-        dense_layers=dense,
-        expert_groups_per_token=reader.get("topk_group", 0) or None,
-    )
-
-
-def _dtypes(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[Dtype, Dtype]:
-    """Give the formats of the weights and of the routed experts."""
-    quantization = config.get("quantization_config") or {}
-    method = str(quantization.get("quant_algo") or quantization.get("quant_method") or "").lower()
-    stated = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
-    wide = {"float32": Dtype.FP32, "float16": Dtype.FP16}.get(stated.removeprefix("torch."), Dtype.BF16)
-    for word, dtype in (
-        ("mxfp4", Dtype.MXFP4),
-        ("nvfp4", Dtype.NVFP4),
-        ("fp8", Dtype.FP8),
-        ("int8", Dtype.INT8),
-    ):
-        if word in method or word in str(quantization.get("format", "")).lower():
-            return (
-                wide if dtype is Dtype.MXFP4 else dtype
-            ), dtype  # MXFP4 checkpoints have it in experts only
-    return wide, wide

@@ -18,8 +18,8 @@ from penstock.core.wire import HashArray, pack_tokens, unpack_tokens
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.perf.hardware import find_hardware
+from penstock.perf.model_config import shape_of
 from penstock.perf.roofline import Factors, Roofline
-from penstock.perf.shape import shape_of
 from penstock.router.config import DisaggConfig, HoldConfig, RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.chaos import Chaos, Fault, random_faults

@@ -8,8 +8,8 @@ from penstock.core.types import Role
 from penstock.demo import MODEL_DIR
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 from penstock.graph.engine_prices import engine_prices, make_roofline
+from penstock.perf.model_config import load_shape
 from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
-from penstock.perf.shape import load_shape
 
 ROOT = Path(__file__).parents[3] / "examples"
 EXAMPLES = [ROOT / "graph.py", *sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "graphs").glob("*.yaml"))]

@@ -9,8 +9,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.types import Tier
 from penstock.perf.hardware import HARDWARE, Dtype, find_hardware
 from penstock.perf.latency import Link
+from penstock.perf.model_config import shape_of
 from penstock.perf.roofline import Parallel, Roofline
-from penstock.perf.shape import ModelShape, load_shape, shape_of
 from penstock.testing.ideal import IDEAL
 
 TABLES = json.loads((Path(__file__).parents[2] / "data" / "latency_tables.json").read_text())
@@ -150,8 +150,6 @@ def test_sliding_window_bounds_context() -> None:
     assert windowed.decode_step_s(8, 8 * 1024) == windowed.decode_step_s(8, 8 * 65536)
     full = Roofline(shape_of(LLAMA_8B, name="f"), find_hardware("h100"))
     assert windowed.prefill_s(8192) < full.prefill_s(8192)
-    gemma = LLAMA_8B | {"sliding_window": 512, "sliding_window_pattern": 4}
-    assert shape_of(gemma, name="g").windows.count(None) == 8
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
@@ -207,22 +205,6 @@ def test_bad_input() -> None:
         find_hardware("h1000")
     with pytest.raises(ConfigError, match="needs a model with experts"):
         Roofline(shape, find_hardware("h100"), Parallel(ep=8, dp=8))
-    with pytest.raises(ConfigError, match="hidden_size: missing"):
-        shape_of({}, name="nothing")
-    with pytest.raises(ConfigError, match="must be a whole number >= 0, got -1"):
-        shape_of(LLAMA_8B | {"vocab_size": -1}, name="bad")
-
-
-def test_config_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
-        load_shape(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="line 1: not JSON"):
-        load_shape(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    shape = load_shape(tmp_path)
-    assert isinstance(shape, ModelShape)
-    assert shape.layers == 32
 
 
 def test_the_hardware_that_is_known() -> None:
