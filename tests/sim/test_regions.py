@@ -14,7 +14,8 @@ from penstock.core.types import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens
 from penstock.graph import Overrides, load
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.router import Quote, Route, Router
+from penstock.router.quote import Quote, Route
+from penstock.router.router import Router
 from penstock.sim.cluster import SimCluster
 from penstock.sim.deployment import SALT, Deployment, plan_deployment
 from penstock.sim.loop import run

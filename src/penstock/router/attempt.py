@@ -6,7 +6,7 @@ from penstock.router.fleet import Fleet
 from penstock.router.member import DeltaHandler
 from penstock.router.metrics import RouterMetrics
 from penstock.router.progress import Progress
-from penstock.router.router import Route
+from penstock.router.quote import Route
 
 
 class Attempt:

@@ -19,7 +19,7 @@ from penstock.router.config import HoldConfig
 from penstock.router.fleet import Fleet
 from penstock.router.hold import Held, HoldQueue
 from penstock.router.metrics import RouterMetrics
-from penstock.router.router import Quote
+from penstock.router.quote import Quote
 
 _PAUSE_S = 0.02
 """After a look that found no room, the next comes this much later at the earliest: a price takes some 0.1 ms."""

@@ -27,8 +27,8 @@ from penstock.router.gate import Place
 from penstock.router.handed_over import HandedOver
 from penstock.router.member import identity
 from penstock.router.progress import Progress
+from penstock.router.quote import Quote, Route
 from penstock.router.relay import Relay
-from penstock.router.router import Quote, Route
 from penstock.router.setbacks import Setbacks
 from penstock.router.shared import Shared
 

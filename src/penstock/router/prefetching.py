@@ -3,7 +3,7 @@
 from penstock.core.errors import WorkerLost
 from penstock.core.ids import RequestId
 from penstock.core.types import Delta, Prefetch
-from penstock.router.router import Route
+from penstock.router.quote import Route
 from penstock.router.shared import Shared
 
 

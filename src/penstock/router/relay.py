@@ -6,7 +6,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types import KvHandle, Prefetch, Request
 from penstock.router.handed_over import HandedOver
 from penstock.router.prefetching import Prefetching
-from penstock.router.router import Quote, Route
+from penstock.router.quote import Quote, Route
 from penstock.router.shared import Shared
 
 

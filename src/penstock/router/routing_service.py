@@ -39,7 +39,8 @@ from penstock.router.loads import Reservation
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.paper_plane import PaperPlane
-from penstock.router.router import Route, Router
+from penstock.router.quote import Route
+from penstock.router.router import Router
 from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
 
 _ANY_LENGTH = np.iinfo(np.int32).max  # what a server takes is its own business

@@ -1,0 +1,81 @@
+"""What a request costs on every worker, and the way it takes if that is accepted."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.ids import WorkerId
+from penstock.core.routing_context import TOKEN_S_MIN
+from penstock.core.types import Request
+from penstock.router.chooser import Choice
+from penstock.router.disagg import Comparison, Weighed
+from penstock.seams import RoutingContext
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes, and what it will need there: `overlap_blocks` of its prompt's `blocks` are cached.
+
+    With `hand_over` only its prompt is computed there, and another worker goes on.
+    """
+
+    worker_id: WorkerId
+    slot: int
+    prefill_tokens: int
+    cached_tokens: int
+    overlap_blocks: int
+    blocks: int
+    hand_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """What a request costs on every worker, good for this turn of the loop: loads are live.
+
+    With `hand_over` it is of a prompt on prefill workers; with `handed_blocks` of what follows, that many (perhaps 0) being
+    there to be had from one, or soon to be had (`is_early`); `weighed` are the two ways where both are open. `tie` settles equal prices,
+    `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it would wait, none where the
+    policy does not predict that.
+    """
+
+    request: Request
+    context: RoutingContext
+    choice: Choice
+    tie: int
+    excluded: Collection[WorkerId]
+    wait_terms: Sequence[int]
+    hand_over: bool = False
+    handed_blocks: int | None = None
+    is_early: bool = False
+    weighed: Weighed | None = None
+
+    @property
+    def comparison(self) -> Comparison | None:
+        return None if self.weighed is None else self.weighed.comparison
+
+    def waits_s(self) -> NDArray[np.float64]:
+        """Give (num_slots,) seconds before its work would begin."""
+        queue, memory = self.wait_terms
+        terms = self.choice.terms
+        waits_s: NDArray[np.float64] = terms[queue] + terms[memory]
+        return waits_s
+
+    def wait_s(self) -> float:
+        """Give the seconds before its work would begin where it is cheapest."""
+        queue, memory = self.wait_terms
+        slot, terms = self.choice.slot, self.choice.terms
+        return float(terms[queue, slot] + terms[memory, slot])
+
+    def work_s(self) -> NDArray[np.float64]:
+        """Give (num_slots,) seconds that it costs beside its own waiting; infinite where it may not go."""
+        work_s: NDArray[np.float64] = self.choice.prices()
+        np.subtract(work_s, self.waits_s(), out=work_s, where=np.isfinite(work_s))
+        return work_s
+
+    def share_s(self) -> float:
+        """Give what its prompt takes, none of it cached, if all workers that may get it shared the work."""
+        prices, eligible = self.context.prices, self.context.eligible
+        speeds = prices.prompts_at_once / np.maximum(prices.prefill_token_s, TOKEN_S_MIN)
+        return float(self.context.request_tokens / speeds[eligible].sum())
