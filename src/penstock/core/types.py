@@ -169,6 +169,15 @@ class AllBlocksCleared(Wire, frozen=True, tag="cleared"):
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+class KvRead(Wire, frozen=True):
+    """What a worker has read of another one's KV, `producer`, since its start, and how long that took; `transport` moved the last of it."""
+
+    producer: WorkerId
+    transport: str
+    num_bytes: int
+    seconds: float
+
+
 class WorkerLoad(Wire, frozen=True):
     """A worker's own account of its load; the router adds what it has reserved since.
 
@@ -181,7 +190,7 @@ class WorkerLoad(Wire, frozen=True):
     of these tokens and one that it attends to), and how many it has taken of them since its start.
     `onboarded_tokens`, by the engine again: those that requests found in each `Tier` beneath the device when they were
     first taken in, host first; empty where there is no such tier. `oldest_wait_s`: how long the one of its requests that
-    has waited longest for its first token has done so by now.
+    has waited longest for its first token has done so by now. `kv_reads`: of those whose KV it has read last, a few.
     """
 
     running_requests: int = 0
@@ -204,6 +213,7 @@ class WorkerLoad(Wire, frozen=True):
     peer_arrivals: int = 0
     onboarded_tokens: tuple[int, ...] = ()
     oldest_wait_s: float = 0.0
+    kv_reads: tuple[KvRead, ...] = ()
 
 
 class Step(Wire, frozen=True):

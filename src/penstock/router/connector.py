@@ -12,7 +12,7 @@ from functools import cached_property
 from penstock.core.errors import PenstockError, ProtocolError, WorkerLost
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types import Delta, EventMessage, KvEvent, Prefetch, Request, WorkerLoad
+from penstock.core.types import Delta, EventMessage, KvEvent, KvRead, Prefetch, Request, WorkerLoad
 from penstock.router.config import RouterConfig
 from penstock.router.drift import Drift
 from penstock.router.indexer import Indexer
@@ -41,6 +41,7 @@ class Connector:
         on_change: Callable[[Member], None],
         on_drift: Callable[[Member], None],
         on_arrivals: Callable[[Member, int], None],
+        on_kv_reads: Callable[[Member, Sequence[KvRead]], None],
     ) -> None:
         """Connect to nobody yet; `keep_connected` does.
 
@@ -54,6 +55,7 @@ class Connector:
             on_change: called when a member was connected or lost, or could not be reached for the first time.
             on_drift: called when the factor of a member's `drift` has changed.
             on_arrivals: called with the number of requests that other routers have sent to a member.
+            on_kv_reads: called with what a member has read of others' KV, as often as it says so.
         """
         self._plane = plane
         self._indexer = indexer
@@ -64,6 +66,7 @@ class Connector:
         self._on_change = on_change
         self._on_drift = on_drift
         self._on_arrivals = on_arrivals
+        self._on_kv_reads = on_kv_reads
         self._prefill_gauges = PrefillGauges(metrics)
 
     @cached_property
@@ -214,6 +217,8 @@ class Connector:
             self._on_arrivals(member, arrivals)
         if member.drift.report(load, self._loop.time()):
             self._on_drift(member)
+        if load.kv_reads:
+            self._on_kv_reads(member, load.kv_reads)
         if member.noted is Condition.PREFILL_ONLY:
             self._prefill_gauges.note(member.instance.name, load)
 

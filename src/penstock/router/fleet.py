@@ -6,7 +6,7 @@ so that a thousand that come at once are no different from one.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import assert_never
@@ -20,6 +20,7 @@ from penstock.core.types import (
     Instance,
     InstancePut,
     InstanceRemoved,
+    KvRead,
     ModelCard,
     Prefetch,
     Request,
@@ -72,6 +73,7 @@ class Fleet:
             on_change=self._note_connection,
             on_drift=self._note_drift,
             on_arrivals=self._note_arrivals,
+            on_kv_reads=self._note_kv_reads,
         )
         self._discovery = discovery
         self._config = config
@@ -320,6 +322,7 @@ class Fleet:
         del self._members[member.worker_id]
         self._indexer.forget(member.slot)
         self.loads.reset(member.slot)
+        self.kv_ways.forget(member.slot)
         self._leave_pool(member, member.instance.card.name)
         self._recount(member, None)
         self.seats.leave(member)
@@ -376,6 +379,7 @@ class Fleet:
             for member in self._members.values():
                 if member.drift.forget_if_idle(now_s):
                     self._note_drift(member)
+            self.kv_ways.forget_unused(now_s)
 
     def _show_drift(self) -> None:
         factors = [pool.prices.factors for pool in self.pools.values()]
@@ -386,6 +390,14 @@ class Fleet:
         """Count what other routers have sent."""
         now_s = asyncio.get_running_loop().time()
         self.pools[member.instance.card.name].traffic.arrived(now_s, requests)
+
+    def _note_kv_reads(self, member: Member, reads: Sequence[KvRead]) -> None:
+        """Price what moves between two workers by what they were found to take."""
+        now_s = asyncio.get_running_loop().time()
+        for read in reads:
+            source = self.slot_of(read.producer)
+            if source is not None:
+                self.kv_ways.report(source, member.slot, read, now_s)
 
     def _recount(self, member: Member, condition: Condition | None) -> None:
         for changed, by in ((member.noted, -1), (condition, +1)):

@@ -1,16 +1,38 @@
-"""How long a byte of KV takes between any two workers, by where they are."""
+"""How long a byte of KV takes between any two workers: by where they are, and by what reading it was found to take.
+
+Who reads reports totals by producer. What was added since a pair last counted, over what the way between the two says of
+as many bytes, is one observation. The first report of a pair only begins to count: its read also set connections up.
+"""
+
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.location import Location
+from penstock.core.types import KvRead
+from penstock.perf.online import Correction
 from penstock.router.config import RouterConfig
+
+_SECONDS_MIN = 0.01
+"""Of reading that is one observation: event loops' clocks have milliseconds."""
+FORGOTTEN_S = 30.0
+"""A pair that moves nothing shows nothing: what was learned of it is forgotten after this long, and it is tried again."""
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Up to where a pair's totals have counted, when that was, and what was learned."""
+
+    counted: KvRead
+    counted_s: float
+    correction: Correction = field(default_factory=Correction)
 
 
 class KvWays:
     """Workers by slot. What lies before one is worked out when first asked for, and kept until somebody moves.
 
-    One event loop owns it.
+    One event loop owns it. There are at most as many pairs as prefill workers times those that answer.
     """
 
     def __init__(self, config: RouterConfig, num_slots: int) -> None:
@@ -23,20 +45,74 @@ class KvWays:
         self._config = config
         self._locations = [Location()] * num_slots
         self._rows: dict[Location, NDArray[np.float64]] = {}
+        self._pairs: dict[int, dict[int, _Pair]] = {}  # by source, by who reads
+        self._corrected: dict[int, NDArray[np.float64]] = {}  # rows of sources of which something was learned
 
     def put(self, slot: int, location: Location) -> None:
         """Note where a worker is."""
         if self._locations[slot] != location:
             self._locations[slot] = location
             self._rows.clear()
+            self._corrected.clear()
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
         self._locations += [Location()] * (num_slots - len(self._locations))
         self._rows.clear()
+        self._corrected.clear()
+
+    def forget(self, slot: int) -> None:
+        """Know nothing of what a worker read, or was read of."""
+        self._pairs.pop(slot, None)
+        self._corrected.pop(slot, None)
+        for source, readers in self._pairs.items():
+            if readers.pop(slot, None) is not None:
+                self._corrected.pop(source, None)
+
+    def forget_unused(self, now_s: float) -> None:
+        """Go back to where two workers are for pairs of which nothing was heard for `FORGOTTEN_S`."""
+        for source, readers in self._pairs.items():
+            for pair in readers.values():
+                if pair.correction.observations and now_s - pair.counted_s >= FORGOTTEN_S:
+                    pair.correction = Correction()
+                    self._corrected.pop(source, None)
+
+    def report(self, source: int, reader: int, read: KvRead, now_s: float) -> None:
+        """Learn from what the worker in slot `reader` says that it has read, by now, of the one in slot `source`.
+
+        Nothing is learned where the configuration says how fast all links are.
+        """
+        if self._config.disagg.link_bytes_per_s is not None:
+            return
+        readers = self._pairs.setdefault(source, {})
+        pair = readers.get(reader)
+        if pair is None or read.num_bytes < pair.counted.num_bytes:
+            readers[reader] = _Pair(read, now_s)
+            return
+        seconds = read.seconds - pair.counted.seconds
+        if seconds < _SECONDS_MIN:
+            return
+        byte_s = self._by_location(source)[reader]
+        pair.correction.observe(byte_s * (read.num_bytes - pair.counted.num_bytes), seconds)
+        pair.counted, pair.counted_s = read, now_s
+        if source in self._corrected:
+            self._corrected[source][reader] = byte_s * pair.correction.factor
 
     def byte_s(self, source: int | None) -> NDArray[np.float64]:
         """Give (num_slots,) seconds that a byte takes from the worker in a slot to each; None is somebody unknown."""
+        readers = None if source is None else self._pairs.get(source)
+        if source is None or not readers:
+            return self._by_location(source)
+        row = self._corrected.get(source)
+        if row is None:
+            row = self._corrected[source] = self._by_location(source).copy()
+            for reader, pair in readers.items():
+                row[reader] *= pair.correction.factor
+        shown = row.view()
+        shown.flags.writeable = False
+        return shown
+
+    def _by_location(self, source: int | None) -> NDArray[np.float64]:
         here = Location() if source is None else self._locations[source]
         row = self._rows.get(here)
         if row is None:

@@ -132,14 +132,14 @@ class Computing:
             self.hand_over.stepped(load.preemptions)
 
     def load(self, load: WorkerLoad | None = None) -> WorkerLoad:
-        """Give the engine's load, or the one that a step left, with the requests whose KV is on its way as waiting."""
+        """Give the engine's load, or the one that a step left, with the requests whose KV is on its way as waiting, and what KV was read."""
         load = load or self._engine.load()
-        fetches = 0 if self.hand_over is None else len(self.hand_over)
-        return (
-            msgspec.structs.replace(load, waiting_requests=load.waiting_requests + fetches)
-            if fetches
-            else load
-        )
+        if self.hand_over is None:
+            return load
+        fetches, reads = len(self.hand_over), self.hand_over.kv_reads
+        if not fetches and not reads:
+            return load
+        return msgspec.structs.replace(load, waiting_requests=load.waiting_requests + fetches, kv_reads=reads)
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree."""

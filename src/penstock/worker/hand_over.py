@@ -23,7 +23,7 @@ from penstock.core.errors import (
 from penstock.core.ids import BlockId, RequestId, WorkerId
 from penstock.core.kv_exchange import KvExchange
 from penstock.core.log import get_logger
-from penstock.core.types import EngineInfo, KvHandle, Prefetch, Request
+from penstock.core.types import EngineInfo, KvHandle, KvRead, Prefetch, Request
 from penstock.core.wire import encode, unpack_hashes
 from penstock.seams import KvBlocks, KvTails
 from penstock.transfer import Peer, TransferAgent
@@ -148,6 +148,11 @@ class HandOver:
             host=self._agent.identity.host,
             streams=self.streams_kv,
         )
+
+    @property
+    def kv_reads(self) -> tuple[KvRead, ...]:
+        """What was read of others' KV, of the last few of them."""
+        return self._reader.reads.latest
 
     @property
     def fetched_blocks(self) -> int:

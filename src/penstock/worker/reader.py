@@ -8,12 +8,13 @@ from itertools import count
 
 import numpy as np
 
-from penstock.core.descriptors import TransferOp
+from penstock.core.descriptors import Descriptors, TransferOp
 from penstock.core.errors import DeadlineExceeded, PenstockError, PinExpired, ProtocolError
-from penstock.core.ids import BlockId
+from penstock.core.ids import BlockId, WorkerId
 from penstock.core.types import KvHandle
 from penstock.core.wire import HashArray, encode
 from penstock.transfer import Peer, TransferAgent
+from penstock.worker.kv_reads import KvReads
 from penstock.worker.kv_regions import KvRegions
 from penstock.worker.pin_messages import PinCheck, PinFollow, PinGrown, PinHeld, PinRead
 
@@ -67,6 +68,8 @@ class Reader:
         """
         self._agent = agent
         self._regions = regions
+        self.reads = KvReads()
+        """What came, whether or not it had been held."""
         self._read_ids = count(1)
         self._answers: dict[tuple[str, int], asyncio.Future[bool]] = {}
         self._followed: dict[tuple[str, int], Growth] = {}
@@ -102,7 +105,7 @@ class Reader:
             if ranges is None:
                 self._agent.send_notification(peer, done)
             else:
-                await self._agent.post(TransferOp.READ, *ranges, peer, notify=done).complete()
+                await self._move(peer, handle.producer, ranges, done)
             if not await self._or_lost(peer, answer):
                 raise PinExpired(
                     f"pin {handle.pin_id} of {peer.name} had expired before its blocks were read"
@@ -168,6 +171,17 @@ class Reader:
         """Raise AssertionError where an answer is still waited for."""
         assert not self._answers, f"{list(self._answers)} are still waited for"
         assert not self._followed, f"{list(self._followed)} are still followed"
+
+    async def _move(
+        self, peer: Peer, producer: WorkerId, ranges: tuple[Descriptors, Descriptors], done: bytes
+    ) -> None:
+        """Read ranges, tell the producer that this is done, and count what it took."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        moving = self._agent.post(TransferOp.READ, *ranges, peer, notify=done)
+        await moving.complete()
+        moved = moving.telemetry
+        self.reads.add(producer, moved.backend, moved.num_bytes, loop.time() - began_s)
 
     async def _or_lost(self, peer: Peer, answer: "asyncio.Future[bool]") -> bool:
         """Wait for a producer's answer for as long as there is a producer."""
