@@ -140,6 +140,34 @@ def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     )
 
 
+def test_graph_check_says_what_a_role_without_workers_means(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: demo\nroles: {prefill: {replicas: 0}, decode: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        (
+            f"{path}: roles.prefill.replicas is 0: prompts are computed where they are answered, until a prefill worker"
+            " comes (penstock role WORKER prefill)"
+        )
+    ]
+    path.write_text("model: demo\nroles: {prefill: {}, decode: {replicas: 0}, aggregated: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        (
+            f"{path}: roles.decode.replicas is 0: aggregated workers alone take prompts over, until a decode worker comes"
+            " (penstock role WORKER decode)"
+        )
+    ]
+    path.write_text("model: demo\nroles: {prefill: {}, decode: {replicas: 0}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"{path}: but not for penstock {command}: roles.decode.replicas: must be >= 1 to serve anything, got 0"
+        for command in ("serve", "simulate")
+    ]
+
+
 def test_a_role_that_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert complaint(capsys, "role", "w", "decoder") == (
         "ROLE: must be aggregated, prefill or decode, got 'decoder'; did you mean 'decode'?"

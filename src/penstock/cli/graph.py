@@ -27,6 +27,7 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from penstock.deploy.local import runnable_roles  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
+    from penstock.graph.partners import say_empty  # noqa: PLC0415
     from penstock.sim.deployment import simulated_roles  # noqa: PLC0415
 
     graph = load(options.file, Overrides(options.set))
@@ -34,6 +35,8 @@ def _run(options: argparse.Namespace) -> int:
         f"{spec.replicas} {role} ({spec.engine})" for role, spec in graph.roles.present().items()
     )
     print(f"{options.file}: valid: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
+    for line in say_empty(graph.roles):
+        print(f"{options.file}: {line}")  # noqa: T201
     for command, find_role in (("serve", runnable_roles), ("simulate", simulated_roles)):
         try:
             find_role(graph)

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pydantic
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -14,6 +14,9 @@ Path = tuple[int | str, ...]
 
 class Config(pydantic.BaseModel):
     """A package's settings: at most a dozen fields, each with its unit and a description."""
+
+    not_here: ClassVar[dict[str, str]] = {}
+    """Keys that one may look for here, and where they are instead."""
 
     model_config = pydantic.ConfigDict(
         frozen=True,
@@ -63,11 +66,18 @@ def _explain(
         where = source if isinstance(source, str) else source(path)
         where += f": {'.'.join(str(part) for part in path)}" if path else ""
         if item["type"] == "extra_forbidden":
-            yield f"{where}: unknown key{nearest(str(path[-1]), known_keys(config, path[:-1]))}"
+            yield f"{where}: unknown key{_hint(config, path)}"
         elif item["type"] == "missing":
             yield f"{where}: missing; it has no default"
         else:
             yield f"{where}: {_wording(item)}"
+
+
+def _hint(config: type[pydantic.BaseModel], path: Path) -> str:
+    key, holder = str(path[-1]), _model_at(config, path[:-1])
+    if holder is not None and issubclass(holder, Config) and key in holder.not_here:
+        return f"; {holder.not_here[key]}"
+    return nearest(key, known_keys(config, path[:-1]))
 
 
 _BOUNDS = {
@@ -109,15 +119,20 @@ def nearest(word: str, known: list[str]) -> str:
 
 def known_keys(config: type[pydantic.BaseModel], path: Path) -> list[str]:
     """List the fields allowed at `path` below `config`."""
+    model = _model_at(config, path)
+    return [] if model is None else list(model.model_fields)
+
+
+def _model_at(config: type[pydantic.BaseModel], path: Path) -> type[pydantic.BaseModel] | None:
     for part in path:
         field = config.model_fields.get(str(part))
         if field is None:  # an index or key of a collection whose model we are in already
             continue
         inner = next(_models_in(field.annotation), None)
         if inner is None:
-            return []
+            return None
         config = inner
-    return list(config.model_fields)
+    return config
 
 
 def _models_in(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:

@@ -23,6 +23,7 @@ from penstock.deploy.port import Port
 from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
 from penstock.engine.registry import SIMULATED_ONLY
 from penstock.graph import Graph, RoleSpec
+from penstock.graph.partners import say_empty
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.handshake import Identity
 
@@ -93,6 +94,8 @@ class LocalDeployment:
             port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
             self.url = port.url
             self._say("penstock", "starting", f"model {served_name(self.graph)}")
+            for line in say_empty(self.graph.roles):
+                self._say("penstock", "starting", line)
             checkpoint = await asyncio.to_thread(open_checkpoint, self.graph)
             cards = {
                 name: await asyncio.to_thread(make_card, checkpoint, self.graph, role)

@@ -40,6 +40,22 @@ def check_partners(roles: Roles) -> None:
                 )
 
 
+def say_empty(roles: Roles) -> list[str]:
+    """Say what a role that nobody has yet means for the others; one line each."""
+    said = []
+    if roles.prefill and not roles.prefill.replicas:
+        said.append(
+            "roles.prefill.replicas is 0: prompts are computed where they are answered, until a prefill worker comes"
+            " (penstock role WORKER prefill)"
+        )
+    if roles.decode and not roles.decode.replicas and roles.aggregated and roles.aggregated.replicas:
+        said.append(
+            "roles.decode.replicas is 0: aggregated workers alone take prompts over, until a decode worker comes"
+            " (penstock role WORKER decode)"
+        )
+    return said
+
+
 def check_ways(transfer: TransferConfig) -> None:
     """Refuse settings with which no worker reaches another one's memory.
 

@@ -1,7 +1,7 @@
 """What the workers of one role are: how many, which engine, on what, with how much KV."""
 
 import re
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import pydantic
 
@@ -41,8 +41,14 @@ class KvTiers(Config):
 class RoleSpec(Config):
     """One role's workers, all alike."""
 
+    not_here: ClassVar[dict[str, str]] = {
+        "block_size": "all roles of a graph have blocks of one size, since the hashes by which KV is found and handed over"
+        " are per block size; set block_size beside model",
+        "model": "all roles of a graph run one model, since KV is of one model; set model beside roles",
+    }
+
     replicas: int = pydantic.Field(default=1, ge=0)
-    """Workers to run."""
+    """Workers to run; 0 describes a role that workers may change to, or come to from elsewhere."""
     engine: str = "paged"
     """`paged` runs the model in PyTorch; `mock` answers with made-up text at a modelled speed; `vllm`, `sglang` and `trtllm` are only simulated in this version."""
     hardware: str = "cpu"

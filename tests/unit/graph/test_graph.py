@@ -161,6 +161,20 @@ def test_roles_that_cannot_hand_prompts_over_are_refused(tmp_path: Path, text: s
     assert why in line
 
 
+def test_what_all_roles_have_in_common_is_refused_in_one_of_them_with_the_reason(tmp_path: Path) -> None:
+    text = "model: demo\nroles: {prefill: {block_size: 32}, decode: {model: other}}\n"
+    assert mistakes(write(tmp_path, text)) == [
+        (
+            "graph.yaml: roles.prefill.block_size: unknown key; all roles of a graph have blocks of one size, since the hashes"
+            " by which KV is found and handed over are per block size; set block_size beside model"
+        ),
+        (
+            "graph.yaml: roles.decode.model: unknown key; all roles of a graph run one model, since KV is of one model; set"
+            " model beside roles"
+        ),
+    ]
+
+
 def test_prefill_workers_may_be_none_and_tensor_parallelism_may_differ(tmp_path: Path) -> None:
     for roles in (
         "{prefill: {replicas: 0}, decode: {}}",
