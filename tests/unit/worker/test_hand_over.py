@@ -228,6 +228,28 @@ def test_prompts_too_long_for_decode_workers_are_computed_apart_whatever_that_ta
     play(scene, router=router)
 
 
+@pytest.mark.parametrize(
+    ("targets", "is_remote"), [({}, False), ({"slo_ttft_s": 2.0, "slo_itl_s": 0.02}, True)]
+)
+def test_where_tokens_have_to_come_at_a_pace_a_prompt_that_holds_streams_up_is_computed_apart(
+    targets, is_remote
+):
+    """With a hand-over that costs more than what the streams there lose is else worth."""
+    router = RouterConfig(disagg=DisaggConfig(remote_tokens_min=4, hand_over_s=0.1))
+
+    async def scene(_cluster, dispatcher):
+        async with AsyncExitStack() as stack:
+            for number in range(3):
+                stream = dispatcher.open(request(f"stream{number}", 12, 100, seed=9 + number))
+                await anext(await stack.enter_async_context(stream))
+            await asyncio.sleep(0.2)  # until their worker has told of them
+            await answer(dispatcher, msgspec.structs.replace(request("a", 300), **targets))
+            (first, *_) = dispatcher.explain("a")
+            assert first.prefill.remote is is_remote
+
+    play(scene, router=router)
+
+
 def test_an_error_of_the_request_ends_it():
     async def scene(_cluster, dispatcher):
         wrong = msgspec.structs.replace(request("a", 3), token_ids=pack_tokens([VOCAB + 5, 2, 3]))
