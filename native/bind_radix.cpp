@@ -9,13 +9,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
-#include <string_view>
 #include <vector>
 
+#include "hash_buffer.hpp"
 #include "hashing.hpp"
 #include "radix.hpp"
 #include "readers_writer_lock.hpp"
@@ -27,80 +26,6 @@ namespace penstock {
 namespace {
 
 constexpr std::size_t kReleaseGilHashes = 2048; // about 100 us of storing or removing
-
-constexpr std::array<std::string_view, kTiers> kTierNames = {"device", "host", "disk", "object"};
-
-std::size_t parse_tier(nb::handle tier) {
-    Py_ssize_t size = 0;
-    const char* text = PyUnicode_Check(tier.ptr()) ? PyUnicode_AsUTF8AndSize(tier.ptr(), &size) : nullptr;
-    const std::string_view name(text == nullptr ? "" : text, static_cast<std::size_t>(size));
-    const auto at = std::ranges::find(kTierNames, name);
-    if (at == kTierNames.end()) {
-        PyErr_Clear();
-        throw nb::value_error("tier: must be one of device, host, disk, object");
-    }
-    return static_cast<std::size_t>(at - kTierNames.begin());
-}
-
-// Hashes that Python code passes: packed bytes, or a uint64 array of one dimension, whatever its stride.
-class HashBuffer {
-  public:
-    explicit HashBuffer(nb::handle source) {
-        if (PyBytes_Check(source.ptr())) {
-            set_packed(PyBytes_AsString(source.ptr()), PyBytes_Size(source.ptr()));
-            return;
-        }
-        if (PyObject_GetBuffer(source.ptr(), &buffer_, PyBUF_RECORDS_RO) != 0) {
-            throw nb::python_error();
-        }
-        try {
-            parse();
-        } catch (...) {
-            PyBuffer_Release(&buffer_);
-            throw;
-        }
-    }
-    HashBuffer(HashBuffer&& other) noexcept : buffer_(other.buffer_), view_(other.view_) {
-        other.buffer_.obj = nullptr;
-    }
-    HashBuffer& operator=(HashBuffer&&) = delete;
-
-    ~HashBuffer() {
-        if (buffer_.obj != nullptr) {
-            PyBuffer_Release(&buffer_);
-        }
-    }
-
-    HashView view() const { return view_; }
-
-  private:
-    void parse() {
-        const char* format = buffer_.format == nullptr ? "B" : buffer_.format;
-        const bool has_order = *format == '@' || *format == '=' || *format == '<';
-        const char kind = format[has_order ? 1 : 0];
-        if (buffer_.ndim != 1) {
-            throw nb::type_error("hashes: must have one dimension");
-        }
-        if (buffer_.itemsize == 1 && buffer_.strides[0] == 1) {
-            set_packed(buffer_.buf, buffer_.len);
-        } else if (buffer_.itemsize == sizeof(std::uint64_t) && (kind == 'L' || kind == 'Q')) {
-            view_ = HashView(buffer_.buf, buffer_.strides[0], static_cast<std::size_t>(buffer_.shape[0]));
-        } else {
-            throw nb::type_error("hashes: must be uint64, or those packed as bytes");
-        }
-    }
-
-    void set_packed(const void* data, Py_ssize_t num_bytes) {
-        constexpr Py_ssize_t kHashBytes = sizeof(std::uint64_t);
-        if (num_bytes % kHashBytes != 0) {
-            throw nb::value_error("hashes: packed, they must be a multiple of 8 bytes");
-        }
-        view_ = HashView(data, kHashBytes, static_cast<std::size_t>(num_bytes / kHashBytes));
-    }
-
-    Py_buffer buffer_{};
-    HashView view_{nullptr, 0, 0};
-};
 
 // An int32 array of numpy's own making, which costs a third of wrapping memory of ours.
 class IntArray {
@@ -298,19 +223,7 @@ class LockedTree : GuardedTree {
 
     nb::object runs(std::uint32_t worker) {
         const auto [hashes, runs] = read(SIZE_MAX, [&] { return tree_.runs(worker); });
-        nb::list found;
-        std::size_t begin = 0;
-        for (const Run& run : runs) {
-            const auto* data = reinterpret_cast<const char*>(hashes.data() + begin);
-            const nb::bytes packed(data, (run.end - begin) * sizeof(std::uint64_t));
-            nb::list copies;
-            for (const std::uint32_t count : run.copies) {
-                copies.append(count);
-            }
-            found.append(nb::make_tuple(packed, run.parent, nb::tuple(copies)));
-            begin = run.end;
-        }
-        return found;
+        return as_list(hashes, runs);
     }
 
     void check() {

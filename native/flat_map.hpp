@@ -67,19 +67,15 @@ class FlatMap {
 
     // Erase a key that is there.
     void erase(std::uint64_t key) {
-        std::size_t gap = home(key);
-        while (slots_[gap].key != key || slots_[gap].value.vacant()) {
-            gap = (gap + 1) & mask_;
+        std::size_t at = home(key);
+        while (slots_[at].key != key || slots_[at].value.vacant()) {
+            at = (at + 1) & mask_;
         }
-        for (std::size_t at = (gap + 1) & mask_; !slots_[at].value.vacant(); at = (at + 1) & mask_) {
-            if (((at - home(slots_[at].key)) & mask_) >= ((at - gap) & mask_)) { // it may lie in the gap
-                slots_[gap] = slots_[at];
-                gap = at;
-            }
-        }
-        slots_[gap].value = Value{};
-        --size_;
+        erase_at(at);
     }
+
+    // Erase what has this value, which `find` has given.
+    void erase(const Value& value) { erase_at(slot_of(value)); }
 
     // Make room, so that this many insertions keep pointers valid.
     void reserve(std::size_t more) {
@@ -113,7 +109,25 @@ class FlatMap {
         }
     }
 
+    // Slots are numbered below `num_slots`; a value is in the same one until the next change.
+    std::size_t num_slots() const { return slots_.size(); }
+    std::size_t slot_of(const Value& value) const {
+        const auto* slot = reinterpret_cast<const std::byte*>(&value) - offsetof(Slot, value);
+        return static_cast<std::size_t>(reinterpret_cast<const Slot*>(slot) - slots_.data());
+    }
+
   private:
+    void erase_at(std::size_t gap) {
+        for (std::size_t at = (gap + 1) & mask_; !slots_[at].value.vacant(); at = (at + 1) & mask_) {
+            if (((at - home(slots_[at].key)) & mask_) >= ((at - gap) & mask_)) { // it may lie in the gap
+                slots_[gap] = slots_[at];
+                gap = at;
+            }
+        }
+        slots_[gap].value = Value{};
+        --size_;
+    }
+
     // The multiplication spreads keys that are no good hashes; its upper bits are the good ones.
     std::size_t home(std::uint64_t key) const { return key * 0x9e3779b97f4a7c15 >> shift_; }
 

@@ -18,11 +18,13 @@ using namespace nb::literals;
 
 namespace penstock {
 
+void bind_content(nb::module_& module);
 void bind_jump_scheduler(nb::module_& module);
 void bind_pool(nb::module_& module);
 void bind_radix(nb::module_& module);
 void bind_ranges(nb::module_& module);
 void bind_seconds(nb::module_& module);
+void bind_turns(nb::module_& module);
 
 }  // namespace penstock
 
@@ -181,9 +183,11 @@ NB_MODULE(_native, module) {
     module.def("derived_hashes", &derived_hashes, "own"_a, "shared"_a, "unit_tokens"_a, "block_size"_a,
                "blocks"_a);
     module.def("siphash128", &siphash128, "data"_a, "key"_a);
+    penstock::bind_content(module);
     penstock::bind_pool(module);
     penstock::bind_jump_scheduler(module);
     penstock::bind_radix(module);
     penstock::bind_ranges(module);
     penstock::bind_seconds(module);
+    penstock::bind_turns(module);
 }

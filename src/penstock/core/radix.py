@@ -1,6 +1,6 @@
 """The prefix index: which workers hold which prefixes, in which tier.
 
-A router keeps one of all its workers; a worker keeps one with a single slot of what it holds itself.
+A router keeps one of all its workers; what a worker itself holds is its `Content`.
 """
 
 from typing import TYPE_CHECKING

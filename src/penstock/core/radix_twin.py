@@ -78,7 +78,7 @@ class RadixTreePython(RadixCalls):
         held, holders = self._held[worker], self._holders
         bit, shift = 1 << worker, _SHIFTS[tier]
         self._clock += 1
-        for block_hash in _as_list(hashes):
+        for block_hash in as_list(hashes):
             copies = held.get(block_hash, 0)
             mask = holders.get(block_hash)
             if mask is None:
@@ -97,7 +97,7 @@ class RadixTreePython(RadixCalls):
         """Note one copy less of each block; those not held are counted and otherwise ignored."""
         self._grow_to_hold(worker)
         held, shift = self._held[worker], _SHIFTS[tier]
-        for block_hash in _as_list(hashes):
+        for block_hash in as_list(hashes):
             copies = held.get(block_hash, 0)
             if not copies >> shift & COPIES_MAX:
                 self._unknown_removals += 1
@@ -133,7 +133,7 @@ class RadixTreePython(RadixCalls):
         alive = -1
         last, depth = None, 0
         holders = self._holders
-        path = _as_list(hashes)
+        path = as_list(hashes)
         for depth, block_hash in enumerate(path):
             still = alive & holders.get(block_hash, 0)
             if still != alive:
@@ -351,7 +351,12 @@ class RadixTreePython(RadixCalls):
         return tiers
 
 
-def _as_list(hashes: Hashes) -> list[int]:
+def as_list(hashes: Hashes) -> list[int]:
+    """Give hashes as Python's numbers.
+
+    Raises:
+        TypeError: they are none of what `Hashes` names.
+    """
     if isinstance(hashes, bytes | bytearray | memoryview):
         return np.frombuffer(hashes, dtype="<u8").tolist()  # type: ignore[no-any-return]
     if hashes.dtype != np.uint64 or hashes.ndim != 1:

@@ -4,12 +4,12 @@ Workers are the truth. Whoever follows one asks for the batches after the last i
 too short it gets a snapshot of the mirror, stamped with the sequence it stands for.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from penstock.core.content import Content
 from penstock.core.log import get_logger
-from penstock.core.radix import RadixTree
 from penstock.core.types import (
     AllBlocksCleared,
     BlockRemoved,
@@ -24,62 +24,66 @@ from penstock.core.wire import PackedHashes, unpack_hashes
 from penstock.runtime.config import EventConfig
 from penstock.seams import EventSink
 
-_SLOT = 0
 _HASH_BYTES = 8
 
 _log = get_logger()
 
 
 class ContentMirror:
-    """What a worker holds, summed up from its events: a prefix index of one worker.
-
-    Engines may store equal blocks more than once and remove each copy on its own, so that a block counts.
-    A hash names its whole prefix, so that its parent never changes.
-    """
+    """What a worker holds, summed up from its events."""
 
     def __init__(self) -> None:
-        self._tree = RadixTree(pairs_max=None)
+        self._content = Content()
         self._block_size = 0
 
     def __len__(self) -> int:
-        return self._tree.held_blocks(_SLOT)
+        return len(self._content)
 
     @property
     def unknown_removals(self) -> int:
         """Blocks removed that were not held: the engine's bookkeeping is off by as many."""
-        return self._tree.stats().unknown_removals
+        return self._content.unknown_removals
 
     def counts(self) -> dict[tuple[int, Tier], int]:
         """Give copies held by (hash, tier)."""
-        copies: Counter[tuple[int, Tier]] = Counter()
-        for held in self._tree.snapshot(_SLOT):
-            copies.update((block_hash, held.tier) for block_hash in unpack_hashes(held.hashes).tolist())
-        return dict(copies)
+        return {
+            (block_hash, tier): count
+            for hashes, _, copies in self._content.runs()
+            for tier, count in zip(Tier, copies, strict=True)
+            if count
+            for block_hash in unpack_hashes(hashes).tolist()
+        }
 
     def apply(self, event: KvEvent) -> None:
         match event:
             case BlockStored():
                 self._block_size = event.block_size
-                self._tree.store(_SLOT, event.block_hashes, event.parent_block_hash, event.tier)
+                self._content.store(event.block_hashes, event.parent_block_hash, event.tier)
             case BlockRemoved():
-                self._tree.remove(_SLOT, event.block_hashes, event.tier)
+                self._content.remove(event.block_hashes, event.tier)
             case AllBlocksCleared():
-                self._tree.clear(_SLOT)
+                self._content.clear()
 
     def stored(self, hashes_max: int) -> Iterator[BlockStored]:
         """Say the whole content as events, parents before children, each of at most `hashes_max` hashes."""
-        step = hashes_max * _HASH_BYTES
-        for held in self._tree.snapshot(_SLOT):
-            parent = held.parent
-            for start in range(0, len(held.hashes), step):
-                packed = PackedHashes(held.hashes[start : start + step])
-                yield BlockStored(
-                    block_hashes=packed, parent_block_hash=parent, block_size=self._block_size, tier=held.tier
-                )
-                parent = int.from_bytes(packed[-_HASH_BYTES:], "little")
+        for hashes, parent, copies in self._content.runs():
+            for tier, count in zip(Tier, copies, strict=True):
+                for _ in range(count):
+                    yield from self._parts(hashes, parent, tier, hashes_max)
 
     def check(self) -> None:
-        self._tree.check()
+        self._content.check()
+
+    def _parts(
+        self, hashes: PackedHashes, parent: int | None, tier: Tier, hashes_max: int
+    ) -> Iterator[BlockStored]:
+        step = hashes_max * _HASH_BYTES
+        for start in range(0, len(hashes), step):
+            packed = PackedHashes(hashes[start : start + step])
+            yield BlockStored(
+                block_hashes=packed, parent_block_hash=parent, block_size=self._block_size, tier=tier
+            )
+            parent = int.from_bytes(packed[-_HASH_BYTES:], "little")
 
 
 class EventPublisher:
