@@ -17,6 +17,7 @@ from penstock.core.errors import ConfigError
 from penstock.graph import Overrides, load
 from penstock.router.router import Router
 from penstock.sim.deployment import plan_deployment
+from penstock.sim.network import NetworkConfig
 from penstock.sim.report import latencies_s
 from penstock.sim.simulate import simulate
 from penstock.sim.workload import WorkloadConfig, make_sessions
@@ -186,6 +187,22 @@ def test_the_page_stands_alone_and_draws_its_charts(tmp_path, spec):
         points = [tuple(map(float, point.split(","))) for point in re.findall(r"[\d.]+,[\d.]+", path)]
         assert len(points) > 10
         assert all(0 <= x <= 560 and 0 <= y <= 250 for x, y in points)
+
+
+def test_requests_that_never_meet_take_what_the_latency_model_says(tmp_path):
+    """A minute apart: the way there and back, the prompt, and then a step for each token."""
+    path, lengths, way_s = tmp_path / "trace.jsonl", (100, 500, 1000, 2000), 2 * NetworkConfig().latency_s
+    line = '{"timestamp": %d, "input_length": %d, "output_length": 400}\n'
+    path.write_text("".join(line % (60_000 * number, tokens) for number, tokens in enumerate(lengths)))
+    report = simulated(tmp_path, path, "--graph", SMALL)
+    price = plan_deployment(load(SMALL), beside=GRAPHS).crews[0].latency
+    ttft_s = np.array([way_s + price.prefill_s(tokens) for tokens in lengths])
+    decode_s = np.array(
+        [sum(price.decode_step_s(1, tokens + step) for step in range(1, 400)) for tokens in lengths]
+    )
+    for name, expected in (("ttft_s", ttft_s), ("itl_s", decode_s / 399), ("e2e_s", ttft_s + decode_s)):
+        percentiles = dict(zip(("p50", "p90", "p99"), np.percentile(expected, (50, 90, 99)), strict=True))
+        assert report[name] == pytest.approx({"mean": expected.mean(), **percentiles}, rel=1e-3), name
 
 
 def test_energy_and_cost_are_those_of_all_devices_over_the_whole_time(tmp_path):

@@ -98,6 +98,9 @@ class _Reader:
             number += 1
             try:
                 line = file.readline(_LINE_BYTES_MAX)
+                rest = line
+                while len(rest) == _LINE_BYTES_MAX and not rest.endswith(b"\n"):
+                    rest = file.readline(_LINE_BYTES_MAX)
             except (OSError, EOFError, zlib.error) as error:
                 self._complain(number, f"the file is damaged or cut off here: {error}", error)
                 return

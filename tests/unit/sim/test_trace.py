@@ -149,6 +149,14 @@ def test_a_file_of_only_bad_lines_tells_how_many_and_the_first(tmp_path, lines, 
         read_trace(path, on_bad=lambda _: None)
 
 
+def test_a_line_is_one_however_long_it_is(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{LINE % 0}\n{'x' * (5 << 19)}\n{LINE % 1000}\noops\n" + "y" * (1 << 20))
+    bad = []
+    assert [row.at_s for row in read_trace(path, on_bad=bad.append)] == [0.0, 1.0]
+    assert [error.message.split(": ")[1] for error in bad] == ["line 2", "line 4", "line 5"]
+
+
 def test_bad_lines_can_be_passed_over_and_are_told(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(
