@@ -11,15 +11,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.core.config import Config
 from penstock.core.errors import ConfigError, PenstockError, RequestError
-from penstock.core.hashing import as_tokens
 from penstock.core.log import get_logger
-from penstock.core.wire import TokenArray
 from penstock.frontend.body_error import body_error
 from penstock.frontend.explaining import Why, why_latest, why_one
 from penstock.frontend.headers import ITL_MS, TTFT_MS, asks_why, target_s
 from penstock.frontend.http import error_response, json_response
 from penstock.frontend.openai import encode
-from penstock.router.gateway import TOKEN_ID_MAX, Query, Server, Stage
+from penstock.router.gateway import Query, Server, Stage
 from penstock.router.routing_service import RoutingService, RoutingServiceConfig
 
 _NAME_CHARACTERS_MAX = 128
@@ -183,14 +181,9 @@ def _query_of(body: _RouteBody) -> Query:
             f"session: must have at most {_SESSION_CHARACTERS_MAX} characters, got {len(body.session)}",
             param="session",
         )
-    prompt: TokenArray | str
+    prompt: list[int] | str
     if body.token_ids is not None:
-        try:
-            prompt = as_tokens(body.token_ids)
-        except (ValueError, OverflowError) as error:
-            raise RequestError(
-                f"token_ids: must be integers from 0 to {TOKEN_ID_MAX}: {error}", param="token_ids"
-            ) from error
+        prompt = body.token_ids
     else:
         prompt = body.prompt if body.prompt is not None else _text_of(body.messages or [])
     ttft_ms, itl_ms = body.slo_ttft_ms, body.slo_itl_ms

@@ -1,5 +1,7 @@
 """What a gateway says to the router alone, and what it is told: servers, requests, choices, feedback."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -7,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.core.errors import RequestError
+from penstock.core.hashing import as_tokens
 from penstock.core.types import InstanceState, Prices
 from penstock.core.wire import TokenArray
 from penstock.router.price_table import PRICE_S_MAX
@@ -48,7 +51,7 @@ class Query:
     """
 
     model: str
-    prompt: TokenArray | str
+    prompt: TokenArray | Sequence[int] | str
     session: str | None = None
     exclude: tuple[str, ...] = ()
     slo_ttft_s: float | None = None
@@ -69,6 +72,35 @@ class Stage(StrEnum):
     STARTED = "started"
     FIRST_TOKEN = "first_token"  # noqa: S105 - no password
     FINISHED = "finished"
+
+
+def tokens_of(token_ids: TokenArray | Sequence[int]) -> TokenArray:
+    """Give a prompt's token ids as an array.
+
+    Raises:
+        RequestError: they are not integers from 0 to `TOKEN_ID_MAX`, or not one after the other.
+    """
+    expected = f"token_ids: must be integers from 0 to {TOKEN_ID_MAX}"
+    try:
+        tokens = as_tokens(token_ids)
+    except (ValueError, OverflowError, TypeError) as error:
+        reason = str(error).removeprefix("token_ids: ")
+        raise RequestError(f"{expected}: {reason}", param="token_ids") from error
+    if len(tokens) and (lowest := int(tokens.min())) < 0:
+        raise RequestError(f"{expected}, got {lowest}", param="token_ids")
+    return tokens
+
+
+def check_targets(query: Query) -> None:
+    """See whether a query's targets are any.
+
+    Raises:
+        RequestError: one is not a number of seconds.
+    """
+    for name in ("slo_ttft_s", "slo_itl_s"):
+        target_s = getattr(query, name)
+        if target_s is not None and not 0 < target_s < math.inf:
+            raise RequestError(f"{name}: must be seconds > 0, got {target_s:g}", param=name)
 
 
 def check_server(server: Server) -> None:

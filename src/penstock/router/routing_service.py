@@ -18,7 +18,7 @@ import pydantic
 from prometheus_client import CollectorRegistry
 
 from penstock.core.config import Config, wrong
-from penstock.core.errors import Overloaded, RequestError, Unavailable, WorkerLost
+from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable, WorkerLost
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import (
@@ -34,7 +34,16 @@ from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
 from penstock.router.config import RouterConfig
 from penstock.router.explanation import Explanation
 from penstock.router.fleet import Fleet
-from penstock.router.gateway import COUNT_MAX, TOKEN_ID_MAX, Choice, Query, Server, Stage, check_server
+from penstock.router.gateway import (
+    COUNT_MAX,
+    Choice,
+    Query,
+    Server,
+    Stage,
+    check_server,
+    check_targets,
+    tokens_of,
+)
 from penstock.router.loads import Reservation
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
@@ -135,6 +144,7 @@ class RoutingService:
         if self._timer is not None:
             self._timer.cancel()
         self._running.cancel()
+        self._running = None
         await self._group.__aexit__(None, None, None)
 
     async def put(self, name: str, server: Server) -> WorkerView:
@@ -143,7 +153,10 @@ class RoutingService:
         Raises:
             RequestError: it cannot be what is said of it.
             Overloaded: as many servers as allowed are known.
+            PenstockError: nobody would take notice, outside of the service's context.
         """
+        if self._running is None:
+            raise PenstockError("the routing service is not open; use it within `async with`")
         check_server(server)
         async with self._changing:
             return await self._put(name, server)
@@ -197,7 +210,7 @@ class RoutingService:
         """Name a server for a request, and count the request as its until feedback says otherwise.
 
         Raises:
-            RequestError: the prompt is empty or has a token id below 0, or no server has this model (404).
+            RequestError: the prompt is empty or no prompt, a target is none, or no server has this model (404).
             Overloaded: too many requests are open.
             Unavailable: no server of the model may get it now.
         """
@@ -242,8 +255,10 @@ class RoutingService:
             output_tokens: of the answer that has finished, for what the policy expects of the next.
 
         Raises:
-            RequestError: a count is below 0 or absurd, or there is no such request, or not any more (404).
+            RequestError: a count is below 0 or absurd, or there is no such stage or request, or not any more (404).
         """
+        if stage not in tuple(Stage):
+            raise RequestError(f"stage: must be one of {', '.join(Stage)}, got {stage!r}", param="stage")
         for name, tokens in (("cached_tokens", cached_tokens), ("output_tokens", output_tokens)):
             if tokens is not None and not 0 <= tokens <= COUNT_MAX:
                 raise RequestError(f"{name}: must be >= 0 and <= {COUNT_MAX}, got {tokens}", param=name)
@@ -263,9 +278,9 @@ class RoutingService:
             self._metrics.predicted_hit_tokens.inc(guessed)
             self._metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
             self._metrics.cached_tokens.inc(cached_tokens)
-        if stage is Stage.FIRST_TOKEN:
+        if stage == Stage.FIRST_TOKEN:
             self._fleet.loads.prefill_done(routed.reservation)
-        elif stage is Stage.FINISHED:
+        elif stage == Stage.FINISHED:
             if output_tokens is not None:
                 self._fleet.pools[routed.model].traffic.ended(output_tokens, routed.heard_s)
             self._close(RequestId(request_id), "finished")
@@ -346,17 +361,13 @@ class RoutingService:
                 await news.wait()
 
     def _request(self, query: Query, card: ModelCard) -> Request:
-        if not len(query.prompt):
-            raise RequestError("the prompt is empty; give at least one token or character", param="prompt")
+        check_targets(query)
         if isinstance(query.prompt, str):
             units, salt = _units(query.prompt), card.salt + b"|text"
         else:
-            lowest = int(query.prompt.min())
-            if lowest < 0:
-                raise RequestError(
-                    f"token_ids: must be from 0 to {TOKEN_ID_MAX}, got {lowest}", param="token_ids"
-                )
-            units, salt = query.prompt, card.salt
+            units, salt = tokens_of(query.prompt), card.salt
+        if not len(units):
+            raise RequestError("the prompt is empty; give at least one token or character", param="prompt")
         return Request(
             request_id=RequestId(f"{self._rng.getrandbits(96):024x}"),
             model=card.parent or card.name,

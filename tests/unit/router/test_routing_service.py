@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.core.errors import Overloaded, RequestError, Unavailable
+from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable
 from penstock.core.types import InstanceState, Prices
 from penstock.router.config import RouterConfig
 from penstock.router.gateway import Choice, Query, Server, Stage
@@ -190,8 +190,21 @@ def test_refusals():
         for empty in ("", TOKENS[:0]):
             with pytest.raises(RequestError, match="prompt is empty"):
                 ask(service, empty)
-        with pytest.raises(RequestError, match="token_ids: must be from 0 to 2147483647, got -1"):
-            ask(service, np.array([5, -1], dtype=np.int32))
+        for prompt, said in (
+            (np.array([5, -1], dtype=np.int32), "got -1"),
+            ([5, 1 << 40], "must fit in 32 bits, got 5 to 1099511627776"),
+            ([1.5], "must be integers, got float64"),
+            (7, "must have one dimension"),
+            (None, "must have one dimension"),
+        ):
+            with pytest.raises(
+                RequestError, match=f"^token_ids: must be integers from 0 to 2147483647.*{said}"
+            ):
+                ask(service, prompt)
+        for target_s in (float("nan"), float("inf"), 0.0, -1.0):
+            for name in ("slo_ttft_s", "slo_itl_s"):
+                with pytest.raises(RequestError, match=f"{name}: must be seconds > 0, got {target_s:g}"):
+                    ask(service, **{name: target_s})
         with pytest.raises(Unavailable, match="draining, removed or excluded"):
             ask(service, exclude=("a", "b", "unknown"))
         with pytest.raises(Overloaded, match="2 workers are known"):
@@ -252,9 +265,36 @@ def test_counts_of_an_answer_that_cannot_be_are_refused():
                     RequestError, match=f"{name}: must be >= 0 and <= 2147483647, got {tokens}"
                 ):
                     service.feedback(request_id, Stage.FINISHED, **{name: tokens})
+        with pytest.raises(
+            RequestError, match="stage: must be one of started, first_token, finished, got 'over'"
+        ):
+            service.feedback(request_id, "over")
         service.feedback(request_id, Stage.FINISHED, output_tokens=5)
 
     play(scene)
+
+
+def test_a_stage_may_be_said_by_its_name_and_tokens_as_a_list():
+    async def scene(service: RoutingService) -> None:
+        _, request_id = ask(service, TOKENS.tolist())
+        for stage in ("first_token", "finished"):
+            service.feedback(request_id, stage)
+        assert cached_blocks(service, service.route(Query(model="m", prompt=TOKENS))) == 25
+
+    play(scene)
+
+
+def test_outside_of_its_context_it_says_so():
+    async def main() -> None:
+        service = RoutingService(rng=random.Random(1))
+        with pytest.raises(PenstockError, match="not open; use it within `async with`"):
+            await service.put("a", A)
+        async with service:
+            await service.put("a", A)
+        with pytest.raises(PenstockError, match="not open"):
+            await service.put("a", A)
+
+    run_virtual(main())
 
 
 def test_a_cache_told_anew_counts_at_once():
