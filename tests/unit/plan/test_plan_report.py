@@ -3,13 +3,14 @@
 import html
 import json
 import re
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 
 from penstock.perf.hardware import find_hardware
 from penstock.perf.placement import Demand
-from penstock.plan.answer import USUAL, Answer, Point, promising, user_targets
+from penstock.plan.answer import USUAL, Answer, Point, find_answer, promising, user_targets
 from penstock.plan.page import make_page
 from penstock.plan.question import Question
 from penstock.plan.report import describe, make_report, rows
@@ -41,6 +42,27 @@ def test_rows_are_ranked_and_say_who_found_them(answer):
     assert "prefill (" in first[1]
     assert "decode (" in first[1]
     assert second[-1] == "model alone"
+
+
+class Contrary:
+    """Processes whose simulator finds the less, the more was predicted, and that whole requests on two devices are too slow."""
+
+    def submit(self, _function, _question, layout, _effort):
+        done = Future()
+        seen = Seen(1000 / layout.rate_per_s, ttft_s=0.5, itl_s=0.005, kv_share=0.5)
+        is_good = layout.is_apart or layout.crews[0].parallel.tp != 2
+        done.set_result(Proposal(layout, seen, is_simulated=True) if is_good else None)
+        return done
+
+
+def test_layouts_are_ranked_by_what_the_simulator_finds(question):
+    found = find_answer(replace(question, devices=2), Contrary()).proposals
+    assert len({proposal.layout.rate_per_s for proposal in found}) > 3
+    assert {proposal.layout.is_apart for proposal in found} == {True, False}
+    seen = [proposal.seen.rate_per_s for proposal in found]
+    assert seen == sorted(seen, reverse=True)
+    predicted_per_s = [proposal.layout.rate_per_s for proposal in found]
+    assert predicted_per_s == sorted(predicted_per_s)
 
 
 def test_both_kinds_are_compared(answer):
