@@ -132,7 +132,7 @@ def test_a_served_mock_engine_is_found_at_its_modelled_speed(tmp_path: Path) -> 
 
 
 @contextmanager
-def endpoint(answer: Callable[[web.Request, dict], object]) -> Iterator[str]:
+def endpoint(answer: Callable[[web.Request, dict], object], path: str = "/v1/completions") -> Iterator[str]:
     """Serve /v1/models with the models `a` and `b`, and whatever `answer` makes of a completion."""
     started, stop = threading.Event(), asyncio.Event()
     urls: list[str] = []
@@ -148,7 +148,7 @@ def endpoint(answer: Callable[[web.Request, dict], object]) -> Iterator[str]:
     async def serve() -> None:
         app = web.Application()
         app.router.add_get("/v1/models", models)
-        app.router.add_post("/v1/completions", complete)
+        app.router.add_post(path, complete)
         runner = web.AppRunner(app, shutdown_timeout=1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -212,6 +212,35 @@ def test_an_endpoint_that_does_not_stream_is_refused(
             capsys, url, "--model", "a", "--out", out
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_endpoint_that_only_chats_is_profiled(tmp_path: Path) -> None:
+    """As many hosted ones are: no plain completions, and lengths that its answers tell."""
+    out = tmp_path / "p.json"
+    pace_s = 0.004
+
+    async def chat(request: web.Request, body: dict) -> web.StreamResponse:
+        (message,) = body["messages"]
+        prompt_tokens = len(message["content"].split()) + 7
+        await asyncio.sleep(1e-4 * prompt_tokens)
+        response = await stream(request, {"choices": [{"delta": {"role": "assistant"}}]})
+        for _ in range(body["max_tokens"]):
+            await response.write(b'data: {"choices": [{"delta": {"content": "word "}}]}\n\n')
+            await asyncio.sleep(pace_s)
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": body["max_tokens"]}
+        await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    flags = ("--prompt-tokens", "50,200,800", "--contexts", "50,400", "--batches", "1,2", "--repeats", "1")
+    with endpoint(chat, "/v1/chat/completions") as url:
+        assert main(["profile", url, "--model", "b", "--out", str(out), *flags, "--held-out", "1"]) == 0
+    profile = Profile.load(out)
+    assert profile.model == "b"
+    assert sorted(point.new_tokens for point in profile.prefill) == pytest.approx([50, 200, 800], rel=0.1)
+    model = ProfiledModel(profile)
+    assert model.prefill_s(800) - model.prefill_s(200) == pytest.approx(0.06, rel=0.4)
+    assert model.decode_step_s(2, 400) == pytest.approx(pace_s, rel=0.5)
 
 
 def test_models_and_extensions_of_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
