@@ -1,5 +1,6 @@
 """KV that moves while its prompt is computed, between real processes: exact, and held for nobody who is gone."""
 
+import asyncio
 import os
 import signal
 
@@ -43,6 +44,51 @@ def test_answers_are_those_of_one_worker(deploy):
     paged = CHUNKED | {"engine": "paged"}
     deploy(alone, role=paged, timeout_s=150)
     deploy(apart, roles={"prefill": paged, "decode": paged}, router=ALWAYS, worker=STREAMED, timeout_s=150)
+
+
+def test_a_worker_killed_while_a_prompt_is_computed_is_not_noticed(deploy):
+    victims = ("prefill", "decode", "prefill", "decode")
+    prompts = [f"{number} {PROMPT * 4}" for number in range(len(victims))]
+    whole = []
+
+    async def alone(site):
+        whole.extend([(await site.tell(prompt, max_tokens=TOKENS))[0] for prompt in prompts])
+
+    async def apart(site):
+        async def all_back():
+            return await site.ready_workers() == 4
+
+        seen = set()
+        for victim, prompt, expected in zip(victims, prompts, whole, strict=True):
+            used = {}
+
+            async def both_are_chosen(used=used):
+                """The worker that answers is chosen once the first chunk is computed."""
+                async with site.http.get(f"{site.url}/admin/explain?last=2") as response:
+                    last = (await response.json())["decisions"]
+                new = [one for one in last if one["request_id"] not in seen]
+                used.update({one["worker"].partition("-")[0]: one["worker"] for one in new})
+                seen.update(one["request_id"] for one in new if len(new) == 2)
+                return len(new) == 2 and new[1]["reason"] == "prefetched"
+
+            texts = []
+
+            async def read(prompt=prompt, texts=texts):
+                async for chunk in site.stream(prompt, max_tokens=TOKENS):
+                    texts.append(site.text_of(chunk))
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(read())
+                await site.until(both_are_chosen)
+                assert "".join(texts) == "", "the prompt is still computed"
+                site.kill(used[victim])
+            assert "".join(texts) == expected
+            await site.until(all_back)
+
+    paged = CHUNKED | {"engine": "paged"}
+    two = paged | {"replicas": 2}
+    deploy(alone, role=paged, timeout_s=150)
+    deploy(apart, roles={"prefill": two, "decode": two}, router=ALWAYS, worker=STREAMED, timeout_s=400)
 
 
 def test_what_is_held_for_a_frontend_that_was_killed_is_free_long_before_its_time_is_up(deploy):

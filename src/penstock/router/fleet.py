@@ -230,6 +230,7 @@ class Fleet:
         self._indexer.check()
         self.loads.check()
         self.seats.check()
+        self.kv_ways.check()
         for pool in self.pools.values():
             pool.check()
             assert len(pool.ready) == self.loads.num_slots == self.tree.num_slots, "as long as the loads"

@@ -99,7 +99,10 @@ class KvWays:
             self._corrected[source][reader] = byte_s * pair.correction.factor
 
     def byte_s(self, source: int | None) -> NDArray[np.float64]:
-        """Give (num_slots,) seconds that a byte takes from the worker in a slot to each; None is somebody unknown."""
+        """Give (num_slots,) seconds that a byte takes from the worker in a slot to each; None is somebody unknown.
+
+        For use at once: it follows what is learned.
+        """
         readers = None if source is None else self._pairs.get(source)
         if source is None or not readers:
             return self._by_location(source)
@@ -111,6 +114,14 @@ class KvWays:
         shown = row.view()
         shown.flags.writeable = False
         return shown
+
+    def check(self) -> None:
+        """Raise AssertionError where a row is not what its pairs say."""
+        for source, row in self._corrected.items():
+            factors = np.ones(len(self._locations))
+            for reader, pair in self._pairs[source].items():
+                factors[reader] = pair.correction.factor
+            assert np.array_equal(row, self._by_location(source) * factors), f"slot {source}: its row"
 
     def _by_location(self, source: int | None) -> NDArray[np.float64]:
         here = Location() if source is None else self._locations[source]

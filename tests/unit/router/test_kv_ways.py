@@ -25,6 +25,8 @@ def ways(link_bytes_per_s=None):
 
 
 def bandwidths(table, source):
+    table.byte_s(source)
+    table.check()
     return (1 / table.byte_s(source)).tolist()
 
 
@@ -79,6 +81,7 @@ class Reader:
                 producer=WorkerId(1), transport="tcp", num_bytes=self.num_bytes, seconds=self.seconds
             )
             self.table.report(0, 1, told, self.now_s)
+            self.table.check()
 
 
 def test_what_reading_takes_corrects_the_price_of_this_pair_alone():
