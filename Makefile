@@ -26,6 +26,7 @@ SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_b
 	tests/native/test_radix_native.py tests/native/test_pool_native.py tests/native/test_predicted_seconds_native.py tests/native/test_cheapest_native.py \
 	tests/native/test_ranges_native.py tests/native/test_checksum_native.py tests/native/test_streams_native.py \
 	tests/native/test_jump_scheduler_native.py tests/native/test_turns_native.py tests/native/test_content_native.py
+QUICK = -q -m 'not slow' --hypothesis-profile=quick
 # Beside tests/unit: in parts about as long, so that two jobs end together.
 OTHER_FAST_TESTS = $(wildcard tests/properties tests/wire tests/native)
 
@@ -63,13 +64,13 @@ floors: venv
 	$(BIN)/lint-imports
 
 test-unit: venv
-	$(BIN)/pytest -q -m 'not slow' tests/unit
+	$(BIN)/pytest $(QUICK) tests/unit
 
 test-conformance: venv
-	$(BIN)/pytest -q -m 'not slow' tests/conformance
+	$(BIN)/pytest $(QUICK) tests/conformance
 
 test-other: venv
-	$(BIN)/pytest -q -m 'not slow' $(OTHER_FAST_TESTS)
+	$(BIN)/pytest $(QUICK) $(OTHER_FAST_TESTS)
 
 fuzz: venv
 	@$(BIN)/pip install -q 'cmake>=3.24' ninja

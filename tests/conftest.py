@@ -14,6 +14,9 @@ hypothesis.settings.register_profile(
         os.environ.get("CI")
     ),  # CI tries what it tried before; elsewhere every run tries something new
 )
+hypothesis.settings.register_profile(
+    "quick", hypothesis.settings.get_profile("penstock"), max_examples=25
+)  # what `make check` has time for; tests that want more ask for a multiple of the profile's
 hypothesis.settings.load_profile("penstock")
 
 

@@ -159,7 +159,7 @@ class SchedulerPair(RuleBasedStateMachine):
 
 
 TestSchedulerPair = SchedulerPair.TestCase
-TestSchedulerPair.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSchedulerPair.settings = settings(stateful_step_count=30)
 
 
 @pytest.mark.parametrize("order", ["fcfs", "shortest", None])

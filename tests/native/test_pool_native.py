@@ -98,7 +98,7 @@ class PoolPair(RuleBasedStateMachine):
         self.take_changes()
 
 
-PoolPair.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+PoolPair.TestCase.settings = settings(max_examples=3 * settings.default.max_examples, stateful_step_count=50)
 TestPoolPair = PoolPair.TestCase
 
 

@@ -190,8 +190,10 @@ class TwinMachine(BlockPoolMachine):
     eviction = LruInPython()
 
 
-BlockPoolMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+BlockPoolMachine.TestCase.settings = settings(
+    max_examples=4 * settings.default.max_examples, stateful_step_count=50
+)
 # Fewer: tests/native also runs it step by step beside the native pool, which the 400 above are of.
-TwinMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TwinMachine.TestCase.settings = settings(stateful_step_count=50)
 TestBlockPoolMachine = BlockPoolMachine.TestCase
 TestTwinMachine = TwinMachine.TestCase

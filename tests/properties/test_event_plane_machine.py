@@ -172,4 +172,4 @@ class EventPlaneMachine(RuleBasedStateMachine):
 
 
 TestEventPlane = EventPlaneMachine.TestCase
-TestEventPlane.settings = settings(max_examples=60, stateful_step_count=40)
+TestEventPlane.settings = settings(stateful_step_count=40)

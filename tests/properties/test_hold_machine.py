@@ -120,7 +120,7 @@ class HoldMachine(RuleBasedStateMachine):
 
 
 TestHold = HoldMachine.TestCase
-TestHold.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestHold.settings = settings(stateful_step_count=40)
 
 
 def test_a_planted_bug_is_found(monkeypatch):

@@ -112,4 +112,4 @@ class LoadsMachine(RuleBasedStateMachine):
 
 
 TestLoadsMachine = LoadsMachine.TestCase
-TestLoadsMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestLoadsMachine.settings = settings(stateful_step_count=40)

@@ -104,4 +104,4 @@ class OutboxMachine(RuleBasedStateMachine):
 
 
 TestOutbox = OutboxMachine.TestCase
-TestOutbox.settings = settings(max_examples=100, stateful_step_count=30)
+TestOutbox.settings = settings(stateful_step_count=30)

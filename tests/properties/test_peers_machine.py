@@ -152,4 +152,4 @@ class PeersMachine(RuleBasedStateMachine):
 
 
 TestPeersMachine = PeersMachine.TestCase
-TestPeersMachine.settings = settings(max_examples=50, stateful_step_count=40)
+TestPeersMachine.settings = settings(stateful_step_count=40)

@@ -181,6 +181,6 @@ def copies(tree) -> Counter[tuple[int, int, Tier]]:
 
 
 TestRadixMachine = RadixMachine.TestCase
-TestRadixMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestRadixMachine.settings = settings(stateful_step_count=40)
 TestNonsenseMachine = NonsenseMachine.TestCase
-TestNonsenseMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestNonsenseMachine.settings = settings(stateful_step_count=40)

@@ -316,5 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=2 * settings.default.max_examples, stateful_step_count=40
+)
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -340,5 +340,5 @@ class TiersMachine(RuleBasedStateMachine):
         self.read_events()
 
 
-TiersMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TiersMachine.TestCase.settings = settings(stateful_step_count=30)
 TestTiersMachine = TiersMachine.TestCase

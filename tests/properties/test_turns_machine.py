@@ -113,5 +113,7 @@ class TurnsMachine(RuleBasedStateMachine):
             assert not self.prompts
 
 
-TurnsMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TurnsMachine.TestCase.settings = settings(
+    max_examples=settings.default.max_examples // 4, stateful_step_count=20
+)
 TestTurnsMachine = TurnsMachine.TestCase

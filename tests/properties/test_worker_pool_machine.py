@@ -139,4 +139,4 @@ def test_adapters_past_the_bound_are_left_out_until_there_is_room():
 
 
 TestWorkerPoolMachine = WorkerPoolMachine.TestCase
-TestWorkerPoolMachine.settings = settings(max_examples=50, stateful_step_count=30)
+TestWorkerPoolMachine.settings = settings(stateful_step_count=30)
