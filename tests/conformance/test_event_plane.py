@@ -1,9 +1,11 @@
+from penstock.sim.loop import SimLoop
 from penstock.testing.event_plane import EventPlaneSuite
 from penstock.testing.plane_harness import MemoryPlaneHarness, TcpPlaneHarness
 
 
 class TestMemoryEvents(EventPlaneSuite):
     harness = MemoryPlaneHarness
+    loop_factory = SimLoop
 
 
 class TestTcpEvents(EventPlaneSuite):

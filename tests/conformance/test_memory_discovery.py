@@ -1,5 +1,7 @@
+from penstock.sim.loop import SimLoop
 from penstock.testing.discovery import DiscoverySuite, MemoryDiscoveryHarness
 
 
 class TestMemoryDiscovery(DiscoverySuite):
     harness = MemoryDiscoveryHarness
+    loop_factory = SimLoop

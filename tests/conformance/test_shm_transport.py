@@ -19,8 +19,6 @@ class _Arenas(TwoAgents):
 
 
 class TestShmWithArenas(PeerTransportSuite):
-    large_bytes = 48 << 20  # what they take is mostly the first touch of so much shared memory
-
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
         return _Arenas(_shm, size_bytes=size_bytes)

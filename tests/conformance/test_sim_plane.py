@@ -1,9 +1,10 @@
-"""The simulated plane and registry against the same suites as the real ones, on a real loop."""
+"""The simulated plane and registry against the same suites as the real ones, on virtual time."""
 
 import asyncio
 import random
 from contextlib import AsyncExitStack
 
+from penstock.sim.loop import SimLoop
 from penstock.sim.network import NetworkConfig, SimNetwork
 from penstock.sim.plane import SimPlane
 from penstock.sim.registry import SimRegistry
@@ -83,7 +84,9 @@ class SimDiscoveryHarness:
 
 class TestSimPlane(RequestPlaneSuite):
     harness = SimPlaneHarness
+    loop_factory = SimLoop
 
 
 class TestSimDiscovery(DiscoverySuite):
     harness = SimDiscoveryHarness
+    loop_factory = SimLoop

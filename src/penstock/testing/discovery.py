@@ -180,13 +180,15 @@ class DiscoverySuite:
     """The contract of `Discovery` and `Registration`."""
 
     harness: ClassVar[Callable[[], DiscoveryHarness]]
+    loop_factory: ClassVar[Callable[[], asyncio.AbstractEventLoop]] = asyncio.new_event_loop
+    """Of virtual time, where nothing is outside the loop."""
 
     def run(self, scenario: Callable[[DiscoveryHarness], Awaitable[None]]) -> None:
         async def main() -> None:
             async with type(self).harness() as harness:
                 await scenario(harness)
 
-        run_async(main())
+        run_async(main(), loop_factory=type(self).loop_factory)
 
     def test_an_empty_registry_syncs_at_once(self) -> None:
         async def scenario(harness: DiscoveryHarness) -> None:

@@ -3,6 +3,7 @@
 The worker publishes what a request tells it; the content that a subscriber ends up with is what counts.
 """
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar
@@ -64,13 +65,14 @@ class EventPlaneSuite:
     """The contract of `WorkerService.events_after` and `subscribe`, `Connection.subscribe` and `EventSubscriber`."""
 
     harness: ClassVar[HarnessFactory]
+    loop_factory: ClassVar[Callable[[], asyncio.AbstractEventLoop]] = asyncio.new_event_loop
 
     def run(self, scenario: Callable[[Scene], Awaitable[None]], config: EventConfig | None = None) -> None:
         async def main() -> None:
             async with Scene(type(self).harness(None, config)) as scene:
                 await scenario(scene)
 
-        run_async(main())
+        run_async(main(), loop_factory=type(self).loop_factory)
 
     async def publish(self, scene: Scene, *blocks: int) -> int:
         """Have the worker store these blocks, or remove the negative ones; returns its sequence."""

@@ -41,7 +41,7 @@ class TransportSuite:
     """Bytes arrive, in both directions, in whatever pieces."""
 
     size_bytes: ClassVar[int] = 1 << 20
-    large_bytes: ClassVar[int] = 96 << 20
+    large_bytes: ClassVar[int] = 48 << 20
     """Enough for a transfer to be under way when something happens to it."""
 
     @staticmethod
