@@ -120,7 +120,8 @@ _CATALOGUE = (
     Hardware(
         name="cpu", flops_per_s={Dtype.FP32: 90e9}, memory_bytes=8e9, bandwidth_bytes_per_s=10e9,
         scale_up_bytes_per_s=5e9, scale_out_bytes_per_s=1e9, watts=15, usd_per_hour=0.05,
-        source=f"one AVX-512 core of an AMD EPYC: sgemm and stream as one PyTorch thread reaches them; {_PRICE}",
+        source="one AVX-512 core of an AMD EPYC: sgemm and stream as one PyTorch thread reaches them; memory, links and 15 W:"
+        f" a core's share of its host, assumed; {_PRICE}",
     ),
 )  # fmt: skip
 

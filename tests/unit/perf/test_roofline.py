@@ -1,6 +1,7 @@
 """The roofline against reference tables and against bytes and FLOPs worked out by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -213,8 +214,14 @@ def test_the_hardware_that_is_known() -> None:
 
 @pytest.mark.parametrize("name", sorted(HARDWARE))
 def test_every_entry_states_its_source(name: str) -> None:
+    """Of its speeds, of its power as it stands there, and that its price is nobody's quotation."""
     entry = HARDWARE[name]
-    assert entry.source
+    where, *_, price = entry.source.split("; ")
+    assert "AVX-512 core" in where if name == "cpu" else where.startswith("NVIDIA")
+    assert price == "price: assumed"
+    stated = re.findall(r"([\d.]+) (k?)W\b", entry.source)
+    of_system = [float(number) * (1000 if kilo else 1) for number, kilo in stated]
+    assert entry.watts in {watts / devices for watts in of_system for devices in (1, 8, 72)}
     assert entry.peak_flops_per_s(Dtype.NVFP4) >= entry.peak_flops_per_s(
         Dtype.FP32 if name == "cpu" else Dtype.BF16
     )
