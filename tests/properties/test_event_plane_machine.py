@@ -22,7 +22,7 @@ class EventPlaneMachine(RuleBasedStateMachine):
     """Messages are in flight until delivered; `contents` is what the worker held at each sequence."""
 
     @initialize(
-        batches=st.integers(1, 6), hashes=st.integers(1, 12), chunk=st.integers(1, 5), seed=st.integers(0, 99)
+        batches=st.integers(0, 6), hashes=st.integers(1, 12), chunk=st.integers(1, 5), seed=st.integers(0, 99)
     )
     def begin(self, batches, hashes, chunk, seed):
         config = EventConfig(

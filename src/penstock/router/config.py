@@ -65,8 +65,8 @@ class DisaggConfig(Config):
 class ExplainConfig(Config):
     """What is kept of decisions, for those who ask why."""
 
-    decisions_max: int = pydantic.Field(default=4096, ge=1)
-    """The latest decisions of a process that can be explained."""
+    decisions_max: int = pydantic.Field(default=4096, ge=0)
+    """The latest decisions of a process that can be explained; 0 for none."""
     bytes_max: int = pydantic.Field(default=16 << 20, ge=1)
     """Memory for them, about: 1.5 KB for each with 8 workers, 80 KB with 1,000; then the oldest go sooner."""
     candidates_max: int = pydantic.Field(default=16, ge=2)

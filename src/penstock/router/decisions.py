@@ -157,6 +157,11 @@ class Decisions:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def keeps_any(self) -> bool:
+        """Whether there is room for any, so that making one is worth it."""
+        return self._config.decisions_max > 0
+
     def keep(self, decision: Decision) -> None:
         """Add the latest; the oldest goes where there is no room."""
         kept, config = self._kept, self._config

@@ -182,48 +182,21 @@ def weigh(
     whole = chooser.choose(context, tie)
     prompt_context = apart.prompt(context)
     prompt = prompt or chooser.choose(prompt_context, tie)
-    takers = apart.takers(prompt.slot)
-    rest = chooser.choose(as_handed_over(context, apart.blocks, apart.block_s, takers), tie)
     cached = int(context.overlap_blocks[whole.slot]) - recomputed_blocks(context, whole.slot)
-    comparison = _compare(
-        chooser,
-        local=_cost(whole),
-        prefill=_cost(prompt),
-        decode=_cost(rest),
-        uncached_tokens=context.request_tokens - cached * context.block_size,
-        config=apart.config,
-    )
+    uncached_tokens, config = context.request_tokens - cached * context.block_size, apart.config
+    if uncached_tokens < config.remote_tokens_min:
+        comparison = Comparison(_cost(whole), None, None, is_remote=False)
+    elif not chooser.term_names:
+        comparison = Comparison(None, None, None, is_remote=True)
+    else:
+        takers = apart.takers(prompt.slot)
+        rest = chooser.choose(as_handed_over(context, apart.blocks, apart.block_s, takers), tie)
+        local, prefill, after = _cost(whole), _cost(prompt), _cost(rest) + config.hand_over_s
+        too_long = config.local_tokens_max is not None and uncached_tokens > config.local_tokens_max
+        comparison = Comparison(local, prefill, after, is_remote=too_long or prefill + after < local)
     return Weighed(apart, context, whole, prompt_context, prompt, comparison)
 
 
 def _cost(choice: Choice) -> float:
     """Give what the cheapest worker costs."""
     return float(choice.terms[:, choice.slot].sum())
-
-
-def _compare(
-    chooser: Chooser,
-    *,
-    local: float,
-    prefill: float,
-    decode: float,
-    uncached_tokens: int,
-    config: DisaggConfig,
-) -> Comparison:
-    """Decide where a prompt is computed.
-
-    Args:
-        chooser: whose prices these are.
-        local: of the request on the best decode worker.
-        prefill: of its prompt on the best prefill worker.
-        decode: of the rest on the best decode worker once the prompt is handed over.
-        uncached_tokens: what the best decode worker would have to compute.
-        config: what it takes beside.
-    """
-    if uncached_tokens < config.remote_tokens_min:
-        return Comparison(local, None, None, is_remote=False)
-    if not chooser.term_names:
-        return Comparison(None, None, None, is_remote=True)
-    after = decode + config.hand_over_s
-    too_long = config.local_tokens_max is not None and uncached_tokens > config.local_tokens_max
-    return Comparison(local, prefill, after, is_remote=too_long or prefill + after < local)

@@ -76,6 +76,7 @@ class HandOverPairs:
         self._groups: dict[tuple[bool, bytes], _Group] | None = None  # likewise
         self.fits: NDArray[np.bool_] = np.zeros((1, 1), dtype=np.bool_)
         """(producers' kinds, takers' kinds), as numbered when `kinds` was last asked for."""
+        self._all_fit = False  # each of these with each
         self._reasons: dict[tuple[bytes, bytes], str | None] = {}  # by both kinds' keys, why they do not fit
 
     def put(self, slot: int, instance: Instance) -> None:
@@ -101,6 +102,7 @@ class HandOverPairs:
                 self._numbers[slot] = numbers[kind.key]
             fits = [[self._reason(one, other) is None for other in self._kinds] for one in self._kinds]
             self.fits = np.array(fits, dtype=np.bool_)
+            self._all_fit = bool(self.fits.all())
         return self._numbers
 
     def takers(self, producer: int | None, num_slots: int) -> NDArray[np.bool_]:
@@ -113,6 +115,8 @@ class HandOverPairs:
     def producers(self, ready: NDArray[np.bool_], takers: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Mask those of `ready` (num_slots,) whose prompts one of `takers` (num_slots,) can take over."""
         kinds = self.kinds(len(ready))
+        if self._all_fit and np.count_nonzero(takers):
+            return ready
         present = np.bincount(kinds[takers], minlength=len(self._kinds)) > 0
         fits = np.asarray((self.fits & present).any(axis=1))
         return np.logical_and(ready, fits[kinds])

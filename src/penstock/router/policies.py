@@ -127,7 +127,7 @@ def choose(costs: Costs, eligible: NDArray[np.bool_], request_hash: int) -> int 
 
 def prices_of(terms: Costs, eligible: NDArray[np.bool_]) -> Costs:
     """Return (num_slots,) sums of the (num_terms, num_slots) terms, and infinity where a worker is not eligible."""
-    prices: Costs = np.where(eligible, terms.sum(axis=0), np.inf)
+    prices: Costs = np.where(eligible, terms[0] if len(terms) == 1 else terms.sum(axis=0), np.inf)
     return prices
 
 

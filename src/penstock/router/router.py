@@ -190,7 +190,8 @@ class Router:
             self._prompt_turn += 1
         else:
             self._turn += 1
-        self._keep(quote, reason)
+        if self._decisions.keeps_any:
+            self._keep(quote, reason)
         if self._log_below and mix(self._turn + self._prompt_turn) < self._log_below:
             self._record(quote)
         overlap_tokens = (overlap_blocks - recomputed_blocks(context, slot)) * context.block_size
@@ -314,8 +315,11 @@ class Router:
 
     def _outcome(self, context: RoutingContext, slot: int) -> tuple[int, RouteReason]:
         """Say how much of the prompt is cached in the slot, and what that makes of the choice."""
-        overlaps = context.overlap_blocks * context.eligible
-        best, overlap = overlaps[overlaps.argmax()], int(overlaps[slot])
+        overlaps = context.overlap_blocks
+        overlap = int(overlaps[slot])
+        if overlaps[overlaps.argmax()] > overlap:  # perhaps where it may not go
+            overlaps = overlaps * context.eligible
+        best = overlaps[overlaps.argmax()]
         if np.count_nonzero(context.eligible) == 1:
             return overlap, RouteReason.ONLY_WORKER
         if self._chooser.follows_session(context, slot):

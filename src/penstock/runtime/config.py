@@ -8,8 +8,8 @@ from penstock.core.config import Config
 class EventConfig(Config):
     """How much a worker keeps for its subscribers, and how a subscriber asks again."""
 
-    replay_batches_max: int = Field(default=4096, ge=1)
-    """Event batches (one per engine step) kept for subscribers that lack the latest ones."""
+    replay_batches_max: int = Field(default=4096, ge=0)
+    """Event batches (one per engine step) kept for subscribers that lack the latest ones; with 0 they get all there is."""
     replay_hashes_max: int = Field(default=262_144, ge=1)
     """Block hashes in all kept batches together."""
     snapshot_chunk_hashes: int = Field(default=8192, ge=1)

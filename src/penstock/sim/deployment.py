@@ -148,13 +148,13 @@ class Deployment:
 
         context_length = self.shape.context_length
         # What is kept for nobody takes fresh memory for each request, and time to let go of at the run's end.
-        replayed = {} if self.network.event_loss else {"replay_batches_max": 1}
+        replayed = {} if self.network.event_loss else {"replay_batches_max": 0}
         return ClusterSpec(
             card=ModelCard(
                 name=graph.model, context_length=context_length, block_size=graph.block_size, salt=SALT
             ),
             workers={crew.role: worker_spec(crew) for crew in self.crews},
-            router=_with(self.router, explain={"decisions_max": 1}),  # nobody asks why
+            router=_with(self.router, explain={"decisions_max": 0}),  # nobody asks why
             # Moments of a step log would be real ones.
             worker=_with(graph.worker.model_copy(update={"step_log": None}), events=replayed),
             network=self.network,

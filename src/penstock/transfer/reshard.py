@@ -53,7 +53,7 @@ class Side:
     ) -> Descriptors:
         """List the ranges of these blocks, `lengths` long: all of a block together, or all blocks of a range."""
         blocks = np.atleast_1d(np.asarray(block_ids))
-        if blocks.ndim != 1 or (len(blocks) and not np.issubdtype(blocks.dtype, np.integer)):
+        if blocks.ndim != 1 or (len(blocks) and blocks.dtype.kind not in "iu"):
             raise ValueError(f"block ids: shape {blocks.shape}, dtype {blocks.dtype}; expected (n,) integers")
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self.num_blocks:
             wrong = next(block for block in blocks.tolist() if not 0 <= block < self.num_blocks)
@@ -111,14 +111,13 @@ class RankMove:
             TransferRefused: a block is not in its pool, or there are more or fewer regions than the layout has.
             ValueError: block ids are no integers, or more on one side.
         """
-        if np.size(source_blocks) != np.size(target_blocks):
-            raise ValueError(
-                f"{np.size(source_blocks)} source blocks for {np.size(target_blocks)} of the target"
-            )
+        source_blocks, target_blocks = np.asarray(source_blocks), np.asarray(target_blocks)
+        count = source_blocks.size
+        if count != target_blocks.size:
+            raise ValueError(f"{count} source blocks for {target_blocks.size} of the target")
         strides = (self.source.block_stride, self.target.block_stride)
         # where a range fills the way to the next block, consecutive blocks are neighbours: list these together
         by_range = strides[0] == strides[1] and bool((self.lengths == np.uint64(strides[0])).any())
-        count = np.size(source_blocks)
         lengths = np.repeat(self.lengths, count) if by_range else np.tile(self.lengths, count)
         return (
             self.source.descriptors(source_blocks, source_regions, lengths, by_range=by_range),

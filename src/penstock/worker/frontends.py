@@ -7,6 +7,7 @@ that up. So what routers expect is kept here until the first token, and each of 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 
@@ -59,8 +60,8 @@ class Running:
 class Frontends:
     """The frontends that are connected, and their requests that have not ended. One event loop owns it."""
 
-    def __init__(self, now_s: Callable[[], float] = lambda: asyncio.get_running_loop().time()) -> None:
-        """Begin with none; `now_s` gives the event loop's time."""
+    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
+        """Begin with none; `now_s` gives the time, None for the event loop's."""
         self.idle = asyncio.Event()
         """Set while there is no request."""
         self.idle.set()
@@ -68,7 +69,8 @@ class Frontends:
         self._by_sink: dict[FrontendSink, Frontend] = {}
         self._prefill = Prefill()
         self._taken = 0
-        self._now_s = now_s
+        self._clock = now_s
+        self._everybody: tuple[Frontend, ...] = ()
         self._waiting: dict[
             RequestId, float
         ] = {}  # since when (loop time), those without a token, oldest first
@@ -76,19 +78,27 @@ class Frontends:
     def __len__(self) -> int:
         return len(self._by_sink)
 
+    @cached_property
+    def _now_s(self) -> Callable[[], float]:
+        """What tells the time; the loop is asked for once, as asking takes a system call, half a microsecond."""
+        return self._clock or asyncio.get_running_loop().time
+
     def connect(self, sink: FrontendSink) -> Frontend:
         self._by_sink[sink] = frontend = Frontend(sink)
+        self._everybody = tuple(self._by_sink.values())
         return frontend
 
     def at(self, sink: FrontendSink) -> Frontend:
         return self._by_sink[sink]
 
     def everybody(self) -> tuple[Frontend, ...]:
-        return tuple(self._by_sink.values())
+        return self._everybody
 
     def disconnect(self, sink: FrontendSink) -> Frontend | None:
         """Let a frontend go; its requests are still to be forgotten, each."""
-        return self._by_sink.pop(sink, None)
+        frontend = self._by_sink.pop(sink, None)
+        self._everybody = tuple(self._by_sink.values())
+        return frontend
 
     def take(self, request: Request, frontend: Frontend) -> Running:
         """Keep a request of a frontend's until it is forgotten."""
@@ -148,6 +158,7 @@ class Frontends:
 
     def check(self) -> None:
         """Raise AssertionError where sums and requests disagree."""
+        assert self._everybody == tuple(self._by_sink.values()), "everybody: those who are connected"
         by_frontend = {r: f for f in self._by_sink.values() for r in f.requests}
         assert by_frontend == {r: running.frontend for r, running in self.requests.items()}, (
             "requests: each belongs to the frontend that sent it, which is connected"

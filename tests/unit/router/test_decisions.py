@@ -197,6 +197,15 @@ def test_old_decisions_go(bound):
     play(scene, 2, RouterConfig(explain=ExplainConfig(**bound)))
 
 
+def test_none_are_kept_where_none_are_wanted():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        async with dispatcher.open(make_request("r1")):
+            dispatcher.check()
+        assert dispatcher.latest_decisions(99) == ()
+
+    play(scene, 2, RouterConfig(explain=ExplainConfig(decisions_max=0)))
+
+
 @pytest.fixture
 def lines(monkeypatch):
     """What is logged at debug, as JSON; the log is as before afterwards."""

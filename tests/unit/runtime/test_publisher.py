@@ -77,6 +77,16 @@ def test_who_cannot_be_served_from_the_ring_gets_a_snapshot(after):
     publisher.check()
 
 
+def test_without_a_ring_who_lacks_anything_gets_a_snapshot():
+    publisher = EventPublisher(EventConfig(replay_batches_max=0))
+    publisher.publish([stored(1)])
+    publisher.publish([stored(2)])
+    assert publisher.events_after(2) == []
+    (snapshot,) = publisher.events_after(1)
+    assert isinstance(snapshot, EventSnapshot)
+    publisher.check()
+
+
 def test_the_ring_is_bounded_by_hashes_too():
     publisher = EventPublisher(EventConfig(replay_hashes_max=10))
     publisher.publish([stored(*range(6))])

@@ -107,7 +107,8 @@ class EventPublisher:
         batch = EventBatch(sequence=self.sequence, events=tuple(events))
         for event in events:
             self.mirror.apply(event)
-        self._keep(batch)
+        if self.config.replay_batches_max:
+            self._keep(batch)
         for sink in tuple(self._sinks):
             sink.push_event(batch)
 
