@@ -67,6 +67,7 @@ def test_a_wrong_option_is_said_without_a_traceback(tmp_path):
         (("--policies", "kv,prodcut"), "policy 'prodcut' is unknown"),
         (("--examples", tmp_path), "cannot be read: No such file"),
         (("--cells", "X/*"), "'X/*' matches none of"),
+        (("--trace", tmp_path / "nothing.jsonl"), "nothing.jsonl: cannot be read"),
     ):
         process = start(*arguments)
         _, errors = process.communicate(timeout=60)

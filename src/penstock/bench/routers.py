@@ -22,6 +22,7 @@ from penstock.bench.policies.workload import RECORDED, SYNTHETIC, Workload
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.sim.simulate import simulate
+from penstock.sim.trace import read_trace
 
 SATURATION_RPS = {
     (SYNTHETIC, "70b-fp8"): 20.0,
@@ -82,6 +83,8 @@ def run(options: argparse.Namespace) -> Report:
     for name, least in (("routers", 2), ("requests", 50), ("seeds", 1), ("jobs", 1)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name}: must be >= {least}, got {getattr(options, name)}")
+    if options.trace is not None:
+        read_trace(options.trace)
     runs = dict(_runs(options))
     found: dict[str, dict[int, list[float]]] = {}
     with ProcessPoolExecutor(

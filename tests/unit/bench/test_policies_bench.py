@@ -57,6 +57,8 @@ class TestLedger:
         assert path.read_text().endswith("hello\n")
         with pytest.raises(ConfigError, match="cannot be used"):
             Ledger(tmp_path)
+        with pytest.raises(ConfigError, match=r"state.jsonl: cannot be used: No such file or directory"):
+            Ledger(tmp_path / "nowhere" / "state.jsonl")
 
     def test_forgetting_is_for_good(self, tmp_path):
         path = tmp_path / "state.jsonl"

@@ -63,3 +63,9 @@ def test_a_run_has_as_many_routers_as_it_says(monkeypatch):
 def test_options_are_checked(flag):
     with pytest.raises(ConfigError, match="must be >="):
         routers.run(parse(flag))
+
+
+def test_a_trace_that_is_not_there_is_told_before_anything_is_played(monkeypatch, tmp_path):
+    monkeypatch.setattr(routers, "ProcessPoolExecutor", None)
+    with pytest.raises(ConfigError, match=r"nothing.jsonl: cannot be read"):
+        routers.run(parse("--trace", str(tmp_path / "nothing.jsonl")))

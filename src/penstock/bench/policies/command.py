@@ -22,6 +22,7 @@ from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.router.policies import POLICIES, make_policy
 from penstock.router.session_affinity import SessionAffinity
+from penstock.sim.trace import read_trace
 
 SUBJECT = "kv"
 _QUICK = Effort(requests=250, headline_requests=250, seeds=1, headline_seeds=1, tolerance=None)
@@ -122,6 +123,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag.replace('_', '-')}: must be >= {least}, got {value}")
     if options.plot is not None and (options.plot.is_dir() or not options.plot.parent.is_dir()):
         raise ConfigError(f"--plot: {options.plot}: expected a file in a directory that exists")
+    if options.trace is not None:
+        read_trace(options.trace)
     if not (options.baselines / "baselines").is_dir():
         raise ConfigError(
             f"--baselines: {options.baselines} has no directory `baselines`; it is `benchmarks` in Penstock's repository"

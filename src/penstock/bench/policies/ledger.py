@@ -25,7 +25,11 @@ class Ledger:
         if path is None:
             return
         try:
-            content = path.read_bytes() if path.exists() else b""
+            with path.open(
+                "a+b"
+            ) as file:  # so that one that cannot be written is known before anything is played
+                file.seek(0)
+                content = file.read()
             whole, _, rest = content.rpartition(b"\n")
             if rest:
                 os.truncate(path, len(content) - len(rest))
