@@ -19,7 +19,10 @@ class RoutingPolicy(Protocol):
     def name(self) -> str: ...
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
-        """Return (num_slots,) costs; the lowest eligible one wins, ties are broken by the request's hash."""
+        """Return (num_slots,) costs; the lowest eligible one wins, ties are broken by the request's hash.
+
+        That one is finite: `inf` rules a worker out, and a policy that rules all out, or gives NaN, has failed.
+        """
         ...
 
 
