@@ -126,9 +126,16 @@ def test_the_same_seed_gives_the_same_report_in_every_process(tmp_path, spec):
         del report["wall"]
         reports.append(json.dumps(report))
     assert reports[0] == reports[1]
-    assert reports[0] != json.dumps(
-        {k: v for k, v in simulated(tmp_path, spec, "--graph", SMALL).items() if k != "wall"}
-    )
+
+
+def test_the_seed_draws_the_workload_and_what_a_trace_shares(tmp_path, spec):
+    shared = (DATA / "azure_trace.csv", "--hit-ratio", "0.5")
+    for drawn, key in (((spec,), "generated_tokens"), (shared, "prefilled_tokens")):
+        seen = {
+            simulated(tmp_path, *drawn, "--graph", SMALL, "--seed", seed)["roles"]["aggregated"][key]
+            for seed in range(4)
+        }
+        assert len(seen) > 1, f"{key} is the same whatever the seed"
 
 
 @pytest.mark.parametrize("graph", sorted(GRAPHS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -148,9 +155,15 @@ def test_routing_by_prefix_finds_more_of_it_than_taking_turns(tmp_path, spec):
 
 def test_goodput_depends_on_the_targets(tmp_path, spec):
     easy = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", "100", "--slo-itl", "10")
-    hard = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", "1e-6", "--slo-itl", "10")
     assert easy["goodput_rps"] == pytest.approx(60 / easy["duration_s"])
-    assert hard["goodput_rps"] == 0
+    for targets in (("1e-6", "10"), ("100", "1e-6")):
+        hard = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", targets[0], "--slo-itl", targets[1])
+        assert hard["goodput_rps"] == 0
+    for name in ("ttft", "itl"):  # half of the requests are within the median
+        targets = {"ttft": 100, "itl": 10} | {name: easy[f"{name}_s"]["p50"]}
+        flags = [flag for of, target in targets.items() for flag in (f"--slo-{of}", target)]
+        half = simulated(tmp_path, spec, "--graph", SMALL, *flags)
+        assert half["goodput_rps"] == pytest.approx(30 / half["duration_s"])
 
 
 def test_a_trace_can_be_cut_and_played_faster(tmp_path):
@@ -242,6 +255,7 @@ def test_speculation_shortens_the_time_between_tokens_and_no_prompt(tmp_path):
     assert drafted["itl_s"]["p50"] == pytest.approx(plain["itl_s"]["p50"] / 3, rel=0.05)
     assert exact["e2e_s"]["p50"] == pytest.approx(drafted["e2e_s"]["p50"], rel=1e-3)
     assert drafted["inputs"]["tokens_per_step"] == 3
+    assert (drafted["inputs"]["exact"], exact["inputs"]["exact"]) == (False, True)
     assert "3 tokens a decode step" in page.read_text()
 
 
