@@ -29,9 +29,11 @@ SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_b
 QUICK = -q -m 'not slow' --hypothesis-profile=quick
 # Beside tests/unit: in parts about as long, so that two jobs end together.
 OTHER_FAST_TESTS = $(wildcard tests/properties tests/wire tests/native)
+# They import torch, which takes as long as hundreds of other tests: once.
+ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit tests/conformance $(OTHER_FAST_TESTS))
 
 .DEFAULT_GOAL = help
-.PHONY: help venv demo test check lint types floors test-unit test-conformance test-other fuzz fuzz-wire sanitize bench format clean
+.PHONY: help venv demo test check lint types floors test-unit test-engine test-other test-conformance fuzz fuzz-wire sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
@@ -51,7 +53,7 @@ demo: venv
 test: venv $(NIXL_STAMP)
 	$(BIN)/pytest
 
-check: test-conformance test-unit test-other types lint floors
+check: test-unit test-engine test-other test-conformance types lint floors
 
 lint: venv
 	$(BIN)/ruff format --check
@@ -64,13 +66,16 @@ floors: venv
 	$(BIN)/lint-imports
 
 test-unit: venv
-	$(BIN)/pytest $(QUICK) tests/unit
+	$(BIN)/pytest $(QUICK) tests/unit $(ENGINE_TESTS:%=--ignore=%)
 
-test-conformance: venv
-	$(BIN)/pytest $(QUICK) tests/conformance
+test-engine: venv
+	$(BIN)/pytest $(QUICK) $(ENGINE_TESTS)
 
 test-other: venv
-	$(BIN)/pytest $(QUICK) $(OTHER_FAST_TESTS)
+	$(BIN)/pytest $(QUICK) $(OTHER_FAST_TESTS) $(ENGINE_TESTS:%=--ignore=%)
+
+test-conformance: venv
+	$(BIN)/pytest $(QUICK) tests/conformance $(ENGINE_TESTS:%=--ignore=%)
 
 fuzz: venv
 	@$(BIN)/pip install -q 'cmake>=3.24' ninja

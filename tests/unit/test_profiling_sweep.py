@@ -53,6 +53,11 @@ def profiled(config: SweepConfig = SMALL, shape: RunnerInfo = SHAPE) -> Profile:
     return run_virtual(run())
 
 
+@pytest.fixture(scope="module")
+def small() -> Profile:
+    return profiled()
+
+
 # ---- planning --------------------------------------------------------------------------------------------
 
 
@@ -111,12 +116,11 @@ def test_too_few_cells_are_refused_with_the_reason() -> None:
 # ---- sweeping --------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_of_the_mock_engine_finds_its_timing() -> None:
-    profile = profiled()
-    fitted = LinearPrior.fit(profile)
+def test_a_sweep_of_the_mock_engine_finds_its_timing(small: Profile) -> None:
+    fitted = LinearPrior.fit(small)
     assert fitted.prefill == pytest.approx((0.02, 1e-4, 2e-8, 0.0), rel=0.02, abs=2e-7)
     assert fitted.decode == pytest.approx((0.02, 3e-4, 1e-7), rel=0.02)
-    evaluation = profile.evaluation
+    evaluation = small.evaluation
     assert evaluation is not None
     assert max(abs(cell.error) for cell in evaluation.cells) < 0.01
     assert max(abs(cell.left_out_error or 0) for cell in evaluation.cells) < 0.02
@@ -126,22 +130,21 @@ def test_a_sweep_of_the_mock_engine_finds_its_timing() -> None:
     assert evaluation.itl_median_error < 0.005
     assert len(evaluation.held_out) == 12
     assert {point.latency for point in evaluation.held_out} == set(Latency)
-    assert (profile.engine, profile.model, profile.hardware, profile.step_tokens) == ("mock", "m", "cpu", 512)
-    assert profile.kv_capacity_tokens == 4096 * 16
-    assert all(len(point.samples_s) == SMALL.repeats for point in profile.points)
+    assert (small.engine, small.model, small.hardware, small.step_tokens) == ("mock", "m", "cpu", 512)
+    assert small.kv_capacity_tokens == 4096 * 16
+    assert all(len(point.samples_s) == SMALL.repeats for point in small.points)
 
 
-def test_every_cell_is_what_it_says() -> None:
-    profile = profiled()
-    assert {(p.new_tokens, p.cached_tokens) for p in profile.prefill if p.prompts == 1} == set(
+def test_every_cell_is_what_it_says(small: Profile) -> None:
+    assert {(p.new_tokens, p.cached_tokens) for p in small.prefill if p.prompts == 1} == set(
         itertools.product((16, 64, 256), (0, 512, 1024))
     )
-    assert {(p.prompts, p.new_tokens) for p in profile.prefill if p.prompts > 1} == {
+    assert {(p.prompts, p.new_tokens) for p in small.prefill if p.prompts > 1} == {
         (4, 16), (4, 64), (16, 16),
     }  # fmt: skip
-    assert {p.batch for p in profile.decode} == {1, 4, 16}
+    assert {p.batch for p in small.decode} == {1, 4, 16}
     for context in (64, 512, 1024):
-        near = [p for p in profile.decode if abs(p.context - context) <= 4]
+        near = [p for p in small.decode if abs(p.context - context) <= 4]
         assert len(near) == 3
 
 
@@ -216,8 +219,8 @@ def test_a_cell_is_the_median_of_its_samples_without_the_first() -> None:
     assert outliers(msgspec.structs.replace(steady, samples_s=(*steady.samples_s, 1.5, 0.5))) == 2
 
 
-def test_a_prompt_of_several_steps_is_their_sum() -> None:
-    model = ProfiledModel(profiled())
+def test_a_prompt_of_several_steps_is_their_sum(small: Profile) -> None:
+    model = ProfiledModel(small)
     assert ttft_s(model, 600, 0, 512) == pytest.approx(model.prefill_s(512) + model.prefill_s(88, 512))
     assert ttft_s(model, 600, 64, None) == pytest.approx(model.prefill_s(600, 64))
 
@@ -225,11 +228,10 @@ def test_a_prompt_of_several_steps_is_their_sum() -> None:
 # ---- what is written -------------------------------------------------------------------------------------
 
 
-def test_a_profile_survives_its_file_and_has_a_page(tmp_path: Path) -> None:
-    profile = profiled()
-    profile.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == profile
-    page = make_page(profile)
+def test_a_profile_survives_its_file_and_has_a_page(small: Profile, tmp_path: Path) -> None:
+    small.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == small
+    page = make_page(small)
     assert page.count("<svg") == 5
     assert "decode 16 x 512" in page
     assert "http" not in page.replace("http://www.w3.org", "")

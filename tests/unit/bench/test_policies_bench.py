@@ -234,12 +234,12 @@ class TestCells:
 class TestWorkload:
     def test_the_synthetic_one_is_as_published(self):
         for seed in (1, 2):
-            sessions = Workload(SYNTHETIC, 20_000, seed).sessions(25.0)
+            sessions = Workload(SYNTHETIC, 8_000, seed).sessions(25.0)
             prompt_tokens, output_tokens = workload.mean_tokens(sessions)
-            assert sum(len(session.turns) for session in sessions) == 20_000
+            assert sum(len(session.turns) for session in sessions) == 8_000
             assert prompt_tokens == pytest.approx(4_000, rel=0.03)
             assert output_tokens == pytest.approx(800, rel=0.02)
-            assert sessions[-1].at_s == pytest.approx(20_000 / 25.0, rel=0.05)
+            assert sessions[-1].at_s == pytest.approx(8_000 / 25.0, rel=0.05)
             assert 0.55 < reusable_share(sessions, 64) < 0.70
 
     def test_seeds_differ_and_rates_only_stretch(self):

@@ -67,7 +67,7 @@ def test_no_block_is_common_beyond_what_the_ids_say():
 
 def test_poisson_and_bursty_gaps_have_the_rate_and_the_variance_asked_for():
     for burstiness in (0.25, 1.0, 9.0):
-        sessions = make(requests=20_000, burstiness=burstiness)
+        sessions = make(requests=8_000, burstiness=burstiness)
         gaps = np.array([b.at_s - a.at_s for a, b in pairwise(sessions)])
         assert gaps.mean() == pytest.approx(0.1, rel=0.08)
         assert gaps.var() / gaps.mean() ** 2 == pytest.approx(burstiness, rel=0.15)
@@ -86,7 +86,7 @@ def test_a_conversation_grows_and_every_turn_continues_the_one_before():
 
 
 def test_lengths_have_the_mean_asked_for():
-    sessions = make(requests=20_000, spread=1.0, input_tokens=500)
+    sessions = make(requests=8_000, spread=1.0, input_tokens=500)
     assert np.mean([s.turns[0].input_tokens for s in sessions]) == pytest.approx(500, rel=0.05)
 
 
