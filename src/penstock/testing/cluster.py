@@ -110,14 +110,16 @@ class MemoryCluster:
         self.plane.kill(seat.worker.instance.address)
         seat.task.cancel()
 
-    def dispatcher(self, config: RouterConfig | None = None) -> Dispatcher:
+    def dispatcher(
+        self, config: RouterConfig | None = None, registry: CollectorRegistry | None = None
+    ) -> Dispatcher:
         """Make one more frontend's dispatcher; the caller enters it."""
         return Dispatcher(
             self.discovery,
             self.plane,
             rng=random.Random(self.rng.getrandbits(64)),
             config=config,
-            registry=CollectorRegistry(),
+            registry=registry or CollectorRegistry(),
         )
 
     def worker(self, name: str) -> Worker:

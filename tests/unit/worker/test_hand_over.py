@@ -10,15 +10,13 @@ from penstock.core.errors import RequestError
 from penstock.core.types import Role
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.sim.loop import run_virtual
+from penstock.testing import hand_over_scene
 from penstock.testing.cluster import MemoryCluster
-from penstock.testing.hand_over import PRICES, VOCAB, check_nothing_is_held
+from penstock.testing.hand_over import VOCAB
 from penstock.testing.hand_over import tiny_engine as engine
 from penstock.testing.hand_over import tiny_request as request
 from penstock.testing.hand_over import whole_answer as answer
 from penstock.worker.config import HandOverConfig, WorkerConfig
-
-ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 
 
 async def expected(asked):
@@ -28,27 +26,8 @@ async def expected(asked):
         return await answer(dispatcher, asked)
 
 
-def play(scene, *, prefill=1, decode=1, router=ALWAYS, config=None, kv_bytes=64, kv_blocks=200):
-    async def main():
-        async with AsyncExitStack() as stack:
-            cluster = await stack.enter_async_context(MemoryCluster())
-            for number in range(prefill):
-                await cluster.start(
-                    f"p{number}", engine(kv_blocks, kv_bytes), role=Role.PREFILL, config=config, prices=PRICES
-                )
-            for number in range(decode):
-                await cluster.start(
-                    f"d{number}", engine(kv_blocks, kv_bytes), role=Role.DECODE, config=config, prices=PRICES
-                )
-            dispatcher = await stack.enter_async_context(cluster.dispatcher(router))
-            await dispatcher.looked()
-            await scene(cluster, dispatcher)
-            await asyncio.sleep(60)
-            for name in cluster.names:
-                check_nothing_is_held(cluster.worker(name), cluster.engine(name))
-            dispatcher.check()
-
-    return run_virtual(main())
+def play(scene, names=("p0", "d0"), *, kv_bytes=64, kv_blocks=200, **options):
+    hand_over_scene.play(scene, names, engine=lambda _name: engine(kv_blocks, kv_bytes), **options)
 
 
 @pytest.mark.parametrize("kv_bytes", [64, 0])
@@ -98,7 +77,7 @@ def test_many_at_once_with_preemption():
         for one, found in zip(asked, answers, strict=True):
             assert found.result()[:2] == (await expected(one))[:2]
 
-    play(scene, prefill=2, decode=2, kv_blocks=80)
+    play(scene, ("p0", "p1", "d0", "d1"), kv_blocks=80)
 
 
 def test_without_a_prefill_worker_decode_workers_serve_alone_and_it_is_used_once_it_is_back():
@@ -126,7 +105,7 @@ def test_whoever_dies_the_stream_goes_on(victim, after_s):
             cluster.kill(victim)
         assert found.result()[:2] == (await expected(asked))[:2]
 
-    play(scene, prefill=2, decode=2)
+    play(scene, ("p0", "p1", "d0", "d1"))
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.062, 0.07, 0.1])

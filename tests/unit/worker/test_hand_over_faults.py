@@ -2,56 +2,36 @@
 
 import asyncio
 import itertools
-from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
 
 from penstock.core.errors import Overloaded
 from penstock.core.ids import RequestId
-from penstock.core.types import Role
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.sim.loop import run_virtual
-from penstock.testing.cluster import MemoryCluster
+from penstock.testing import hand_over_scene
 from penstock.testing.hand_over import (
-    PRICES,
     VOCAB,
     SlowTransport,
-    check_nothing_is_held,
     tiny_engine,
     tiny_request,
     whole_answer,
 )
 from penstock.worker.config import HandOverConfig, WorkerConfig
 
-ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
 BLOCKS = 12  # of a prompt of 50 tokens
 
 
 def play(scene, names=("p0", "d0"), *, policy="least-loaded", read_s=0.0, kv_blocks=None, config=None):
-    async def main():
-        async with AsyncExitStack() as stack:
-            cluster = await stack.enter_async_context(MemoryCluster())
-            for name in names:
-                await cluster.start(
-                    name,
-                    tiny_engine((kv_blocks or {}).get(name, 200)),
-                    role=ROLES[name[0]],
-                    prices=PRICES,
-                    config=config,
-                    transport=SlowTransport(lambda _: read_s() if callable(read_s) else read_s),
-                )
-            router = RouterConfig(policy=policy, disagg=DisaggConfig(remote_tokens_min=1))
-            dispatcher = await stack.enter_async_context(cluster.dispatcher(router))
-            await dispatcher.looked()
-            await scene(cluster, dispatcher)
-            await asyncio.sleep(60)
-            for name in cluster.names:
-                check_nothing_is_held(cluster.worker(name), cluster.engine(name))
-            dispatcher.check()
-
-    run_virtual(main())
+    hand_over_scene.play(
+        scene,
+        names,
+        router=RouterConfig(policy=policy, disagg=DisaggConfig(remote_tokens_min=1)),
+        engine=lambda name: tiny_engine((kv_blocks or {}).get(name, 200)),
+        transport=lambda: SlowTransport(lambda _: read_s() if callable(read_s) else read_s),
+        config=config,
+    )
 
 
 def fetched(cluster, name):

@@ -1,7 +1,6 @@
 """Prompts that wait: at a prefill worker, or at the router for one; seen, in turn, and gone when their clients are."""
 
 import asyncio
-from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
@@ -10,19 +9,12 @@ from prometheus_client import CollectorRegistry
 from penstock.core.errors import Overloaded
 from penstock.core.types import Role
 from penstock.router.config import DisaggConfig, HoldConfig, RouterConfig
-from penstock.router.dispatcher import Dispatcher
-from penstock.sim.loop import run_virtual
-from penstock.testing.cluster import MemoryCluster
+from penstock.testing import hand_over_scene
 from penstock.testing.hand_over import (
     PRICES,
-    check_nothing_is_held,
-    tiny_engine,
     tiny_request,
     whole_answer,
 )
-
-ROLES = {"p": Role.PREFILL, "d": Role.DECODE}
-
 
 WEAK = msgspec.structs.replace(PRICES, prefill_token_s=0.1)
 """What decode workers say whose prompts had better be computed elsewhere."""
@@ -30,37 +22,33 @@ WEAK = msgspec.structs.replace(PRICES, prefill_token_s=0.1)
 
 def play(scene, names=("p0", "d0"), *, hold=None, policy="kv", decode=PRICES):
     """Run a scene with `kv`, which sends prompts to prefill workers while that costs less, or as told."""
+    registry = CollectorRegistry()
+    router = RouterConfig(
+        policy=policy,
+        disagg=DisaggConfig(remote_tokens_min=1, hand_over_s=0.0),
+        hold=hold or HoldConfig(threshold_s=None),
+    )
 
-    async def main():
-        async with AsyncExitStack() as stack:
-            cluster = await stack.enter_async_context(MemoryCluster())
-            for name in names:
-                prices = decode if name[0] == "d" else PRICES
-                await cluster.start(name, tiny_engine(), role=ROLES[name[0]], prices=prices)
-            config = RouterConfig(
-                policy=policy,
-                disagg=DisaggConfig(remote_tokens_min=1, hand_over_s=0.0),
-                hold=hold or HoldConfig(threshold_s=None),
-            )
-            registry = CollectorRegistry()
-            dispatcher = await stack.enter_async_context(
-                Dispatcher(
-                    cluster.discovery, cluster.plane, rng=cluster.rng, config=config, registry=registry
-                )
-            )
-            await dispatcher.looked()
-            await scene(cluster, dispatcher, registry)
-            await asyncio.sleep(60)
-            for name in cluster.names:
-                check_nothing_is_held(cluster.worker(name), cluster.engine(name))
-            dispatcher.check()
-            assert dispatcher._shared.gate.num_held == 0
+    async def measured(cluster, dispatcher):
+        await scene(cluster, dispatcher, registry)
 
-    run_virtual(main())
+    hand_over_scene.play(measured, names, router=router, registry=registry, prices={Role.DECODE: decode})
 
 
 def ask(dispatcher, name, length, **options):
     return asyncio.ensure_future(whole_answer(dispatcher, tiny_request(name, length, **options)))
+
+
+def num_held(dispatcher):
+    return dispatcher._shared.gate.num_held
+
+
+async def ask_beyond_the_threshold(dispatcher, number=9, length=300, **options):
+    """Ask more at once than is sent to prefill workers; give the answers to come, some of them to requests held."""
+    answers = [ask(dispatcher, f"r{n}", length, seed=n, **options) for n in range(number)]
+    await asyncio.sleep(0.2)
+    assert num_held(dispatcher) >= 2
+    return answers
 
 
 async def first_token_s(dispatcher, name, length, seed):
@@ -129,9 +117,7 @@ def test_a_prompt_that_waits_is_gone_when_its_client_is(after_s):
 def test_requests_are_held_for_prefill_workers_too():
     async def scene(cluster, dispatcher, registry):
         del cluster
-        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(9)]
-        await asyncio.sleep(0.2)
-        assert dispatcher._shared.gate.num_held >= 2
+        answers = await ask_beyond_the_threshold(dispatcher)
         alone = [answer[0] for answer in await asyncio.gather(*answers)]
         for number in (0, 8):
             again = await whole_answer(dispatcher, tiny_request(f"b{number}", 300, seed=number))
@@ -145,15 +131,13 @@ def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
     async def scene(cluster, dispatcher, registry):
         del registry
         await whole_answer(dispatcher, tiny_request("known", 300, seed=99))
-        answers = [ask(dispatcher, f"r{n}", 390, seed=n, max_tokens=3) for n in range(10)]
-        await asyncio.sleep(0.2)
-        assert dispatcher._shared.gate.num_held >= 2
-        held = dispatcher._shared.gate.num_held
+        answers = await ask_beyond_the_threshold(dispatcher, 10, 390, max_tokens=3)
+        held = num_held(dispatcher)
         before = cluster.engine("d0").load().generated_tokens
         took_s = await first_token_s(dispatcher, "again", 300, 99)
         assert cluster.engine("d0").load().generated_tokens > before
         assert took_s < 0.2, "what is left of it is computed where it is cached"
-        assert dispatcher._shared.gate.num_held >= held - 2
+        assert num_held(dispatcher) >= held - 2
         await asyncio.gather(*answers)
 
     play(scene, hold=HoldConfig(threshold_s=0.3, work_weight=0), decode=WEAK)
@@ -162,13 +146,11 @@ def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
 def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing():
     async def scene(cluster, dispatcher, registry):
         del registry
-        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(9)]
-        await asyncio.sleep(0.2)
-        assert dispatcher._shared.gate.num_held >= 2
+        answers = await ask_beyond_the_threshold(dispatcher)
         for answer in answers:
             answer.cancel()
         await asyncio.sleep(0.2)
-        assert dispatcher._shared.gate.num_held == 0
+        assert num_held(dispatcher) == 0
         assert sum(cluster.engine(name).load().prefilled_tokens for name in cluster.names) < 1000
 
     play(scene, ("p0", "p1", "d0"), hold=HoldConfig(threshold_s=0.3))
@@ -190,9 +172,7 @@ def test_past_the_bound_prompts_for_prefill_workers_are_refused():
 def test_prompts_held_for_prefill_workers_go_on_when_these_are_gone():
     async def scene(cluster, dispatcher, registry):
         del registry
-        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(9)]
-        await asyncio.sleep(0.2)
-        assert dispatcher._shared.gate.num_held >= 2
+        answers = await ask_beyond_the_threshold(dispatcher)
         cluster.kill("p0")
         cluster.kill("p1")
         assert all(len(answer[0]) == 20 for answer in await asyncio.gather(*answers))

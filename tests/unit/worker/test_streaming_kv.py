@@ -1,7 +1,6 @@
 """KV that moves while its prompt is computed: what it saves, and what is left of it whatever becomes of the request."""
 
 import asyncio
-from contextlib import AsyncExitStack
 from unittest import mock
 
 import msgspec
@@ -14,21 +13,20 @@ from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.runtime.requests.memory import MemoryConnection
 from penstock.sim.loop import run_virtual
+from penstock.testing import hand_over_scene
 from penstock.testing.cluster import MemoryCluster
 from penstock.testing.hand_over import (
     PRICES,
     SlowTransport,
-    check_nothing_is_held,
     tiny_engine,
     tiny_request,
     whole_answer,
 )
+from penstock.testing.hand_over_scene import ALWAYS
 from penstock.worker.config import HandOverConfig, WorkerConfig
 from penstock.worker.pin_messages import PinGrown
 from penstock.worker.reader import Growth
 
-ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
-ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
 CHUNK = 16
 STEP_S = 0.01 + CHUNK * 1e-3
 """Of a chunk of a prompt."""
@@ -37,30 +35,15 @@ BLOCKS = LENGTH // 4
 
 
 def play(scene, names=("p0", "d0"), *, stream=True, byte_s=0.0, kv_blocks=None, router=ALWAYS, **limits):
-    async def main():
-        async with AsyncExitStack() as stack:
-            cluster = await stack.enter_async_context(MemoryCluster())
-            config = WorkerConfig(
-                hand_over=HandOverConfig(stream_kv=stream, **{"pinned_share_max": 1.0} | limits)
-            )
-            for name in names:
-                await cluster.start(
-                    name,
-                    tiny_engine((kv_blocks or {}).get(name, 200), chunk_tokens=CHUNK),
-                    role=ROLES[name[0]],
-                    prices=PRICES,
-                    config=config,
-                    transport=SlowTransport(lambda num_bytes: num_bytes * byte_s),
-                )
-            dispatcher = await stack.enter_async_context(cluster.dispatcher(router))
-            await dispatcher.looked()
-            await scene(cluster, dispatcher)
-            await asyncio.sleep(60)
-            for name in cluster.names:
-                check_nothing_is_held(cluster.worker(name), cluster.engine(name))
-            dispatcher.check()
-
-    run_virtual(main())
+    limits = {"pinned_share_max": 1.0} | limits
+    hand_over_scene.play(
+        scene,
+        names,
+        router=router,
+        engine=lambda name: tiny_engine((kv_blocks or {}).get(name, 200), chunk_tokens=CHUNK),
+        transport=lambda: SlowTransport(lambda num_bytes: num_bytes * byte_s),
+        config=WorkerConfig(hand_over=HandOverConfig(stream_kv=stream, **limits)),
+    )
 
 
 def hand_over(cluster, name="d0"):

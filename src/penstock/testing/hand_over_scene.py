@@ -1,0 +1,74 @@
+"""A deployment whose workers hand prompts over to each other, on virtual time: where tests of hand-overs play."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry
+
+from penstock.core.types import Prices, Role
+from penstock.engine.batched import BatchedEngine
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.dispatcher import Dispatcher
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster, memory_transport
+from penstock.testing.hand_over import PRICES, check_nothing_is_held, tiny_engine
+from penstock.transfer.memory import MemoryTransport
+from penstock.worker.config import WorkerConfig
+
+ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
+"""Every prompt is computed apart while some prefill worker can."""
+_ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
+_IDLE_S = 60.0
+"""All that waits for something, a pin's end among it, is done by then."""
+
+Scene = Callable[[MemoryCluster, Dispatcher], Awaitable[None]]
+
+
+def play(
+    scene: Scene,
+    names: Sequence[str] = ("p0", "d0"),
+    *,
+    router: RouterConfig = ALWAYS,
+    registry: CollectorRegistry | None = None,
+    engine: Callable[[str], BatchedEngine] = lambda _name: tiny_engine(),
+    transport: Callable[[], MemoryTransport | None] = memory_transport,
+    config: WorkerConfig | None = None,
+    prices: Mapping[Role, Prices] | None = None,
+) -> None:
+    """Run a scene once all workers are there; a minute after it nobody holds anything of anyone's.
+
+    Args:
+        scene: gets the workers, and the dispatcher of one frontend.
+        names: of workers; the first letter says the role: p(refill), d(ecode) or a(ggregated).
+        router: the dispatcher's config.
+        registry: for the dispatcher's metrics, where the scene looks at them.
+        engine: makes the engine of the worker of this name.
+        transport: makes that of each worker; None for none, where its role needs none.
+        config: of all workers.
+        prices: of the workers of a role, where they are not `PRICES`.
+    """
+
+    async def main() -> None:
+        async with MemoryCluster() as cluster:
+            for name in names:
+                role = _ROLES[name[0]]
+                await cluster.start(
+                    name,
+                    engine(name),
+                    role=role,
+                    prices=(prices or {}).get(role, PRICES),
+                    config=config,
+                    transport=transport(),
+                )
+            async with cluster.dispatcher(router, registry) as dispatcher:
+                await dispatcher.looked()
+                await scene(cluster, dispatcher)
+                await asyncio.sleep(_IDLE_S)
+                for name in cluster.names:
+                    left = cluster.engine(name)
+                    assert isinstance(left, BatchedEngine), "play elsewhere with other engines"
+                    check_nothing_is_held(cluster.worker(name), left)
+                assert dispatcher._shared.gate.num_held == 0
+                dispatcher.check()
+
+    run_virtual(main())
