@@ -8,6 +8,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types import Tier
+from penstock.perf.attention import causal_pairs
 from penstock.perf.hardware import HARDWARE, Dtype, find_hardware
 from penstock.perf.latency import Link
 from penstock.perf.model_config import shape_of
@@ -151,6 +152,40 @@ def test_sliding_window_bounds_context() -> None:
     assert windowed.decode_step_s(8, 8 * 1024) == windowed.decode_step_s(8, 8 * 65536)
     full = Roofline(shape_of(LLAMA_8B, name="f"), find_hardware("h100"))
     assert windowed.prefill_s(8192) < full.prefill_s(8192)
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "window"),
+    [(5, 0, None), (5, 3, None), (5, 0, 9), (9, 0, 4), (9, 3, 4), (9, 40, 4), (1, 3, 4), (3, 3, 4)],
+)
+def test_every_query_sees_itself_and_what_its_window_holds(new: int, cached: int, window: int | None) -> None:
+    seen = [min(cached + number, window or 1000) for number in range(1, new + 1)]
+    assert causal_pairs(new, cached, window) == sum(seen)
+
+
+def test_a_window_bounds_flops_and_bytes_of_its_layers_alone() -> None:
+    """16 of 32 layers see 1,024 tokens at most, the others all."""
+    kinds = ["sliding_attention", "full_attention"] * 16
+    mixed = shape_of(LLAMA_8B | {"sliding_window": 1024, "layer_types": kinds}, name="m")
+    full = shape_of(LLAMA_8B, name="f")
+    h100, tokens, batch = find_hardware("h100"), 16_384, 8
+    engines = [Roofline(shape, h100, factors=IDEAL) for shape in (full, mixed)]
+    saved_pairs = sum(max(number - 1024, 0) for number in range(1, tokens + 1))
+    saved_s = 16 * 4 * 32 * 128 * saved_pairs / 989e12
+    prefill_s, windowed_s = (engine.prefill_s(tokens) for engine in engines)
+    assert prefill_s - windowed_s == pytest.approx(saved_s, rel=0.001)
+    saved_bytes = 16 * 2 * 8 * 128 * 2 * batch * (tokens - 1024)
+    decode_s, windowed_s = (engine.decode_step_s(batch, batch * tokens) for engine in engines)
+    assert decode_s - windowed_s == pytest.approx(saved_bytes / 3.35e12, rel=0.001)
+
+
+def test_the_head_is_computed_once_for_each_prompt() -> None:
+    shape, h100, prompts = shape_of(LLAMA_8B, name="8b"), find_hardware("h100"), 8192
+    engine = Roofline(shape, h100, factors=IDEAL)
+    many, one = engine.prefill_batch_s([(1, 0)] * prompts), engine.prefill_s(prompts)
+    attention_s = (prompts * (prompts + 1) / 2 - prompts) * 32 * 4 * 32 * 128 / 989e12
+    head_s = 2 * prompts * shape.head_params() / 989e12 - shape.head_params() * 2 / 3.35e12
+    assert many - one == pytest.approx(head_s - attention_s, rel=0.001)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])

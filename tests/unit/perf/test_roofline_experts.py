@@ -80,6 +80,16 @@ def test_latent_attention_decodes_on_latents_and_copies_them() -> None:
     assert kv_s == pytest.approx(LAYERS * context * (512 + 64) / 1e12, rel=0.001)
 
 
+def test_latent_attention_computes_prompts_on_keys_and_values() -> None:
+    """Each of 128 heads scores a pair over 128 + 64 elements, and sums 128: what latents are expanded to."""
+    tokens = 16_384
+    free_products = {Dtype.FP8: ENDLESS, Dtype.BF16: 1e15}  # attention and head are computed in 16 bits
+    found = engine(only("h200", flops_per_s=free_products), tp=8).prefill_s(tokens)
+    pairs = tokens * (tokens + 1) / 2
+    flops = LAYERS * pairs * 2 * 128 * (128 + 64 + 128) + 2 * HEAD
+    assert found == pytest.approx(flops / 8 / 1e15, rel=0.001)
+
+
 def test_copies_of_the_attention_hold_different_sequences() -> None:
     wide, tensor = engine("h200", dp=8, ep=8), engine("h200", tp=8)
     held = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * (SHARED + GATE) + MOE_LAYERS * 256 * EXPERT / 8
