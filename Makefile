@@ -27,7 +27,7 @@ SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_b
 	tests/native/test_ranges_native.py tests/native/test_checksum_native.py tests/native/test_streams_native.py \
 	tests/native/test_jump_scheduler_native.py tests/native/test_turns_native.py tests/native/test_content_native.py
 QUICK = -q -m 'not slow' --hypothesis-profile=quick
-# Beside tests/unit: in parts about as long, so that two jobs end together.
+# Beside tests/unit and tests/conformance.
 OTHER_FAST_TESTS = $(wildcard tests/properties tests/wire tests/native)
 # They import torch, which takes as long as hundreds of other tests: once.
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit tests/conformance $(OTHER_FAST_TESTS))
@@ -53,7 +53,8 @@ demo: venv
 test: venv $(NIXL_STAMP)
 	$(BIN)/pytest
 
-check: test-unit test-engine test-other test-conformance types lint floors
+# The longest first, and beside it the one that mostly waits, so that two jobs end together.
+check: test-unit test-conformance test-other test-engine types lint floors
 
 lint: venv
 	$(BIN)/ruff format --check
