@@ -1,9 +1,20 @@
 #include "predicted_seconds.hpp"
 
 #include <algorithm>
+#include <vector>
 
 namespace penstock {
 namespace {
+
+// The lower median; 0 of none. Orders what it is given anew.
+double middle(std::vector<double>& values) {
+    if (values.empty()) {
+        return 0.0;
+    }
+    const auto at = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
+    std::nth_element(values.begin(), at, values.end());
+    return *at;
+}
 
 double missed(double predicted_s, double target_s) { return std::min(std::max(predicted_s - target_s, 0.0), target_s); }
 
@@ -21,6 +32,11 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         speeds += speed_of(i);
     }
     const double speeds_min_1 = std::max(speeds, 1.0);
+    const auto row = [&](Term term) { return terms + static_cast<std::size_t>(term) * slots; };
+    std::vector<double> use(slots);  // of memory
+    std::vector<double> waits;       // of those eligible: for queue and memory, for memory alone; and its use there
+    std::vector<double> memory_waits;
+    std::vector<double> uses;
 
     for (std::size_t i = 0; i < slots; ++i) {
         const auto running = static_cast<double>(columns.running_requests[i]);
@@ -71,31 +87,45 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
                               (static_cast<double>(asked.request_tokens) + output / 2) * columns.decode_token_s[i];
         const double slowdown = asked.pace_weight * running * (prefill / output + more_s);
 
-        const double rate_per_s = asked.request_rate_per_s * speed_of(i) / speeds_min_1;
-        const double shared = prefill / ranks;
-        const double followers = rate_per_s * asked.busy_period * (queue + memory + shared);
-        const double delayed = shared * std::min(followers, asked.followers_max);
-
-        double crowded = std::min(wanted * of_all, 1.0);
-        crowded *= crowded;
-        crowded *= crowded;
-        crowded *= crowded;
-        const double wanting = asked.busy_period * crowded +
-                               std::min(rate_per_s * asked.busy_period * memory, asked.followers_max);
-        const double room = new_blocks * of_all * answer_s * wanting;
-
         const double network = columns.round_trip_s[i] + asked.request_bytes * columns.byte_s[i];
 
         const double onboard = size * fetched;
         const double late_s = missed(queue + memory + onboard + prefill + network, asked.ttft_target_s);
         const double miss = late_s + asked.pace_weight * missed(step_s + more_s, asked.itl_target_s);
 
-        const std::array<double, kTerms> column = {
-            queue, memory, onboard, prefill, asked.pace_weight * step_s, slowdown, delayed, room, network, miss,
-        };
-        for (std::size_t term = 0; term < kTerms; ++term) {
-            terms[term * slots + i] = column[term];
+        row(Term::kQueue)[i] = queue;
+        row(Term::kMemory)[i] = memory;
+        row(Term::kOnboard)[i] = onboard;
+        row(Term::kPrefill)[i] = prefill;
+        row(Term::kPace)[i] = asked.pace_weight * step_s;
+        row(Term::kSlowdown)[i] = slowdown;
+        row(Term::kRoom)[i] = new_blocks * of_all * answer_s;
+        row(Term::kNetwork)[i] = network;
+        row(Term::kMiss)[i] = miss;
+        use[i] = std::min(wanted * of_all, 1.0);
+        if (columns.eligible[i]) {
+            waits.push_back(queue + memory);
+            memory_waits.push_back(memory);
+            uses.push_back(use[i]);
         }
+    }
+
+    const double wait_s = middle(waits);
+    const double memory_s = middle(memory_waits);
+    const double use_most = middle(uses);
+    for (std::size_t i = 0; i < slots; ++i) {
+        const double rate_per_s = asked.request_rate_per_s * speed_of(i) / speeds_min_1;
+        const double shared = row(Term::kPrefill)[i] / columns.prompts_at_once[i];
+        const double followers = rate_per_s * asked.busy_period * (wait_s + shared);
+        row(Term::kFollowers)[i] = shared * std::min(followers, asked.followers_max);
+
+        double crowded = std::min(use[i], use_most);
+        crowded *= crowded;
+        crowded *= crowded;
+        crowded *= crowded;
+        const double wanting_s = std::min(row(Term::kMemory)[i], memory_s);
+        const double wanting = std::min(rate_per_s * asked.busy_period * wanting_s, asked.followers_max);
+        row(Term::kRoom)[i] *= asked.busy_period * crowded + wanting;
     }
 }
 

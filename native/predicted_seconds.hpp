@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -14,6 +13,9 @@
 
 namespace penstock {
 
+enum class Term : std::size_t {
+    kQueue, kMemory, kOnboard, kPrefill, kPace, kSlowdown, kFollowers, kRoom, kNetwork, kMiss,
+};
 constexpr std::size_t kTerms = 10;
 
 // What is asked, and the policy's weights.
@@ -62,7 +64,7 @@ struct Columns {
     const double* byte_s;
 };
 
-// Write (kTerms, slots) seconds: queue, memory, onboard, prefill, pace, slowdown, followers, room, network, miss.
+// Write (kTerms, slots) seconds, in the order of `Term`.
 void predicted_seconds(const Asked& asked, const Columns& columns, double* terms);
 
 }  // namespace penstock

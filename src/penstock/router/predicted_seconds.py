@@ -110,20 +110,25 @@ def terms_python(context: RoutingContext) -> Column:
     slowdown = weight * running * (prefill / output + more_s)
 
     # Requests come to a worker as it is fast: those twice as fast get twice as many. This one keeps one rank busy.
+    # They are routed too, so that they wait for as long as at the middle worker: the more of a queue is here, the
+    # sooner they go elsewhere.
     speed = context.eligible * ranks / np.maximum(prices.prefill_token_s, TOKEN_S_MIN)
     rate_per_s = context.request_rate_per_s * speed / max(float(speed.cumsum()[-1]), 1.0)
     shared = prefill / ranks
-    followers = rate_per_s * _BUSY_PERIOD * (queue + memory + shared)
+    followers = rate_per_s * _BUSY_PERIOD * (_middle(queue + memory, context) + shared)
     delayed = shared * np.minimum(followers, _FOLLOWERS_MAX)
 
     # Its blocks are held for an answer's time; whoever wants memory meanwhile waits for that part of it. That somebody
     # does has a probability of about use^(sqrt(2 (n + 1)) - 1) where n requests fit: use^8 for forty (Sakasegawa 1977).
-    crowded = np.minimum(asked * of_all, 1.0)
+    # Nobody needs to wait for it longer than at the middle worker either, but sooner where there is more of it.
+    use = np.minimum(asked * of_all, 1.0)
+    crowded = np.minimum(use, _middle(use, context))
     crowded *= crowded
     crowded *= crowded
     crowded *= crowded
-    wanting = _BUSY_PERIOD * crowded + np.minimum(rate_per_s * _BUSY_PERIOD * memory, _FOLLOWERS_MAX)
-    room = new_blocks * of_all * answer_s * wanting
+    wanting_s = np.minimum(memory, _middle(memory, context))
+    wanting = np.minimum(rate_per_s * _BUSY_PERIOD * wanting_s, _FOLLOWERS_MAX)
+    room = new_blocks * of_all * answer_s * (_BUSY_PERIOD * crowded + wanting)
 
     network = prices.round_trip_s + _request_bytes(context) * prices.byte_s
 
@@ -133,6 +138,15 @@ def terms_python(context: RoutingContext) -> Column:
     )
     pace = weight * step_s
     return np.stack((queue, memory, onboard, prefill, pace, slowdown, delayed, room, network, miss))
+
+
+def _middle(column: Column, context: RoutingContext) -> float:
+    """Give the lower median over the eligible workers: one that is stuck, or idle, says nothing of the others."""
+    eligible = column[context.eligible]
+    if not len(eligible):
+        return 0.0
+    at = (len(eligible) - 1) // 2
+    return float(np.partition(eligible, at)[at])
 
 
 def _request_bytes(context: RoutingContext) -> float:

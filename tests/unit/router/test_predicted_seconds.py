@@ -99,7 +99,7 @@ def test_ranks_compute_prompts_beside_each_other():
     # but four prompts of the queue are computed beside each other
     assert term("queue", **columns) == pytest.approx([1000 * 2e-5, 1000 * 2e-5 / 4, 4000 * 2e-5 / 4])
     # of 900 requests a second the workers of four ranks get 400 each, and this one keeps one rank of four busy
-    busy_s = [2 * (0.02 + 0.0004), 2 * (0.005 + 0.0001), 2 * (0.02 + 0.0005)]
+    busy_s = [2 * (0.02 + 0.0004), 2 * (0.02 + 0.0001), 2 * (0.02 + 0.0005)]
     delays_s = [0.0004, 0.0001, 0.0005]
     assert term("followers", **columns) == pytest.approx(
         [rate * busy * delay for rate, busy, delay in zip((100, 400, 400), busy_s, delays_s, strict=True)]
@@ -147,14 +147,21 @@ def test_pace_and_slowdown_weigh_what_is_added_between_tokens():
     assert term("slowdown", **columns) == pytest.approx([0.0, *[PACE_WEIGHT * 10 * each_s] * 2])
 
 
-def test_followers_wait_for_this_prefill_while_the_worker_is_busy():
-    columns = {
-        "queued_prefill_tokens": [0, 900, 10**9],
-        "running_requests": [1, 1, 1],
-        "request_rate_per_s": 300.0,
-    }
-    # 100 requests a second for each; 1 ms of prefill, and 9 ms before it: busy for twice that, 0.2 and 2 follow
-    assert term("followers", **columns) == pytest.approx([0.2 * 0.001, 2 * 0.001, 100 * 0.001])
+def test_followers_wait_for_this_prefill_as_long_as_the_middle_worker_is_busy():
+    columns = {"running_requests": [1, 1, 1], "request_rate_per_s": 300.0}
+    # 100 requests a second for each; 1 ms of prefill, and 9 ms before it: busy for twice that, and 2 follow.
+    # On the first they would wait less and on the last for hours: they go elsewhere, as all workers but that one are.
+    found = term("followers", queued_prefill_tokens=[0, 900, 10**9], **columns)
+    assert found == pytest.approx([2 * 0.001] * 3)
+    assert term("followers", queued_prefill_tokens=[10**9] * 3, **columns) == pytest.approx([100 * 0.001] * 3)
+
+
+def test_who_may_not_get_a_request_says_nothing_of_the_wait():
+    columns = {"running_requests": [1, 1, 1], "request_rate_per_s": 200.0}
+    columns |= {"queued_prefill_tokens": [400, 900, 900], "eligible": [True, False, True]}
+    # two get 100 a second each; of two waits, 4 and 9 ms, the middle one is the shorter
+    assert term("followers", **columns)[::2] == pytest.approx([100 * 2 * 0.005 * 0.001] * 2)
+    assert term("followers", **columns | {"eligible": [False] * 3}) == pytest.approx([0.0] * 3)
 
 
 def test_a_fast_worker_has_more_followers():
@@ -169,9 +176,9 @@ def test_room_is_what_its_blocks_keep_from_those_who_want_memory_meanwhile():
     # 7 and 3 of 100 blocks for 64 ms; half of all are in use then: to the eighth power, 2 wait if anybody does
     half = term("room", active_blocks=[43, 47, 93], **columns)
     assert half == pytest.approx([0.07 * 0.064 * 2 / 256, 0.03 * 0.064 * 2 / 256, 0.0])
-    # 10 and 6 blocks are lacking, 6.4 and 3.84 ms; of 100 requests a second, those of twice that long wait as well
+    # 10, 6 and no blocks are lacking, 6.4, 3.84 and 0 ms; of 100 requests a second, those of twice the middle one wait as well
     short = term("room", active_blocks=[103, 103, 103], request_rate_per_s=300.0, **columns)
-    assert short == pytest.approx([0.07 * 0.064 * (2 + 1.28), 0.03 * 0.064 * (2 + 0.768), 0.0])
+    assert short == pytest.approx([0.07 * 0.064 * (2 + 0.768), 0.03 * 0.064 * (2 + 0.768), 0.0])
 
 
 def test_network_is_there_and_back_and_the_bytes_of_the_prompt():
