@@ -40,12 +40,12 @@ def on_a_terminal(*arguments: object) -> str:
 
 def test_a_simulation_shows_requests_and_virtual_time(tmp_path: Path) -> None:
     spec = tmp_path / "chat.yaml"
-    spec.write_text("rate_per_s: 50\nrequests: 2000\n")
+    spec.write_text("rate_per_s: 50\nrequests: 8000\n")
     said = on_a_terminal("simulate", spec, "--graph", GRAPH)
-    ended = [int(number) for number in re.findall(r"8b-h100-x8: simulated .*?━.*?(\d+)/2000 ", said)]
+    ended = [int(number) for number in re.findall(r"8b-h100-x8: simulated .*?━.*?(\d+)/8000 ", said)]
     assert len(set(ended)) >= 3
     assert ended == sorted(ended)
-    assert max(ended) > 1000
+    assert max(ended) > 4000
 
 
 def test_a_profile_shows_cells(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_worker_that_turns_twice_as_slow_is_tracked_within_20_observations_and
         seen = [(at_s - turned_s, factor) for d, at_s, factor in observed if d is drift and at_s > turned_s]
         assert before["worker-0"] == pytest.approx(1.0, abs=0.1)
         assert seen[19][1] == pytest.approx(2.0 * before["worker-0"], rel=0.1)
-        assert seen[19][0] < 25.0, "virtual seconds"
+        assert seen[19][0] < 30.0, "virtual seconds"
         assert all(factor == pytest.approx(2.0, rel=0.15) for _, factor in seen[20:]), "no swinging"
         assert [after[f"worker-{n}"] for n in (1, 2, 3)] == pytest.approx([1.0] * 3, abs=0.1), "as they say"
 
