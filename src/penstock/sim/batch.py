@@ -5,6 +5,7 @@ A tick is a decode step. Who decodes is known by where it stood when it joined: 
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Self
@@ -14,6 +15,8 @@ import numpy as np
 from penstock.core.ids import BlockId
 from penstock.core.types import Request
 from penstock.core.wire import HashArray, num_tokens, unpack_hashes
+from penstock.kv.pool import BlockPool
+from penstock.kv.tiers import TieredPool
 from penstock.sim.prompt import Stream
 
 
@@ -87,6 +90,22 @@ class SimSequence:
         if start >= len(self.hashes):
             return self.stream.block_hashes(block_size, start, end)
         return self.name_blocks(end, block_size)[start:]
+
+
+def give_blocks(pool: BlockPool | TieredPool, lacking: Sequence[tuple[SimSequence, int]]) -> None:
+    """Give sequences so many more blocks each; they are there."""
+    total = sum([blocks for _, blocks in lacking])
+    if not total:
+        return
+    taken = pool.allocate(total)
+    assert taken is not None, "counted before"
+    if len(lacking) == 1:
+        lacking[0][0].blocks += taken
+        return
+    start = 0
+    for sequence, blocks in lacking:
+        sequence.blocks += taken[start : start + blocks]
+        start += blocks
 
 
 class Batch:

@@ -7,7 +7,7 @@ so that both take the same requests in at the same steps. `NativeScheduler` does
 from itertools import count
 
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types import Delta, FinishReason, Request, Role, Step, Tier, WorkerLoad
+from penstock.core.types import Delta, FinishReason, Request, Role, Step, WorkerLoad
 from penstock.core.wire import PackedTokens, num_tokens
 from penstock.engine.queue import WaitingQueue
 from penstock.engine.scheduler_config import SchedulerConfig
@@ -15,9 +15,10 @@ from penstock.engine.turns import Turns
 from penstock.kv.onboarding import Onboarding
 from penstock.kv.pins import Pins
 from penstock.kv.pool import BlockPool
-from penstock.kv.tiers import TierBlocks, TieredPool
-from penstock.sim.batch import Batch, SimSequence
+from penstock.kv.tiers import TieredPool
+from penstock.sim.batch import Batch, SimSequence, give_blocks
 from penstock.sim.bounds import check_bounds, check_fits
+from penstock.sim.intake import JumpIntake
 from penstock.sim.jump_plan import JumpPlan
 from penstock.sim.positions import packed_positions
 from penstock.sim.prompt import StreamOf
@@ -45,8 +46,6 @@ class JumpScheduler:
         """
         check_bounds(config)
         self._pool = pool
-        self.pins = Pins(pool, self._look_again)
-        """Blocks held for transfers."""
         self._size = pool.block_size
         self._context_length = context_length
         self._config = config
@@ -58,20 +57,22 @@ class JumpScheduler:
         self._waiting: WaitingQueue[SimSequence] = WaitingQueue()
         self._clock_tokens = 0  # as the exact scheduler counts `prefilled_tokens`: a last token is decoding's
         self._batch = Batch(pool.block_size)
-        self._head_blocked = False
+        self._intake = JumpIntake(self._waiting, self._batch, pool, config=config, onboarding=onboarding)
+        self.pins = Pins(pool, self._intake.look_again)
+        """Blocks held for transfers."""
         self._aborted: list[SimSequence] = []
         self._deltas: list[Delta] = []
         self._prompts: list[tuple[SimSequence, int]] = []  # of the plan, and the tokens of each to compute
         self._num_singles = 0  # of those, the ones that lack only their last token
         self._steps = self._preemptions = 0
-        self._prefilled_tokens = self._prefix_hit_tokens = self._generated_tokens = 0
+        self._prefilled_tokens = self._generated_tokens = 0
         self.assume(Role.AGGREGATED)
 
     def assume(self, role: Role) -> None:
         """Order what waits as a worker of this role does."""
         is_shortest_first = self._config.is_shortest_first(role)
         self._waiting.reorder(Turns(self._config.ageing) if is_shortest_first else None)
-        self._head_blocked = False
+        self._intake.look_again()
 
     # ---- requests in and out ----------------------------------------------------------------------------
 
@@ -92,14 +93,14 @@ class JumpScheduler:
         self._by_id[request.request_id] = sequence
         self._waiting.push(sequence)
         if self._waiting.turns is not None:
-            self._head_blocked = False  # it may be the first now
+            self._intake.look_again()  # it may be the first now
 
     def abort(self, request_id: RequestId) -> None:
         """Forget a request, without another delta; a running one's blocks are free with the next commit or plan."""
         sequence = self._by_id.pop(request_id, None)
         if sequence is None:
             return
-        self._head_blocked = False
+        self._intake.look_again()
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
@@ -109,7 +110,7 @@ class JumpScheduler:
     @property
     def wants_plan(self) -> bool:
         """Whether the next plan may differ from going on: somebody may be taken in, or has gone."""
-        return bool(self._aborted) or self._has_arrived() or self._may_admit()
+        return bool(self._aborted) or self._has_arrived() or self._intake.may_admit()
 
     # ---- one plan ---------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class JumpScheduler:
             prompts = [(s, new) for s, new in prompts if s.blocks]
         singles = [s for s, _ in prompts if s.known - s.computed == 1] if prompts else []
         if len(batch.running) == num_running:
-            admitted += self._admit(budget)
+            admitted += self._intake.admit(budget)
         self._prompts = prompts = prompts + admitted
         self._num_singles = len(singles)
         decoding, context = batch.num_decoding, batch.context_tokens(batch.tick)
@@ -143,7 +144,7 @@ class JumpScheduler:
         if not decoding:
             return None
         # Who was preempted just now may be taken in again with the next step.
-        return JumpPlan(1 if self._may_admit() else self._longest_jump(), decoding, context, None)
+        return JumpPlan(1 if self._intake.may_admit() else self._longest_jump(), decoding, context, None)
 
     def commit(self, steps: int) -> Step | None:
         """Take over the first `steps` steps of the plan; None where nobody has to hear of it."""
@@ -176,7 +177,7 @@ class JumpScheduler:
         batch = self._batch
         self._steps += steps
         self._generated_tokens += steps * batch.num_decoding
-        self._extend(batch.beginning(batch.tick + 1, steps))
+        give_blocks(self._pool, batch.beginning(batch.tick + 1, steps))
         batch.tick += steps
         plan.steps -= steps
         plan.context += steps * plan.batch
@@ -198,7 +199,7 @@ class JumpScheduler:
 
     def reserve(self, count: int) -> list[BlockId] | None:
         """Hold blocks to be written from outside, of a plan that is settled; None where what runs will need them soon."""
-        if count + self._blocks_reserved() > self._pool.num_available:
+        if count + self._intake.blocks_reserved() > self._pool.num_available:
             return None
         return self.pins.reserve(count)
 
@@ -222,7 +223,7 @@ class JumpScheduler:
             steps=self._steps + steps,
             preemptions=self._preemptions,
             prefilled_tokens=self._prefilled_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
+            prefix_hit_tokens=self._intake.prefix_hit_tokens,
             generated_tokens=self._generated_tokens + steps * batch.num_decoding,
             onboarded_tokens=() if self._onboarding is None else self._onboarding.tokens,
         )
@@ -242,29 +243,6 @@ class JumpScheduler:
         assert len(self._batch.running) <= self._config.max_running_requests, "running: bounded"
 
     # ---- planning ---------------------------------------------------------------------------------------
-
-    def _may_admit(self) -> bool:
-        return bool(
-            self._waiting
-            and not self._head_blocked
-            and len(self._batch.running) < self._config.max_running_requests
-        )
-
-    def _look_again(self) -> None:
-        """Note that blocks were given back, or have come: the first that waits may fit now."""
-        self._head_blocked = False
-
-    def _blocks_reserved(self, steps: int = 1) -> int:
-        """Count the blocks that running requests will need soon: for the rest of their prefill and one more each.
-
-        Args:
-            steps: 2 where those who decode have not got the blocks of the coming step yet.
-        """
-        batch, size = self._batch, self._size
-        reserved = len(batch.running) + batch.blocks_due(batch.tick + 2 - steps, steps)
-        return reserved + sum(
-            max(s.known // size + 1 - len(s.blocks), 0) for s in (*batch.prefilling, *batch.onboarding)
-        )
 
     def _share_budget(self, budget: int, prompts: list[tuple[SimSequence, int]]) -> int:
         """Give each prompt its tokens of this step, oldest first; those that lack only one always get it."""
@@ -292,7 +270,7 @@ class JumpScheduler:
         budget -= len(shares)
         lacking = [(s, s.known - s.computed) for s in prefilling if s.arrival not in shares]
         for rank, arrival, tokens in sorted((turns.rank_of(s, left), s.arrival, left) for s, left in lacking):
-            more = self._admit(budget, before=rank)
+            more = self._intake.admit(budget, before=rank)
             admitted += more
             budget -= sum(new for _, new in more)
             shares[arrival] = min(budget, self._config.prompt_budget, tokens)
@@ -324,99 +302,16 @@ class JumpScheduler:
         if not lacking:
             return
         if sum([blocks for _, blocks in lacking]) <= self._pool.num_available:
-            self._extend(lacking)
+            give_blocks(self._pool, lacking)
             return
         needs = dict(lacking)
         for sequence in tuple(batch.running):
             needed = needs.get(sequence, 0)
             while needed > 0 and sequence.blocks:
                 if needed <= self._pool.num_available:
-                    self._extend([(sequence, needed)])
+                    give_blocks(self._pool, [(sequence, needed)])
                     break
                 self._preempt(batch.running[-1])
-
-    def _extend(self, lacking: list[tuple[SimSequence, int]]) -> None:
-        """Give sequences so many more blocks each; they are there."""
-        total = sum([blocks for _, blocks in lacking])
-        if not total:
-            return
-        taken = self._pool.allocate(total)
-        assert taken is not None, "counted before"
-        if len(lacking) == 1:
-            lacking[0][0].blocks += taken
-            return
-        start = 0
-        for sequence, blocks in lacking:
-            sequence.blocks += taken[start : start + blocks]
-            start += blocks
-
-    def _admit(self, budget: int, *, before: float | None = None) -> list[tuple[SimSequence, int]]:
-        """Take waiting sequences in, in turn, while there is room; the twin of `Intake.admit`.
-
-        With `before`, those of a rank below it alone, and what runs has not got its blocks of this step yet.
-        """
-        admitted: list[tuple[SimSequence, int]] = []
-        if budget <= 0 or not self._may_admit():
-            return admitted
-        self._waiting.rank_new(self._lacking)
-        pool, size, batch = self._pool, self._size, self._batch
-        reserved = self._blocks_reserved(1 if before is None else 2)
-        while self._waiting and budget > 0 and len(batch.running) < self._config.max_running_requests:
-            sequence = self._waiting.first
-            if before is not None and sequence.rank is not None and sequence.rank >= before:
-                break
-            known = sequence.known
-            names = sequence.name_blocks((known - 1) // size, size)
-            hits = pool.match(names)
-            held, runs = hits, list[TierBlocks]()
-            if self._onboarding is not None:
-                runs = self._onboarding.worth(names, hits, known)
-                held = hits + [b for run in runs if run.tier is Tier.DEVICE for b in run.block_ids]
-            room = pool.num_available - pool.count_idle(held)
-            if known // size + 1 - len(held) + reserved > room:
-                self._head_blocked = True
-                break
-            self._take_in(sequence, hits, runs)
-            if runs:
-                self._begin_fetch(sequence, runs)
-            else:
-                new = min(budget, self._config.prompt_budget, known - sequence.computed)
-                self._extend([(sequence, -(-(sequence.computed + new) // size) - len(hits))])
-                batch.admit(sequence)
-                budget -= new
-                admitted.append((sequence, new))
-            reserved += 1 + known // size + 1 - len(sequence.blocks)
-        return admitted
-
-    def _lacking(self, sequence: SimSequence) -> int:
-        """Count the tokens that a waiting sequence would have to compute now."""
-        names = sequence.name_blocks((sequence.known - 1) // self._size, self._size)
-        hits = self._pool.match(names)
-        fetched = 0
-        if self._onboarding is not None:
-            fetched = sum(len(run.block_ids) for run in self._onboarding.worth(names, hits, sequence.known))
-        return sequence.known - (len(hits) + fetched) * self._size
-
-    def _take_in(self, sequence: SimSequence, hits: list[BlockId], runs: list[TierBlocks]) -> None:
-        """Give a waiting sequence the blocks that the device has of it, and count what is cached."""
-        self._waiting.remove(sequence)
-        self._pool.acquire(hits)
-        sequence.blocks = hits
-        sequence.published = len(hits)
-        sequence.parent = int(sequence.hashes[len(hits) - 1, 0]) if hits else None
-        sequence.computed = len(hits) * self._size
-        cached = sequence.computed + sum(len(run.block_ids) for run in runs) * self._size
-        self._prefix_hit_tokens += cached
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(cached, sequence.num_prompt)
-            if self._onboarding is not None:
-                self._onboarding.count(runs, sequence.num_prompt - sequence.computed)
-
-    def _begin_fetch(self, sequence: SimSequence, runs: list[TierBlocks]) -> None:
-        """Begin to fetch what lower tiers have of a sequence; until then it only holds blocks."""
-        assert self._onboarding is not None, "found runs"
-        sequence.blocks = sequence.blocks + self._onboarding.begin(sequence.request.request_id, runs)
-        self._batch.admit_to_onboard(sequence)
 
     def _has_arrived(self) -> bool:
         return self._onboarding is not None and self._onboarding.has_arrived
@@ -444,7 +339,7 @@ class JumpScheduler:
         self._steps += steps
         self._generated_tokens += steps * batch.num_decoding
         if steps > 1:
-            self._extend(batch.beginning(batch.tick + 1, steps - 1))
+            give_blocks(self._pool, batch.beginning(batch.tick + 1, steps - 1))
         batch.tick += steps
 
     def _take_prompt(self, sequence: SimSequence, new: int) -> None:
@@ -480,7 +375,7 @@ class JumpScheduler:
         sequence.blocks = []
         sequence.published = sequence.computed = 0
         sequence.parent = None
-        self._head_blocked = False
+        self._intake.look_again()
 
     def _drop_aborted(self) -> None:
         for sequence in self._aborted:
