@@ -37,6 +37,9 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
     std::vector<double> waits;       // of those eligible: for queue and memory, for memory alone; and its use there
     std::vector<double> memory_waits;
     std::vector<double> uses;
+    for (auto* values : {&waits, &memory_waits, &uses}) {
+        values->reserve(slots);
+    }
 
     for (std::size_t i = 0; i < slots; ++i) {
         const auto running = static_cast<double>(columns.running_requests[i]);
