@@ -30,6 +30,8 @@ _CALM_PER_S = 0.2
 _SEED = 0
 _INDEX_BLOCKS = 16_000_000
 _QUICK = {"trace": 300, "growing": 20, "output": 100, "scale": 500, "workers": 20}
+_TURNS = 3
+"""Of a machine that is not ours alone, the middle one of so many plays is told."""
 _PROFILED = 1000
 _PROFILE_LINES = 12
 _PACKAGE = Path(penstock.__file__).parent
@@ -86,7 +88,7 @@ def run(options: argparse.Namespace) -> Report:
         _, cpu_s = _play(options.graph, made_up)
         figures[f"simulate_cpu_s_per_request_o{output_tokens}"] = cpu_s / len(made_up)
     made_up = _made_up(_QUICK["output"] if options.quick else 5000)
-    wall_s, cpu_s = _clock(_apart(_plan(options.graph)), made_up)
+    wall_s, cpu_s = _clock(_apart(_plan(options.graph)), made_up, turns=_TURNS)
     figures["simulate_requests_per_wall_s_apart"] = len(made_up) / wall_s
     figures["simulate_requests_per_cpu_s_apart"] = len(made_up) / cpu_s
     if options.scale_requests:
@@ -94,7 +96,7 @@ def run(options: argparse.Namespace) -> Report:
             workers_played = min(workers, _QUICK["workers"]) if options.quick else workers
             requests = _QUICK["scale"] if options.quick else options.scale_requests
             made_up = _made_up(requests, workers=workers_played)
-            wall_s, cpu_s = _play(options.graph, made_up, f"roles.aggregated.replicas={workers_played}")
+            wall_s, cpu_s = _play(options.graph, made_up, f"roles.aggregated.replicas={workers_played}", turns=1)
             figures[name] = wall_s
             figures[name.replace("scale_s", "scale_cpu_s")] = cpu_s
     return Report(
@@ -104,6 +106,7 @@ def run(options: argparse.Namespace) -> Report:
             "graph": Path(options.graph).name,
             "requests": len(sessions),
             "scale_requests": options.scale_requests,
+            "turns": _TURNS,
             "quick": options.quick,
         },
         figures=figures,
@@ -111,15 +114,18 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-def _play(graph: str, sessions: list[Session], *changes: str) -> tuple[float, float]:
-    """Give wall and CPU seconds of one run."""
-    return _clock(_plan(graph, *changes), sessions)
+def _play(graph: str, sessions: list[Session], *changes: str, turns: int = _TURNS) -> tuple[float, float]:
+    """Give wall and CPU seconds of the middle one of so many runs."""
+    return _clock(_plan(graph, *changes), sessions, turns=turns)
 
 
-def _clock(deployment: Deployment, sessions: list[Session]) -> tuple[float, float]:
-    wall_s, cpu_s = perf_counter(), process_time()
-    simulate(deployment, sessions, seed=_SEED)
-    return perf_counter() - wall_s, process_time() - cpu_s
+def _clock(deployment: Deployment, sessions: list[Session], *, turns: int) -> tuple[float, float]:
+    plays = []
+    for _ in range(turns):
+        wall_s, cpu_s = perf_counter(), process_time()
+        simulate(deployment, sessions, seed=_SEED)
+        plays.append((perf_counter() - wall_s, process_time() - cpu_s))
+    return sorted(plays)[turns // 2]
 
 
 def _plan(graph: str, *changes: str) -> Deployment:
