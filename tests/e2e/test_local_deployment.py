@@ -4,6 +4,9 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -113,3 +116,19 @@ def test_a_start_that_takes_too_long_is_given_up():
 async def until(holds):
     while not holds():  # noqa: ASYNC110 - what is waited for is in other processes
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("said", [b"", b'{"name": "work'])
+def test_a_process_whose_supervisor_dies_before_it_has_said_what_to_do_ends_without_a_word(said):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(said)
+        ended = subprocess.run(
+            [sys.executable, "-P", "-m", "penstock.deploy.process", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")

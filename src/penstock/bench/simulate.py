@@ -96,7 +96,9 @@ def run(options: argparse.Namespace) -> Report:
             workers_played = min(workers, _QUICK["workers"]) if options.quick else workers
             requests = _QUICK["scale"] if options.quick else options.scale_requests
             made_up = _made_up(requests, workers=workers_played)
-            wall_s, cpu_s = _play(options.graph, made_up, f"roles.aggregated.replicas={workers_played}", turns=1)
+            wall_s, cpu_s = _play(
+                options.graph, made_up, f"roles.aggregated.replicas={workers_played}", turns=1
+            )
             figures[name] = wall_s
             figures[name.replace("scale_s", "scale_cpu_s")] = cpu_s
     return Report(

@@ -23,7 +23,7 @@ from penstock.deploy.port import Port
 from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
 from penstock.engine.registry import SIMULATED_ONLY
 from penstock.graph import Graph, RoleSpec
-from penstock.graph.partners import say_empty
+from penstock.graph.partners import check_counts, say_empty
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.handshake import Identity
 
@@ -231,9 +231,7 @@ def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
             raise ConfigError(
                 f"roles.{name}.kv_dtype: must be auto or that of the weights in this version, got {role.kv_dtype}"
             )
-    if not any(role.replicas for name, role in roles.items() if name is not Role.PREFILL):
-        without = " and ".join(f"roles.{name}.replicas" for name in roles if name is not Role.PREFILL)
-        raise ConfigError(f"{without}: must be >= 1 to serve anything, got 0")
+    check_counts(graph.roles, graph.router.workers_max)
     return roles
 
 

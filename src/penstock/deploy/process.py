@@ -33,7 +33,10 @@ def main() -> int:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     with control.makefile("rb") as lines:
-        assignment = msgspec.json.decode(lines.readline(), type=Assignment)
+        line = lines.readline()
+    if not line.endswith(b"\n"):
+        return EXIT_FAILED  # the supervisor was gone before it said what to do
+    assignment = msgspec.json.decode(line, type=Assignment)
     _die_with(assignment.common.supervisor_pid)
     _allow_many_files()
     log.configure(assignment.common.log_level, process=assignment.name)

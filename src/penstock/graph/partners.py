@@ -1,6 +1,7 @@
 """Whether the roles of a graph can hand prompts over to each other; what cannot work is refused before anything starts."""
 
 from penstock.core.config import nearest, wrong
+from penstock.core.errors import ConfigError
 from penstock.core.types import Role
 from penstock.graph.role import Roles
 from penstock.transfer.config import SAME_HOST, TransferConfig
@@ -38,6 +39,30 @@ def check_partners(roles: Roles) -> None:
                     f"prefill.{field} is {ours!r} and {role}.{field} is {theirs!r}; KV moves between them as it is, so"
                     " they must be the same"
                 )
+
+
+def check_counts(roles: Roles, workers_max: int) -> None:
+    """Refuse numbers of workers with which nobody would answer, or not everybody would be known.
+
+    Args:
+        roles: as many as they are to start with.
+        workers_max: how many a router knows.
+
+    Raises:
+        ConfigError: which ones, and what they would have to be.
+    """
+    present = roles.present()
+    answering = [role for role in present if role is not Role.PREFILL]
+    if not any(present[role].replicas for role in answering):
+        places = " and ".join(f"roles.{role}.replicas" for role in answering)
+        raise ConfigError(f"{places}: must be >= 1 to serve anything, got 0")
+    replicas = sum(spec.replicas for spec in present.values())
+    if replicas > workers_max:
+        places = " + ".join(f"roles.{role}.replicas" for role in present)
+        raise ConfigError(
+            f"{places}: {replicas:,} workers, but a router knows at most {workers_max:,} (router.workers_max); lower one"
+            " or raise the other"
+        )
 
 
 def say_empty(roles: Roles) -> list[str]:

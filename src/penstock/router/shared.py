@@ -10,6 +10,7 @@ from penstock.router.brakes import Brakes
 from penstock.router.config import RouterConfig
 from penstock.router.fleet import Fleet
 from penstock.router.gate import Gate
+from penstock.router.member import Condition
 from penstock.router.metrics import RouterMetrics
 from penstock.router.router import Router
 from penstock.router.setbacks import quarantined
@@ -58,8 +59,16 @@ class Shared:
     def no_worker(self, request: Request) -> Unavailable:
         """Word that none of the request's model was ready in time."""
         models = ", ".join(sorted(self.fleet.models())) or "none"
+        prefill = [
+            view.name
+            for view in self.fleet.workers()
+            if view.condition is Condition.PREFILL_ONLY and view.model == request.model
+        ]
+        advice = "start a worker"
+        if prefill:
+            advice += f", make one of the {len(prefill)} that only compute prompts answer (penstock role {prefill[0]} decode)"
         return Unavailable(
             f"model {request.adapter or request.model}: no worker was ready within {self.config.no_worker_wait_s:g} s; models"
-            f" with ready workers: {models}; start a worker, or try again later",
+            f" with ready workers: {models}; {advice}, or try again later",
             retry_after_s=1.0,
         )

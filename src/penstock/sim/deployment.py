@@ -14,6 +14,7 @@ from penstock.demo import MODEL_DIR
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 from penstock.graph.engine_prices import make_latency
+from penstock.graph.partners import check_counts
 from penstock.perf.catalogue import find_shape
 from penstock.perf.published import publish
 from penstock.perf.shape import ModelShape
@@ -175,18 +176,9 @@ def simulated_roles(graph: Graph) -> dict[Role, RoleSpec]:
     Raises:
         ConfigError: nobody would answer, or there are more workers than a router knows.
     """
+    check_counts(graph.roles, graph.router.workers_max)
     roles = graph.roles.present()
     answering = {role: spec for role, spec in roles.items() if role is not Role.PREFILL}
-    if not any(spec.replicas for spec in answering.values()):
-        places = " and ".join(f"roles.{role}.replicas" for role in answering)
-        raise ConfigError(f"{places}: must be >= 1 to serve anything, got 0")
-    replicas, most = sum(spec.replicas for spec in roles.values()), graph.router.workers_max
-    if replicas > most:
-        places = " + ".join(f"roles.{role}.replicas" for role in roles)
-        raise ConfigError(
-            f"{places}: {replicas:,} workers, but a router knows at most"
-            f" {most:,} (router.workers_max); lower one or raise the other"
-        )
     return answering | roles
 
 

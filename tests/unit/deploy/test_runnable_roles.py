@@ -27,3 +27,10 @@ def test_a_paged_worker_has_one_device():
 def test_something_has_to_run():
     with pytest.raises(ConfigError, match=r"roles.aggregated.replicas: must be >= 1"):
         runnable_roles(graph(engine="mock", replicas=0))
+
+
+def test_no_more_workers_start_than_a_router_knows():
+    with pytest.raises(
+        ConfigError, match=r"roles.aggregated.replicas: 1,025 workers, but a router knows at most 1,024"
+    ):
+        runnable_roles(graph(engine="mock", replicas=1025))

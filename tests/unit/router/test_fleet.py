@@ -454,6 +454,10 @@ def test_prefill_workers_get_no_whole_requests():
         await settle()
         assert view(dispatcher, "w1").condition is Condition.PREFILL_ONLY
         assert not dispatcher.models()
+        advice = r"one of the 1 that only compute prompts answer \(penstock role w1 decode\)"
+        with pytest.raises(Unavailable, match=advice):
+            async with dispatcher.open(make_request()):
+                pass
 
     play(scene, num_workers=1)
 
