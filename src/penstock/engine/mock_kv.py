@@ -22,7 +22,7 @@ _BASE = 0x9E3779B97F4A7C15
 
 
 class MockKv:
-    """Blocks of `bytes_per_block`, whose first 8 bytes per token are the digest of the prefix that ends there.
+    """Blocks of `kv_bytes_per_block`, whose first 8 bytes per token are the digest of the prefix that ends there.
 
     The digest of tokens t is the sum of (t[i] + 1) * base^i modulo 2^64: sums of many prefixes are one array operation.
     """
