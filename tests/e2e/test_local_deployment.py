@@ -118,6 +118,20 @@ async def until(holds):
         await asyncio.sleep(0.01)
 
 
+def test_settings_that_cannot_work_are_refused_at_the_start_though_others_are_ready():
+    roles = {"aggregated": {"engine": "mock"}, "prefill": {"engine": "mock"}, "decode": {"engine": "mock"}}
+    graph = graph_of(roles=roles, worker={"hand_over": {"transfer": {"transports": ["cuda"]}}})
+
+    async def serve():
+        said = []
+        with pytest.raises(ConfigError, match=r"hand_over\.transfer\.transports: those that work here"):
+            async with LocalDeployment(graph, say=lambda *line: said.append(line)):
+                pass
+        assert not [line for line in said if "starts again" in line[2]]
+
+    run(serve)
+
+
 @pytest.mark.parametrize("said", [b"", b'{"name": "work'])
 def test_a_process_whose_supervisor_dies_before_it_has_said_what_to_do_ends_without_a_word(said):
     ours, theirs = socket.socketpair()

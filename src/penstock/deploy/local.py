@@ -64,6 +64,7 @@ class LocalDeployment:
         self._say: Say = say or (lambda *_: None)
         self._workers: list[Member] = []
         self._frontends: list[Member] = []
+        self._has_started = False
         self._context = self._run()
 
     @property
@@ -110,6 +111,7 @@ class LocalDeployment:
                     try:
                         for member in self.members:
                             await member.ready.wait()
+                        self._has_started = True
                         yield
                     except BaseException:
                         self.kill()
@@ -174,6 +176,11 @@ class LocalDeployment:
         for group in (self._workers, self._frontends):
             for member in group:
                 member.may_give_up = partial(_nobody_serves, group)
+                member.may_refuse = partial(self._may_refuse, group)
+
+    def _may_refuse(self, group: list[Member]) -> bool:
+        """Tell whether settings that cannot work end the deployment: at its start always, whoever happened to be ready first."""
+        return not self._has_started or _nobody_serves(group)
 
     def _forget_dead(self, metrics_dir: Path) -> None:
         """Remove what frontends that died had said of the present; what they counted stays."""

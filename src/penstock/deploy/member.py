@@ -60,6 +60,8 @@ class Member:
         self.ready = asyncio.Event()
         self.may_give_up: Callable[[], bool] = lambda: True
         """Asked when it failed to start too often: False while the deployment serves without this member."""
+        self.may_refuse: Callable[[], bool] = lambda: True
+        """Asked when its settings cannot work: False once the deployment has started, while it serves without this member."""
         self._assign = assign
         self._settings = settings
         self._start = start
@@ -85,7 +87,7 @@ class Member:
             if self._stopping.is_set():
                 self._say(self.name, "stopped", "")
                 return
-            if ending.config and self.may_give_up():
+            if ending.config and self.may_refuse():
                 raise ConfigError(ending.why)
             delay_s = backoff.delay_s(ending.served_s)
             if backoff.failed_starts >= self._settings.failed_starts_max and self.may_give_up():

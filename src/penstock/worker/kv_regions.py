@@ -49,7 +49,7 @@ class KvRegions:
                 for rank, regions in enumerate(memory)
             ]
         except TransferRefused as error:
-            raise ConfigError(f"hand_over.transfer: {error.message}") from error
+            raise ConfigError(f"worker.hand_over.transfer: {error.message}") from error
         for rank, regions in enumerate(registered):
             self._check_sizes(rank, [one.region.size_bytes for one in regions])
         ways = [one.ways for regions in registered for one in regions]
@@ -58,8 +58,8 @@ class KvRegions:
         self.transports = tuple(name for name in names if all(name in way for way in ways))
         if not self.transports:
             raise ConfigError(
-                f"hand_over.transfer: none of its transports ({', '.join(names) or 'none between workers'}) reaches all of"
-                " the engine's KV memory; allow others in `transports`"
+                f"worker.hand_over.transfer.transports: those that work here ({', '.join(names) or 'none'}) do not reach all of"
+                " the engine's KV memory; allow others, `penstock doctor` says which work, or leave it out"
             )
 
     def ranges(

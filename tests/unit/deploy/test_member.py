@@ -149,7 +149,7 @@ def test_a_process_that_never_gets_ready_is_given_up() -> None:
 def test_a_member_the_deployment_can_do_without_is_tried_for_ever() -> None:
     async def main() -> None:
         scene = Scene(([Failed(message="no weights", config=True)], 2), ([], 1))
-        scene.member.may_give_up = lambda: False
+        scene.member.may_give_up = scene.member.may_refuse = lambda: False
         async with asyncio.TaskGroup() as group, asyncio.timeout(5):
             running = group.create_task(scene.member.run())
             while len(scene.children) < 8:  # noqa: ASYNC110

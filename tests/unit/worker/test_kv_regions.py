@@ -67,7 +67,9 @@ def test_memory_that_is_not_what_the_layout_says_is_refused_at_the_start(engine,
 
 
 def test_memory_that_no_transport_reaches_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match=r"hand_over\.transfer: none of its transports \(none between"):
+    with pytest.raises(
+        ConfigError, match=r"worker\.hand_over\.transfer\.transports: those that work here \(none\)"
+    ):
         registered(lambda _: None, transports=("file",))
 
 
