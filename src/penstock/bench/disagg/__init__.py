@@ -12,7 +12,7 @@ from penstock.bench.disagg.model import KV_BYTES_PER_TOKEN, SIZES, make_model
 from penstock.bench.disagg.sides import CHUNKS, aggregated_flags, disaggregated_flags
 from penstock.bench.disagg.stage import Stage
 from penstock.bench.disagg.table import print_table
-from penstock.bench.disagg.workload import Workload
+from penstock.bench.disagg.workload import ARRIVALS, Workload
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="of its time that the prefill worker is to compute prompts; it sets how often they come (default %(default)s)",
     )
+    add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="of the long prompts (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, prompts and moments (default 0)")
     add("--plot", type=Path, metavar="OUT", help="draw both sides into this SVG")
 
@@ -99,6 +100,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         streams=options.streams or (_QUICK_STREAMS if options.quick else _STREAMS),
         seconds=options.seconds or (_QUICK_SECONDS if options.quick else _SECONDS),
         seed=options.seed,
+        arrivals=options.arrivals,
     )
 
 
@@ -111,6 +113,7 @@ def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, 
         "prompt_output_tokens": workload.prompt_output_tokens,
         "seconds": workload.seconds,
         "prefill_share": options.prefill_share,
+        "arrivals": workload.arrivals,
         "disaggregated": disaggregated_flags(),
         "aggregated": aggregated_flags(chunks[0]),
         "chunks": list(chunks),

@@ -58,7 +58,7 @@ class Stage:
             if quiet_prompts:
                 await users.ask_quietly(quiet_prompts)
                 self.rate_per_s = prefill_share / users.quiet_ttft_s()
-            await users.play(self.workload.arrivals(self.rate_per_s))
+            await users.play(self.workload.long_prompts(self.rate_per_s))
         finally:
             users.close()
         self.problems += users.traffic.problems

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 
+ARRIVALS = ("poisson", "even")
 _PROMPTS_MIN = 2
 
 
@@ -24,7 +25,7 @@ class Workload:
     """
 
     streams: int
-    stream_input_tokens: int = 16
+    stream_input_tokens: int = 8
     stream_output_tokens: int = 400
     prompt_tokens_min: int = 2100
     prompt_tokens_max: int = 2600
@@ -32,20 +33,26 @@ class Workload:
     seconds: float
     """For which prompts come, and gaps and tokens count."""
     seed: int
+    arrivals: str = "poisson"
+    """One of `ARRIVALS`."""
 
     @property
     def prompt_tokens_mean(self) -> float:
         return (self.prompt_tokens_min + self.prompt_tokens_max) / 2
 
-    def arrivals(self, rate_per_s: float) -> list[Arrival]:
-        """Draw when prompts come and how long they are: the same for the same rate and seed.
+    def long_prompts(self, rate_per_s: float) -> list[Arrival]:
+        """Draw when long prompts come and how long they are: the same for the same rate and seed.
 
-        They come independently of each other, as Poisson arrivals of which it is known how many there are: their number, on
-        which all figures depend, is the same for every seed.
+        They come one every so often, or independently of each other, as Poisson arrivals of which it is known how many there
+        are: their number, on which all figures depend, is the same for every seed.
         """
         random_ = random.Random(self.seed)
         count = max(round(rate_per_s * self.seconds), _PROMPTS_MIN)
+        if self.arrivals == "even":
+            moments = [(index + 0.5) / count * self.seconds for index in range(count)]
+        else:
+            moments = sorted(random_.uniform(0, self.seconds) for _ in range(count))
         return [
             Arrival(index, at_s, random_.randint(self.prompt_tokens_min, self.prompt_tokens_max))
-            for index, at_s in enumerate(sorted(random_.uniform(0, self.seconds) for _ in range(count)))
+            for index, at_s in enumerate(moments)
         ]
