@@ -108,12 +108,15 @@ DELTA = types.Delta(
     error=ERROR,
     kv=HANDLE,
 )
-_COUNTS = types.WorkerLoad.__struct_fields__[:-3]
+_COUNTS = types.WorkerLoad.__struct_fields__[:-6]
 LOAD = types.WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
     onboarded_tokens=(14, 15, 16),
     oldest_wait_s=2.5,
     kv_reads=(types.KvRead(producer=9, transport="shm", num_bytes=4096, seconds=0.5),),
+    kv_failures=17,
+    kv_expired=18,
+    kv_refused=19,
 )
 STORED = types.BlockStored(
     block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=types.Tier.HOST

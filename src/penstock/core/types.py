@@ -191,6 +191,8 @@ class WorkerLoad(Wire, frozen=True):
     `onboarded_tokens`, by the engine again: those that requests found in each `Tier` beneath the device when they were
     first taken in, host first; empty where there is no such tier. `oldest_wait_s`: how long the one of its requests that
     has waited longest for its first token has done so by now. `kv_reads`: of those whose KV it has read last, a few.
+    Since it has handed over first: `kv_failures`, prompts that it computed again as their KV did not come; `kv_expired`, those whose KV it
+    held and nobody took in time; `kv_refused`, those that went without, as it held too much.
     """
 
     running_requests: int = 0
@@ -214,6 +216,9 @@ class WorkerLoad(Wire, frozen=True):
     onboarded_tokens: tuple[int, ...] = ()
     oldest_wait_s: float = 0.0
     kv_reads: tuple[KvRead, ...] = ()
+    kv_failures: int = 0
+    kv_expired: int = 0
+    kv_refused: int = 0
 
 
 class Step(Wire, frozen=True):

@@ -132,14 +132,18 @@ class Computing:
             self.hand_over.stepped(load.preemptions)
 
     def load(self, load: WorkerLoad | None = None) -> WorkerLoad:
-        """Give the engine's load, or the one that a step left, with the requests whose KV is on its way as waiting, and what KV was read."""
+        """Give the engine's load, or the one that a step left, with the requests whose KV is on its way as waiting, and how hand-overs went."""
         load = load or self._engine.load()
         if self.hand_over is None:
             return load
-        fetches, reads = len(self.hand_over), self.hand_over.kv_reads
-        if not fetches and not reads:
-            return load
-        return msgspec.structs.replace(load, waiting_requests=load.waiting_requests + fetches, kv_reads=reads)
+        return msgspec.structs.replace(
+            load,
+            waiting_requests=load.waiting_requests + len(self.hand_over),
+            kv_reads=self.hand_over.kv_reads,
+            kv_failures=sum(self.hand_over.failures.values()),
+            kv_expired=self.hand_over.offers.expired,
+            kv_refused=self.hand_over.offers.refused,
+        )
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree."""

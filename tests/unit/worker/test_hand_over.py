@@ -126,6 +126,7 @@ def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_
             first = await anext(stream)
             await asyncio.sleep(5)  # the reader takes its time: it is he who goes on
             assert cluster.worker("p0").hand_over.offers.expired == 1
+            assert cluster.worker("p0")._computing.load().kv_expired == 1
             assert cluster.engine("p0").load().active_blocks == 0
             tokens = unpack_tokens(first.token_ids).tolist()
             async for delta in stream:
@@ -159,6 +160,7 @@ def test_no_more_blocks_are_held_than_allowed():
         asked = request("a")
         assert (await answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
         assert cluster.worker("p0").hand_over.offers.refused == 1
+        assert cluster.worker("p0")._computing.load().kv_refused == 1
         assert cluster.engine("d0").load().prefilled_tokens == 51
 
     play(scene, config=WorkerConfig(hand_over=HandOverConfig(pinned_share_max=0.01)))

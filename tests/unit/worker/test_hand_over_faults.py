@@ -184,6 +184,7 @@ def test_a_handle_that_is_none_harms_nobody_else():
         tokens, *_ = await whole_answer(dispatcher, tiny_request("a"))
         assert len(tokens) == 20
         assert cluster.worker("d0").hand_over.failures == {"engine_error": 1}
+        assert cluster.worker("d0")._computing.load().kv_failures == 1
         assert "d0" in cluster.names
 
     play(scene)
