@@ -25,7 +25,7 @@ class Workload:
     """
 
     streams: int
-    stream_input_tokens: int = 8
+    stream_input_tokens: int = 16
     stream_output_tokens: int = 400
     prompt_tokens_min: int = 2100
     prompt_tokens_max: int = 2600
