@@ -64,6 +64,11 @@ class RouterMetrics:
             "Prompts computed by prefill workers (remote) and by who answers (local), where there was a choice",
             "place",
         )
+        self.prefill_predicted_s = counter(
+            "prefill_predicted_seconds",
+            "Seconds that those requests were predicted to take where they are answered (local), and elsewhere (prefill and decode)",
+            "part",
+        )
         self.prefetches = counter(
             "prefetches",
             "Decode workers that read a prompt's KV while it was computed: went on with it (used) or not (dropped)",

@@ -1,6 +1,7 @@
 """Which worker gets a request, and why."""
 
 import asyncio
+import math
 import random
 import zlib
 from collections.abc import Collection, Sequence
@@ -21,6 +22,7 @@ from penstock.router.config import HoldConfig, RouterConfig
 from penstock.router.decisions import Decision, Decisions
 from penstock.router.disagg import (
     Apart,
+    Comparison,
     as_handed_over,
     left_to_move,
     prompt_alone,
@@ -197,7 +199,7 @@ class Router:
         overlap_tokens = (overlap_blocks - recomputed_blocks(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
         if quote.comparison is not None and not again:
-            self._metrics.prefills.labels("remote" if quote.hand_over else "local").inc()
+            self._count(quote.comparison, "remote" if quote.hand_over else "local")
         if not again and quote.handed_blocks is None:
             metrics = self._metrics
             metrics.decided(self._chooser.policy.name, reason).inc()
@@ -212,6 +214,16 @@ class Router:
             blocks=context.request_blocks,
             hand_over=quote.hand_over,
         )
+
+    def _count(self, comparison: Comparison, place: str) -> None:
+        """Count where a prompt is computed, and the seconds that were compared."""
+        self._metrics.prefills.labels(place).inc()
+        if comparison.remote is None or self._chooser.unit == "none":
+            return
+        parts = {"local": comparison.local, "prefill": comparison.prefill, "decode": comparison.decode}
+        for name, seconds in parts.items():
+            if seconds is not None and math.isfinite(seconds):  # infinite where a policy rules a worker out
+                self._metrics.prefill_predicted_s.labels(name).inc(max(seconds, 0.0))
 
     def arrived(self, model: str) -> None:
         """Count a request, however often it is routed."""

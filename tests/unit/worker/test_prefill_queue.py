@@ -127,6 +127,27 @@ def test_requests_are_held_for_prefill_workers_too():
     play(scene, ("p0", "p1", "d0"), hold=HoldConfig(threshold_s=0.3))
 
 
+@pytest.mark.parametrize(("policy", "is_counted"), [("kv", True), ("least-loaded", False)])
+def test_the_seconds_that_were_compared_are_counted(policy, is_counted):
+    async def scene(cluster, dispatcher, registry):
+        del cluster
+        compared = []
+        for number, length in enumerate((300, 40, 120)):
+            await whole_answer(dispatcher, tiny_request(f"r{number}", length, seed=number))
+            compared.append(dispatcher.explain(f"r{number}")[0].prefill)
+        assert (compared[0].local is not None) is is_counted
+        for part in ("local", "prefill", "decode"):
+            counted = registry.get_sample_value(
+                "penstock_router_prefill_predicted_seconds_total", {"part": part}
+            )
+            if is_counted:
+                assert counted == pytest.approx(sum(getattr(one, part) for one in compared) / 1e3)
+            else:
+                assert counted is None, "numbers of a policy without times"
+
+    play(scene, policy=policy)
+
+
 def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
     async def scene(cluster, dispatcher, registry):
         del registry

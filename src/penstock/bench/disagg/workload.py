@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-ARRIVALS = ("poisson", "even")
+ARRIVALS = ("even", "poisson")
 _PROMPTS_MIN = 2
 
 
@@ -33,7 +33,7 @@ class Workload:
     seconds: float
     """For which prompts come, and gaps and tokens count."""
     seed: int
-    arrivals: str = "poisson"
+    arrivals: str = ARRIVALS[0]
     """One of `ARRIVALS`."""
 
     @property
