@@ -130,6 +130,15 @@ def test_every_field_of_a_made_up_workload_is_in_the_simulation_page() -> None:
         WorkloadConfig.parse(yaml.safe_load(path.read_text()), source=path.name)
 
 
+def test_the_commands_in_example_graphs_name_files_that_are_there() -> None:
+    for path in (ROOT / "examples" / "graphs").glob("*.yaml"):
+        commands = re.findall(r"#   penstock simulate (.*)", path.read_text())
+        assert commands, path.name
+        for command in commands:
+            named = [word for word in command.split() if word.endswith((".yaml", ".json", ".jsonl"))]
+            assert [name for name in named if not (ROOT / name).exists()] == [], path.name
+
+
 def test_every_bench_is_in_the_benchmarks_page() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert [name for name in BENCHES if f"| `{name}` |" not in page] == []

@@ -27,6 +27,8 @@ def describe(answer: Answer) -> str:
 def gain(answer: Answer) -> str:
     """Compare the best of whole requests with the best of prefill and decode apart."""
     whole, apart = answer.best_of(apart=False), answer.best_of(apart=True)
+    if apart is None and answer.question.demand.output_tokens == 1:
+        return "prefill and decode apart: nobody has a second token to go on with"
     if whole is None or apart is None:
         missing = "whole requests" if whole is None else "prefill and decode apart"
         return f"{missing}: none keeps the targets on so many devices"

@@ -73,6 +73,13 @@ def test_both_kinds_are_compared(answer):
     assert describe(alone).endswith("whole requests: none keeps the targets on so many devices")
 
 
+def test_where_answers_are_one_token_nothing_is_handed_over(answer):
+    whole = [proposal for proposal in answer.proposals if not proposal.layout.is_apart]
+    demand = replace(answer.question.demand, output_tokens=1)
+    one = replace(answer, proposals=whole, question=replace(answer.question, demand=demand))
+    assert describe(one).endswith("prefill and decode apart: nobody has a second token to go on with")
+
+
 def test_the_report_has_its_documented_keys(answer):
     report = json.loads(json.dumps(make_report(answer), allow_nan=False))
     assert list(report) == ["model", "hardware", "gpus", "formats", "isl", "osl", "slo", "layouts", "curve"]
