@@ -1,4 +1,4 @@
-"""Whether the roles of a graph can hand prompts over to each other; what cannot work is refused before anything starts."""
+"""Whether the roles of a graph can work together, in number and in what they hand over; what cannot is refused before anything starts."""
 
 from penstock.core.config import nearest, wrong
 from penstock.core.errors import ConfigError

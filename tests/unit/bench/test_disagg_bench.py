@@ -41,7 +41,7 @@ class TestWorkload:
         assert load.long_prompts(0.9) != Workload(streams=2, seconds=60.0, seed=4).long_prompts(0.9)
 
     def test_prompts_are_long_and_come_at_the_rate_within_the_time(self):
-        load = Workload(streams=1, seconds=2000.0, seed=0, arrivals="poisson")
+        load = Workload(streams=1, seconds=2000.0, seed=0)
         arrivals = load.long_prompts(0.8)
         moments = [arrival.at_s for arrival in arrivals]
         assert len(arrivals) == 1600
@@ -52,15 +52,13 @@ class TestWorkload:
         assert len(load.long_prompts(0.0001)) >= 1, "the shortest of runs has some"
 
     def test_gaps_between_prompts_vary_as_random_arrivals_do(self):
-        moments = [
-            arrival.at_s
-            for arrival in Workload(streams=1, seconds=2000.0, seed=0, arrivals="poisson").long_prompts(1.0)
-        ]
+        load = Workload(streams=1, seconds=2000.0, seed=0)
+        moments = [arrival.at_s for arrival in load.long_prompts(1.0)]
         gaps = np.diff(moments)
         assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)
 
     def test_even_prompts_come_one_every_so_often_and_are_as_many_and_as_long(self):
-        even = Workload(streams=1, seconds=100.0, seed=0).long_prompts(0.5)
+        even = Workload(streams=1, seconds=100.0, seed=0, arrivals="even").long_prompts(0.5)
         assert np.diff([arrival.at_s for arrival in even]) == pytest.approx(2.0)
         assert len(even) == 50
         assert 0 < even[0].at_s < even[-1].at_s < 100

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-ARRIVALS = ("even", "poisson")
+ARRIVALS = ("poisson", "even")
 _PROMPTS_MIN = 2
 
 
