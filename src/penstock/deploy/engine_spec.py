@@ -53,10 +53,16 @@ def engine_spec(
         ),
         schedulers=schedulers,
         dtype=role.weight_dtype,
-        device="cpu" if role.hardware == "cpu" else f"cuda:{device_index}",
+        device=_device(graph, role, device_index),
         hash_key=hash_key,
         mock=role.mock,
     )
+
+
+def _device(graph: Graph, role: RoleSpec, index: int) -> str:
+    if role.hardware != "cpu":
+        return f"cuda:{index}"
+    return f"cpu:{index}" if graph.worker.own_cores else "cpu"
 
 
 def _sized(name: Role, role: RoleSpec, checkpoint: Checkpoint) -> RoleSpec:

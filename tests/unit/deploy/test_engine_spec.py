@@ -44,3 +44,12 @@ def test_a_prefill_workers_steps_are_those_that_keep_its_engine_busy() -> None:
     sizes = {role: config.max_batch_tokens for role, config in spec.schedulers.items()}
     assert sizes == {Role.PREFILL: 2048, Role.DECODE: usual}
     assert spec.scheduler.max_batch_tokens == 2048, "as it is made, not only once it changes roles"
+
+
+def test_engines_on_cpus_have_cores_of_their_own_if_told_so() -> None:
+    checkpoint = Checkpoint.open(str(MODEL_DIR))
+    roles = {"prefill": {"engine": "mock"}, "decode": {"engine": "mock", "hardware": "h100"}}
+    for own_cores, device in ((True, "cpu:1"), (False, "cpu")):
+        graph = Graph.model_validate({"model": "m", "roles": roles, "worker": {"own_cores": own_cores}})
+        assert engine_spec(graph, graph.roles.prefill, checkpoint, device_index=1).device == device
+        assert engine_spec(graph, graph.roles.decode, checkpoint, device_index=1).device == "cuda:1"

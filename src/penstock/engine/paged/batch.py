@@ -27,6 +27,17 @@ class PrefillSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLimits:
+    """Which spans of prompts become decode rows, each token one.
+
+    Those of up to `tokens`, and those whose tokens times all that the last one attends to is up to `pairs`.
+    """
+
+    tokens: int = 1
+    pairs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """What one step computes. Decode rows come first, shortest context first, then prefill spans.
 
@@ -54,7 +65,7 @@ class BatchBuilder:
     """Makes each step's `StepBatch` in buffers that are kept: a batch is valid until the next one is built."""
 
     def __init__(
-        self, block_size: int, spare_block: int, columns: SamplingColumns, *, row_tokens: int = 1
+        self, block_size: int, spare_block: int, columns: SamplingColumns, *, rows: RowLimits = RowLimits()
     ) -> None:
         """Begin with no memory.
 
@@ -62,9 +73,9 @@ class BatchBuilder:
             block_size: of the engine.
             spare_block: where padding goes.
             columns: how sequences are sampled.
-            row_tokens: spans of up to so many tokens become decode rows, each token one.
+            rows: which spans become decode rows.
         """
-        self._row_tokens = row_tokens
+        self._rows = rows
         self._block_size = block_size
         self._spare_block = spare_block
         self._columns = columns
@@ -76,8 +87,10 @@ class BatchBuilder:
         Returns:
             The batch, and the (samples,) rows of the plan whose tokens it samples, in its order.
         """
-        is_span = plan.num_new > self._row_tokens
-        order = np.lexsort((np.where(is_span, 0, table.num_computed[plan.slots]), is_span))
+        before = table.num_computed[plan.slots]
+        pairs = plan.num_new.astype(np.int64) * (before + plan.num_new)
+        is_span = (plan.num_new > self._rows.tokens) & (pairs > self._rows.pairs)
+        order = np.lexsort((np.where(is_span, 0, before), is_span))
         first_span = len(order) - np.count_nonzero(is_span)
         slots, num_new = plan.slots[order], plan.num_new[order]
         computed = table.num_computed[slots]

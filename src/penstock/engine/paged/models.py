@@ -18,7 +18,9 @@ class PagedModel:
         self._module = module
         self.config = module.config.get_text_config()
         self.device = module.device
-        self.kv_shape = self._probe()
+        probe = self._probe()
+        self.kv_shape = probe.shape()
+        self.num_heads = probe.num_heads
 
     @property
     def vocab_size(self) -> int:
@@ -47,7 +49,7 @@ class PagedModel:
         )
         return output.logits[0]
 
-    def _probe(self) -> KvShape:
+    def _probe(self) -> "_Probe":
         """Run one token to see what attention the model really does, rather than trust its config for it."""
         probe = _Probe(self.name, int(self.config.num_hidden_layers))
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -59,7 +61,7 @@ class PagedModel:
             except Exception as error:
                 reason = f"a trial run of {type(self._module).__name__} failed: {one_line(error)}"
                 raise unsupported(self.name, reason) from error
-        return probe.shape()
+        return probe
 
 
 @dataclass(slots=True)
@@ -70,6 +72,8 @@ class _Probe:
     num_layers: int
     seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     dtype: torch.dtype | None = None
+    num_heads: int = 0
+    """Of queries, in the layer with most."""
 
     def attend(
         self,
@@ -92,6 +96,7 @@ class _Probe:
             )
         self.seen[call.layer] = tuple(key.shape)
         self.dtype = key.dtype
+        self.num_heads = max(self.num_heads, query.shape[1])
         return torch.zeros_like(query.transpose(1, 2))
 
     def shape(self) -> KvShape:

@@ -12,7 +12,8 @@ from penstock.core.types import TokenLogprob
 from penstock.engine.paged.batch import BatchBuilder, StepBatch
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.paged.config import PagedConfig
-from penstock.engine.paged.decoding import row_tokens
+from penstock.engine.paged.cores import keep_to_cores
+from penstock.engine.paged.decoding import row_limits
 from penstock.engine.paged.memory import Gather, KvMemory, plan_blocks
 from penstock.engine.paged.models import PagedModel
 from penstock.engine.paged.sampling import Sampler, SamplingColumns
@@ -71,6 +72,8 @@ class PagedRunner:
             ConfigError: the model or a setting cannot work.
         """
         config = self._config
+        keep_to_cores(config.device, config.threads)
+        device = torch.device(config.device if config.device.startswith("cuda") else "cpu")
         torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(config.model)
         model_config = read_config(checkpoint)
@@ -79,7 +82,7 @@ class PagedRunner:
             raise ConfigError(
                 f"context_length: must be <= {limit}, the model's own, got {config.context_length}"
             )
-        model = load_model(checkpoint, model_config, config.dtype, torch.device(config.device))
+        model = load_model(checkpoint, model_config, config.dtype, device)
         block_bytes = model.kv_shape.block_bytes(config.block_size)
         num_blocks = plan_blocks(
             block_bytes,
@@ -96,7 +99,7 @@ class PagedRunner:
             gather=Gather(memory),
             columns=columns,
             builder=BatchBuilder(
-                config.block_size, memory.spare_block, columns, row_tokens=row_tokens(memory)
+                config.block_size, memory.spare_block, columns, rows=row_limits(memory, model.num_heads)
             ),
             tokens=DeviceTokens(model.device),
             sampler=Sampler(model.vocab_size, model.device),

@@ -8,7 +8,7 @@ from penstock.engine.sequences import SequenceTable, StepPlan
 
 pytest.importorskip("torch")
 
-from penstock.engine.paged.batch import BatchBuilder, bucket
+from penstock.engine.paged.batch import BatchBuilder, RowLimits, bucket
 from penstock.engine.paged.sampling import SamplingColumns
 
 pytestmark = pytest.mark.engine
@@ -41,15 +41,20 @@ def random_state(random: np.random.Generator) -> tuple[StepPlan, SequenceTable]:
     return StepPlan(slots, num_new, num_decode, samples), table
 
 
-@pytest.mark.parametrize("row_tokens", [1, 3])
+@pytest.mark.parametrize("limits", [RowLimits(), RowLimits(3), RowLimits(pairs=100), RowLimits(3, 100)])
 @pytest.mark.parametrize("seed", range(60))
-def test_equals_a_batch_built_token_by_token(seed, row_tokens):
+def test_equals_a_batch_built_token_by_token(seed, limits):
     plan, table = random_state(np.random.default_rng(seed))
-    builder = BatchBuilder(BLOCK_SIZE, SPARE, SamplingColumns(()), row_tokens=row_tokens)
+    builder = BatchBuilder(BLOCK_SIZE, SPARE, SamplingColumns(()), rows=limits)
     builder.build(*random_state(np.random.default_rng(seed + 1)))  # leaves its tokens in the buffers
     batch, rows = builder.build(plan, table)
 
-    short = [row for row, count in enumerate(plan.num_new) if count <= row_tokens]
+    computed = table.num_computed[plan.slots]
+    short = [
+        row
+        for row, (count, before) in enumerate(zip(plan.num_new.tolist(), computed.tolist(), strict=True))
+        if count <= limits.tokens or count * (before + count) <= limits.pairs
+    ]
     decode = sorted(short, key=lambda row: table.num_computed[plan.slots[row]])
     order = decode + [row for row in range(len(plan.slots)) if row not in short]
     tokens, ends = [], []

@@ -1,5 +1,8 @@
 """The runner under its scheduler: several in one process, requests that move, blocks that travel, sampling in place."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -8,6 +11,8 @@ from penstock.core.hashing import block_hashes
 torch = pytest.importorskip("torch")
 
 from penstock.engine.paged import step as step_module  # noqa: E402
+from penstock.engine.paged.config import PagedConfig  # noqa: E402
+from penstock.engine.paged.runner import PagedRunner  # noqa: E402
 
 pytestmark = pytest.mark.engine
 SAMPLED = {"temperature": 1.0, "seed": 11, "top_p": 0.95, "presence_penalty": 0.6, "repetition_penalty": 1.1}
@@ -115,6 +120,15 @@ def test_one_thread_a_process_unless_told_otherwise(engine):
     torch.set_num_threads(2)
     engine()
     assert torch.get_num_threads() == 1
+
+
+def test_it_computes_on_its_core(checkpoint):
+    def start():
+        info = PagedRunner(PagedConfig(model=str(checkpoint("llama")), kv_blocks=8, device="cpu:0")).start()
+        return info.num_blocks, len(os.sched_getaffinity(0))
+
+    with ThreadPoolExecutor(1) as thread:  # what it is kept to ends with it
+        assert thread.submit(start).result() == (8, 1)
 
 
 def test_a_model_is_released_on_close(engine):

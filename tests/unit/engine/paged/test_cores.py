@@ -1,0 +1,58 @@
+"""Where an engine's threads run. Each case has a thread of its own: what it is kept to ends with it."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.engine.paged.cores import keep_to_cores
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+def kept_to(device, threads):
+    def keep():
+        keep_to_cores(device, threads)
+        return sorted(os.sched_getaffinity(0))
+
+    return in_a_thread(keep)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_others_run_where_they_like(device):
+    assert kept_to(device, 1) == CORES
+
+
+def test_each_has_cores_of_its_own():
+    assert [kept_to(f"cpu:{number}", 1) for number in range(len(CORES))] == [[core] for core in CORES]
+    assert kept_to("cpu:0", len(CORES)) == CORES
+    assert sorted(os.sched_getaffinity(0)) == CORES, "only the thread that asks is kept"
+
+
+def test_cores_are_those_that_the_process_may_use():
+    def keep():
+        os.sched_setaffinity(0, CORES[-1:])
+        keep_to_cores("cpu:0", 1)
+        return sorted(os.sched_getaffinity(0))
+
+    assert in_a_thread(keep) == CORES[-1:]
+
+
+def test_too_few_cores():
+    with pytest.raises(ConfigError) as raised:
+        kept_to(f"cpu:{len(CORES)}", 2)
+    needed = 2 * len(CORES) + 2
+    assert f"needs {needed} cores with 2 a worker, got {len(CORES)}" in raised.value.message
+    assert sorted(os.sched_getaffinity(0)) == CORES
+
+
+def test_a_system_that_cannot(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(ConfigError, match=r"cpu:0: this system keeps no thread to a core; use cpu"):
+        keep_to_cores("cpu:0", 1)
