@@ -19,6 +19,8 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
             assert figures[f"{figure}_{side}"] > 0
     assert figures["chunk_aggregated"] == 256
     assert figures["itl_p99_ms_aggregated"] == figures["itl_p99_ms_aggregated_c256"]
+    assert report["samples"]["ttft_s_alone"] == []
+    assert 0 < report["limits"]["itl_p99_ms_alone"] == report["samples"]["itl_p99_ms_alone_by_turn"][0]
     for side in ("disaggregated", "aggregated_c256"):
         assert len(report["samples"][f"itl_s_{side}"]) > 100
         assert len(report["samples"][f"ttft_s_{side}"]) == figures["prompts_aggregated"]
@@ -35,6 +37,7 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
     [
         ("--prefill-share", "1", "--prefill-share: must be > 0 and < 1, got 1"),
         ("--streams", "0", "--streams: must be >= 1, got 0"),
+        ("--turns", "0", "--turns: must be >= 1, got 0"),
         ("--seconds", "nan", "--seconds: must be >= 1, got nan"),
     ],
 )

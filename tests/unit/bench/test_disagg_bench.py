@@ -5,8 +5,9 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
+from penstock.bench.disagg import figures
 from penstock.bench.disagg.choice import Point, best_chunk
-from penstock.bench.disagg.measured import measure, token_times
+from penstock.bench.disagg.measured import Measured, measure, measure_quiet, token_times
 from penstock.bench.disagg.plot import draw
 from penstock.bench.disagg.traffic import Asked, Traffic
 from penstock.bench.disagg.workload import Workload
@@ -95,9 +96,51 @@ class TestMeasured:
         assert measured.waiting == 1
         assert sorted(measured.ttft_s) == [1.0, 2.0]
 
+    def test_quiet_prompts_tell_what_a_prompt_and_a_hand_over_take(self):
+        traffic = Traffic(quiet=[Asked("a", due_s=1.0, ttft_s=0.5), Asked("lost", due_s=3.0, ttft_s=0.5)])
+        logs = {
+            "prefill-1": [step(1.5, a=1)],
+            "decode-1": [step(1.75, a=1), step(1.875, a=1), step(2.0, a=1)],
+        }
+        assert measure_quiet(traffic, logs) == ([0.5], [0.125])
+
     def test_tokens_of_one_step_have_no_time_between_them(self):
         times = token_times([step(1.0, a=3), step(2.0, a=1)])
         assert np.diff(times["a"]).tolist() == [0.0, 0.0, 1.0]
+
+
+class TestFigures:
+    def side(self, itl_ms, tokens_per_s=100.0):
+        """One turn for each of these."""
+        ones = np.ones(4)
+        return [
+            Measured(
+                itl_s=np.full(10, itl / 1e3), ttft_s=ones * itl, prompt_itl_s=ones, hand_over_s=ones * itl,
+                output_tokens_per_s=tokens_per_s + itl, waiting=1,
+            )
+            for itl in itl_ms
+        ]  # fmt: skip
+
+    def test_the_middle_turn_of_each_figure_counts(self):
+        found = figures.compared(self.side([10, 50, 12]), self.side([90, 36, 30], 44.0))
+        assert found["itl_p99_ms_disaggregated"] == pytest.approx(12)
+        assert found["itl_p99_ms_aggregated"] == pytest.approx(36)
+        assert found["itl_p99_ratio"] == pytest.approx(3)
+        assert found["output_tokens_ratio"] == pytest.approx(112 / 80)
+        assert (found["prompts_aggregated"], found["prompts_waiting_at_end_aggregated"]) == (12, 3)
+        point = figures.point_of(128, self.side([90, 36, 30]))
+        assert (point.itl_p99_ms, point.ttft_p99_ms) == pytest.approx((36, 36_000))
+
+    def test_samples_are_of_all_turns(self):
+        found = figures.samples_of({"aggregated_c64": self.side([10, 20])})
+        assert found["itl_s_aggregated_c64"] == [0.01] * 10 + [0.02] * 10
+        assert found["itl_p99_ms_aggregated_c64_by_turn"] == pytest.approx([10, 20])
+
+    def test_a_hand_over_without_streams_is_held_against_a_copy(self):
+        found = figures.hand_over([0.004, 0.002, 0.003], self.side([5, 7, 6]), 1 << 20, 1 << 30)
+        assert found["hand_over_ms"] == 3
+        assert found["hand_over_ms_p50_loaded"] == 6000
+        assert found["hand_over_over_memcpy"] == pytest.approx(3 / (1e3 / 1024))
 
 
 def test_the_plot_is_xml_with_a_dot_for_each_chunk_and_the_best_one_full():

@@ -16,17 +16,25 @@ from penstock.bench.disagg.workload import ARRIVALS, Workload
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 
-_SECONDS, _QUICK_SECONDS = 40.0, 4.0
+_SECONDS, _QUICK_SECONDS = 30.0, 4.0
+_TURNS, _QUICK_TURNS = 3, 1
 _STREAMS, _QUICK_STREAMS = 12, 4
 _QUIET_PROMPTS, _QUICK_QUIET_PROMPTS = 6, 1
 _QUICK_CHUNKS = (256,)
 _PREFILL_SHARE = 0.55
+_APART, _ALONE = 0, -1  # in the place of a chunk size; alone are the streams, without prompts
 _RATIO_WANTED = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seconds", type=float, metavar="S", help=f"to measure each side for (default {_SECONDS:g})")
+    add(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help=f"to measure each side for in a turn (default {_SECONDS:g})",
+    )
+    add("--turns", type=int, metavar="N", help=f"of all sides, each with other prompts (default {_TURNS})")
     add("--streams", type=int, metavar="N", help=f"that decode all the time (default {_STREAMS})")
     add(
         "--prefill-share",
@@ -41,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Measure the disaggregated side, which sets the load, then the aggregated one with every chunk size.
+    """Measure the disaggregated side, which sets the load, and the aggregated one with every chunk size, in turns.
 
     Raises:
         ConfigError: the engine's packages are not installed, or an option makes no sense.
@@ -50,27 +58,30 @@ def run(options: argparse.Namespace) -> Report:
     chunks = _QUICK_CHUNKS if quick else CHUNKS
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
-        apart = stage.play_apart(
+        stage.set_load(
             disaggregated_flags(),
             prefill_share=options.prefill_share,
             quiet_prompts=_QUICK_QUIET_PROMPTS if quick else _QUIET_PROMPTS,
         )
-        together = {chunk: stage.play(f"c{chunk}", aggregated_flags(chunk)) for chunk in chunks}
+        sides = {side: disaggregated_flags() for side in (_APART, _ALONE)}
+        sides |= {chunk: aggregated_flags(chunk) for chunk in chunks}
+        measured = stage.play(sides, _turns(options), without_prompts=_ALONE)
+    apart, together = measured[_APART], {chunk: measured[chunk] for chunk in chunks}
     moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
     memcpy = memcpy_bytes_per_s(moved_bytes)
-    level = figures.point_of(0, apart)
+    level, alone = figures.point_of(_APART, apart), figures.point_of(_ALONE, measured[_ALONE])
     points = [figures.point_of(chunk, measured) for chunk, measured in together.items()]
     best = best_chunk(points, level.ttft_p99_ms)
-    print_table(level, points, best)
+    print_table(alone, level, points, best)
     if options.plot is not None:
         _write_plot(options.plot, plot.draw(level, points, best))
     found = (
         figures.compared(apart, together[best.chunk])
         | {"chunk_aggregated": best.chunk}
         | figures.curve(points)
-        | figures.hand_over(apart, moved_bytes, memcpy)
+        | figures.hand_over(stage.quiet_hand_over_s, apart, moved_bytes, memcpy)
         | {
-            "prefill_ms": figures.median(apart.quiet_ttft_s.tolist()) * 1e3,
+            "prefill_ms": figures.median(stage.quiet_ttft_s) * 1e3,
             "prompts_per_s": stage.rate_per_s,
             "role_change_s": figures.median(stage.role_changes_s),
         }
@@ -80,9 +91,14 @@ def run(options: argparse.Namespace) -> Report:
         config=_config(options, workload, chunks),
         figures=found,
         samples=figures.samples_of(
-            {"disaggregated": apart} | {f"aggregated_c{chunk}": side for chunk, side in together.items()}
+            {"disaggregated": apart, "alone": measured[_ALONE]}
+            | {f"aggregated_c{chunk}": side for chunk, side in together.items()}
         ),
-        limits={"memcpy_gb_per_s": memcpy / 1e9},
+        limits={
+            "memcpy_gb_per_s": memcpy / 1e9,
+            "itl_p99_ms_alone": alone.itl_p99_ms,
+            "itl_p99_ratio_alone": best.itl_p99_ms / alone.itl_p99_ms,
+        },
         problems=stage.problems + ([] if quick else _problems(found)),
     )
 
@@ -93,7 +109,11 @@ def _workload(options: argparse.Namespace) -> Workload:
         raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock[engine]`")
     if not 0 < options.prefill_share < 1:
         raise ConfigError(f"--prefill-share: must be > 0 and < 1, got {options.prefill_share:g}")
-    for flag, value in (("--seconds", options.seconds), ("--streams", options.streams)):
+    for flag, value in (
+        ("--seconds", options.seconds),
+        ("--turns", options.turns),
+        ("--streams", options.streams),
+    ):
         if value is not None and not value >= 1:
             raise ConfigError(f"{flag}: must be >= 1, got {value:g}")
     return Workload(
@@ -104,6 +124,10 @@ def _workload(options: argparse.Namespace) -> Workload:
     )
 
 
+def _turns(options: argparse.Namespace) -> int:
+    return int(options.turns or (_QUICK_TURNS if options.quick else _TURNS))
+
+
 def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, ...]) -> dict[str, object]:
     return {
         "model": SIZES | {"architecture": "llama", "dtype": "float32"},
@@ -112,6 +136,7 @@ def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, 
         "prompt_tokens": [workload.prompt_tokens_min, workload.prompt_tokens_max],
         "prompt_output_tokens": workload.prompt_output_tokens,
         "seconds": workload.seconds,
+        "turns": _turns(options),
         "prefill_share": options.prefill_share,
         "arrivals": workload.arrivals,
         "disaggregated": disaggregated_flags(),

@@ -1,7 +1,10 @@
-"""The figures of a report: both sides, the curve of the aggregated one, and what a hand-over costs."""
+"""The figures of a report: both sides, the curve of the aggregated one, and what a hand-over costs.
+
+A side has a `Measured` for each turn; of each figure the middle turn's counts.
+"""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,20 +14,25 @@ from penstock.bench.disagg.measured import Measured, Times
 _SAMPLES_MAX = 4000
 
 
-def point_of(chunk: int, measured: Measured) -> Point:
+Turns = Sequence[Measured]
+
+
+def point_of(chunk: int, turns: Turns) -> Point:
     return Point(
         chunk=chunk,
-        itl_p99_ms=_ms(measured.itl_s, 99),
-        ttft_p99_ms=_ms(measured.ttft_s, 99),
-        output_tokens_per_s=measured.output_tokens_per_s,
+        itl_p99_ms=_middle(turns, lambda turn: _ms(turn.itl_s, 99)),
+        ttft_p99_ms=_middle(turns, lambda turn: _ms(turn.ttft_s, 99)),
+        output_tokens_per_s=_middle(turns, lambda turn: turn.output_tokens_per_s),
     )
 
 
-def compared(apart: Measured, together: Measured) -> dict[str, float]:
+def compared(apart: Turns, together: Turns) -> dict[str, float]:
     """Give both sides' figures and their ratios; `together` is the aggregated workers' best."""
     figures = _of_side("aggregated", together) | _of_side("disaggregated", apart)
     figures["itl_p99_ratio"] = figures["itl_p99_ms_aggregated"] / figures["itl_p99_ms_disaggregated"]
-    figures["output_tokens_ratio"] = apart.output_tokens_per_s / together.output_tokens_per_s
+    figures["output_tokens_ratio"] = (
+        figures["output_tokens_per_s_disaggregated"] / figures["output_tokens_per_s_aggregated"]
+    )
     return figures
 
 
@@ -36,25 +44,32 @@ def curve(points: Sequence[Point]) -> dict[str, float]:
     }
 
 
-def hand_over(apart: Measured, moved_bytes: int, memcpy_bytes_per_s: float) -> dict[str, float]:
-    """Give how much later second tokens come than further ones do, and what copying the KV by one thread takes."""
-    quiet_ms, memcpy_ms = _ms(apart.quiet_hand_over_s, 50), moved_bytes / memcpy_bytes_per_s * 1e3
+def hand_over(
+    quiet_s: Sequence[float], apart: Turns, moved_bytes: int, memcpy_bytes_per_s: float
+) -> dict[str, float]:
+    """Give how much later second tokens come than further ones do, and what copying the KV by one thread takes.
+
+    `quiet_s` is of prompts beside which there was nothing.
+    """
+    quiet_ms, memcpy_ms = median(quiet_s) * 1e3, moved_bytes / memcpy_bytes_per_s * 1e3
     return {
         "hand_over_ms": quiet_ms,
-        "hand_over_ms_p50_loaded": _ms(apart.hand_over_s, 50),
-        "hand_over_ms_p99_loaded": _ms(apart.hand_over_s, 99),
+        "hand_over_ms_p50_loaded": _middle(apart, lambda turn: _ms(turn.hand_over_s, 50)),
+        "hand_over_ms_p99_loaded": _middle(apart, lambda turn: _ms(turn.hand_over_s, 99)),
         "hand_over_bytes": moved_bytes,
         "hand_over_memcpy_ms": memcpy_ms,
         "hand_over_over_memcpy": quiet_ms / memcpy_ms,
     }
 
 
-def samples_of(sides: Mapping[str, Measured]) -> dict[str, list[float]]:
-    """Give the latencies of each side; of many, every so-manieth in the order of their size."""
+def samples_of(sides: Mapping[str, Turns]) -> dict[str, list[float]]:
+    """Give the latencies of each side, all turns together; of many, every so-manieth in the order of their size."""
     return {
-        f"{name}_{side}": _thinned(values)
-        for side, measured in sides.items()
-        for name, values in (("itl_s", measured.itl_s), ("ttft_s", measured.ttft_s))
+        f"{name}_{side}": _thinned(np.concatenate([getattr(turn, name) for turn in turns]))
+        for side, turns in sides.items()
+        for name in ("itl_s", "ttft_s")
+    } | {
+        f"itl_p99_ms_{side}_by_turn": [_ms(turn.itl_s, 99) for turn in turns] for side, turns in sides.items()
     }
 
 
@@ -62,19 +77,27 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def _of_side(name: str, side: Measured) -> dict[str, float]:
+def _of_side(name: str, turns: Turns) -> dict[str, float]:
+    def middle(times: Callable[[Measured], Times], percentile: float) -> float:
+        return _middle(turns, lambda turn: _ms(times(turn), percentile))
+
+    itl, ttft = (lambda turn: turn.itl_s), (lambda turn: turn.ttft_s)
     return {
-        f"itl_p99_ms_{name}": _ms(side.itl_s, 99),
-        f"output_tokens_per_s_{name}": side.output_tokens_per_s,
-        f"ttft_p99_ms_{name}": _ms(side.ttft_s, 99),
-        f"itl_p50_ms_{name}": _ms(side.itl_s, 50),
-        f"itl_p999_ms_{name}": _ms(side.itl_s, 99.9),
-        f"itl_max_ms_{name}": _ms(side.itl_s, 100),
-        f"ttft_p50_ms_{name}": _ms(side.ttft_s, 50),
-        f"prompts_itl_p99_ms_{name}": _ms(side.prompt_itl_s, 99),
-        f"prompts_{name}": len(side.ttft_s),
-        f"prompts_waiting_at_end_{name}": side.waiting,
+        f"itl_p99_ms_{name}": middle(itl, 99),
+        f"output_tokens_per_s_{name}": _middle(turns, lambda turn: turn.output_tokens_per_s),
+        f"ttft_p99_ms_{name}": middle(ttft, 99),
+        f"itl_p50_ms_{name}": middle(itl, 50),
+        f"itl_p999_ms_{name}": middle(itl, 99.9),
+        f"itl_max_ms_{name}": middle(itl, 100),
+        f"ttft_p50_ms_{name}": middle(ttft, 50),
+        f"prompts_itl_p99_ms_{name}": middle(lambda turn: turn.prompt_itl_s, 99),
+        f"prompts_{name}": sum(len(turn.ttft_s) for turn in turns),
+        f"prompts_waiting_at_end_{name}": sum(turn.waiting for turn in turns),
     }
+
+
+def _middle(turns: Turns, figure: Callable[[Measured], float]) -> float:
+    return statistics.median(figure(turn) for turn in turns)
 
 
 def _thinned(values: Times) -> list[float]:

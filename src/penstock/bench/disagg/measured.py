@@ -24,8 +24,6 @@ class Measured:
     ttft_s: Times
     prompt_itl_s: Times
     hand_over_s: Times
-    quiet_ttft_s: Times
-    quiet_hand_over_s: Times
     output_tokens_per_s: float
     waiting: int
 
@@ -34,8 +32,8 @@ def measure(traffic: Traffic, logs: Mapping[str, Sequence[LoggedStep]]) -> Measu
     """Put together what the workers of one deployment wrote about its traffic."""
     times = token_times(step for log in logs.values() for step in log)
     begin_s, end_s = traffic.begin_s, traffic.end_s
-    prompts, quiet = (_present(asked, times) for asked in (traffic.prompts, traffic.quiet))
-    long_ids = {asked.request_id for asked in (*prompts, *quiet)}
+    prompts = _present(traffic.prompts, times)
+    long_ids = {asked.request_id for asked in prompts}
     streams = [of_stream for request_id, of_stream in times.items() if request_id not in long_ids]
     within = sum(int(((at_s >= begin_s) & (at_s < end_s)).sum()) for at_s in times.values())
     firsts = np.array([times[asked.request_id][0] for asked in prompts])
@@ -44,11 +42,19 @@ def measure(traffic: Traffic, logs: Mapping[str, Sequence[LoggedStep]]) -> Measu
         ttft_s=firsts - np.array([asked.due_s for asked in prompts]),
         prompt_itl_s=_gaps((times[asked.request_id] for asked in prompts), begin_s, end_s),
         hand_over_s=_second_token_s(prompts, times),
-        quiet_ttft_s=np.array([times[asked.request_id][0] - asked.due_s for asked in quiet]),
-        quiet_hand_over_s=_second_token_s(quiet, times),
         output_tokens_per_s=within / (end_s - begin_s),
         waiting=int((firsts >= end_s).sum()),
     )
+
+
+def measure_quiet(
+    traffic: Traffic, logs: Mapping[str, Sequence[LoggedStep]]
+) -> tuple[list[float], list[float]]:
+    """Give what first tokens of prompts took that came one after the other, and how much longer second ones than later ones."""
+    times = token_times(step for log in logs.values() for step in log)
+    quiet = _present(traffic.quiet, times)
+    ttft_s = [float(times[asked.request_id][0]) - asked.due_s for asked in quiet]
+    return ttft_s, _second_token_s(quiet, times).tolist()
 
 
 def token_times(steps: Iterable[LoggedStep]) -> dict[str, Times]:

@@ -28,6 +28,7 @@ def disaggregated_flags() -> list[str]:
 
 @contextmanager
 def deployed(model_dir: Path, flags: Sequence[str], steps: Path) -> Iterator[Served]:
-    """Serve the model; workers write their steps into a directory, complete once the context has ended."""
-    with served(str(model_dir), *flags, "--set", f"worker.step_log={steps}") as deployment:
+    """Serve the model; workers have a core each and write their steps into a directory, complete once the context has ended."""
+    both = ("--set", "worker.own_cores=true", "--set", f"worker.step_log={steps}")
+    with served(str(model_dir), *flags, *both) as deployment:
         yield deployment

@@ -1,16 +1,17 @@
-"""Where sides are measured one after the other, all under the load that the first one sets."""
+"""Where sides are measured one after the other, over and over, all under the load that the first one sets."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
 
-from penstock.bench.disagg.measured import Measured, measure
+from penstock.bench.disagg.measured import Measured, measure, measure_quiet
 from penstock.bench.disagg.model import SIZES
 from penstock.bench.disagg.sides import deployed
 from penstock.bench.disagg.traffic import Traffic, Users
-from penstock.bench.disagg.workload import Workload
+from penstock.bench.disagg.workload import Arrival, Workload
 from penstock.bench.served import Served
 from penstock.core.types import Role
 from penstock.deploy.role_command import change_role
@@ -27,38 +28,67 @@ class Stage:
     model_dir: Path
     workload: Workload
     rate_per_s: float = 0.0
+    quiet_ttft_s: list[float] = field(default_factory=list)
+    quiet_hand_over_s: list[float] = field(default_factory=list)
     role_changes_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def play_apart(self, flags: Sequence[str], *, prefill_share: float, quiet_prompts: int) -> Measured:
-        """Measure a side with one prefill worker, set the load by it, and change roles when all is over.
+    def set_load(self, flags: Sequence[str], *, prefill_share: float, quiet_prompts: int) -> None:
+        """Find out what a prompt takes while there is nothing else, and change roles.
 
         Args:
-            flags: of `penstock serve`.
-            prefill_share: of its time that it is to compute prompts, by what one takes while there is nothing else.
-            quiet_prompts: how many find that out.
+            flags: of `penstock serve`, with one prefill worker.
+            prefill_share: of its time that it is to compute prompts.
+            quiet_prompts: how many are asked.
         """
-        steps = self.directory / "apart"
+        steps = self.directory / "quiet"
         with deployed(self.model_dir, flags, steps) as deployment:
-            traffic: Traffic = uvloop.run(self._ask(deployment, prefill_share, quiet_prompts))
+            traffic: Traffic = uvloop.run(self._ask_quietly(deployment, prefill_share, quiet_prompts))
             for role in (Role.DECODE, Role.PREFILL) * _ROLE_CHANGES:
                 self.role_changes_s.append(change_role(deployment.url, "prefill-1", role).took_s)
-        return measure(traffic, read_steps(steps))
+        self.quiet_ttft_s, self.quiet_hand_over_s = measure_quiet(traffic, read_steps(steps))
 
-    def play(self, name: str, flags: Sequence[str]) -> Measured:
-        """Measure another side under the same load."""
-        steps = self.directory / name
+    def play(
+        self, sides: Mapping[int, Sequence[str]], turns: int, *, without_prompts: int
+    ) -> dict[int, list[Measured]]:
+        """Measure each side's flags once a turn, every other turn in the opposite order; each turn has prompts of its own.
+
+        Args:
+            sides: flags of `penstock serve`, by what names the side.
+            turns: how many.
+            without_prompts: the side that has streams only.
+        """
+        measured: dict[int, list[Measured]] = {side: [] for side in sides}
+        for turn in range(turns):
+            workload = dataclasses.replace(self.workload, seed=self.workload.seed + turn)
+            prompts = workload.long_prompts(self.rate_per_s)
+            for side, flags in list(sides.items())[:: -1 if turn % 2 else 1]:
+                arrivals = [] if side == without_prompts else prompts
+                steps = self.directory / f"{turn}-{side}"
+                measured[side].append(self._play(workload, flags, steps, arrivals))
+        return measured
+
+    def _play(
+        self, workload: Workload, flags: Sequence[str], steps: Path, arrivals: Sequence[Arrival]
+    ) -> Measured:
         with deployed(self.model_dir, flags, steps) as deployment:
-            traffic: Traffic = uvloop.run(self._ask(deployment))
+            traffic: Traffic = uvloop.run(self._ask(deployment, workload, arrivals))
         return measure(traffic, read_steps(steps))
 
-    async def _ask(self, deployment: Served, prefill_share: float = 0.0, quiet_prompts: int = 0) -> Traffic:
+    async def _ask_quietly(self, deployment: Served, prefill_share: float, count: int) -> Traffic:
         users = Users(deployment, self.workload, SIZES["vocab_size"])
         try:
-            if quiet_prompts:
-                await users.ask_quietly(quiet_prompts)
-                self.rate_per_s = prefill_share / users.quiet_ttft_s()
-            await users.play(self.workload.long_prompts(self.rate_per_s))
+            await users.ask_quietly(count)
+            self.rate_per_s = prefill_share / users.quiet_ttft_s()
+        finally:
+            users.close()
+        self.problems += users.traffic.problems
+        return users.traffic
+
+    async def _ask(self, deployment: Served, workload: Workload, arrivals: Sequence[Arrival]) -> Traffic:
+        users = Users(deployment, workload, SIZES["vocab_size"])
+        try:
+            await users.play(arrivals)
         finally:
             users.close()
         self.problems += users.traffic.problems
