@@ -135,3 +135,30 @@ def test_workers_that_do_both_take_prompts_over(deploy):
 
     each = {"replicas": 1, "engine": "mock"}
     deploy(scenario, roles={"prefill": each, "aggregated": each}, router=ALWAYS)
+
+
+def test_a_prompt_whose_client_leaves_is_computed_no_further(deploy):
+    async def scenario(site):
+        names = ("prefill-1", "decode-1")
+        long = PROMPT * 20
+
+        async def begun():
+            return (await site.load("prefill-1"))["prefilled_tokens"] > 0
+
+        async def free():
+            loads = [await site.load(name) for name in names]
+            held = ("running_requests", "waiting_requests", "active_blocks")
+            return not any(load[name] for load in loads for name in held)
+
+        asking = asyncio.ensure_future(site.tell(long, max_tokens=TOKENS))
+        await site.until(begun)
+        asking.cancel()
+        await site.until(free, timeout_s=5)
+        computed = (await site.load("prefill-1"))["prefilled_tokens"]
+        assert [(await site.load(name))["generated_tokens"] for name in names] == [0, 0]
+        _, usage = await site.tell(long, max_tokens=2)
+        assert computed < usage.prompt_tokens, "nobody waited for the rest"
+
+    chunked = {"engine": "paged", "max_batch_tokens": 32}
+    hand_over = {"hand_over": {"pin_ttl_s": 600}}
+    deploy(scenario, roles=roles(**chunked), router=ALWAYS, worker=hand_over, timeout_s=120)

@@ -79,6 +79,15 @@ class WorkerPoolMachine(RuleBasedStateMachine):
             assert len(self.pool) == self.pool.num_ready == 0
             self.pool = self.card = None
 
+    @precondition(lambda self: self.members)
+    @rule()
+    def elect(self):
+        self.note(self.pool.elect())
+        staying = [m for m in self.members if m.listed and m.instance.state is InstanceState.READY]
+        votes = [m.identity for m in staying or self.members]
+        assert votes.count(identity(self.pool.card)) == max(map(votes.count, votes))
+        self.card = self.pool.card
+
     def put(self, member):
         changed = self.pool.put(member)
         assert member in changed

@@ -161,6 +161,7 @@ class HandOverTrial:
                     group.create_task(self.client(number, rng.choice(dispatchers), rng.uniform(0, LAST_S)))
                 for _ in range(FAULTS):
                     group.create_task(self.fault(rng.uniform(0, LAST_S)))
+                    group.create_task(self.cut_between_workers(rng.uniform(0, LAST_S)))
                 for dispatcher in dispatchers:
                     group.create_task(self.change(dispatcher, rng.uniform(0, LAST_S)))
             await asyncio.sleep(QUIET_S)
@@ -243,6 +244,16 @@ class HandOverTrial:
         await self.start(name)
         self.hurt.discard(name)
 
+    async def cut_between_workers(self, at_s):
+        """Break the link over which one worker reads another one's KV; both live."""
+        rng = random.Random(self.rng.getrandbits(32))
+        await asyncio.sleep(at_s)
+        agents = [self.cluster.worker(name).hand_over._agent for name in self.cluster.names]
+        links = [peer.link for agent in agents for peer in agent.peers.values()]
+        if links:
+            rng.choice(links).close("it was cut")
+            self.outcomes["cut between workers"] += 1
+
     async def change(self, dispatcher, at_s):
         """Have somebody become one of another role, if that can be."""
         rng = random.Random(self.rng.getrandbits(32))
@@ -301,7 +312,17 @@ def test_answers_are_exact_and_nothing_is_left(answers):
             raise
     assert outcomes["length"] > CLIENTS * len(SEEDS) / 2
     assert outcomes["unavailable"] + outcomes["overloaded"] < CLIENTS * len(SEEDS) / 20
-    for kind in ("left", "deadline_exceeded", "pin_expired", "fetched", "prefetched", "changed", "cut"):
+    kinds = (
+        "left",
+        "deadline_exceeded",
+        "pin_expired",
+        "peer_lost",
+        "fetched",
+        "prefetched",
+        "changed",
+        "cut",
+    )
+    for kind in (*kinds, "cut between workers"):
         assert outcomes[kind] > 10, f"{kind}: {outcomes}"
 
 

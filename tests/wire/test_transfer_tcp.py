@@ -49,6 +49,7 @@ class Rogue:
 
     name = "tcp"
     checksums = False
+    setup_s = 0.0
 
     def __init__(self, contact=None):
         self.link = None

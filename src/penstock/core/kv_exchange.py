@@ -11,9 +11,11 @@ class KvExchange(Wire, frozen=True):
         listens: the kinds of address that others can reach it at: `memory`, `unix`, `tcp`.
         host: names the machine as far as memory and local sockets reach.
         streams: whether its KV can be read while the prompt is still being computed.
+        setups_s: what each of `transports` takes to reach another worker for the first time, in seconds.
     """
 
     transports: tuple[str, ...]
     listens: tuple[str, ...]
     host: bytes
     streams: bool = False
+    setups_s: tuple[float, ...] = ()

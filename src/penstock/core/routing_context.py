@@ -37,15 +37,17 @@ class PriceColumns:
         worth: NDArray[np.bool_] = self.onboard_token_s <= self.prefill_token_s
         return worth
 
-    def with_onboard(self, onboard_token_s: NDArray[np.float64]) -> "PriceColumns":
-        """Make the same with other times out of tiers."""
+    def with_move(
+        self, onboard_token_s: NDArray[np.float64], round_trip_s: NDArray[np.float64]
+    ) -> "PriceColumns":
+        """Make the same with other times out of tiers and to the workers."""
         columns = list(_columns(self))
-        columns[_ONBOARD] = onboard_token_s
+        columns[_ONBOARD], columns[_ROUND_TRIP] = onboard_token_s, round_trip_s
         return PriceColumns(*columns)
 
 
 _COLUMNS = [field.name for field in fields(PriceColumns)]
-_ONBOARD = _COLUMNS.index("onboard_token_s")
+_ONBOARD, _ROUND_TRIP = _COLUMNS.index("onboard_token_s"), _COLUMNS.index("round_trip_s")
 _columns = attrgetter(*_COLUMNS)
 
 

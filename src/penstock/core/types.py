@@ -62,7 +62,8 @@ class KvHandle(Wire, frozen=True):
     `block_ids` are packed little-endian uint32, the blocks of the first `num_tokens` tokens, the last one full or not. They lie as `layout` says, an
     encoded `KvLayout` that only the two workers read, in `regions` of the producer's transfer agent: of each rank of the
     layout, those it has. `agent` is that one's metadata. No layout is an engine's that keeps no memory for KV. The handle of
-    a prompt that is still being computed names no block, and as many tokens as there will be.
+    a prompt that is still being computed names no block, and as many tokens as there will be. The blocks' hashes and the first token are in the
+    `Request` that carries it.
     """
 
     producer: WorkerId

@@ -134,8 +134,10 @@ def _where(prefill: Prefill, unit: str) -> str:
     if prefill.prefill is None or prefill.decode is None or prefill.local is None:
         why = "not compared by cost" if prefill.remote else "too little of it is to be computed"
         return f"{where}: {why}"
-    apart = f"{prefill.prefill:.1f} + {prefill.decode:.1f} {unit} apart"
-    is_dearer = prefill.remote and prefill.prefill + prefill.decode >= prefill.local
+    link = prefill.link_setup or 0.0
+    new_link = f" and {link:.1f} {unit} for a new link" if link else ""
+    apart = f"{prefill.prefill:.1f} + {prefill.decode:.1f} {unit} apart{new_link}"
+    is_dearer = prefill.remote and prefill.prefill + prefill.decode + link >= prefill.local
     too_long = ", past router.disagg.local_tokens_max" if is_dearer else ""
     return f"{where}: {apart}, {prefill.local:.1f} {unit} on one worker{too_long}"
 

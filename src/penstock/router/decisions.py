@@ -22,7 +22,8 @@ _OBJECT_BYTES = 1024  # of one decision beside its arrays' content
 class Decision:
     """What one choice went by; nothing here changes after it. Columns are by slot.
 
-    `conditions` are indices of `CONDITIONS`, `seats` the workers in the slots, `excluded` those that must not get it.
+    `conditions` are indices of `CONDITIONS`, `seats` the workers in the slots, `excluded` those that must not get it. Only
+    `takers` could go on with what a prefill worker has computed, where that is not None.
     """
 
     request_id: str
@@ -42,12 +43,14 @@ class Decision:
     conditions: NDArray[np.uint8]
     seats: tuple[Member | None, ...]
     excluded: Collection[WorkerId]
+    takers: NDArray[np.bool_] | None
     comparison: Comparison | None
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         arrays = self.overlap_blocks.nbytes + self.tier_blocks.nbytes + self.terms.nbytes
-        self.num_bytes = _OBJECT_BYTES + arrays + self.eligible.nbytes + self.conditions.nbytes
+        takers = 0 if self.takers is None else self.takers.nbytes
+        self.num_bytes = _OBJECT_BYTES + arrays + self.eligible.nbytes + self.conditions.nbytes + takers
 
     def explain(self, now_s: float, candidates_max: int) -> Explanation:
         """Put it in words, with so many of the candidates, and of those left out."""
@@ -88,6 +91,7 @@ class Decision:
             local=scaled(compared.local),
             prefill=scaled(compared.prefill),
             decode=scaled(compared.decode),
+            link_setup=None if compared.remote is None else compared.link_setup * scale,
         )
 
     def _shown(
@@ -126,11 +130,11 @@ class Decision:
                 continue  # nothing was known of it yet
             why = condition.value
             if condition in {Condition.READY, Condition.PREFILL_ONLY}:
-                why = self._why_not(member)
+                why = self._why_not(slot, member)
             left_out.append(LeftOut(worker=member.instance.name, why=why))
         return left_out
 
-    def _why_not(self, member: Member) -> str:
+    def _why_not(self, slot: int, member: Member) -> str:
         """Say why a worker that was ready could not get the request."""
         chosen = self.seats[self.slot]
         assert chosen is not None, "it was eligible"
@@ -138,7 +142,9 @@ class Decision:
             return "other_role"
         if self.adapter is not None and self.adapter not in member.instance.adapters:
             return "without_adapter"
-        return "excluded" if member.worker_id in self.excluded else "busy"
+        if member.worker_id in self.excluded:
+            return "excluded"
+        return "busy" if self.takers is None or self.takers[slot] else "unfit"
 
     def _name(self, slot: int) -> str:
         member = self.seats[slot]

@@ -1,17 +1,18 @@
 """Whether a prompt is computed where its answer is, or by a prefill worker that hands it over; two sums of seconds decide.
 
 Beside the prices of both workers there is what the move takes: each block that the decode worker lacks, over the way
-between the two.
+between the two, and what is charged for setting that up (`cold_links`).
 Policies that predict no times go by the number of tokens to compute.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.types import Tier
 from penstock.router.chooser import Choice, Chooser
+from penstock.router.cold_links import Foregone
 from penstock.router.config import DisaggConfig
 from penstock.router.policies import recomputed_blocks
 from penstock.seams import RoutingContext
@@ -24,18 +25,47 @@ _MOVED = list(Tier).index(Tier.OBJECT)
 class Comparison:
     """Both sums, in seconds (or in the policy's own numbers, None where these cannot be compared).
 
-    `local` is all of it on the decode worker; `prefill` and `decode` are its parts elsewhere, the move in the latter.
+    `local` is all of it on the decode worker; the others are its parts elsewhere: `prefill`, `decode` with the bytes' move,
+    and `link_setup` for a link over which none has moved yet.
     """
 
     local: float | None
     prefill: float | None
     decode: float | None
     is_remote: bool
+    link_setup: float = 0.0
 
     @property
     def remote(self) -> float | None:
         """The whole of it elsewhere."""
-        return None if self.prefill is None or self.decode is None else self.prefill + self.decode
+        if self.prefill is None or self.decode is None:
+            return None
+        return self.prefill + self.decode + self.link_setup
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What it takes to move `blocks` of a prompt from a worker, in slot `source`, to those of `takers` (num_slots,).
+
+    Each takes `block_s` (num_slots,) seconds, and `link_s` (num_slots,) is charged once who lacks any, for a link's first use; None
+    where nothing is.
+    """
+
+    source: int | None
+    blocks: int
+    block_s: NDArray[np.float64]
+    takers: NDArray[np.bool_]
+    link_s: NDArray[np.float64] | None
+
+    def charge_s(self, context: RoutingContext, slot: int) -> float:
+        """Give what a taker is charged for the link."""
+        if self.link_s is None or not self.takers[slot] or context.overlap_blocks[slot] >= self.blocks:
+            return 0.0
+        return float(self.link_s[slot])
+
+    def foregone(self, slot: int, seconds: float) -> Foregone | None:
+        """Say that it costs so much not to move them to this slot, if it does."""
+        return None if self.source is None or seconds <= 0 else Foregone(self.source, slot, seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +73,24 @@ class Apart:
     """What it takes to answer a request by two workers, beside its context as a whole.
 
     `prefillers` (num_slots,) may compute its prompt, and whose turn that is `prompt_turn` says; `blocks` of it move to who
-    answers, which takes `block_s` (num_slots,) seconds for each from the one of them that costs least, beyond what passes
-    while the prompt is computed: to those whose kind, of `kinds` (num_slots,), fits the prefill worker's by `fits`
-    (producers' kinds, takers' kinds).
+    answers, which takes `block_s` (num_slots,) seconds for each from the one of them that costs least, and `link_s`
+    (num_slots,) for the first use of a link where any is charged, both beyond what passes while the prompt is computed:
+    to those whose kind, of `kinds` (num_slots,), fits the prefill worker's by `fits` (producers' kinds, takers' kinds).
     """
 
     prefillers: NDArray[np.bool_]
     prompt_turn: int
     blocks: int
     block_s: NDArray[np.float64]
+    link_s: NDArray[np.float64] | None
     kinds: NDArray[np.intp]
     fits: NDArray[np.bool_]
     config: DisaggConfig
 
-    def takers(self, prefiller: int) -> NDArray[np.bool_]:
-        """Mask (num_slots,) those who can take over what the worker in this slot has computed."""
+    def move(self, prefiller: int) -> Move:
+        """Say what moving it takes once the worker in this slot has computed it."""
         takers: NDArray[np.bool_] = self.fits[self.kinds[prefiller]][self.kinds]
-        return takers
+        return Move(prefiller, self.blocks, self.block_s, takers, self.link_s)
 
     def prompt(self, context: RoutingContext) -> RoutingContext:
         """Show its prompt alone, to price it on prefill workers."""
@@ -68,7 +99,10 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """Both ways to answer a request: `whole` is by one worker, `prompt` the first part of the other way."""
+    """Both ways to answer a request: `whole` is by one worker, `prompt` the first part of the other way.
+
+    `foregone` where it would have been the other way, if nothing were charged for a link.
+    """
 
     apart: Apart
     whole_context: RoutingContext
@@ -76,6 +110,7 @@ class Weighed:
     prompt_context: RoutingContext
     prompt: Choice
     comparison: Comparison
+    foregone: Foregone | None = None
 
     @property
     def context(self) -> RoutingContext:
@@ -111,19 +146,21 @@ def prompt_alone(context: RoutingContext, prefillers: NDArray[np.bool_], turn: i
 
 def left_to_move(
     block_s: NDArray[np.float64],
+    link_s: NDArray[np.float64] | None,
     blocks: int,
     tokens: int,
     *,
     uncached_tokens: int,
     chunk_tokens: int,
     prefill_s: float,
-) -> NDArray[np.float64]:
-    """Say what blocks take beyond what passes while their prompt is computed, as they move by chunk.
+) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+    """Say what blocks and links take beyond what passes while their prompt is computed, as they move by chunk.
 
-    The first can go when the first chunk is computed, and the last ones only when the last is.
+    The first can go when the first chunk is computed and the link is set up, and the last ones only when the last is.
 
     Args:
         block_s: (num_slots,) seconds that each takes to each worker.
+        link_s: (num_slots,) seconds before the first one goes; None for none.
         blocks: of the prompt.
         tokens: of it.
         uncached_tokens: those to be computed by who hands it over.
@@ -131,40 +168,53 @@ def left_to_move(
         prefill_s: what all of them take it.
 
     Returns:
-        (num_slots,) seconds, as a mean of all the blocks.
+        what is left of both, the first as a mean of all the blocks.
     """
     chunks = -(-uncached_tokens // chunk_tokens)
     if chunks < 2 or not blocks:
-        return block_s
+        return block_s, link_s
     last_tokens = uncached_tokens - (chunks - 1) * chunk_tokens
     meanwhile_s = prefill_s * (1 - chunk_tokens / uncached_tokens)
     early_s = blocks * block_s * (1 - last_tokens / tokens)
-    left_s: NDArray[np.float64] = block_s - np.minimum(meanwhile_s, early_s) / blocks
-    return left_s
+    if link_s is None:
+        return block_s - np.minimum(meanwhile_s, early_s) / blocks, None
+    left_s = block_s - np.minimum(np.maximum(meanwhile_s - link_s, 0.0), early_s) / blocks
+    return left_s, np.maximum(link_s - meanwhile_s, 0.0)
 
 
-def as_handed_over(
-    context: RoutingContext, handed_blocks: int, block_s: NDArray[np.float64], takers: NDArray[np.bool_]
-) -> RoutingContext:
+def as_handed_over(context: RoutingContext, move: Move) -> RoutingContext:
     """Show a request whose leading blocks a prefill worker has, to price it on those that may go on with it.
 
     Args:
         context: as it is without.
-        handed_blocks: how many blocks would be moved to who has none.
-        block_s: (num_slots,) seconds that one takes to each worker.
-        takers: (num_slots,) who can take them over.
+        move: what brings them there.
     """
-    cached = context.overlap_blocks
-    overlaps = np.where(takers, np.maximum(cached, handed_blocks), cached)
+    cached, round_trip_s = context.overlap_blocks, context.prices.round_trip_s
+    overlaps = np.where(move.takers, np.maximum(cached, move.blocks), cached)
     tiers = context.tier_blocks.copy()
     tiers[_MOVED] += (overlaps - cached).astype(tiers.dtype)
     onboard = context.prices.onboard_token_s.copy()
-    onboard[_MOVED] = block_s / context.block_size
+    onboard[_MOVED] = move.block_s / context.block_size
+    if move.link_s is not None:
+        round_trip_s = round_trip_s + move.link_s * (overlaps > cached)
     return context.changed(
         overlap_blocks=overlaps,
         tier_blocks=tiers,
-        prices=context.prices.with_onboard(onboard),
+        prices=context.prices.with_move(onboard, round_trip_s),
     )
+
+
+def passed_over(
+    chooser: Chooser, context: RoutingContext, tie: int, move: Move, taker: Choice
+) -> Foregone | None:
+    """Say what it costs a request not to go to the worker that would have had it, were nothing charged for a link."""
+    if move.link_s is None:
+        return None
+    free = _uncharged(chooser, context, tie, move)
+    if free.slot == taker.slot:
+        return None
+    prices = free.prices()
+    return move.foregone(free.slot, float(prices[taker.slot] - prices[free.slot]))
 
 
 def weigh(
@@ -184,17 +234,28 @@ def weigh(
     prompt = prompt or chooser.choose(prompt_context, tie)
     cached = int(context.overlap_blocks[whole.slot]) - recomputed_blocks(context, whole.slot)
     uncached_tokens, config = context.request_tokens - cached * context.block_size, apart.config
+    foregone = None
     if uncached_tokens < config.remote_tokens_min:
         comparison = Comparison(_cost(whole), None, None, is_remote=False)
     elif not chooser.term_names:
         comparison = Comparison(None, None, None, is_remote=True)
     else:
-        takers = apart.takers(prompt.slot)
-        rest = chooser.choose(as_handed_over(context, apart.blocks, apart.block_s, takers), tie)
+        move = apart.move(prompt.slot)
+        rest = chooser.choose(as_handed_over(context, move), tie)
         local, prefill, after = _cost(whole), _cost(prompt), _cost(rest) + config.hand_over_s
         too_long = config.local_tokens_max is not None and uncached_tokens > config.local_tokens_max
-        comparison = Comparison(local, prefill, after, is_remote=too_long or prefill + after < local)
-    return Weighed(apart, context, whole, prompt_context, prompt, comparison)
+        is_remote = too_long or prefill + after < local
+        link = move.charge_s(context, rest.slot)
+        comparison = Comparison(local, prefill, after - link, is_remote=is_remote, link_setup=link)
+        if move.link_s is not None and not is_remote:
+            free = _uncharged(chooser, context, tie, move)
+            foregone = move.foregone(free.slot, local - (prefill + _cost(free) + config.hand_over_s))
+    return Weighed(apart, context, whole, prompt_context, prompt, comparison, foregone)
+
+
+def _uncharged(chooser: Chooser, context: RoutingContext, tie: int, move: Move) -> Choice:
+    """Choose who would go on with a prompt if nothing were charged for a link."""
+    return chooser.choose(as_handed_over(context, replace(move, link_s=None)), tie)
 
 
 def _cost(choice: Choice) -> float:

@@ -114,7 +114,7 @@ class Dispatcher:
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         news = asyncio.Event()
-        with self._shared.fleet.telling(news.set):
+        with self._shared.fleet.news.telling(news.set):
             while not holds():
                 news.clear()
                 await news.wait()

@@ -36,9 +36,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker of the model that could not get the request: its condition, or `busy`, `excluded`, `without_adapter`, `other_role`.
+    """A worker of the model that could not get the request: its condition, or `busy`, `excluded`, `without_adapter`, `other_role`, `unfit`.
 
-    Busy is past a threshold; excluded is who refused this request, was lost with it, or was named by a gateway.
+    Busy is past a threshold; excluded is who refused this request, was lost with it, or was named by a gateway; unfit is who
+    cannot take over what a prefill worker has computed.
     """
 
     worker: str
@@ -49,13 +50,15 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
     """Where the prompt was to be computed: `remote` by a prefill worker, else by the worker that answers.
 
     `local` is what the whole request was expected to cost there, `prefill` and `decode` its two parts elsewhere, moving
-    the KV among the latter; None where the policy's costs are no times, or nothing was compared.
+    the KV among the latter, and `link_setup` what was charged beside for a link that was never used; None where the policy's
+    costs are no times, or nothing was compared.
     """
 
     remote: bool
     local: float | None = None
     prefill: float | None = None
     decode: float | None = None
+    link_setup: float | None = None
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,12 +6,10 @@ so that a thousand that come at once are no different from one.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import assert_never
 
-from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.location import Location
 from penstock.core.log import get_logger
@@ -26,6 +24,7 @@ from penstock.core.types import (
     Request,
     WatchSynced,
 )
+from penstock.router.card_files import fetch_file
 from penstock.router.config import RouterConfig
 from penstock.router.connector import Connector
 from penstock.router.drift import FORGOTTEN_S, Drift
@@ -34,12 +33,12 @@ from penstock.router.kv_ways import KvWays
 from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.metrics import RouterMetrics
+from penstock.router.news import News
 from penstock.router.prefill_gauges import PrefillGauges
 from penstock.router.seats import Seats
 from penstock.router.worker_pool import WorkerPool
 from penstock.seams import Connection, Discovery, WayToWorkers
 
-FETCH_TIMEOUT_S = 30.0
 _READY = frozenset({Condition.READY, Condition.PREFILL_ONLY})
 
 _log = get_logger()
@@ -82,11 +81,11 @@ class Fleet:
         self._rng = rng
         self._members: dict[WorkerId, Member] = {}
         self.seats = Seats()
+        self.news = News()
+        """That something about some worker has changed."""
         self._models: Mapping[str, ModelCard] | None = None  # as of the last change
         self._left_out: dict[WorkerId, Instance] = {}
         self._counts = dict.fromkeys(Condition, 0)
-        self._listeners: dict[Callable[[], None], None] = {}
-        self._tell_is_due = False
         self._group: asyncio.TaskGroup | None = None
         self._synced = False
         for condition in Condition:
@@ -96,7 +95,7 @@ class Fleet:
     async def run(self) -> None:
         """Follow discovery, and keep a connection to everybody in it, until cancelled."""
         async with asyncio.TaskGroup() as self._group:
-            self._group.create_task(self._forget_drifts(), name="old drifts")
+            self._group.create_task(self._tidy_up(), name="what time brings")
             # Cancelling arrives inside the iterator, as the body never waits: it cleans up by itself.
             async for change in self._discovery.watch():
                 match change:
@@ -105,8 +104,7 @@ class Fleet:
                     case InstanceRemoved(worker_id=worker_id, reason=reason):
                         self._remove(worker_id, reason)
                     case WatchSynced():
-                        self._synced = True
-                        self._tell_soon()
+                        self._on_synced()
                     case _:
                         assert_never(change)
 
@@ -135,16 +133,6 @@ class Fleet:
     def slot_of(self, worker_id: WorkerId) -> int | None:
         member = self._members.get(worker_id)
         return None if member is None else member.slot
-
-    @contextmanager
-    def telling(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Have `listener` called in the turn after something about some worker has changed, however much has."""
-        assert listener not in self._listeners, "each listens once"
-        self._listeners[listener] = None
-        try:
-            yield
-        finally:
-            del self._listeners[listener]
 
     def submit(self, slot: int, request: Request, handler: DeltaHandler) -> Connection:
         """Send a request; from now on its deltas go to `handler`, until `finished`.
@@ -201,25 +189,7 @@ class Fleet:
         Raises:
             Unavailable: no worker answered.
         """
-        holders = [m for m in self._members.values() if m.connection and file in m.instance.card.files]
-        self._rng.shuffle(holders)
-        problem: Exception | None = None
-        for member in holders:
-            if member.connection is None:
-                continue  # lost meanwhile
-            try:
-                async with asyncio.timeout(FETCH_TIMEOUT_S):
-                    return await member.connection.fetch(file.sha256)
-            except (Unavailable, RequestError, TimeoutError) as error:
-                problem = error
-                _log.warning(
-                    "file_fetch_failed", file=file.name, worker=member.instance.name, error=str(error)
-                )
-        raise Unavailable(
-            f"model {card.name}: {file.name} could not be fetched from any of {len(holders)} connected workers that"
-            f" list it; try again when one is back",
-            retry_after_s=1.0,
-        ) from problem
+        return await fetch_file(card, file, self._members.values(), self._rng)
 
     def workers(self) -> list[WorkerView]:
         """Describe every worker known, in the order of their slots."""
@@ -259,6 +229,15 @@ class Fleet:
             assert len(members) == count, f"{count} are counted as {condition}, {len(members)} are"
 
     # -- membership
+
+    def _on_synced(self) -> None:
+        """Take note that all that were there are known; who was named first counts for no more than others do."""
+        if not self._synced:
+            self._synced = True
+            for pool in self.pools.values():
+                for changed in pool.elect():
+                    self._note(changed)
+        self._tell_soon()
 
     def _put(self, instance: Instance) -> None:
         member = self._members.get(instance.worker_id)
@@ -373,7 +352,8 @@ class Fleet:
         self.pools[member.instance.card.name].prices.correct(member.slot, member.drift.factor)
         self._show_drift()
 
-    async def _forget_drifts(self) -> None:
+    async def _tidy_up(self) -> None:
+        """Forget what is old, and give up on those who would answer by the ruling card."""
         while True:
             await asyncio.sleep(FORGOTTEN_S / 3)
             now_s = asyncio.get_running_loop().time()
@@ -381,6 +361,9 @@ class Fleet:
                 if member.drift.forget_if_idle(now_s):
                     self._note_drift(member)
             self.kv_ways.forget_unused(now_s)
+            for pool in self.pools.values():
+                for changed in pool.elect_if_unanswered(now_s, self._config.no_worker_wait_s):
+                    self._note(changed)
 
     def _show_drift(self) -> None:
         factors = [pool.prices.factors for pool in self.pools.values()]
@@ -412,14 +395,7 @@ class Fleet:
 
     def _tell_soon(self) -> None:
         self._models = None
-        if not self._tell_is_due:
-            self._tell_is_due = True
-            asyncio.get_running_loop().call_soon(self._tell)
-
-    def _tell(self) -> None:
-        self._tell_is_due = False
-        for listener in tuple(self._listeners):
-            listener()
+        self.news.tell_soon()
 
     def _view(self, member: Member) -> WorkerView:
         slot, pool = member.slot, self.pools[member.instance.card.name]

@@ -190,7 +190,7 @@ class Gate:
         self._metrics.held_requests.set(len(self._places))
         if len(self._places) == 1:
             self._fleet.loads.listener = self._on_news
-            self._listening.enter_context(self._fleet.telling(self._on_news))
+            self._listening.enter_context(self._fleet.news.telling(self._on_news))
         self._look_at(self._next_s)  # it may be the first in turn
 
     def _let_go(self, lane: Lane, place: Place, held: Held) -> None:

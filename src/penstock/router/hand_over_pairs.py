@@ -1,9 +1,10 @@
-"""Which workers of a model can hand prompts over to which others, and why not.
+"""Which workers of a model can hand prompts over to which others, why not, and what reaching each other first takes them.
 
 A pair fits where both keep KV alike and one can read the other's memory. What decides that is the same for nearly all
 workers of a deployment, so that it is worked out once for each two kinds of worker, when somebody asks.
 """
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 from penstock.core.kv_exchange import KvExchange
 from penstock.core.kv_layout import KvLayout
 from penstock.core.types import Instance, Role
+from penstock.router.member import identity
 from penstock.transfer.reshard import mismatch
 
+_WITHIN_A_PROCESS = ("memory",)
 _WITHIN_A_HOST = frozenset({"memory", "shm", "cuda"})
 _REASONS_MAX = 4096
 """Pairs of kinds that are remembered; more are asked anew."""
@@ -25,6 +28,7 @@ class _Kind:
     """What decides whether a worker fits another one; `key` is the same for equal ones."""
 
     key: bytes
+    identity: tuple[int, bytes]
     layout: KvLayout | None
     exchange: KvExchange | None
 
@@ -34,26 +38,61 @@ class _Kind:
         if layout is not None:  # how many blocks there are plays no part
             ranks = tuple(msgspec.structs.replace(rank, num_blocks=1) for rank in layout.ranks)
             layout = msgspec.structs.replace(layout, ranks=ranks)
-        return cls(msgspec.msgpack.encode((layout, instance.exchange)), layout, instance.exchange)
+        names = identity(instance.card)
+        key = msgspec.msgpack.encode((names, layout, instance.exchange))
+        return cls(key, names, layout, instance.exchange)
 
 
 def _unfit(producer: _Kind, taker: _Kind) -> str | None:
     """Say why prompts cannot be handed over from one to the other; None if they can."""
+    (size_there, salt_there), (size_here, salt_here) = producer.identity, taker.identity
+    if size_there != size_here:
+        return f"blocks of {size_there} tokens there, of {size_here} here"
+    if salt_there != salt_here:
+        return "other weights, number formats or engine: their cards have different salts"
+    return _unreachable(producer, taker) or _unlike(producer.layout, taker.layout)
+
+
+def _unreachable(producer: _Kind, taker: _Kind) -> str | None:
     here, there = taker.exchange, producer.exchange
     if here is None or there is None:
         return "one of the two moves no KV"
-    if (producer.layout is None) != (taker.layout is None):
-        return "one of the two engines keeps no memory for KV, the other one does"
-    common = set(here.transports) & set(there.transports)
-    if here.host != there.host:
-        common -= _WITHIN_A_HOST
-        if "tcp" not in there.listens:
-            return "they are on different hosts, and the one that has the KV listens on no tcp:// address"
-    if not common:
+    if here.host != there.host and "tcp" not in there.listens:
+        return "they are on different hosts, and the one that has the KV listens on no tcp:// address"
+    if not _common(here, there):
         return f"no transport in common: {_listed(there.transports)} there, {_listed(here.transports)} here"
-    if producer.layout is None or taker.layout is None or producer.layout == taker.layout:
+    return None
+
+
+def _unlike(there: KvLayout | None, here: KvLayout | None) -> str | None:
+    if (there is None) != (here is None):
+        return "one of the two engines keeps no memory for KV, the other one does"
+    if there is None or here is None or there == here:
         return None
-    return mismatch(producer.layout, taker.layout)
+    return mismatch(there, here)
+
+
+def _common(here: KvExchange, there: KvExchange) -> set[str]:
+    """Name the transports that might move KV between the two."""
+    common = set(here.transports) & set(there.transports)
+    return common if here.host == there.host else common - _WITHIN_A_HOST
+
+
+def _setup_s(producer: _Kind, taker: _Kind) -> float:
+    """Say what it takes until KV first moves from one to the other, which fits it; nothing where neither keeps memory for it.
+
+    Between hosts an agent prepares every transport when it connects; within one the slow ones wait until nothing else will do.
+    """
+    here, there = taker.exchange, producer.exchange
+    if here is None or there is None or producer.layout is None:
+        return 0.0
+    common = _common(here, there)
+    if there.listens != _WITHIN_A_PROCESS:
+        common = common.difference(_WITHIN_A_PROCESS)
+    said = zip(here.transports, here.setups_s, strict=False)
+    taken_s = [seconds for name, seconds in said if name in common and 0 <= seconds < math.inf]
+    which = min if here.host == there.host else max
+    return which(taken_s, default=0.0)
 
 
 @dataclass(slots=True)
@@ -77,6 +116,7 @@ class HandOverPairs:
         self.fits: NDArray[np.bool_] = np.zeros((1, 1), dtype=np.bool_)
         """(producers' kinds, takers' kinds), as numbered when `kinds` was last asked for."""
         self._all_fit = False  # each of these with each
+        self._setups_s: dict[int, NDArray[np.float64] | None] = {}  # by producers' kind, likewise
         self._reasons: dict[tuple[bytes, bytes], str | None] = {}  # by both kinds' keys, why they do not fit
 
     def put(self, slot: int, instance: Instance) -> None:
@@ -103,6 +143,7 @@ class HandOverPairs:
             fits = [[self._reason(one, other) is None for other in self._kinds] for one in self._kinds]
             self.fits = np.array(fits, dtype=np.bool_)
             self._all_fit = bool(self.fits.all())
+            self._setups_s.clear()
         return self._numbers
 
     def takers(self, producer: int | None, num_slots: int) -> NDArray[np.bool_]:
@@ -111,6 +152,27 @@ class HandOverPairs:
         if producer is None or producer not in self._workers:
             return np.ones(num_slots, dtype=np.bool_)
         return np.asarray(self.fits[kinds[producer]][kinds], dtype=np.bool_)
+
+    def setups_s(self, producer: int, num_slots: int) -> NDArray[np.float64] | None:
+        """Say what it takes each taker until it first reads the KV of the worker in this slot, in seconds.
+
+        Returns:
+            (num_slots,), the same object as long as nobody comes, changes or goes, not to be written to; None where it
+            takes nobody any time, or nobody is there (any more).
+        """
+        kinds = self.kinds(num_slots)
+        if producer not in self._workers:
+            return None
+        number = int(kinds[producer])
+        if number not in self._setups_s:
+            one = self._kinds[number]
+            by_kind = np.array([_setup_s(one, other) for other in self._kinds]) * self.fits[number]
+            setups_s = np.zeros(num_slots)
+            for slot, (instance, _) in self._workers.items():
+                if instance.role is not Role.PREFILL:
+                    setups_s[slot] = by_kind[kinds[slot]]
+            self._setups_s[number] = setups_s if setups_s.any() else None
+        return self._setups_s[number]
 
     def producers(self, ready: NDArray[np.bool_], takers: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Mask those of `ready` (num_slots,) whose prompts one of `takers` (num_slots,) can take over."""

@@ -1,4 +1,4 @@
-"""How long a byte of KV takes between any two workers: by where they are, and by what reading it was found to take.
+"""How long a byte of KV takes between any two workers, by where they are and by what reading it was found to take, and which links are cold.
 
 Who reads reports totals by producer. What was added since a pair last counted, over what the way between the two says of
 as many bytes, is one observation. The first report of a pair only begins to count: its read also set connections up.
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from penstock.core.location import Location
 from penstock.core.types import KvRead
 from penstock.perf.online import Correction
+from penstock.router.cold_links import ColdLinks
 from penstock.router.config import RouterConfig
 
 _SECONDS_MIN = 0.01
@@ -42,6 +43,7 @@ class KvWays:
             config: says what lies between two locations.
             num_slots: of all columns.
         """
+        self.cold_links = ColdLinks(num_slots)
         self._config = config
         self._locations = [Location()] * num_slots
         self._rows: dict[Location, NDArray[np.float64]] = {}
@@ -57,12 +59,14 @@ class KvWays:
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
+        self.cold_links.grow(num_slots)
         self._locations += [Location()] * (num_slots - len(self._locations))
         self._rows.clear()
         self._corrected.clear()
 
     def forget(self, slot: int) -> None:
         """Know nothing of what a worker read, or was read of."""
+        self.cold_links.forget(slot)
         self._pairs.pop(slot, None)
         self._corrected.pop(slot, None)
         for source, readers in self._pairs.items():
@@ -80,8 +84,9 @@ class KvWays:
     def report(self, source: int, reader: int, read: KvRead, now_s: float) -> None:
         """Learn from what the worker in slot `reader` says that it has read, by now, of the one in slot `source`.
 
-        Nothing is learned where the configuration says how fast all links are.
+        Of speed nothing is learned where the configuration says how fast all links are.
         """
+        self.cold_links.moved(source, reader)
         if self._config.disagg.link_bytes_per_s is not None:
             return
         readers = self._pairs.setdefault(source, {})
@@ -117,6 +122,7 @@ class KvWays:
 
     def check(self) -> None:
         """Raise AssertionError where a row is not what its pairs say."""
+        self.cold_links.check()
         for source, row in self._corrected.items():
             factors = np.ones(len(self._locations))
             for reader, pair in self._pairs[source].items():

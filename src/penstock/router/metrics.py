@@ -66,7 +66,7 @@ class RouterMetrics:
         )
         self.prefill_predicted_s = counter(
             "prefill_predicted_seconds",
-            "Seconds that those requests were predicted to take where they are answered (local), and elsewhere (prefill and decode)",
+            "Seconds that those requests were predicted to take where they are answered (local), and elsewhere (prefill, decode and link_setup)",
             "part",
         )
         self.prefetches = counter(

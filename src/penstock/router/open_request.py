@@ -207,7 +207,7 @@ class OpenRequest:
                     give_up_at_s = self._loop.time() + self._shared.config.no_worker_wait_s
                 if self._loop.time() >= give_up_at_s:
                     raise self._shared.no_worker(self.request)
-                with self._shared.fleet.telling(self.wake):
+                with self._shared.fleet.news.telling(self.wake):
                     await self._wait_until(give_up_at_s)
 
     def quote(self) -> Quote | None:

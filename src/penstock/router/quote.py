@@ -10,6 +10,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.routing_context import TOKEN_S_MIN
 from penstock.core.types import Request
 from penstock.router.chooser import Choice
+from penstock.router.cold_links import Foregone
 from penstock.router.disagg import Comparison, Weighed
 from penstock.seams import RoutingContext
 
@@ -35,8 +36,8 @@ class Quote:
     """What a request costs on every worker, good for this turn of the loop: loads are live.
 
     With `hand_over` it is of a prompt on prefill workers; with `handed_blocks` of what follows, that many (perhaps 0) being
-    there to be had from one, or soon to be had (`is_early`); `weighed` are the two ways where both are open. `tie` settles equal prices,
-    `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it would wait, none where the
+    there to be had from one, in slot `source`, or soon to be had (`is_early`), by `takers` (num_slots,) alone, or by anybody; `weighed` are the two ways where both are open.
+    `foregone` is the link that it would go over if nothing were charged for it. `tie` settles equal prices, `excluded` may not get it. `wait_terms` are the rows of the terms that say how long it would wait, none where the
     policy does not predict that.
     """
 
@@ -48,7 +49,10 @@ class Quote:
     wait_terms: Sequence[int]
     hand_over: bool = False
     handed_blocks: int | None = None
+    source: int | None = None
+    takers: NDArray[np.bool_] | None = None
     is_early: bool = False
+    foregone: Foregone | None = None
     weighed: Weighed | None = None
 
     @property

@@ -108,7 +108,7 @@ class RoleChanges:
         news = asyncio.Event()
         try:
             async with asyncio.timeout(_HEARD_S_MAX):
-                with self._fleet.telling(news.set):
+                with self._fleet.news.telling(news.set):
                     while (
                         member.instance.role is not role or member.instance.state is not InstanceState.READY
                     ):

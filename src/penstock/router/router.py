@@ -23,8 +23,9 @@ from penstock.router.decisions import Decision, Decisions
 from penstock.router.disagg import (
     Apart,
     Comparison,
+    Move,
     as_handed_over,
-    left_to_move,
+    passed_over,
     prompt_alone,
     weigh,
 )
@@ -32,6 +33,7 @@ from penstock.router.explanation import Explanation, RouteReason
 from penstock.router.fleet import Fleet
 from penstock.router.handed_over import HandedOver
 from penstock.router.metrics import RouterMetrics
+from penstock.router.move_prices import MovePrices
 from penstock.router.policies import mix, recomputed_blocks
 from penstock.router.quote import Quote, Route
 from penstock.router.recorded import EVENT, RecordedDecision, record_apart, record_context
@@ -51,6 +53,7 @@ class Router:
     ) -> None:
         self.fleet = fleet
         self._chooser = Chooser(config.new_policy(), self._on_failure)
+        self._moves = MovePrices(fleet, self._chooser)
         self._has_failed = False
         self._config = config
         if (
@@ -106,25 +109,34 @@ class Router:
         if handed is not None:
             blocks = handed.num_tokens(now_s) // context.block_size
             producer = None if handed.producer is None else self.fleet.slot_of(handed.producer)
-            takers = pool.pairs.takers(producer, len(eligible))
-            rest = as_handed_over(context, blocks, self._block_s(context, producer), takers)
-            return quote(rest, self._chooser.choose(rest, tie), handed_blocks=blocks)
+            move = self._moves.move(pool, context, producer, blocks)
+            takers = self._takers(context, move)
+            if takers is not None:
+                context = context.changed(eligible=context.eligible & takers)
+            rest = as_handed_over(context, move)
+            choice = self._chooser.choose(rest, tie)
+            foregone = passed_over(self._chooser, context, tie, move, choice)
+            return quote(
+                rest, choice, handed_blocks=blocks, source=producer, foregone=foregone, takers=takers
+            )
         prefillers = self._prefillers(request, pool, exclude, context)
         if prefillers is None:
             return quote(context, self._chooser.choose(context, tie))
         prompt = self._chooser.choose(prompt_alone(context, prefillers, self._prompt_turn), tie)
+        block_s, link_s = self._moves.after(pool, context, prompt, len(hashes))
         apart = Apart(
             prefillers=prefillers,
             prompt_turn=self._prompt_turn,
             blocks=len(hashes),
-            block_s=self._block_s_after(prompt, context, len(hashes)),
+            block_s=block_s,
+            link_s=link_s,
             kinds=pool.pairs.kinds(len(eligible)),
             fits=pool.pairs.fits,
             config=self._config.disagg,
         )
         weighed = weigh(self._chooser, context, tie, apart, prompt)
-        is_remote = weighed.comparison.is_remote
-        return quote(weighed.context, weighed.choice, hand_over=is_remote, weighed=weighed)
+        is_remote, foregone = weighed.comparison.is_remote, weighed.foregone
+        return quote(weighed.context, weighed.choice, hand_over=is_remote, weighed=weighed, foregone=foregone)
 
     def _eligible(
         self, request: Request, ready: NDArray[np.bool_], exclude: Collection[WorkerId]
@@ -137,6 +149,16 @@ class Router:
         if self._has_thresholds and np.count_nonzero(ready) > 1:
             ready = self._without_busy(ready)
         return ready if np.count_nonzero(ready) else None  # 0.2 us, where any() takes 2
+
+    def _takers(self, context: RoutingContext, move: Move) -> NDArray[np.bool_] | None:
+        """Say who may go on with a prompt that was computed elsewhere; None for anybody.
+
+        Policies that price what is not cached weigh computing it again; to others all would be alike.
+        """
+        prices_prompts = self._chooser.prefill_term is not None
+        if prices_prompts or not np.count_nonzero(context.eligible & move.takers):
+            return None
+        return move.takers
 
     def _prefillers(
         self, request: Request, pool: WorkerPool, exclude: Collection[WorkerId], context: RoutingContext
@@ -152,29 +174,6 @@ class Router:
         holds = (total * context.block_size > context.request_tokens + 1) | (total == 0)
         fitting = pool.pairs.producers(pool.ready_prefill, context.eligible)
         return self._eligible(request, fitting & holds, exclude)
-
-    def _block_s(self, context: RoutingContext, source: int | None) -> NDArray[np.float64]:
-        """Say what a block takes from the worker in a slot to each; those that hand over have blocks of one size."""
-        slot = int(context.eligible.argmax())
-        return (
-            self.fleet.kv_ways.byte_s(source) * self.fleet.seats.at(slot).instance.engine.kv_bytes_per_block
-        )
-
-    def _block_s_after(self, prompt: Choice, context: RoutingContext, blocks: int) -> NDArray[np.float64]:
-        """Say what a block of a prompt takes to each worker beyond what passes while the prompt is computed."""
-        block_s = self._block_s(context, prompt.slot)
-        instance = self.fleet.seats.at(prompt.slot).instance
-        if instance.exchange is None or not instance.exchange.streams or self._chooser.prefill_term is None:
-            return block_s
-        cached = int(context.overlap_blocks[prompt.slot]) * context.block_size
-        return left_to_move(
-            block_s,
-            blocks,
-            context.request_tokens,
-            uncached_tokens=max(context.request_tokens - cached, 1),
-            chunk_tokens=instance.engine.max_batch_tokens,
-            prefill_s=float(prompt.terms[self._chooser.prefill_term, prompt.slot]),
-        )
 
     def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:
         """Price a request and take the cheapest worker at once."""
@@ -198,6 +197,7 @@ class Router:
             self._record(quote)
         overlap_tokens = (overlap_blocks - recomputed_blocks(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
+        self._use_links(quote, again=again)
         if quote.comparison is not None and not again:
             self._count(quote.comparison, "remote" if quote.hand_over else "local")
         if not again and quote.handed_blocks is None:
@@ -215,12 +215,25 @@ class Router:
             hand_over=quote.hand_over,
         )
 
+    def _use_links(self, quote: Quote, *, again: bool) -> None:
+        """Note which link a request goes over, or without which one it does that it would have gone over."""
+        links = self.fleet.kv_ways.cold_links
+        if quote.foregone is not None and not again:
+            links.forgo(quote.foregone)
+        if quote.handed_blocks and quote.source is not None:
+            links.open(quote.source, quote.choice.slot, quote.context.now_s)
+
     def _count(self, comparison: Comparison, place: str) -> None:
         """Count where a prompt is computed, and the seconds that were compared."""
         self._metrics.prefills.labels(place).inc()
         if comparison.remote is None or self._chooser.unit == "none":
             return
-        parts = {"local": comparison.local, "prefill": comparison.prefill, "decode": comparison.decode}
+        parts = {
+            "local": comparison.local,
+            "prefill": comparison.prefill,
+            "decode": comparison.decode,
+            "link_setup": comparison.link_setup,
+        }
         for name, seconds in parts.items():
             if seconds is not None and math.isfinite(seconds):  # infinite where a policy rules a worker out
                 self._metrics.prefill_predicted_s.labels(name).inc(max(seconds, 0.0))
@@ -362,6 +375,7 @@ class Router:
                 conditions=fleet.seats.conditions.copy(),
                 seats=fleet.seats.now(),
                 excluded=frozenset(quote.excluded),
+                takers=quote.takers,
                 comparison=quote.comparison,
             )
         )

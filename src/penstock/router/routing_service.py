@@ -197,7 +197,7 @@ class RoutingService:
         instance, registration = self._servers.pop(name)
         await registration.close()
         news = asyncio.Event()
-        with self._fleet.telling(news.set):
+        with self._fleet.news.telling(news.set):
             while any(v.worker_id == instance.worker_id and v.condition == "ready" for v in self.workers()):
                 news.clear()
                 await news.wait()
@@ -350,7 +350,7 @@ class RoutingService:
     async def _shown(self, instance: Instance) -> WorkerView:
         """Wait until the fleet goes by what is said of a server."""
         news = asyncio.Event()
-        with self._fleet.telling(news.set):
+        with self._fleet.news.telling(news.set):
             while True:
                 slot = self._fleet.slot_of(instance.worker_id)
                 if slot is not None and self._fleet.seats.at(slot).instance == instance:

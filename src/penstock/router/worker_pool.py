@@ -69,6 +69,7 @@ class WorkerPool:
         self.traffic = Traffic()
         self._members: dict[Member, _Noted] = {}
         self._ballot = _Ballot()
+        self._unanswered_since_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -116,6 +117,33 @@ class WorkerPool:
         self.prices.remove(member.slot)
         return self._choose_card()
 
+    def elect(self) -> Sequence[Member]:
+        """Have the card rule that most of those have who answer and stay, of equals the first; for a first look at all of them.
+
+        Returns:
+            Those whose `matching` may have changed.
+        """
+        staying = [member for member, noted in self._members.items() if noted.is_staying] or [*self._members]
+        answering = [member for member in staying if member.instance.role is not Role.PREFILL] or staying
+        ((most, _),) = Counter(member.identity for member in answering).most_common(1)
+        if most == identity(self.card):
+            return ()
+        return self._rule(next(member for member in answering if member.identity == most))
+
+    def elect_if_unanswered(self, now_s: float, patience_s: float) -> Sequence[Member]:
+        """Elect where nobody has been ready to answer for so long, as when only prefill workers are left of a version; asked now and then.
+
+        Returns:
+            Those whose `matching` may have changed.
+        """
+        if self.num_ready:
+            self._unanswered_since_s = None
+        elif self._unanswered_since_s is None:
+            self._unanswered_since_s = now_s
+        elif now_s - self._unanswered_since_s >= patience_s:
+            return self.elect()
+        return ()
+
     @property
     def ready(self) -> NDArray[np.bool_]:
         return self._whole.view
@@ -154,11 +182,12 @@ class WorkerPool:
         if member.matching:
             return None
         card, ours = member.instance.card, self.card
-        what = (
-            f"blocks of {card.block_size} tokens, the model's other workers have {ours.block_size}"
-            if card.block_size != ours.block_size
-            else "another salt than the model's other workers: another revision of the model, or other number formats"
-        )
+        if card.block_size != ours.block_size:
+            what = f"blocks of {card.block_size} tokens, the model's other workers have {ours.block_size}"
+        else:
+            files = sorted({file.name for file in {*card.files} ^ {*ours.files}})
+            other = f"other {', '.join(files)}" if files else "other weights, number formats or engine"
+            what = f"{_named(card)}, the model's other workers have {_named(ours)}: {other}"
         return f"{what}; it is used once these are gone"
 
     def set_ready(self, slot: int, *, is_ready: bool) -> None:
@@ -235,12 +264,17 @@ class WorkerPool:
         voters = [m for m in everybody if self._members[m].is_staying] or everybody
         names = identity(self.card)
         alike = [member for member in voters if member.identity == names]
-        self.card = (alike or voters)[0].instance.card
-        if alike:
-            return ()
-        for member in everybody:
+        if not alike:
+            return self._rule(voters[0])
+        self.card = alike[0].instance.card
+        return ()
+
+    def _rule(self, ruler: Member) -> Sequence[Member]:
+        """Have a member's card rule, that names blocks otherwise than the present one."""
+        self.card = ruler.instance.card
+        for member in self._members:
             member.matching = member.identity == identity(self.card)
-        return everybody
+        return tuple(self._members)
 
 
 class _Ready:
@@ -265,6 +299,10 @@ class _Ready:
         self._slots = slots
         self.view = slots.view()
         self.view.flags.writeable = False
+
+
+def _named(card: ModelCard) -> str:
+    return f"salt {card.salt.hex()[:16]}"
 
 
 def _count(counts: Counter[ModelCard], card: ModelCard, change: int) -> None:

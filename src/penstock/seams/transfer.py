@@ -155,6 +155,11 @@ class Transport(Protocol):
         """Whether checksums are on where the caller does not say."""
         ...
 
+    @property
+    def setup_s(self) -> float:
+        """Seconds that reaching a peer for the first time takes beyond what later transfers do, as far as is known: for routers."""
+        ...
+
     async def start(self, host: TransportHost) -> None:
         """Get ready.
 

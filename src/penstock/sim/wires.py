@@ -67,6 +67,7 @@ class WireTransport:
 
     name = NAME
     checksums = False
+    setup_s = 0.0
 
     def __init__(self, wires: Wires, host: str) -> None:
         self._wires = wires

@@ -232,6 +232,10 @@ class TransferAgent:
         """Those that may reach other agents: that work here, or before it is entered, that it will try."""
         return tuple(name for name in self._transports if name not in STORAGE)
 
+    def setup_s(self, name: str) -> float:
+        """Say what one of these takes to reach another agent for the first time, in seconds."""
+        return self._transports[name].setup_s
+
     @property
     def unavailable(self) -> Mapping[str, str]:
         """Why transports cannot work here, by name."""

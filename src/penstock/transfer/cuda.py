@@ -35,6 +35,8 @@ class CudaTransport:
 
     name = "cuda"
     checksums = False
+    setup_s = 0.025
+    """A guess: keys and handles go to and fro as with `shm`."""
     by_contact: ClassVar["WeakValueDictionary[bytes, CudaTransport]"] = WeakValueDictionary()
     """Every started one of this process."""
 

@@ -10,6 +10,7 @@ class QuietTransport:
     """The part of `seams.Transport` about messages, for transports without any."""
 
     name: str
+    setup_s = 0.0
 
     def receive(self, link: Link, payload: bytes) -> None:
         raise ProtocolError(

@@ -142,11 +142,13 @@ class HandOver:
     @property
     def exchange(self) -> KvExchange:
         """How others reach this worker's KV, and it theirs."""
+        names = self._regions.transports or self._agent.transport_names
         return KvExchange(
-            transports=self._regions.transports or self._agent.transport_names,
+            transports=names,
             listens=tuple(address.partition(":")[0] for address in self._agent.config.listen),
             host=self._agent.identity.host,
             streams=self.streams_kv,
+            setups_s=tuple(self._agent.setup_s(name) for name in names),
         )
 
     @property
@@ -235,6 +237,7 @@ class HandOver:
     def check_idle(self) -> None:
         """Raise AssertionError where something of a request is left; for one that has had none for a while."""
         assert not self._fetches, f"{list(self._fetches)} are still fetched"
+        self.offers.check_idle()
         self._reader.check_idle()
         self.prefetches.check_idle()
         self._room.check_idle()

@@ -183,11 +183,17 @@ class Offers:
     def check(self) -> None:
         """Raise AssertionError where the sum is wrong."""
         assert self.none_left.is_set() == (not self._held), "set exactly while nothing is held"
+        assert self._room >= 0, "no more than its share"
         assert self._held_blocks == sum(offer.num_counted for offer in self._held.values())
         assert all(self._held[pin_id].request_id == request for request, pin_id in self._pins.items())
         for offer in self._held.values():
             assert offer.is_whole or offer.request_id in self._opened, "who grows is under way"
             assert len(offer.block_ids) + len(offer.tail) <= offer.num_counted, "what is held counts"
+
+    def check_idle(self) -> None:
+        """Raise AssertionError where something of a request is left."""
+        assert not self._held, f"pins {list(self._held)} are left"
+        assert not self._opened, f"{self._opened} are still taken to be computed"
 
     def _hold(self, request: Request, owner: Hashable) -> PinId | None:
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)

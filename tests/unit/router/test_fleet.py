@@ -31,6 +31,7 @@ from penstock.seams import RoutingContext
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, small_card
 from penstock.testing.hand_engine import HandEngine
+from penstock.testing.hand_over import tiny_engine
 from penstock.testing.scene import HASHES, PROMPT, make_request, play, settle, stored, view
 from penstock.worker.config import WorkerConfig
 
@@ -446,6 +447,51 @@ def test_workers_that_name_blocks_otherwise_wait_until_the_others_are_gone():
     play(scene, num_workers=1)
 
 
+@pytest.mark.parametrize(
+    ("odd", "others"), [(Role.AGGREGATED, 2), (Role.PREFILL, 1)], ids=["fewer", "answers nobody"]
+)
+def test_a_router_that_starts_takes_the_blocks_that_most_who_answer_have(odd, others):
+    async def scene() -> None:
+        async with MemoryCluster() as cluster:
+            other = msgspec.structs.replace(small_card(), salt=b"another")
+            await cluster.start("odd", tiny_engine(), role=odd, card=other)
+            for number in range(others):
+                await cluster.start(f"w{number}", tiny_engine())
+            async with cluster.dispatcher() as dispatcher:
+                await dispatcher.looked()
+                assert view(dispatcher, "odd").condition is Condition.MISMATCHED
+                assert await route(dispatcher, make_request()) == "w0"
+                await cluster.start("more", tiny_engine(), card=other)
+                await cluster.start("most", tiny_engine(), card=other)
+                await settle()
+                assert view(dispatcher, "w0").condition is Condition.READY, "who rules goes on"
+                dispatcher.check()
+
+    run_virtual(scene())
+
+
+def test_a_version_of_which_only_prefill_workers_are_left_gives_way_in_time():
+    async def scene() -> None:
+        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+            await cluster.start("p", tiny_engine(), role=Role.PREFILL)
+            await cluster.start("old", tiny_engine(), role=Role.DECODE)
+            await dispatcher.looked()
+            new = msgspec.structs.replace(small_card(), salt=b"new")
+            await cluster.start("new", tiny_engine(), role=Role.DECODE, card=new)
+            await asyncio.sleep(200)
+            assert view(dispatcher, "new").condition is Condition.MISMATCHED, "the old one answers"
+            cluster.worker("old").stop()
+            await asyncio.sleep(50)
+            assert view(dispatcher, "new").condition is Condition.MISMATCHED, "the old one may come back"
+            await asyncio.sleep(50)
+            assert view(dispatcher, "new").condition is Condition.READY
+            assert view(dispatcher, "p").condition is Condition.MISMATCHED
+            assert await route(dispatcher, make_request()) == "new"
+            dispatcher.check()
+
+    run_virtual(scene())
+
+
 def test_prefill_workers_get_no_whole_requests():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
         instance = cluster.worker("w1").instance
@@ -516,7 +562,7 @@ def test_listeners_are_told_once_a_turn_however_much_has_changed():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
         told = []
         fleet = dispatcher._shared.fleet
-        with fleet.telling(lambda: told.append(len(dispatcher.models()))):
+        with fleet.news.telling(lambda: told.append(len(dispatcher.models()))):
             for name in engines:
                 cluster.worker(name).stop()
             await settle()

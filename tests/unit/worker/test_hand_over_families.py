@@ -68,7 +68,7 @@ async def answers(checkpoint, roles):
             await asyncio.sleep(0.5)  # the last word that blocks were read
             for name in cluster.names:
                 check_nothing_is_held(cluster.worker(name), cluster.engine(name))
-        return [(tokens, reason) for tokens, reason, _, _ in found]
+        return [(tokens, reason, logprobs) for tokens, reason, _, logprobs in found]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +77,7 @@ def test_an_answer_is_that_of_one_worker(tmp_path, family):
 
     async def main():
         whole = await answers(checkpoint, [Role.AGGREGATED])
-        assert all(len(tokens) > 1 for tokens, _ in whole)
+        assert all(len(tokens) > 1 for tokens, *_ in whole)
         assert await answers(checkpoint, [Role.PREFILL, Role.DECODE]) == whole
 
     run_async(main())

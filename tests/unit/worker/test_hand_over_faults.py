@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from unittest import mock
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from penstock.core.errors import Overloaded
 from penstock.core.ids import RequestId
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.gate import Place
 from penstock.testing import hand_over_scene
 from penstock.testing.hand_over import (
     VOCAB,
@@ -162,6 +164,7 @@ def test_what_is_cached_does_not_wait_for_room():
             waiting = group.create_task(whole_answer(dispatcher, tiny_request("b", 130, 2, seed=2)))
             await asyncio.sleep(0.25)
             assert len(cluster.worker("d0").hand_over) == 1
+            assert cluster.worker("d0")._computing.load().waiting_requests == 1
             await whole_answer(dispatcher, tiny_request("c", 40, 2))
             assert not running.done()
             assert not waiting.done()
@@ -324,5 +327,62 @@ def test_of_a_prompt_shorter_than_a_block_nothing_is_held():
         assert cluster.engine("d0").load().prefilled_tokens == 4
         sent = cluster.worker("d0").hand_over._agent.counters.notifications_sent
         assert sent == 0, "nor is anybody told of it"
+
+    play(scene)
+
+
+def test_who_waits_for_room_longer_than_its_handle_lasts_is_computed_where_it_is():
+    asked = tiny_request("a", 120, 5)
+
+    async def scene(cluster, dispatcher):
+        running = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("running", 40, 120, seed=3)))
+        await asyncio.sleep(0.2)
+        waiting = asyncio.ensure_future(whole_answer(dispatcher, asked))
+        await asyncio.sleep(0.8)
+        assert cluster.worker("d0").hand_over.failures == {"deadline_exceeded": 1}
+        assert offers(cluster) == 0
+        assert not running.done()
+        tokens, *_ = await waiting
+        assert len(tokens) == 5
+        assert cluster.engine("d0").load().prefilled_tokens > 120
+        await running
+
+    config = WorkerConfig(hand_over=HandOverConfig(pin_ttl_s=0.5, stream_kv=False))
+    play(scene, kv_blocks={"d0": 42}, config=config)
+
+
+def test_a_producer_that_dies_before_it_has_answered_is_not_waited_for():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a")) as stream:
+            await anext(stream)
+            cluster.worker("p0").hand_over._tell = lambda *_: None
+            second = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(1)
+            assert not second.done()
+            cluster.kill("p0")
+            async with asyncio.timeout(1):
+                await second
+            assert cluster.worker("d0").hand_over.failures == {"peer_lost": 1}
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("share", "again"), [(0.06, 3), (0.065, 1)])
+def test_a_last_block_past_the_bound_is_not_held(share, again):
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a"))
+        assert fetched(cluster, "d0") == BLOCKS
+        assert cluster.engine("d0").load().prefilled_tokens == again
+
+    play(scene, config=WorkerConfig(hand_over=HandOverConfig(pinned_share_max=share)))
+
+
+def test_who_has_a_token_is_not_held_at_the_router_once_more():
+    async def scene(cluster, dispatcher):
+        with mock.patch.object(Place, "stops", lambda _self, quote: quote.handed_blocks is not None):
+            async with asyncio.timeout(10):
+                tokens, *_ = await whole_answer(dispatcher, tiny_request("a"))
+        assert len(tokens) == 20
+        assert fetched(cluster, "d0") == BLOCKS
 
     play(scene)

@@ -5,14 +5,16 @@ import asyncio
 import msgspec
 import pytest
 
+from penstock.core.errors import ConfigError
 from penstock.core.kv_layout import KvLayout
-from penstock.core.types import Role
+from penstock.core.types import CardFile, FinishReason, Role
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, small_card
 from penstock.testing.hand_engine import HandEngine
 from penstock.testing.hand_over import (
     BLOCK_SIZE,
+    PRICES,
     tiny_engine,
     tiny_laid_out_engine,
     tiny_request,
@@ -30,9 +32,9 @@ def other(**fields):
     return msgspec.structs.replace(MODEL, **fields)
 
 
-def play(scene):
+def play(scene, router=ALWAYS):
     async def main():
-        async with MemoryCluster() as cluster, cluster.dispatcher(ALWAYS) as dispatcher:
+        async with MemoryCluster() as cluster, cluster.dispatcher(router) as dispatcher:
             await scene(cluster, dispatcher)
             dispatcher.check()
 
@@ -72,6 +74,31 @@ def test_a_prefill_worker_that_fits_nobody_gets_nothing_until_somebody_fits_it(e
         assert cluster.engine("d1").load().prefilled_tokens == 1, "who fits goes on"
 
     play(scene)
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "random", "session", "kv"])
+def test_of_several_that_answer_only_those_that_fit_are_handed_prompts(policy):
+    disagg = DisaggConfig(remote_tokens_min=1, local_tokens_max=1)
+
+    async def scene(cluster, dispatcher):
+        await cluster.start("p", tiny_laid_out_engine(MODEL), role=Role.PREFILL, prices=PRICES)
+        for name, layout in (("d", MODEL), ("other", other(head_dim=8))):
+            await cluster.start(name, tiny_laid_out_engine(layout), role=Role.DECODE, prices=PRICES)
+        await dispatcher.looked()
+        for number in range(6):
+            await whole_answer(dispatcher, tiny_request(f"r{number}", seed=number))
+            _, decision = dispatcher.explain(f"r{number}")
+            assert decision.worker == "d"
+            assert ("unfit" in {left.why for left in decision.left_out}) is (policy != "kv")
+        assert cluster.engine("p").load().prefilled_tokens == 6 * 50
+        assert cluster.engine("other").load().steps == 0
+        cluster.kill("d")
+        await asyncio.sleep(2)
+        _, reason, *_ = await whole_answer(dispatcher, tiny_request("alone", seed=9))
+        assert reason is FinishReason.LENGTH, "it answers all the same"
+        assert cluster.engine("other").load().prefilled_tokens == 50
+
+    play(scene, RouterConfig(policy=policy, disagg=disagg))
 
 
 def test_tensor_parallelism_may_differ():
@@ -133,7 +160,16 @@ def test_a_role_without_a_partner_says_so():
 @pytest.mark.parametrize(
     ("card", "text"),
     [
-        (msgspec.structs.replace(small_card(), salt=b"tiny-2"), "another salt than the model's other"),
+        (
+            msgspec.structs.replace(small_card(), salt=b"tiny-2"),
+            "salt 74696e792d32, the model's other workers have salt 74696e792d31: other weights, number formats or engine",
+        ),
+        (
+            msgspec.structs.replace(
+                small_card(), salt=b"2", files=(CardFile(name="config.json", sha256="0", size_bytes=1),)
+            ),
+            "salt 32, the model's other workers have salt 74696e792d31: other config.json",
+        ),
         (small_card(block_size=8), "blocks of 8 tokens, the model's other workers have 4"),
     ],
 )
@@ -148,7 +184,19 @@ def test_workers_of_another_revision_or_block_size_are_not_used_and_say_why(card
         assert engine.load().steps == 0
         views = {view.name: view for view in dispatcher.workers()}
         assert (views["p"].condition, views["d"].condition) == ("mismatched", "ready")
-        assert text in views["p"].problem
+        assert views["p"].problem == f"{text}; it is used once these are gone"
         assert views["d"].problem is None
 
     play(scene)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_engine_that_gives_no_kv_is_refused_in_a_role_that_moves_it(role):
+    async def main():
+        async with MemoryCluster() as cluster:
+            with pytest.raises(
+                ConfigError, match=f"role {role}: the engine of w does not give its KV blocks"
+            ):
+                await cluster.start("w", HandEngine(), role=role)
+
+    run_virtual(main())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from penstock.core.hashing import block_hashes
 from penstock.core.types import Role, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.scheduler_config import SchedulerConfig
@@ -15,6 +16,8 @@ from penstock.testing.hand_over import PRICES, check_nothing_is_held, tiny_reque
 from penstock.testing.loop import run_async
 
 pytest.importorskip("torch")
+
+import torch
 
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.engine import paged_engine
@@ -88,13 +91,17 @@ async def tell(dispatcher, asked):
     return told
 
 
-def play(checkpoint, scene, **workers):
+def play(checkpoint, scene, *, dtype="float32", **workers):
     """Run a scene with workers of these names, `p...` and `d...`, or one alone `a`; each with so many blocks."""
 
     async def start(cluster, name, kv_blocks=PLENTY):
         engine = paged_engine(
             PagedConfig(
-                model=str(checkpoint), block_size=BLOCK_SIZE, kv_blocks=kv_blocks, context_length=200
+                model=str(checkpoint),
+                dtype=dtype,
+                block_size=BLOCK_SIZE,
+                kv_blocks=kv_blocks,
+                context_length=200,
             ),
             SchedulerConfig(max_batch_tokens=40),
         )
@@ -175,3 +182,39 @@ def test_a_prefix_that_only_one_side_has_is_used_there(checkpoint, side):
     apart = play(checkpoint, scene, p0=PLENTY, d0=PLENTY)
     for told, expected in zip(apart, play(checkpoint, whole, a=PLENTY), strict=True):
         told.check_same(expected)
+
+
+def kv_bytes(cluster, name, asked):
+    """What a worker keeps of a prompt's full blocks: (blocks, bytes of each)."""
+    engine = cluster.engine(name)
+    block_ids = engine.pin(block_hashes(asked.token_ids, BLOCK_SIZE))
+    engine.unpin(block_ids)
+    ((storage,),) = engine.kv_memory()
+    return storage[list(block_ids)].flatten(1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_kv_is_equal_to_the_byte_and_logprobs_are_close(checkpoint, dtype):
+    """Kernels round by what else is in their step, so that tokens that are about as likely may change places."""
+    numbers = [number for number in range(len(LENGTHS)) if SAMPLED[number % 3].logprobs is not None]
+
+    async def together(cluster, dispatcher, start):
+        del start
+        answers = await asyncio.gather(*(tell(dispatcher, request(number)) for number in numbers))
+        if "d" in cluster.names:
+            assert cluster.worker("d").hand_over.failures == {}
+            for number in numbers:
+                here, there = (kv_bytes(cluster, name, request(number)) for name in ("d", "p"))
+                assert len(here) == LENGTHS[number] // BLOCK_SIZE
+                assert torch.equal(here, there)
+        return answers
+
+    apart = play(checkpoint, together, dtype=dtype, p=PLENTY, d=PLENTY)
+    for told, expected in zip(apart, play(checkpoint, together, dtype=dtype, a=PLENTY), strict=True):
+        compared = 0
+        for (token, logprob), (other, likewise) in zip(told.logprobs, expected.logprobs, strict=True):
+            if token != other:
+                break
+            assert logprob == pytest.approx(likewise, abs=0.1)
+            compared += 1
+        assert compared > 0

@@ -284,3 +284,15 @@ def test_a_worker_that_goes_on_with_its_own_prompt_is_not_told_to_give_it_up():
         assert dispatcher.explain("a")[-1].worker == "p0"
 
     play(scene)
+
+
+def test_of_two_that_answer_and_are_asked_at_once_one_goes_on_answering():
+    async def scene(cluster, dispatcher):
+        changes = [dispatcher.change_role(name, Role.PREFILL) for name in ("d0", "d1")]
+        results = await asyncio.gather(*changes, return_exceptions=True)
+        (refused,) = (result for result in results if isinstance(result, RequestError))
+        assert "last worker that answers" in refused.message
+        roles = {cluster.worker(name).instance.role for name in ("d0", "d1")}
+        assert roles == {Role.PREFILL, Role.DECODE}
+
+    play(scene, ("p0", "d0", "d1"))

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, Overloaded, PeerLost
 from penstock.core.ids import PinId, RequestId
-from penstock.core.types import Prefetch, Role
+from penstock.core.types import FinishReason, Prefetch, Role
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.runtime.requests.memory import MemoryConnection
@@ -339,15 +339,15 @@ def test_a_decode_worker_without_room_tries_again_and_holds_nothing():
     play(scene, kv_blocks={"d0": 60})
 
 
-def test_a_preemption_ends_what_was_only_expected():
+@pytest.mark.parametrize("side", ["p0", "d0"])
+def test_a_preemption_ends_what_was_only_expected(side):
     async def scene(cluster, dispatcher):
         async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
             await chunks(3)
-            for name in ("p0", "d0"):
-                hand_over(cluster, name).stepped(1)
-            assert len(hand_over(cluster, "p0").offers) == 0
+            hand_over(cluster, side).stepped(1)
+            assert len(hand_over(cluster, "p0").offers) == (side == "d0")
             await asyncio.sleep(1e-3)
-            assert held(cluster, "d0") == 0
+            assert held(cluster, "d0") == 0, "who reads is told"
             async for _ in stream:
                 pass
         assert hand_over(cluster).fetched_blocks == BLOCKS
@@ -442,5 +442,65 @@ def test_a_request_that_brings_another_handle_ends_what_was_begun():
             assert prefetches.claim(RequestId("a"), other) is None
             await asyncio.sleep(0.01)
             assert held(cluster, "d0") == 0
+
+    play(scene)
+
+
+def test_an_answer_that_ends_with_its_first_token_leaves_nothing_held():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        (first, *_), *_ = await expected(asked)
+        stopped = msgspec.structs.replace(asked.sampling, stop_token_ids=(first,))
+        _, reason, *_ = await whole_answer(dispatcher, msgspec.structs.replace(asked, sampling=stopped))
+        assert reason is FinishReason.STOP
+        assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
+        await asyncio.sleep(0.01)
+        assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
+
+    play(scene)
+
+
+def test_room_is_given_up_where_the_kv_could_not_be_kept_after_all():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        with mock.patch.object(hand_over(cluster, "p0").offers, "make", return_value=None):
+            assert (await whole_answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
+        assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
+        await asyncio.sleep(0.01)
+        assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
+
+    play(scene)
+
+
+def test_a_client_that_does_not_read_on_has_room_kept_for_no_longer_than_blocks_are_held():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(asked) as stream:
+            tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
+            assert held(cluster, "d0") == BLOCKS
+            await asyncio.sleep(2)
+            assert held(cluster, "p0") == held(cluster, "d0") == 0
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+
+    play(scene, pin_ttl_s=1)
+
+
+def test_who_takes_nothing_new_reads_nothing_early():
+    async def scene(cluster, dispatcher):
+        standing = cluster.worker("d0")._standing
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            standing.refusal = Overloaded("full", retry_after_s=1.0)
+            await chunks(6)
+            assert len(hand_over(cluster)) == held(cluster, "d0") == 0
+            standing.refusal = None
+            async for _ in stream:
+                pass
+        assert hand_over(cluster).fetched_blocks == BLOCKS
+        assert hand_over(cluster).prefetches.fetched_blocks == 0
 
     play(scene)

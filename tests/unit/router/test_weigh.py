@@ -1,0 +1,122 @@
+"""Where a prompt is computed, with what links are charged for their first use: slot 0 computes prompts, 1 and 2 answer."""
+
+import numpy as np
+import pytest
+
+from penstock.router.chooser import Chooser
+from penstock.router.config import DisaggConfig
+from penstock.router.disagg import Apart, Move, as_handed_over, passed_over, weigh
+from penstock.router.policies import make_policy
+from penstock.testing.routing_policy import make_context, make_prices
+
+CHOOSER = Chooser(make_policy("kv"))
+TAKERS = np.array([False, True, True])
+BLOCKS = 6
+
+
+def context(**columns):
+    """100 tokens, which take a second; those who decode hold up ten streams each by it."""
+    usual = {"running_requests": [0, 10, 10], "prices": make_prices(prefill_token_s=[0.01] * 3)}
+    return make_context(eligible=TAKERS.tolist(), **usual | columns)
+
+
+def apart(link_s, **config):
+    return Apart(
+        prefillers=~TAKERS,
+        prompt_turn=0,
+        blocks=BLOCKS,
+        block_s=np.full(3, 1e-4),
+        link_s=None if link_s is None else np.array(link_s),
+        kinds=np.zeros(3, dtype=np.intp),
+        fits=np.ones((1, 1), dtype=np.bool_),
+        config=DisaggConfig(**config),
+    )
+
+
+def weighed(link_s, asked=None, **config):
+    return weigh(CHOOSER, asked or context(), 0, apart(link_s, **config))
+
+
+def saved_s():
+    """Say what a hand-over over a link that is there saves."""
+    comparison = weighed(None).comparison
+    return comparison.local - comparison.remote
+
+
+def test_without_a_charge_it_is_handed_over():
+    found = weighed(None)
+    assert found.comparison.is_remote
+    assert (found.comparison.link_setup, found.foregone) == (0.0, None)
+    assert saved_s() > 0.3
+
+
+def test_a_charge_beyond_what_is_saved_keeps_a_prompt_and_says_what_that_costs():
+    found = weighed([0.0, 2.0, 2.0])
+    assert not found.comparison.is_remote
+    assert found.comparison.link_setup == 2.0
+    assert found.comparison.remote == pytest.approx(weighed(None).comparison.remote + 2.0)
+    assert found.foregone.source == 0
+    assert found.foregone.reader in (1, 2)
+    assert found.foregone.seconds == pytest.approx(saved_s())
+
+
+def test_a_charge_below_what_is_saved_is_paid():
+    found = weighed([0.0, 0.9 * saved_s(), 2.0])
+    assert found.comparison.is_remote
+    assert found.comparison.link_setup == pytest.approx(0.9 * saved_s())
+    assert found.foregone is None
+
+
+def test_a_link_that_was_used_is_preferred():
+    found = weighed([0.0, 2.0, 0.0])
+    assert found.comparison.is_remote
+    assert (found.comparison.link_setup, found.foregone) == (0.0, None)
+
+
+def test_a_prompt_past_the_limit_goes_over_a_link_that_is_not_there():
+    found = weighed([0.0, 2.0, 2.0], local_tokens_max=50)
+    assert found.comparison.is_remote
+    assert found.comparison.remote > found.comparison.local
+    assert (found.comparison.link_setup, found.foregone) == (2.0, None)
+
+
+def test_what_is_worth_nothing_without_a_charge_is_not_done_without():
+    asked = context(running_requests=[0, 0, 0])
+    assert weighed([0.0, 2.0, 2.0], asked).foregone is None
+    assert not weighed(None, asked).comparison.is_remote
+
+
+def test_targets_do_not_hide_what_is_done_without():
+    """Past its target a request's seconds count twice, those of a charge too: it is still told what it costs to stay."""
+    asked = context(slo_ttft_s=1.2, slo_itl_s=0.24)
+    saved = weighed(None, asked).comparison
+    found = weighed([0.0, 2.0, 2.0], asked)
+    assert not found.comparison.is_remote
+    assert found.foregone.seconds == pytest.approx(saved.local - saved.remote)
+
+
+def test_who_has_all_of_it_needs_no_link():
+    asked = context(overlap_blocks=[0, BLOCKS, 3])
+    move = Move(0, BLOCKS, np.full(3, 1e-4), TAKERS, np.full(3, 2.0))
+    network = CHOOSER.term_names.index("network")
+    terms = CHOOSER.choose(as_handed_over(asked, move), 0).terms[network]
+    free = CHOOSER.choose(as_handed_over(asked, Move(0, BLOCKS, move.block_s, TAKERS, None)), 0).terms[
+        network
+    ]
+    assert (terms - free).tolist() == [0.0, 0.0, 2.0], "once, for however many blocks"
+    assert [move.charge_s(asked, slot) for slot in range(3)] == [0.0, 0.0, 2.0]
+
+
+def test_who_goes_on_elsewhere_for_the_sake_of_a_link_says_what_that_costs():
+    asked = context(running_requests=[0, 10, 1])
+    move = Move(0, BLOCKS, np.full(3, 1e-4), TAKERS, np.array([0.0, 0.0, 5.0]))
+    taker = CHOOSER.choose(as_handed_over(asked, move), 0)
+    free = CHOOSER.choose(as_handed_over(asked, Move(0, BLOCKS, move.block_s, TAKERS, None)), 0)
+    assert (taker.slot, free.slot) == (1, 2)
+    foregone = passed_over(CHOOSER, asked, 0, move, taker)
+    assert (foregone.source, foregone.reader) == (0, 2)
+    assert foregone.seconds == pytest.approx(free.prices()[1] - free.prices()[2])
+    low = Move(0, BLOCKS, move.block_s, TAKERS, np.array([0.0, 0.0, 1e-3]))
+    taker = CHOOSER.choose(as_handed_over(asked, low), 0)
+    assert taker.slot == 2
+    assert passed_over(CHOOSER, asked, 0, low, taker) is None
