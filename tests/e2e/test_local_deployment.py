@@ -113,6 +113,47 @@ def test_a_start_that_takes_too_long_is_given_up():
     run(main)
 
 
+@pytest.mark.slow
+def test_cores_of_decode_workers_are_for_them_alone():
+    cores = sorted(os.sched_getaffinity(0))
+    assert len(cores) > 1, "needs two cores"
+
+    def threads_of(pid):
+        """Say where each thread may run, the first one first."""
+        return [
+            sorted(os.sched_getaffinity(int(name)))
+            for name in sorted(os.listdir(f"/proc/{pid}/task"), key=int)
+        ]
+
+    async def main():
+        graph = graph_of(
+            model=str(MODEL_DIR), roles={"prefill": {}, "decode": {}}, worker={"own_cores": True}
+        )
+        async with LocalDeployment(graph) as deployment:
+            for _ in range(2):
+                others = [core for core in cores if core != cores[1]]
+                pids = deployment.pids()
+                assert {*map(tuple, threads_of(pids["frontend-1"]))} == {tuple(others)}
+                main, *rest = threads_of(pids["prefill-1"])
+                assert main == others
+                assert [cores[0]] in rest
+                main, *rest = threads_of(pids["decode-1"])
+                assert main == cores
+                assert [cores[1]] in rest
+                os.kill(pids["frontend-1"], signal.SIGKILL)  # the next one is kept off as well
+                await until(lambda before=pids: deployment.pids().get("frontend-1") != before["frontend-1"])
+                member = next(member for member in deployment.members if member.name == "frontend-1")
+                await member.ready.wait()
+
+    run(main)
+
+
+def test_too_few_cores_for_workers_that_want_their_own_are_said_at_once():
+    graph = graph_of(role={"engine": "paged", "replicas": 1000}, worker={"own_cores": True})
+    with pytest.raises(ConfigError, match=r"worker\.own_cores: 1000 workers compute on CPU cores, got \d+"):
+        LocalDeployment(graph)
+
+
 async def until(holds):
     while not holds():  # noqa: ASYNC110 - what is waited for is in other processes
         await asyncio.sleep(0.01)

@@ -19,6 +19,7 @@ def engine_spec(
     checkpoint: Checkpoint,
     *,
     device_index: int = 0,
+    core: int | None = None,
     hash_key: bytes = DEFAULT_KEY,
 ) -> EngineSpec:
     """Describe the engine of a role's workers.
@@ -27,7 +28,8 @@ def engine_spec(
         graph: the deployment.
         role: one of its roles.
         checkpoint: the graph's model.
-        device_index: of the devices of the role's hardware.
+        device_index: of the devices of the role's hardware, where that is no CPU.
+        core: the one that an engine on a CPU keeps to; None for any.
         hash_key: of the deployment's block hashes.
 
     Raises:
@@ -53,16 +55,16 @@ def engine_spec(
         ),
         schedulers=schedulers,
         dtype=role.weight_dtype,
-        device=_device(graph, role, device_index),
+        device=_device(role, device_index, core),
         hash_key=hash_key,
         mock=role.mock,
     )
 
 
-def _device(graph: Graph, role: RoleSpec, index: int) -> str:
+def _device(role: RoleSpec, index: int, core: int | None) -> str:
     if role.hardware != "cpu":
         return f"cuda:{index}"
-    return f"cpu:{index}" if graph.worker.own_cores else "cpu"
+    return "cpu" if core is None else f"cpu:{core}"
 
 
 def _sized(name: Role, role: RoleSpec, checkpoint: Checkpoint) -> RoleSpec:

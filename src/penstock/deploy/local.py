@@ -20,6 +20,7 @@ from penstock.deploy.child import Child
 from penstock.deploy.member import Member
 from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, WorkerJob
 from penstock.deploy.port import Port
+from penstock.deploy.process_cores import ProcessCores, usable_cores
 from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
 from penstock.engine.registry import SIMULATED_ONLY
 from penstock.graph import Graph, RoleSpec
@@ -56,6 +57,7 @@ class LocalDeployment:
             ConfigError: the graph asks for what this version cannot run.
         """
         self._roles = runnable_roles(graph)
+        self._cores = ProcessCores(graph, self._roles, usable_cores() if graph.worker.own_cores else ())
         self.graph = graph
         self.url = ""
         """Where it answers, once entered."""
@@ -156,6 +158,7 @@ class LocalDeployment:
                 model_dir=model_dir,
                 index=index,
                 device=device,
+                core=self._cores.of_engine(role, index),
                 adapters=self._roles[role].adapters_of(index),
             )
 
@@ -166,12 +169,18 @@ class LocalDeployment:
 
         devices = itertools.count()
         self._workers = [
-            self._member(f"{_WORKER_NAMES[role]}-{n + 1}", partial(work, role, n, next(devices)), common)
+            self._member(
+                f"{_WORKER_NAMES[role]}-{n + 1}",
+                partial(work, role, n, next(devices)),
+                common,
+                self._cores.of_process(role, n),
+            )
             for role, spec in self._roles.items()
             for n in range(spec.replicas)
         ]
         self._frontends = [
-            self._member(f"frontend-{n + 1}", front, common) for n in range(self.graph.frontend.processes)
+            self._member(f"frontend-{n + 1}", front, common, self._cores.of_process())
+            for n in range(self.graph.frontend.processes)
         ]
         for group in (self._workers, self._frontends):
             for member in group:
@@ -189,10 +198,10 @@ class LocalDeployment:
             if int(path.stem.rpartition("_")[2]) not in living:
                 path.unlink()
 
-    def _member(self, name: str, job: Callable[[], Job], common: Common) -> Member:
+    def _member(self, name: str, job: Callable[[], Job], common: Common, cores: tuple[int, ...]) -> Member:
         return Member(
             name,
-            lambda: Assignment(name=name, job=job(), common=common),
+            lambda: Assignment(name=name, job=job(), common=common, cores=cores),
             self.graph.supervision,
             start=Child.start,
             say=self._say,

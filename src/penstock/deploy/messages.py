@@ -13,7 +13,8 @@ from penstock.core.wire import Wire
 class WorkerJob(Wire, frozen=True, tag="worker"):
     """`card` says what it serves, from the files in `model_dir`; `index` is its number among its role's workers.
 
-    `device` is the number of its first device on this machine, `adapters` are the LoRA adapters that it has.
+    `device` is the number of its first device on this machine, `core` the CPU core of its engine, None for any;
+    `adapters` are the LoRA adapters that it has.
     """
 
     worker_id: WorkerId
@@ -22,6 +23,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
     model_dir: str
     index: int = 0
     device: int = 0
+    core: int | None = None
     adapters: tuple[str, ...] = ()
 
 
@@ -52,11 +54,15 @@ class Common(Wire, frozen=True):
 
 
 class Assignment(Wire, frozen=True):
-    """The supervisor's only message: all a child needs to know, secrets included (thus not in its arguments)."""
+    """The supervisor's only message: all a child needs to know, secrets included (thus not in its arguments).
+
+    `cores` are the CPU cores that it may use, all where none is named.
+    """
 
     name: str
     job: Job
     common: Common
+    cores: tuple[int, ...] = ()
 
 
 class Ready(Wire, frozen=True, tag="ready"):

@@ -39,6 +39,8 @@ def main() -> int:
     assignment = msgspec.json.decode(line, type=Assignment)
     _die_with(assignment.common.supervisor_pid)
     _allow_many_files()
+    if assignment.cores:
+        os.sched_setaffinity(0, assignment.cores)
     log.configure(assignment.common.log_level, process=assignment.name)
 
     def tell(report: Report) -> None:

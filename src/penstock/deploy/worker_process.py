@@ -48,6 +48,7 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
                     role,
                     Checkpoint.open(job.model_dir),
                     device_index=job.device,
+                    core=job.core,
                     hash_key=common.hash_key,
                 ),
             ),

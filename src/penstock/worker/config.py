@@ -39,8 +39,8 @@ class WorkerConfig(Config):
     hand_over: HandOverConfig = pydantic.Field(default_factory=HandOverConfig)
     """Between prefill and decode workers."""
     own_cores: bool = False
-    """Keep each worker's engine that computes on a CPU to a core of its own, the first worker's to the first core. Threads that compute are then
-    not moved about; what else runs on that core makes them wait."""
+    """Keep each worker's engine that computes on a CPU to a core of its own, and the deployment's other processes off the cores of decode
+    workers, where they have others. Threads that compute are then not moved about; what else runs on their core makes them wait."""
     step_log: str | None = pydantic.Field(default=None, min_length=1)
     """Directory into which each worker writes when its engine's steps yielded tokens, a line a step in `NAME.steps.jsonl`; None: none."""
     step_log_bytes_max: int = pydantic.Field(default=256 << 20, ge=1)

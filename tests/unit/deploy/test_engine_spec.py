@@ -46,10 +46,10 @@ def test_a_prefill_workers_steps_are_those_that_keep_its_engine_busy() -> None:
     assert spec.scheduler.max_batch_tokens == 2048, "as it is made, not only once it changes roles"
 
 
-def test_engines_on_cpus_have_cores_of_their_own_if_told_so() -> None:
+def test_engines_on_cpus_keep_to_the_core_they_are_given() -> None:
     checkpoint = Checkpoint.open(str(MODEL_DIR))
     roles = {"prefill": {"engine": "mock"}, "decode": {"engine": "mock", "hardware": "h100"}}
-    for own_cores, device in ((True, "cpu:1"), (False, "cpu")):
-        graph = Graph.model_validate({"model": "m", "roles": roles, "worker": {"own_cores": own_cores}})
-        assert engine_spec(graph, graph.roles.prefill, checkpoint, device_index=1).device == device
+    graph = Graph.model_validate({"model": "m", "roles": roles})
+    for core, device in ((5, "cpu:5"), (None, "cpu")):
+        assert engine_spec(graph, graph.roles.prefill, checkpoint, device_index=1, core=core).device == device
         assert engine_spec(graph, graph.roles.decode, checkpoint, device_index=1).device == "cuda:1"

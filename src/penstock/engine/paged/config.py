@@ -13,7 +13,7 @@ class PagedConfig(Config):
     model: str = pydantic.Field(min_length=1)
     """A directory with a checkpoint, or a name on the Hugging Face hub."""
     device: str = pydantic.Field(default="cpu", pattern=r"^(cpu|cuda)(:\d+)?$")
-    """Where the model computes: cpu, cuda or cuda:N; cpu:N keeps its threads to the Nth core (from 0; of the Nth `threads` cores)."""
+    """Where the model computes: cpu, cuda or cuda:N; cpu:N keeps its threads to core N, and those after it with more `threads`."""
     dtype: Dtype = "auto"
     """Number format of weights and KV; auto is the checkpoint's own."""
     block_size: int = pydantic.Field(default=16, ge=1, le=1024)

@@ -14,24 +14,26 @@ def keep_to_cores(device: str, threads: int) -> None:
     """Keep the calling thread, and those it starts, to the cores that a device names; `cpu` names none.
 
     Args:
-        device: `cpu:N` is the Nth so many cores, from 0, of those that this process may use.
-        threads: how many.
+        device: `cpu:N` is core N, as the system numbers them, and those after it.
+        threads: how many cores.
 
     Raises:
-        ConfigError: there are fewer, or this system does not say.
+        ConfigError: this process may not use them, or this system does not say.
     """
     kind, _, number = device.partition(":")
     if kind != "cpu" or not number:
         return
     if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(f"device: {device}: this system keeps no thread to a core; use cpu")
+    cores, usable = range(int(number), int(number) + threads), os.sched_getaffinity(0)
+    missing = sorted(set(cores) - usable)
+    if missing:
         raise ConfigError(
-            f"device: {device}: this system keeps no thread to a core; use cpu (worker.own_cores: false)"
+            f"device: {device}: with {threads} {'thread' if threads == 1 else 'threads'} it needs"
+            f" {_listed(missing)}, and this process may use {_listed(sorted(usable))}; name others, or use cpu"
         )
-    cores = sorted(os.sched_getaffinity(0))
-    first = int(number) * threads
-    if first + threads > len(cores):
-        raise ConfigError(
-            f"device: {device}: needs {first + threads} cores with {threads} a worker, got {len(cores)} that this"
-            " process may use; run fewer workers here, or use cpu (worker.own_cores: false)"
-        )
-    os.sched_setaffinity(0, cores[first : first + threads])
+    os.sched_setaffinity(0, cores)
+
+
+def _listed(cores: list[int]) -> str:
+    return f"{'core' if len(cores) == 1 else 'cores'} {', '.join(map(str, cores))}"
