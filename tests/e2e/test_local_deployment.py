@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -120,10 +121,8 @@ def test_cores_of_decode_workers_are_for_them_alone():
 
     def threads_of(pid):
         """Say where each thread may run, the first one first."""
-        return [
-            sorted(os.sched_getaffinity(int(name)))
-            for name in sorted(os.listdir(f"/proc/{pid}/task"), key=int)
-        ]
+        threads = sorted(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
+        return [sorted(os.sched_getaffinity(thread)) for thread in threads]
 
     async def main():
         graph = graph_of(
