@@ -7,7 +7,8 @@ from pathlib import Path
 from penstock.bench.served import Served, served
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
-_PREFILL_CHUNK = 2048
+_PREFILL_CHUNK = 4096
+"""Of prefill workers: a whole prompt."""
 _DECODE_CHUNK = 64
 """Of decode workers: the size of the short prompts that they compute themselves."""
 
@@ -17,9 +18,14 @@ def aggregated_flags(chunk: int) -> list[str]:
 
 
 def disaggregated_flags() -> list[str]:
-    """Prompts are about equally long, so that taking the shortest first would only make the others late."""
+    """Prompts are computed whole, one after the other, in the order in which they came.
+
+    A step that ends one and begins the next makes the first wait for both. They are about equally long, so that taking the
+    shortest first would only make the others late.
+    """
     return [
         *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={_PREFILL_CHUNK}"),
+        *("--set", "roles.prefill.max_running_requests=1"),
         *("--set", "roles.prefill.prompt_order=fcfs"),
         *("--decode", "1", "--set", f"roles.decode.max_batch_tokens={_DECODE_CHUNK}"),
         *("--set", f"router.disagg.local_tokens_max={_DECODE_CHUNK}"),
