@@ -2,7 +2,7 @@
 
 A step of a decode worker makes every stream wait, while a prompt or a frontend's answer only takes a little longer. Left to
 the system, a frontend that hears from a decode worker runs on that worker's core, next to its next step. On two cores that
-made the slowest hundredth of steps 9 to 14 % longer (six plays in which it changed every second).
+made the slowest hundredth of steps 10 to 20 % longer (seven plays in which it changed every second).
 """
 
 import os
