@@ -41,6 +41,7 @@ from penstock.sim.workload import Session, WorkloadConfig, make_sessions, rescal
 
 _SAMPLES = 300
 _FILE_COLUMNS = 1000
+_DRAWN_EVERY_S = 0.1
 _SPEC_SUFFIXES = {".yaml", ".yml"}
 _ONLY_WITH_TRACE = {"speed": None, "rate": None, "requests": None, "hit_ratio": 0.0, "skip_bad": False}
 """Flag: what it is where it was not given."""
@@ -264,10 +265,18 @@ def _progress(name: str, total: int) -> Iterator[OnProgress | None]:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
+    # A thread that draws it would hardly get a turn: a simulation seldom waits.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(name, total=total)
+        drawn_s = perf_counter()
 
         def on_progress(ended: int, virtual_s: float) -> None:
-            bar.update(task, completed=ended, description=f"{name}: simulated {say_s(virtual_s)}")
+            nonlocal drawn_s
+            now_s = perf_counter()
+            is_due = now_s - drawn_s >= _DRAWN_EVERY_S
+            if is_due:
+                drawn_s = now_s
+            described = f"{name}: simulated {say_s(virtual_s)}"
+            bar.update(task, completed=ended, description=described, refresh=is_due)
 
         yield on_progress
