@@ -57,7 +57,7 @@ class LocalDeployment:
             ConfigError: the graph asks for what this version cannot run.
         """
         self._roles = runnable_roles(graph)
-        self._cores = ProcessCores(graph, self._roles, usable_cores() if graph.worker.own_cores else ())
+        self._cores = ProcessCores(self._roles, usable_cores() if graph.worker.own_cores else None)
         self.graph = graph
         self.url = ""
         """Where it answers, once entered."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from penstock.core.errors import ConfigError
 from penstock.core.types import Role
-from penstock.graph import Graph, RoleSpec
+from penstock.graph import RoleSpec
 
 _COMPUTING = "paged"
 
@@ -18,20 +18,19 @@ _COMPUTING = "paged"
 class ProcessCores:
     """Gives each worker that computes on a CPU a core, and keeps all others off those that decode."""
 
-    def __init__(self, graph: Graph, roles: Mapping[Role, RoleSpec], usable: Collection[int]) -> None:
+    def __init__(self, roles: Mapping[Role, RoleSpec], usable: Collection[int] | None) -> None:
         """Give the first core to the first worker.
 
         Args:
-            graph: the deployment.
-            roles: of it, those with workers here.
-            usable: the cores that this process may use, as the system numbers them.
+            roles: those with workers here.
+            usable: the cores that this process may use, as the system numbers them; None keeps nobody anywhere.
 
         Raises:
             ConfigError: there are fewer than workers that want one.
         """
         self._engines: dict[tuple[Role, int], int] = {}
-        self._free: frozenset[int] | None = None  # None: nobody is kept anywhere
-        if not graph.worker.own_cores:
+        self._free: frozenset[int] = frozenset()  # of decoding; where none is left, nobody is kept off
+        if usable is None:
             return
         workers = [
             (name, index)

@@ -8,9 +8,9 @@ from penstock.deploy.process_cores import ProcessCores
 from penstock.graph import Graph
 
 
-def cores_of(usable, roles, own_cores=True):
-    graph = Graph.model_validate({"model": "m", "roles": roles, "worker": {"own_cores": own_cores}})
-    return ProcessCores(graph, graph.roles.present(), usable)
+def cores_of(usable, roles):
+    graph = Graph.model_validate({"model": "m", "roles": roles})
+    return ProcessCores(graph.roles.present(), usable)
 
 
 def test_prefill_workers_and_frontends_keep_off_who_decodes() -> None:
@@ -55,7 +55,7 @@ def test_only_engines_that_compute_here_get_cores() -> None:
 
 
 def test_nothing_unless_it_is_asked_for() -> None:
-    cores = cores_of((), {"prefill": {}, "decode": {}}, own_cores=False)
+    cores = cores_of(None, {"prefill": {}, "decode": {}})
     assert cores.of_engine(Role.DECODE, 0) is None
     assert cores.of_process() == cores.of_process(Role.DECODE, 0) == ()
 
