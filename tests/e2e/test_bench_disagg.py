@@ -29,18 +29,25 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
     assert figures["hand_over_memcpy_ms"] > 0
     assert figures["role_change_s"] > 0
     assert plot.read_text().startswith("<svg")
+    assert report["config"]["prompt_tokens"][0] > 2000
     assert "1 prefill, 1 decode" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "words"),
+    ("options", "words"),
     [
-        ("--prefill-share", "1", "--prefill-share: must be > 0 and < 1, got 1"),
-        ("--streams", "0", "--streams: must be >= 1, got 0"),
-        ("--turns", "0", "--turns: must be >= 1, got 0"),
-        ("--seconds", "nan", "--seconds: must be >= 1, got nan"),
+        (["--prefill-share", "1"], "--prefill-share: must be > 0 and < 1, got 1"),
+        (["--streams", "0"], "--streams: must be >= 1, got 0"),
+        (["--turns", "0"], "--turns: must be >= 1, got 0"),
+        (["--seconds", "nan"], "--seconds: must be >= 1, got nan"),
+        (
+            ["--prompt-tokens", "64", "200"],
+            "--prompt-tokens: must be from 65 to 8000, the smaller one first, got 64 200",
+        ),
+        (["--prompt-tokens", "300", "200"], "the smaller one first, got 300 200"),
+        (["--prompt-tokens", "300", "9000"], "from 65 to 8000"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(capsys, flag, value, words):
-    assert cli.main(["bench", "disagg", flag, value]) == 2
+def test_options_that_make_no_sense_are_refused(capsys, options, words):
+    assert cli.main(["bench", "disagg", *options]) == 2
     assert words in capsys.readouterr().err

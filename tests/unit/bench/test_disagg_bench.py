@@ -35,31 +35,38 @@ class TestBestChunk:
         assert best_chunk([point(64, 40, 2000), point(128, 60, 900)], ttft_p99_ms=100).chunk == 128
 
 
+def workload(**changes):
+    return Workload(
+        **{"streams": 1, "seconds": 100.0, "seed": 0, "prompt_tokens_min": 2100, "prompt_tokens_max": 2600}
+        | changes
+    )
+
+
 class TestWorkload:
     def test_is_the_same_for_every_side_and_another_one_for_another_seed(self):
-        load = Workload(streams=2, seconds=60.0, seed=3)
+        load = workload(streams=2, seed=3)
         assert load.long_prompts(0.9) == load.long_prompts(0.9)
-        assert load.long_prompts(0.9) != Workload(streams=2, seconds=60.0, seed=4).long_prompts(0.9)
+        assert load.long_prompts(0.9) != workload(streams=2, seed=4).long_prompts(0.9)
 
     def test_prompts_are_long_and_come_at_the_rate_within_the_time(self):
-        load = Workload(streams=1, seconds=2000.0, seed=0)
+        load = workload(seconds=2000.0)
         arrivals = load.long_prompts(0.8)
         moments = [arrival.at_s for arrival in arrivals]
         assert len(arrivals) == 1600
         assert 0 <= moments[0] < moments[-1] < 2000
         assert moments == sorted(moments)
         tokens = [arrival.input_tokens for arrival in arrivals]
-        assert 2000 < load.prompt_tokens_min == min(tokens) < max(tokens) == load.prompt_tokens_max
+        assert (min(tokens), max(tokens)) == (2100, 2600)
         assert len(load.long_prompts(0.0001)) >= 1, "the shortest of runs has some"
 
     def test_gaps_between_prompts_vary_as_random_arrivals_do(self):
-        load = Workload(streams=1, seconds=2000.0, seed=0)
+        load = workload(seconds=2000.0)
         moments = [arrival.at_s for arrival in load.long_prompts(1.0)]
         gaps = np.diff(moments)
         assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)
 
     def test_even_prompts_come_one_every_so_often_and_are_as_many_and_as_long(self):
-        even = Workload(streams=1, seconds=100.0, seed=0, arrivals="even").long_prompts(0.5)
+        even = workload(arrivals="even").long_prompts(0.5)
         assert np.diff([arrival.at_s for arrival in even]) == pytest.approx(2.0)
         assert len(even) == 50
         assert 0 < even[0].at_s < even[-1].at_s < 100

@@ -9,7 +9,13 @@ from penstock.bench.disagg import figures, plot
 from penstock.bench.disagg.choice import best_chunk
 from penstock.bench.disagg.memcpy import memcpy_bytes_per_s
 from penstock.bench.disagg.model import KV_BYTES_PER_TOKEN, SIZES, make_model
-from penstock.bench.disagg.sides import CHUNKS, aggregated_flags, disaggregated_flags
+from penstock.bench.disagg.sides import (
+    CHUNKS,
+    PROMPT_TOKENS_MAX,
+    PROMPT_TOKENS_MIN,
+    aggregated_flags,
+    disaggregated_flags,
+)
 from penstock.bench.disagg.stage import Stage
 from penstock.bench.disagg.table import print_table
 from penstock.bench.disagg.workload import ARRIVALS, Workload
@@ -22,6 +28,7 @@ _STREAMS, _QUICK_STREAMS = 12, 4
 _QUIET_PROMPTS, _QUICK_QUIET_PROMPTS = 6, 1
 _QUICK_CHUNKS = (256,)
 _PREFILL_SHARE = 0.55
+_PROMPT_TOKENS = (2100, 2600)
 _APART, _ALONE = 0, -1  # in the place of a chunk size; alone are the streams, without prompts
 _RATIO_WANTED = 3.0
 
@@ -42,6 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_PREFILL_SHARE,
         metavar="P",
         help="of its time that the prefill worker is to compute prompts; it sets how often they come (default %(default)s)",
+    )
+    add(
+        "--prompt-tokens",
+        type=int,
+        nargs=2,
+        default=_PROMPT_TOKENS,
+        metavar=("MIN", "MAX"),
+        help=f"of the long prompts (default {_PROMPT_TOKENS[0]} {_PROMPT_TOKENS[1]})",
     )
     add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="of the long prompts (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, prompts and moments (default 0)")
@@ -116,9 +131,16 @@ def _workload(options: argparse.Namespace) -> Workload:
     ):
         if value is not None and not value >= 1:
             raise ConfigError(f"{flag}: must be >= 1, got {value:g}")
+    shortest, longest = options.prompt_tokens
+    if not PROMPT_TOKENS_MIN <= shortest <= longest <= PROMPT_TOKENS_MAX:
+        raise ConfigError(
+            f"--prompt-tokens: must be from {PROMPT_TOKENS_MIN} to {PROMPT_TOKENS_MAX}, the smaller one first, got {shortest} {longest}"
+        )
     return Workload(
         streams=options.streams or (_QUICK_STREAMS if options.quick else _STREAMS),
         seconds=options.seconds or (_QUICK_SECONDS if options.quick else _SECONDS),
+        prompt_tokens_min=shortest,
+        prompt_tokens_max=longest,
         seed=options.seed,
         arrivals=options.arrivals,
     )

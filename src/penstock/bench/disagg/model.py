@@ -9,7 +9,7 @@ from pathlib import Path
 
 SIZES = {
     "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 20,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 4096,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 8192,
 }  # fmt: skip
 KV_BYTES_PER_TOKEN = (
     2 * 4 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * SIZES["head_dim"]

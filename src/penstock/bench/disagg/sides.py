@@ -7,10 +7,14 @@ from pathlib import Path
 from penstock.bench.served import Served, served
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
-_PREFILL_CHUNK = 4096
-"""Of prefill workers: a whole prompt."""
 _DECODE_CHUNK = 64
 """Of decode workers: the size of the short prompts that they compute themselves."""
+PROMPT_TOKENS_MIN = _DECODE_CHUNK + 1
+"""Shorter ones would not be handed over."""
+PROMPT_TOKENS_MAX = 8000
+"""With what is generated after them they fit the model."""
+_PREFILL_CHUNK = 8192
+"""Of prefill workers: a whole prompt."""
 
 
 def aggregated_flags(chunk: int) -> list[str]:

@@ -27,8 +27,8 @@ class Workload:
     streams: int
     stream_input_tokens: int = 16
     stream_output_tokens: int = 400
-    prompt_tokens_min: int = 2100
-    prompt_tokens_max: int = 2600
+    prompt_tokens_min: int
+    prompt_tokens_max: int
     prompt_output_tokens: int = 16
     seconds: float
     """For which prompts come, and gaps and tokens count."""

@@ -86,10 +86,12 @@ class PagedStep:
         of_part = out[part.start : part.end]
         for start in range(0, len(of_part), _TILE_TOKENS):
             end = min(start + _TILE_TOKENS, len(of_part))
-            seen = part.num_keys - len(of_part) + end  # later keys are masked for all of the tile
-            mask = part.mask[start:end, :seen]
+            # Keys before these, beyond the first query's window, and after them are masked for all of the tile.
+            seen = part.num_keys - len(of_part) + end
+            first = 0 if call.window is None else max(0, seen - (end - start) - call.window + 1)
+            mask = part.mask[start:end, first:seen]
             attended = dense_attention(
-                call, query[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], mask
+                call, query[:, :, start:end], keys[:, :, first:seen], values[:, :, first:seen], mask
             )
             of_part[start:end] = attended[0].transpose(0, 1)
 
