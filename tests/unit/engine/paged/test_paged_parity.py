@@ -1,11 +1,14 @@
 """Greedy outputs equal to those of transformers' own `generate`, token for token, however they are computed."""
 
+from collections import Counter
+
 import pytest
 
 from penstock.core.types import BlockRemoved
 
 torch = pytest.importorskip("torch")
 
+from penstock.engine.paged import decoding as decoding_module  # noqa: E402
 from penstock.engine.paged import step as step_module  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -65,3 +68,39 @@ def test_with_blocks_of_any_size(engine, reference, block_size):
     expected = reference("gemma3")
     paged = engine("gemma3", block_size=block_size, max_batch_tokens=100)
     expected.check(paged.run(*expected.requests(8)), 8)
+
+
+@pytest.fixture
+def no_span_is_rows(monkeypatch):
+    """Have even short spans of prompts attend in tiles."""
+    monkeypatch.setattr(decoding_module, "_NATIVE_ROW_TOKENS", 0)
+    monkeypatch.setattr(decoding_module, "_NATIVE_ROW_PRODUCTS", 0)
+
+
+@every_architecture
+@pytest.mark.parametrize("max_batch_tokens", [29, 1000])
+@pytest.mark.usefixtures("no_span_is_rows")
+def test_in_tiles(engine, reference, architecture, count, max_batch_tokens, monkeypatch):
+    monkeypatch.setattr(step_module, "_TILE_TOKENS", 16)
+    expected, paged = reference(architecture), engine(architecture, max_batch_tokens=max_batch_tokens)
+    count = min(count, 12)
+    expected.check(paged.run(*expected.requests(count)), count)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3"])
+@pytest.mark.usefixtures("no_span_is_rows")
+def test_tiles_see_every_key_of_their_windows_and_few_others(engine, reference, architecture, monkeypatch):
+    expected, attend = reference(architecture), step_module.dense_attention
+    pairs, seen = Counter(), Counter()
+
+    def counting(call, query, keys, values, mask):
+        pairs[tile] += int(mask.sum())
+        seen[tile] += mask.numel()
+        return attend(call, query, keys, values, mask)
+
+    monkeypatch.setattr(step_module, "dense_attention", counting)
+    for tile in (1000, 16):
+        monkeypatch.setattr(step_module, "_TILE_TOKENS", tile)
+        paged = engine(architecture, max_batch_tokens=100)
+        expected.check(paged.run(*expected.requests(12)), 12)
+    assert 0 < pairs[16] == pairs[1000] < seen[16] < 0.8 * seen[1000]
