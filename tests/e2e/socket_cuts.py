@@ -1,67 +1,59 @@
 """Cuts connections between two other processes: what they are connected by is shut down under their hands."""
 
 import ctypes
+import errno
 import os
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 _PIDFD_GETFD = 438  # the same on all architectures
 _UCRED = struct.Struct("3i")
+_GONE = {errno.ENOENT, errno.EBADF, errno.ENOTCONN, errno.EINVAL}
+"""Closed since it was listed, or connected to nothing."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def cut_between(one: int, other: int) -> int:
     """Shut down all stream sockets that connect two processes; give how many. Their parent may do that, and root."""
     with ExitStack() as stack:
-        ours = [stack.enter_context(end) for end in _streams_of(one)]
-        theirs = {
-            end.getpeername()
-            for end in map(stack.enter_context, _streams_of(other))
-            if end.family != socket.AF_UNIX
-        }
-        shared = [end for end in ours if _is_shared(end, other, theirs)]
+        theirs = {peer for _, peer in _connections(other, stack)}
+        shared = [end for end, _ in _connections(one, stack) if _leads_to(end, other, theirs)]
         for end in shared:
-            end.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # it has ended by now
+                end.shutdown(socket.SHUT_RDWR)
         return len(shared)
 
 
-def _is_shared(end: socket.socket, other: int, theirs: set[object]) -> bool:
+def _leads_to(end: socket.socket, other: int, theirs: set[object]) -> bool:
     if end.family == socket.AF_UNIX:
         credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         return bool(_UCRED.unpack(credentials)[0] == other)
     return end.getsockname() in theirs
 
 
-def _streams_of(pid: int) -> Iterator[socket.socket]:
-    """Give copies of a process's connected stream sockets."""
+def _connections(pid: int, stack: ExitStack) -> Iterator[tuple[socket.socket, object]]:
+    """Give copies of a process's connected stream sockets, which the stack closes, and what they are connected to."""
     process = os.pidfd_open(pid)
-    try:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                is_socket = os.readlink(link).startswith("socket:")
-            except FileNotFoundError:  # closed by now
+    stack.callback(os.close, process)
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if not str(link.readlink()).startswith("socket:"):
                 continue
-            copy = _libc.syscall(_PIDFD_GETFD, process, int(link.name), 0) if is_socket else -1
-            if is_socket and copy < 0:
-                if ctypes.get_errno() == 9:  # closed by now
-                    continue
-                raise OSError(ctypes.get_errno(), f"socket {link.name} of process {pid} cannot be copied")
-            if is_socket:
-                end = socket.socket(fileno=copy)
-                if end.type == socket.SOCK_STREAM and _is_connected(end):
-                    yield end
-                else:
-                    end.close()
-    finally:
-        os.close(process)
+            end = stack.enter_context(socket.socket(fileno=_copied(process, int(link.name))))
+            peer = end.getpeername()
+        except OSError as error:
+            if error.errno in _GONE:
+                continue
+            raise
+        if end.type == socket.SOCK_STREAM:
+            yield end, peer
 
 
-def _is_connected(end: socket.socket) -> bool:
-    try:
-        end.getpeername()
-    except OSError:
-        return False
-    return True
+def _copied(process: int, descriptor: int) -> int:
+    copy = int(_libc.syscall(_PIDFD_GETFD, process, descriptor, 0))
+    if copy < 0:
+        raise OSError(ctypes.get_errno(), f"descriptor {descriptor} cannot be copied")
+    return copy
