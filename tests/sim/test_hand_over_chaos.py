@@ -48,10 +48,12 @@ from penstock.worker.pin_messages import PinRead
 from penstock.worker.prefetches import Prefetches
 from penstock.worker.reader import Growth, Reader
 from penstock.worker.room import Room
+from penstock.worker.worker import Worker
 
 pytestmark = pytest.mark.slow
 
 CLIENTS = 30
+CLIENTS_OF_THE_DYING = 6
 FAULTS = 6
 LAST_S = 2.0
 QUIET_S = 40.0
@@ -164,6 +166,7 @@ class HandOverTrial:
                     group.create_task(self.cut_between_workers(rng.uniform(0, LAST_S)))
                 for dispatcher in dispatchers:
                     group.create_task(self.change(dispatcher, rng.uniform(0, LAST_S)))
+                group.create_task(self.frontend_that_dies(router, rng.uniform(0.1, LAST_S)))
             await asyncio.sleep(QUIET_S)
             for name in self.cluster.names:
                 check_nothing_is_held(self.cluster.worker(name), self.cluster.engine(name))
@@ -224,8 +227,7 @@ class HandOverTrial:
         rng = random.Random(self.rng.getrandbits(32))
         await asyncio.sleep(at_s)
         if rng.random() < 0.3:
-            links = [link for server in self.cluster.plane._servers.values() for link in server.links]
-            rng.choice(links).break_off("it was cut", tell_service=True)
+            rng.choice(self.links()).break_off("it was cut", tell_service=True)
             self.outcomes["cut"] += 1
             return
         alive = [name for name in ROLES if name not in self.hurt]
@@ -243,6 +245,28 @@ class HandOverTrial:
         await asyncio.sleep(rng.uniform(0, 0.5))
         await self.start(name)
         self.hurt.discard(name)
+
+    def links(self):
+        return [link for server in self.cluster.plane._servers.values() for link in server.links]
+
+    async def frontend_that_dies(self, router, at_s):
+        """Have one more frontend, with clients of its own, be gone from one moment to the next: workers hear that it is, and no more of it."""
+        async with self.cluster.dispatcher(router) as dispatcher:
+            await dispatcher.looked()
+            clients = [
+                asyncio.ensure_future(self.client(number, dispatcher, self.rng.uniform(0, at_s)))
+                for number in range(CLIENTS, CLIENTS + CLIENTS_OF_THE_DYING)
+            ]
+            await asyncio.sleep(at_s)
+            self.outcomes["lost with their frontend"] += len(dispatcher._shared.requests)
+            for link in self.links():
+                if link.sink._connector is dispatcher._shared.fleet._connector:
+                    link.hang_up(tell_service=True)
+            for client in clients:
+                client.cancel()
+            for ended in await asyncio.gather(*clients, return_exceptions=True):
+                if ended is not None and not isinstance(ended, asyncio.CancelledError):
+                    raise ended
 
     async def cut_between_workers(self, at_s):
         """Break the link over which one worker reads another one's KV; both live."""
@@ -321,6 +345,7 @@ def test_answers_are_exact_and_nothing_is_left(answers):
         "prefetched",
         "changed",
         "cut",
+        "lost with their frontend",
     )
     for kind in (*kinds, "cut between workers"):
         assert outcomes[kind] > 10, f"{kind}: {outcomes}"
@@ -368,6 +393,13 @@ def unpinned_before_the_read():
 def pin_without_expiry():
     """What nobody fetches stays held."""
     with mock.patch.object(Offers, "_expire"):
+        yield
+
+
+@mutant
+def frontend_that_is_missed_by_nobody():
+    """What a frontend that is gone had asked for stays its own."""
+    with mock.patch.object(Worker, "disconnected"):
         yield
 
 
