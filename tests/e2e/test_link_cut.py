@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 PROMPT = "Which parts does a request pass on its way, and what does each of them do with it? " * 16
 TOKENS = 24
 PAGED = {"replicas": 1, "engine": "paged", "max_batch_tokens": 64, "max_running_requests": 16}
-PAUSES_S = (0.3, 0.1, 0.03, 0.01)
+PAUSES_S = (0.3, 0.1, 0.03, 0.01, 0.01, 0.005, 0.005, 0.005)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -53,6 +53,11 @@ def test_answers_are_those_of_one_worker_and_uncut_links_are_used_again(deploy, 
             with suppress(asyncio.CancelledError):
                 await cutting
         assert cuts >= len(PAUSES_S)
+
+        async def reads_have_failed():
+            return (await site.load("decode-1"))["kv_failures"] > 0
+
+        await site.until(reads_have_failed, timeout_s=10)
         assert site.deployment.pids() == pids, "nobody died of it"
         await site.until(await ask_and_read(-1))
 

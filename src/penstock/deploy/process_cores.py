@@ -29,7 +29,7 @@ class ProcessCores:
             ConfigError: there are fewer than workers that want one.
         """
         self._engines: dict[tuple[Role, int], int] = {}
-        self._free: frozenset[int] = frozenset()  # of decoding; where none is left, nobody is kept off
+        self._free: frozenset[int] = frozenset()  # of no decode worker; if empty, all run anywhere
         if usable is None:
             return
         workers = [
