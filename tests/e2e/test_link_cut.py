@@ -57,7 +57,10 @@ def test_answers_are_those_of_one_worker_and_uncut_links_are_used_again(deploy, 
         async def reads_have_failed():
             return (await site.load("decode-1"))["kv_failures"] > 0
 
-        await site.until(reads_have_failed, timeout_s=10)
+        if (
+            transport == "tcp"
+        ):  # by shm the bytes move without the connection, and a cut may fall between two reads
+            await site.until(reads_have_failed, timeout_s=10)
         assert site.deployment.pids() == pids, "nobody died of it"
         await site.until(await ask_and_read(-1))
 
