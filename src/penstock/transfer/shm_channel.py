@@ -230,11 +230,13 @@ class ShmChannel:
         number = next(self._numbers)
         try:
             grant = await self._answer(Ask(number=number, region_id=region_id, key=info.key, op=op))
-        except PeerLost:
+        except PeerLost as error:
             with contextlib.suppress(TimeoutError):  # the link, which says why, ends at the same time
                 async with asyncio.timeout(_LINK_ENDS_S):
                     await self._ended.wait()
-            raise
+            raise PeerLost(
+                f"agent {self.link.peer} is gone: {error.message}; connect again once it is back"
+            ) from error
         if grant.error is not None:
             raise TransferRefused(f"agent {self.link.peer}: {grant.error.message}")
         if not grant.has_fd:
