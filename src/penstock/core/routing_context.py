@@ -101,6 +101,13 @@ class RoutingContext:
     now_s: float
     prompt_only: bool = False
 
+    def step_s(self) -> NDArray[np.float64]:
+        """Say, (num_slots,), what a step takes that decodes a token for each request that runs."""
+        prices = self.prices
+        step_s = prices.decode_step_s + self.running_requests * prices.decode_sequence_s
+        step_s += self.context_tokens * prices.decode_token_s
+        return step_s
+
     def changed(self, **values: Any) -> "RoutingContext":
         """Make one that differs in some fields, and shares the columns of all others; `replace` takes twenty times as long."""
         context = RoutingContext(*_fields(self))

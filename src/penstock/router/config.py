@@ -56,6 +56,8 @@ class DisaggConfig(Config):
     """Prompts of which a decode worker lacks fewer tokens are computed there."""
     local_tokens_max: int | None = pydantic.Field(default=None, ge=0)
     """Prompts of which a decode worker lacks more tokens are computed by prefill workers, as long as one is there, however long they wait for it; None: whatever takes fewer seconds."""
+    late_token_share: float = pydantic.Field(default=0.0, ge=0, le=1)
+    """The part of the tokens of a decode worker's streams that may be late, as it computes a prompt that would have its first token in half the time there, whatever the two above say; only with policies that predict waits, such as `kv`."""
     hand_over_s: float = pydantic.Field(default=0.005, ge=0)
     """What a hand-over takes beside moving bytes, in seconds."""
     link_bytes_per_s: float | None = pydantic.Field(default=None, gt=0)

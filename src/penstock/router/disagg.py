@@ -1,7 +1,8 @@
 """Whether a prompt is computed where its answer is, or by a prefill worker that hands it over; two sums of seconds decide.
 
 Beside the prices of both workers there is what the move takes: each block that the decode worker lacks, over the way
-between the two, and what is charged for setting that up (`cold_links`).
+between the two, and what is charged for setting that up (`cold_links`). Whatever the sums say, a prompt that would wait long for
+prefill workers may be computed by who answers it as long as few of the streams there notice (`late_tokens`).
 Policies that predict no times go by the number of tokens to compute.
 """
 
@@ -14,7 +15,7 @@ from penstock.core.types import Tier
 from penstock.router.chooser import Choice, Chooser
 from penstock.router.cold_links import Foregone
 from penstock.router.config import DisaggConfig
-from penstock.router.policies import recomputed_blocks
+from penstock.router.policies import recomputed_blocks, uncached_tokens
 from penstock.seams import RoutingContext
 
 _MOVED = list(Tier).index(Tier.OBJECT)
@@ -26,7 +27,7 @@ class Comparison:
     """Both sums, in seconds (or in the policy's own numbers, None where these cannot be compared).
 
     `local` is all of it on the decode worker; the others are its parts elsewhere: `prefill`, `decode` with the bytes' move,
-    and `link_setup` for a link over which none has moved yet.
+    and `link_setup` for a link over which none has moved yet. `late_steps` of the streams of who computes it are late.
     """
 
     local: float | None
@@ -34,6 +35,7 @@ class Comparison:
     decode: float | None
     is_remote: bool
     link_setup: float = 0.0
+    late_steps: int = 0
 
     @property
     def remote(self) -> float | None:
@@ -76,6 +78,7 @@ class Apart:
     answers, which takes `block_s` (num_slots,) seconds for each from the one of them that costs least, and `link_s`
     (num_slots,) for the first use of a link where any is charged, both beyond what passes while the prompt is computed:
     to those whose kind, of `kinds` (num_slots,), fits the prefill worker's by `fits` (producers' kinds, takers' kinds).
+    Who computes it beside streams may make `late_steps_left` (num_slots,) of their steps late, None for no more than the sums say.
     """
 
     prefillers: NDArray[np.bool_]
@@ -85,6 +88,7 @@ class Apart:
     link_s: NDArray[np.float64] | None
     kinds: NDArray[np.intp]
     fits: NDArray[np.bool_]
+    late_steps_left: NDArray[np.float64] | None
     config: DisaggConfig
 
     def move(self, prefiller: int) -> Move:
@@ -246,11 +250,45 @@ def weigh(
         too_long = config.local_tokens_max is not None and uncached_tokens > config.local_tokens_max
         is_remote = too_long or prefill + after < local
         link = move.charge_s(context, rest.slot)
-        comparison = Comparison(local, prefill, after - link, is_remote=is_remote, link_setup=link)
         if move.link_s is not None and not is_remote:
             free = _uncharged(chooser, context, tie, move)
             foregone = move.foregone(free.slot, local - (prefill + _cost(free) + config.hand_over_s))
+        sooner = _sooner_here(chooser, context, tie, apart, prompt) if is_remote else None
+        if sooner is not None:
+            whole, local, is_remote = sooner, _cost(sooner), False
+        comparison = Comparison(
+            local,
+            prefill,
+            after - link,
+            is_remote=is_remote,
+            link_setup=link,
+            late_steps=0
+            if is_remote or apart.late_steps_left is None
+            else int(_late_steps(context)[whole.slot]),
+        )
     return Weighed(apart, context, whole, prompt_context, prompt, comparison, foregone)
+
+
+def _sooner_here(
+    chooser: Chooser, context: RoutingContext, tie: int, apart: Apart, prompt: Choice
+) -> Choice | None:
+    """Choose who computes a prompt after all, in less than half the time to its first token; None where that makes too many late."""
+    left = apart.late_steps_left
+    if left is None or chooser.prefill_term is None or not chooser.wait_terms:
+        return None
+    may = context.eligible & (_late_steps(context) <= left)
+    if not np.count_nonzero(may):
+        return None
+    here = chooser.choose(context.changed(eligible=may), tie)
+    rows = chooser.first_token_terms
+    here_s, there_s = here.terms[rows, here.slot].sum(), prompt.terms[rows, prompt.slot].sum()
+    return here if 2 * here_s < there_s else None
+
+
+def _late_steps(context: RoutingContext) -> NDArray[np.float64]:
+    """Count, (num_slots,), the steps of its streams that each worker makes late as it computes a prompt."""
+    steps = np.ceil(uncached_tokens(context) / np.maximum(context.prices.batch_tokens, 1.0))
+    return np.where(context.running_requests > 0, steps, 0.0)
 
 
 def _uncharged(chooser: Chooser, context: RoutingContext, tie: int, move: Move) -> Choice:

@@ -30,6 +30,7 @@ from penstock.router.connector import Connector
 from penstock.router.drift import FORGOTTEN_S, Drift
 from penstock.router.indexer import Indexer
 from penstock.router.kv_ways import KvWays
+from penstock.router.late_tokens import LateTokens
 from penstock.router.loads import LoadTracker
 from penstock.router.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.metrics import RouterMetrics
@@ -60,6 +61,7 @@ class Fleet:
         self.tree = self._indexer.tree
         self.loads = LoadTracker()
         self.kv_ways = KvWays(config, self.loads.num_slots)
+        self.late_tokens = LateTokens(config.disagg.late_token_share, self.loads.num_slots)
         self.pools: dict[str, WorkerPool] = {}
         """By model; those without any worker are not there."""
         self._connector = Connector(
@@ -201,6 +203,7 @@ class Fleet:
         self.loads.check()
         self.seats.check()
         self.kv_ways.check()
+        self.late_tokens.check(self.loads.num_slots)
         for pool in self.pools.values():
             pool.check()
             assert len(pool.ready) == self.loads.num_slots == self.tree.num_slots, "as long as the loads"
@@ -275,6 +278,7 @@ class Fleet:
             self.tree.grow(num_slots)
             self.loads.grow(num_slots)
             self.kv_ways.grow(num_slots)
+            self.late_tokens.grow(num_slots)
             self.seats.grow(num_slots)
             for pool in self.pools.values():
                 pool.grow(num_slots)
@@ -303,6 +307,7 @@ class Fleet:
         self._indexer.forget(member.slot)
         self.loads.reset(member.slot)
         self.kv_ways.forget(member.slot)
+        self.late_tokens.forget(member.slot)
         self._leave_pool(member, member.instance.card.name)
         self._recount(member, None)
         self.seats.leave(member)

@@ -31,11 +31,12 @@ Column = NDArray[np.int64]
     _PEER,
     _PEER_PREFILL,
     _PEER_PAIRS,
+    _PEERS,
     _OWN,
     _OWN_PREFILL,
     _OWN_PAIRS,
     _OWN_BLOCKS,
-) = range(15)
+) = range(16)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +110,8 @@ class LoadTracker:
         self.peer_requests: Column = columns[_PEER]
         self.peer_prefill_tokens: Column = columns[_PEER_PREFILL]
         self.peer_prefill_pairs: Column = columns[_PEER_PAIRS]
+        self.peers: Column = columns[_PEERS]
+        """Other routers that are connected to it."""
         self.own_requests: Column = columns[_OWN]
         """Requests of this router that have not ended."""
         self.own_prefill_tokens: Column = columns[_OWN_PREFILL]
@@ -186,6 +189,7 @@ class LoadTracker:
         rows[_PEER][slot] = load.peer_requests
         rows[_PEER_PREFILL][slot] = load.peer_prefill_tokens
         rows[_PEER_PAIRS][slot] = load.peer_prefill_pairs
+        rows[_PEERS][slot] = load.peers
         if self.listener is not None:
             self.listener()
         return max(arrivals, 0)
@@ -279,6 +283,7 @@ class LoadTracker:
                 load.peer_requests,
                 load.peer_prefill_tokens,
                 load.peer_prefill_pairs,
+                load.peers,
             ], f"slot {slot}: {columns}, {queued} and {peers} are not what was reported plus {sums}"
             *own, pairs, blocks_of_prompts = self._table[_OWN:, slot].tolist()
             assert (pairs > 0) == (own[1] > 0), f"slot {slot}: {pairs} pairs of {own[1]} tokens to compute"

@@ -69,6 +69,10 @@ class RouterMetrics:
             "Seconds that those requests were predicted to take where they are answered (local), and elsewhere (prefill, decode and link_setup)",
             "part",
         )
+        self.late_steps = counter(
+            "late_steps",
+            "Steps of decode workers' streams that such a prompt was expected to make late, as it was computed beside them",
+        )
         self.prefetches = counter(
             "prefetches",
             "Decode workers that read a prompt's KV while it was computed: went on with it (used) or not (dropped)",

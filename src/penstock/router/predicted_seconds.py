@@ -77,8 +77,7 @@ def terms_python(context: RoutingContext) -> Column:
     """Do what the native `predicted_seconds` does, to the last bit; 17 workers take 47 us, and 5 us there."""
     prices, size, output = context.prices, context.block_size, max(context.mean_output_tokens, 1.0)
     running, total = context.running_requests, context.total_blocks
-    step_s = prices.decode_step_s + running * prices.decode_sequence_s
-    step_s += context.context_tokens * prices.decode_token_s
+    step_s = context.step_s()
     # A step that computes prompts decodes as well: its time is shared by all tokens of a prompt that fit into it. Of a
     # worker whose data-parallel ranks compute a prompt each, that is one rank's part.
     ranks = prices.prompts_at_once

@@ -67,6 +67,13 @@ class Router:
                 fix="router.hold is set, but this policy predicts no waits, so that nothing is held: choose kv, or a policy"
                 " with terms `queue` and `memory`, or leave router.hold out",
             )
+        if not self._chooser.wait_terms and config.disagg.late_token_share:
+            _log.warning(
+                "late_token_share_without_effect",
+                policy=config.policy,
+                fix="router.disagg.late_token_share is set, but this policy predicts no waits, so that prompts wait for prefill"
+                " workers: choose kv, or a policy with terms `queue` and `memory`, or leave it out",
+            )
         self._has_thresholds = config.busy_kv_share is not None or config.busy_queued_tokens is not None
         self._metrics = metrics
         self._turn = rng.randrange(1 << 16)  # frontends beside each other do not take turns in step
@@ -132,6 +139,7 @@ class Router:
             link_s=link_s,
             kinds=pool.pairs.kinds(len(eligible)),
             fits=pool.pairs.fits,
+            late_steps_left=self.fleet.late_tokens.left(context, self.fleet.loads.peers),
             config=self._config.disagg,
         )
         weighed = weigh(self._chooser, context, tie, apart, prompt)
@@ -200,6 +208,7 @@ class Router:
         self._use_links(quote, again=again)
         if quote.comparison is not None and not again:
             self._count(quote.comparison, "remote" if quote.hand_over else "local")
+            self._spend(context, slot, quote.comparison.late_steps)
         if not again and quote.handed_blocks is None:
             metrics = self._metrics
             metrics.decided(self._chooser.policy.name, reason).inc()
@@ -222,6 +231,12 @@ class Router:
             links.forgo(quote.foregone)
         if quote.handed_blocks and quote.source is not None:
             links.open(quote.source, quote.choice.slot, quote.context.now_s)
+
+    def _spend(self, context: RoutingContext, slot: int, late_steps: int) -> None:
+        """Note how many steps of a worker's streams a prompt makes late, if any."""
+        if late_steps:
+            self.fleet.late_tokens.spend(slot, late_steps, context, self.fleet.loads.peers)
+            self._metrics.late_steps.inc(late_steps)
 
     def _count(self, comparison: Comparison, place: str) -> None:
         """Count where a prompt is computed, and the seconds that were compared."""

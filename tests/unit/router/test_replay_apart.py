@@ -58,7 +58,8 @@ def lines(monkeypatch):
                     ("d1", Role.DECODE),
                 ):
                     await cluster.start(name, tiny_engine(), role=role, prices=PRICES)
-                config = RouterConfig(policy=policy, disagg=DisaggConfig(remote_tokens_min=4))
+                disagg = DisaggConfig(remote_tokens_min=4, late_token_share=0.05)
+                config = RouterConfig(policy=policy, disagg=disagg)
                 async with cluster.dispatcher(config) as dispatcher:
                     await dispatcher.looked()
                     await traffic(dispatcher)

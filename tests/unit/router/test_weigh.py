@@ -20,7 +20,7 @@ def context(**columns):
     return make_context(eligible=TAKERS.tolist(), **usual | columns)
 
 
-def apart(link_s, **config):
+def apart(link_s, late_steps_left=None, **config):
     return Apart(
         prefillers=~TAKERS,
         prompt_turn=0,
@@ -29,6 +29,7 @@ def apart(link_s, **config):
         link_s=None if link_s is None else np.array(link_s),
         kinds=np.zeros(3, dtype=np.intp),
         fits=np.ones((1, 1), dtype=np.bool_),
+        late_steps_left=None if late_steps_left is None else np.array(late_steps_left),
         config=DisaggConfig(**config),
     )
 
@@ -120,3 +121,71 @@ def test_who_goes_on_elsewhere_for_the_sake_of_a_link_says_what_that_costs():
     taker = CHOOSER.choose(as_handed_over(asked, low), 0)
     assert taker.slot == 2
     assert passed_over(CHOOSER, asked, 0, low, taker) is None
+
+
+MANY = [0.0, 10.0, 10.0]
+
+
+def crowded(queued=150, **columns):
+    """Before the prefill worker there is a second and a half of work, and those who decode hold up sixty streams each."""
+    usual = {"running_requests": [0, 60, 60], "queued_prefill_tokens": [queued, 0, 0]}
+    return context(**usual | columns)
+
+
+@pytest.mark.parametrize("config", [{}, {"local_tokens_max": 50}])
+def test_a_prompt_that_would_wait_long_is_computed_beside_streams_if_these_may_be_late(config):
+    asked = crowded()
+    assert weighed(None, asked, **config).comparison.is_remote
+    found = weighed(None, asked, late_steps_left=MANY, **config)
+    assert not found.comparison.is_remote
+    assert found.comparison.late_steps == 1, "it fits into one step"
+    assert found.comparison.local == found.whole.prices()[found.whole.slot]
+    assert found.foregone is None
+
+
+def test_half_the_time_to_the_first_token_is_what_it_takes():
+    """Here it takes a second, there the queue and a second."""
+    for queued, is_remote in ((90, True), (110, False)):
+        asked = crowded(queued)
+        assert weighed(None, asked, late_steps_left=MANY).comparison.is_remote is is_remote
+
+
+def test_where_a_prompt_waits_as_well_it_is_not_computed_sooner():
+    asked = crowded(queued_prefill_tokens=[150, 60, 60])
+    assert weighed(None, asked, late_steps_left=MANY).comparison.is_remote
+
+
+def test_it_goes_to_who_may_be_late():
+    asked = crowded(running_requests=[0, 60, 61])
+    found = weighed(None, asked, late_steps_left=[0.0, 0.9, 1.0])
+    assert (found.comparison.is_remote, found.choice.slot) == (False, 2)
+    assert weighed(None, asked, late_steps_left=[5.0, 0.9, 0.9]).comparison.is_remote
+
+
+def test_who_computes_little_at_a_time_makes_more_steps_late():
+    prices = make_prices(prefill_token_s=[0.01] * 3, batch_tokens=[100.0, 32.0, 32.0])
+    asked = crowded(prices=prices, overlap_blocks=[0, 1, 1])
+    found = weighed(None, asked, late_steps_left=[0.0, 3.0, 3.0])
+    assert (found.comparison.is_remote, found.comparison.late_steps) == (False, 3), "84 tokens"
+    assert weighed(None, asked, late_steps_left=[0.0, 2.9, 2.9]).comparison.is_remote
+
+
+def test_who_has_no_streams_makes_nobody_late():
+    asked = crowded(running_requests=[0, 0, 60])
+    assert weighed(None, asked, local_tokens_max=50).comparison.is_remote
+    found = weighed(None, asked, late_steps_left=[-5.0, 0.0, -5.0], local_tokens_max=50)
+    assert (found.comparison.is_remote, found.choice.slot) == (False, 1)
+    assert found.comparison.late_steps == 0
+
+
+def test_what_the_sums_keep_makes_streams_late_as_well():
+    asked = crowded(running_requests=[0, 1, 1])
+    assert not weighed(None, asked).comparison.is_remote
+    assert weighed(None, asked).comparison.late_steps == 0, "nobody counts them"
+    assert weighed(None, asked, late_steps_left=[0.0, 0.0, 0.0]).comparison.late_steps == 1
+
+
+def test_a_policy_that_predicts_no_waits_goes_by_its_own():
+    asked = crowded()
+    by_load = Chooser(make_policy("least-loaded"))
+    assert weigh(by_load, asked, 0, apart(None, late_steps_left=MANY)).comparison.is_remote

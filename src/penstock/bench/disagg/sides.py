@@ -7,14 +7,16 @@ from pathlib import Path
 from penstock.bench.served import Served, served
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
-_DECODE_CHUNK = 64
-"""Of decode workers: the size of the short prompts that they compute themselves."""
-PROMPT_TOKENS_MIN = _DECODE_CHUNK + 1
+_SHORT_TOKENS = 64
+"""Decode workers compute such prompts themselves."""
+PROMPT_TOKENS_MIN = _SHORT_TOKENS + 1
 """Shorter ones would not be handed over."""
 PROMPT_TOKENS_MAX = 8000
 """With what is generated after them they fit the model."""
-_PREFILL_CHUNK = 8192
-"""Of prefill workers: a whole prompt."""
+_CHUNK = 8192
+"""A whole prompt, of either worker: where streams have to wait, they wait once."""
+_LATE_TOKEN_SHARE = 0.005
+"""Half of what a 99th percentile does not show."""
 
 
 def aggregated_flags(chunk: int) -> list[str]:
@@ -25,14 +27,16 @@ def disaggregated_flags() -> list[str]:
     """Prompts are computed whole, one after the other, in the order in which they came.
 
     A step that ends one and begins the next makes the first wait for both. They are about equally long, so that taking the
-    shortest first would only make the others late.
+    shortest first would only make the others late. One whose first token would take twice as long there is computed by the
+    decode worker, as long as few of the streams' tokens are late by it.
     """
     return [
-        *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={_PREFILL_CHUNK}"),
+        *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={_CHUNK}"),
         *("--set", "roles.prefill.max_running_requests=1"),
         *("--set", "roles.prefill.prompt_order=fcfs"),
-        *("--decode", "1", "--set", f"roles.decode.max_batch_tokens={_DECODE_CHUNK}"),
-        *("--set", f"router.disagg.local_tokens_max={_DECODE_CHUNK}"),
+        *("--decode", "1", "--set", f"roles.decode.max_batch_tokens={_CHUNK}"),
+        *("--set", f"router.disagg.local_tokens_max={_SHORT_TOKENS}"),
+        *("--set", f"router.disagg.late_token_share={_LATE_TOKEN_SHARE}"),
     ]
 
 

@@ -1,0 +1,127 @@
+"""Prompts that would wait long for their prefill worker, beside streams of which few tokens may be late, in whole deployments on virtual time."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from penstock.core.types import Role
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.late_tokens import WINDOW_S
+from penstock.sim.loop import run_virtual
+from penstock.testing.cluster import MemoryCluster
+from penstock.testing.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
+from penstock.testing.hand_over_scene import play as play_scene
+
+PROMPTS, PROMPT_TOKENS = 16, 60  # one chunk, and so one step
+STEPS = WINDOW_S / (PRICES.decode_step_s + 5 * PRICES.decode_sequence_s)
+"""Of five streams, in a window."""
+
+
+def engine(_name=""):
+    return tiny_engine(kv_blocks=4000)
+
+
+def play(scene, names=("p0", "d0"), **options):
+    play_scene(scene, names, engine=engine, **options)
+
+
+def router(steps, **config):
+    """Every prompt is computed apart but for so many steps that may be late in a window."""
+    disagg = DisaggConfig(
+        remote_tokens_min=4, local_tokens_max=1, late_token_share=steps / STEPS, hand_over_s=0.0
+    )
+    return RouterConfig(policy="kv", disagg=disagg, **config)
+
+
+async def burst(dispatcher, first=0):
+    """Send sixteen prompts at once; give the workers that computed them, and the answers' tokens."""
+    asked = [tiny_request(f"r{first + n}", PROMPT_TOKENS, 3, seed=first + n) for n in range(PROMPTS)]
+    answers = await asyncio.gather(*(whole_answer(dispatcher, request) for request in asked))
+    workers = [dispatcher.explain(request.request_id)[0].worker for request in asked]
+    return workers, [answer[0] for answer in answers]
+
+
+async def beside_streams(dispatcher, run):
+    async with AsyncExitStack() as stack:
+        for number in range(5):
+            stream = dispatcher.open(tiny_request(f"stream{number}", 3, 380, seed=100 + number))
+            await anext(await stack.enter_async_context(stream))
+        await asyncio.sleep(0.2)  # until their worker has told of them
+        return await run()
+
+
+@pytest.mark.parametrize(("steps", "local"), [(0, 0), (1.5, 1), (3.5, 3)])
+def test_as_many_prompts_are_computed_beside_streams_as_may_make_them_late(steps, local):
+    registry = CollectorRegistry()
+    expected = []
+
+    async def whole(_cluster, dispatcher):
+        expected.extend((await burst(dispatcher))[1])
+
+    async def scene(_cluster, dispatcher):
+        workers, answers = await beside_streams(dispatcher, lambda: burst(dispatcher))
+        assert workers.count("d0") == local
+        assert answers == expected
+        assert registry.get_sample_value("penstock_router_late_steps_total") == local
+        assert workers[0] == "p0", "the first one need not wait"
+
+    play(whole, ("a0",), router=RouterConfig(policy="kv"))
+    play(scene, router=router(steps), registry=registry)
+
+
+@pytest.mark.parametrize(("pause_s", "again"), [(0.0, 0), (WINDOW_S / 2, 1), (2 * WINDOW_S, 2)])
+def test_what_was_made_late_is_made_up_for(pause_s, again):
+    async def scene(_cluster, dispatcher):
+        first, _ = await beside_streams(dispatcher, lambda: burst(dispatcher))
+        await asyncio.sleep(pause_s)
+        later, _ = await beside_streams(dispatcher, lambda: burst(dispatcher, 50))
+        assert (first.count("d0"), later.count("d0")) == (2, again)
+
+    play(scene, router=router(2.3))
+
+
+def test_where_nobody_streams_nobody_is_made_late():
+    async def scene(_cluster, dispatcher):
+        workers, _ = await burst(dispatcher)
+        assert workers.count("d0") >= 1
+
+    play(scene, router=router(0.5))
+
+
+def test_frontends_share_what_may_be_late():
+    async def main():
+        async with MemoryCluster() as cluster:
+            for name in ("p0", "d0"):
+                role = Role.PREFILL if name == "p0" else Role.DECODE
+                await cluster.start(name, engine(), role=role, prices=PRICES)
+            async with (
+                cluster.dispatcher(router(4.5)) as one,
+                cluster.dispatcher(router(4.5)) as other,
+            ):
+                await one.looked()
+                await other.looked()
+
+                async def run():
+                    return [(await burst(each, 50 * n))[0].count("d0") for n, each in enumerate((one, other))]
+
+                assert await beside_streams(one, run) == [2, 2]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps", "warns"), [("least-loaded", 1, True), ("kv", 1, False), ("least-loaded", 0, False)]
+)
+def test_what_is_set_and_has_no_effect_is_told_at_the_start(policy, steps, warns):
+    async def main():
+        async with MemoryCluster() as cluster:
+            with capture_logs() as logs:
+                async with cluster.dispatcher(router(steps).model_copy(update={"policy": policy})):
+                    pass
+        told = [line for line in logs if line["event"] == "late_token_share_without_effect"]
+        assert [(line["log_level"], line["policy"]) for line in told] == [("warning", policy)] * warns
+
+    run_virtual(main())
