@@ -14,10 +14,10 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
     assert cli.main(["bench", "disagg", "--quick", "--json", str(out), "--plot", str(plot)]) == 0
     report = json.loads(out.read_text())
     figures = report["figures"]
-    for side in ("disaggregated", "aggregated", "aggregated_c256"):
+    for side in ("disaggregated", "disaggregated_strict", "aggregated", "aggregated_c256"):
         for figure in ("itl_p99_ms", "ttft_p99_ms", "output_tokens_per_s"):
             assert figures[f"{figure}_{side}"] > 0
-    assert figures["chunk_aggregated"] == 256
+    assert figures["chunk_aggregated"] == figures["chunk_aggregated_strict"] == 256
     assert figures["itl_p99_ms_aggregated"] == figures["itl_p99_ms_aggregated_c256"]
     assert report["samples"]["ttft_s_alone"] == []
     assert 0 < report["limits"]["itl_p99_ms_alone"] == report["samples"]["itl_p99_ms_alone_by_turn"][0]
@@ -37,6 +37,7 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
     ("options", "words"),
     [
         (["--prefill-share", "1"], "--prefill-share: must be > 0 and < 1, got 1"),
+        (["--late-token-share", "1"], "--late-token-share: must be >= 0 and < 1, got 1"),
         (["--streams", "0"], "--streams: must be >= 1, got 0"),
         (["--turns", "0"], "--turns: must be >= 1, got 0"),
         (["--seconds", "nan"], "--seconds: must be >= 1, got nan"),

@@ -1,5 +1,6 @@
 """What `penstock bench disagg` makes of what it measured: the load, the opponent, the figures."""
 
+import dataclasses
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -138,6 +139,18 @@ class TestFigures:
         point = figures.point_of(128, self.side([90, 36, 30]))
         assert (point.itl_p99_ms, point.ttft_p99_ms) == pytest.approx((36, 36_000))
 
+    def test_where_none_may_be_late_another_chunk_may_be_the_opponent(self):
+        found = figures.strict(self.side([10]), point(64, 40, 2000, tokens=55.0))
+        assert found["itl_p99_ms_disaggregated_strict"] == pytest.approx(10)
+        assert found["chunk_aggregated_strict"] == 64
+        assert found["itl_p99_ratio_strict"] == pytest.approx(4)
+        assert found["output_tokens_ratio_strict"] == pytest.approx(2)
+
+    def test_tokens_later_than_50_ms_are_told(self):
+        (side,) = self.side([10])
+        late = dataclasses.replace(side, itl_s=np.array([0.01, 0.02, 0.049, 0.06]))
+        assert figures.of_side("a", [late])["itl_over_50ms_share_a"] == 0.25
+
     def test_samples_are_of_all_turns(self):
         found = figures.samples_of({"aggregated_c64": self.side([10, 20])})
         assert found["itl_s_aggregated_c64"] == [0.01] * 10 + [0.02] * 10
@@ -152,6 +165,6 @@ class TestFigures:
 
 def test_the_plot_is_xml_with_a_dot_for_each_chunk_and_the_best_one_full():
     points = [point(64, 40, 2000), point(128, 60, 900)]
-    root = ET.fromstring(draw(point(0, 12, 1000), points, points[1]))
+    root = ET.fromstring(draw(point(0, 12, 1000), point(-2, 11, 1500), points, points[1]))
     dots = [element.get("fill") for element in root.iter("{http://www.w3.org/2000/svg}circle")]
     assert dots == ["#fff", "#9ca3af"] * 3

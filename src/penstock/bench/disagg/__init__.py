@@ -11,6 +11,7 @@ from penstock.bench.disagg.memcpy import memcpy_bytes_per_s
 from penstock.bench.disagg.model import KV_BYTES_PER_TOKEN, SIZES, make_model
 from penstock.bench.disagg.sides import (
     CHUNKS,
+    LATE_TOKEN_SHARE,
     PROMPT_TOKENS_MAX,
     PROMPT_TOKENS_MIN,
     aggregated_flags,
@@ -29,7 +30,11 @@ _QUIET_PROMPTS, _QUICK_QUIET_PROMPTS = 6, 1
 _QUICK_CHUNKS = (256,)
 _PREFILL_SHARE = 0.55
 _PROMPT_TOKENS = (2100, 2600)
-_APART, _ALONE = 0, -1  # in the place of a chunk size; alone are the streams, without prompts
+_APART, _ALONE, _STRICT = (
+    0,
+    -1,
+    -2,
+)  # in the place of a chunk size; alone are the streams, without prompts, and strict is that none is late
 _RATIO_WANTED = 3.0
 
 
@@ -58,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("MIN", "MAX"),
         help=f"of the long prompts (default {_PROMPT_TOKENS[0]} {_PROMPT_TOKENS[1]})",
     )
+    add(
+        "--late-token-share",
+        type=float,
+        default=LATE_TOKEN_SHARE,
+        metavar="P",
+        help="of the disaggregated side, which is measured with 0 as well (default %(default)s)",
+    )
     add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="of the long prompts (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, prompts and moments (default 0)")
     add("--plot", type=Path, metavar="OUT", help="draw both sides into this SVG")
@@ -73,26 +85,28 @@ def run(options: argparse.Namespace) -> Report:
     chunks = _QUICK_CHUNKS if quick else CHUNKS
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
+        flags = {_APART: disaggregated_flags(options.late_token_share), _STRICT: disaggregated_flags(0.0)}
         stage.set_load(
-            disaggregated_flags(),
+            flags[_APART],
             prefill_share=options.prefill_share,
             quiet_prompts=_QUICK_QUIET_PROMPTS if quick else _QUIET_PROMPTS,
         )
-        sides = {side: disaggregated_flags() for side in (_APART, _ALONE)}
-        sides |= {chunk: aggregated_flags(chunk) for chunk in chunks}
+        sides = flags | {_ALONE: flags[_APART]} | {chunk: aggregated_flags(chunk) for chunk in chunks}
         measured = stage.play(sides, _turns(options), without_prompts=_ALONE)
     apart, together = measured[_APART], {chunk: measured[chunk] for chunk in chunks}
     moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
     memcpy = memcpy_bytes_per_s(moved_bytes)
     level, alone = figures.point_of(_APART, apart), figures.point_of(_ALONE, measured[_ALONE])
+    strict = figures.point_of(_STRICT, measured[_STRICT])
     points = [figures.point_of(chunk, measured) for chunk, measured in together.items()]
     best = best_chunk(points, level.ttft_p99_ms)
-    print_table(alone, level, points, best)
+    print_table(alone, level, strict, points, best)
     if options.plot is not None:
-        _write_plot(options.plot, plot.draw(level, points, best))
+        _write_plot(options.plot, plot.draw(level, strict, points, best))
     found = (
         figures.compared(apart, together[best.chunk])
         | {"chunk_aggregated": best.chunk}
+        | figures.strict(measured[_STRICT], best_chunk(points, strict.ttft_p99_ms))
         | figures.curve(points)
         | figures.hand_over(stage.quiet_hand_over_s, apart, moved_bytes, memcpy)
         | {
@@ -106,7 +120,11 @@ def run(options: argparse.Namespace) -> Report:
         config=_config(options, workload, chunks),
         figures=found,
         samples=figures.samples_of(
-            {"disaggregated": apart, "alone": measured[_ALONE]}
+            {
+                "disaggregated": apart,
+                "disaggregated_strict": measured[_STRICT],
+                "alone": measured[_ALONE],
+            }
             | {f"aggregated_c{chunk}": side for chunk, side in together.items()}
         ),
         limits={
@@ -124,6 +142,8 @@ def _workload(options: argparse.Namespace) -> Workload:
         raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock[engine]`")
     if not 0 < options.prefill_share < 1:
         raise ConfigError(f"--prefill-share: must be > 0 and < 1, got {options.prefill_share:g}")
+    if not 0 <= options.late_token_share < 1:
+        raise ConfigError(f"--late-token-share: must be >= 0 and < 1, got {options.late_token_share:g}")
     for flag, value in (
         ("--seconds", options.seconds),
         ("--turns", options.turns),
@@ -161,7 +181,7 @@ def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, 
         "turns": _turns(options),
         "prefill_share": options.prefill_share,
         "arrivals": workload.arrivals,
-        "disaggregated": disaggregated_flags(),
+        "disaggregated": disaggregated_flags(options.late_token_share),
         "aggregated": aggregated_flags(chunks[0]),
         "chunks": list(chunks),
         "seed": options.seed,

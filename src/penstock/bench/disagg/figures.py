@@ -12,6 +12,7 @@ from penstock.bench.disagg.choice import Point
 from penstock.bench.disagg.measured import Measured, Times
 
 _SAMPLES_MAX = 4000
+_LATE_MS = 50
 
 
 Turns = Sequence[Measured]
@@ -28,12 +29,45 @@ def point_of(chunk: int, turns: Turns) -> Point:
 
 def compared(apart: Turns, together: Turns) -> dict[str, float]:
     """Give both sides' figures and their ratios; `together` is the aggregated workers' best."""
-    figures = _of_side("aggregated", together) | _of_side("disaggregated", apart)
+    figures = of_side("aggregated", together) | of_side("disaggregated", apart)
     figures["itl_p99_ratio"] = figures["itl_p99_ms_aggregated"] / figures["itl_p99_ms_disaggregated"]
     figures["output_tokens_ratio"] = (
         figures["output_tokens_per_s_disaggregated"] / figures["output_tokens_per_s_aggregated"]
     )
     return figures
+
+
+def of_side(name: str, turns: Turns) -> dict[str, float]:
+    """Give what is told of one side."""
+
+    def middle(times: Callable[[Measured], Times], percentile: float) -> float:
+        return _middle(turns, lambda turn: _ms(times(turn), percentile))
+
+    itl, ttft = (lambda turn: turn.itl_s), (lambda turn: turn.ttft_s)
+    return {
+        f"itl_p99_ms_{name}": middle(itl, 99),
+        f"output_tokens_per_s_{name}": _middle(turns, lambda turn: turn.output_tokens_per_s),
+        f"ttft_p99_ms_{name}": middle(ttft, 99),
+        f"itl_p50_ms_{name}": middle(itl, 50),
+        f"itl_p999_ms_{name}": middle(itl, 99.9),
+        f"itl_max_ms_{name}": middle(itl, 100),
+        f"itl_over_{_LATE_MS}ms_share_{name}": _middle(turns, lambda turn: _share_over(turn.itl_s, _LATE_MS)),
+        f"ttft_p50_ms_{name}": middle(ttft, 50),
+        f"prompts_itl_p99_ms_{name}": middle(lambda turn: turn.prompt_itl_s, 99),
+        f"prompts_{name}": sum(len(turn.ttft_s) for turn in turns),
+        f"prompts_waiting_at_end_{name}": sum(turn.waiting for turn in turns),
+    }
+
+
+def strict(side: Turns, opponent: Point) -> dict[str, float]:
+    """Give the figures of the disaggregated side of which no token may be late, and its ratio to its own opponent."""
+    figures = of_side("disaggregated_strict", side)
+    return figures | {
+        "chunk_aggregated_strict": opponent.chunk,
+        "itl_p99_ratio_strict": opponent.itl_p99_ms / figures["itl_p99_ms_disaggregated_strict"],
+        "output_tokens_ratio_strict": figures["output_tokens_per_s_disaggregated_strict"]
+        / opponent.output_tokens_per_s,
+    }
 
 
 def curve(points: Sequence[Point]) -> dict[str, float]:
@@ -77,25 +111,6 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def _of_side(name: str, turns: Turns) -> dict[str, float]:
-    def middle(times: Callable[[Measured], Times], percentile: float) -> float:
-        return _middle(turns, lambda turn: _ms(times(turn), percentile))
-
-    itl, ttft = (lambda turn: turn.itl_s), (lambda turn: turn.ttft_s)
-    return {
-        f"itl_p99_ms_{name}": middle(itl, 99),
-        f"output_tokens_per_s_{name}": _middle(turns, lambda turn: turn.output_tokens_per_s),
-        f"ttft_p99_ms_{name}": middle(ttft, 99),
-        f"itl_p50_ms_{name}": middle(itl, 50),
-        f"itl_p999_ms_{name}": middle(itl, 99.9),
-        f"itl_max_ms_{name}": middle(itl, 100),
-        f"ttft_p50_ms_{name}": middle(ttft, 50),
-        f"prompts_itl_p99_ms_{name}": middle(lambda turn: turn.prompt_itl_s, 99),
-        f"prompts_{name}": sum(len(turn.ttft_s) for turn in turns),
-        f"prompts_waiting_at_end_{name}": sum(turn.waiting for turn in turns),
-    }
-
-
 def _middle(turns: Turns, figure: Callable[[Measured], float]) -> float:
     return statistics.median(figure(turn) for turn in turns)
 
@@ -103,6 +118,10 @@ def _middle(turns: Turns, figure: Callable[[Measured], float]) -> float:
 def _thinned(values: Times) -> list[float]:
     step = -(-len(values) // _SAMPLES_MAX) or 1
     return [round(float(value), 6) for value in np.sort(values)[::-1][::step][::-1]]
+
+
+def _share_over(seconds: Times, milliseconds: float) -> float:
+    return float((seconds > milliseconds / 1e3).mean()) if len(seconds) else 0.0
 
 
 def _ms(seconds: Times, percentile: float) -> float:

@@ -15,7 +15,7 @@ PROMPT_TOKENS_MAX = 8000
 """With what is generated after them they fit the model."""
 _CHUNK = 8192
 """A whole prompt, of either worker: where streams have to wait, they wait once."""
-_LATE_TOKEN_SHARE = 0.005
+LATE_TOKEN_SHARE = 0.005
 """Half of what a 99th percentile does not show."""
 
 
@@ -23,12 +23,12 @@ def aggregated_flags(chunk: int) -> list[str]:
     return ["--workers", "2", "--set", f"roles.aggregated.max_batch_tokens={chunk}"]
 
 
-def disaggregated_flags() -> list[str]:
+def disaggregated_flags(late_token_share: float = LATE_TOKEN_SHARE) -> list[str]:
     """Prompts are computed whole, one after the other, in the order in which they came.
 
     A step that ends one and begins the next makes the first wait for both. They are about equally long, so that taking the
     shortest first would only make the others late. One whose first token would take twice as long there is computed by the
-    decode worker, as long as few of the streams' tokens are late by it.
+    decode worker, as long as no larger part of the streams' tokens is late by it.
     """
     return [
         *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={_CHUNK}"),
@@ -36,7 +36,7 @@ def disaggregated_flags() -> list[str]:
         *("--set", "roles.prefill.prompt_order=fcfs"),
         *("--decode", "1", "--set", f"roles.decode.max_batch_tokens={_CHUNK}"),
         *("--set", f"router.disagg.local_tokens_max={_SHORT_TOKENS}"),
-        *("--set", f"router.disagg.late_token_share={_LATE_TOKEN_SHARE}"),
+        *("--set", f"router.disagg.late_token_share={late_token_share:g}"),
     ]
 
 
