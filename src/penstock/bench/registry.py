@@ -22,6 +22,7 @@ BENCHES = {
     "hashing": "token ids into block hashes, against the Python twin",
     "mock": "the whole path but the model: requests per second through frontend, router and workers",
     "placements": "whole requests against prefill and decode apart on H100, simulated: the best of each by latency targets",
+    "plan": "what `penstock plan` takes, for four models",
     "policies": "routing policies side by side, on the simulator: kv and the baselines under benchmarks/baselines",
     "pool": "a request's work in the block pool, against the Python twin",
     "profile": "how well `penstock profile` predicts the paged engine at points it was not fitted to",
