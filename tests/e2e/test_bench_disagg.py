@@ -14,7 +14,13 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
     assert cli.main(["bench", "disagg", "--quick", "--json", str(out), "--plot", str(plot)]) == 0
     report = json.loads(out.read_text())
     figures = report["figures"]
-    for side in ("disaggregated", "disaggregated_strict", "aggregated", "aggregated_c256"):
+    for side in (
+        "disaggregated",
+        "disaggregated_strict",
+        "aggregated",
+        "aggregated_c256",
+        "aggregated_whole",
+    ):
         for figure in ("itl_p99_ms", "ttft_p99_ms", "output_tokens_per_s"):
             assert figures[f"{figure}_{side}"] > 0
     assert figures["chunk_aggregated"] == figures["chunk_aggregated_strict"] == 256

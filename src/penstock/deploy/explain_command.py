@@ -138,11 +138,10 @@ def _where(prefill: Prefill, unit: str) -> str:
     new_link = f" and {link:.1f} {unit} for a new link" if link else ""
     apart = f"{prefill.prefill:.1f} + {prefill.decode:.1f} {unit} apart{new_link}"
     is_dearer = prefill.remote and prefill.prefill + prefill.decode + link >= prefill.local
-    is_sooner = not prefill.remote and prefill.prefill + prefill.decode + link < prefill.local
-    if is_sooner:
-        return f"{where}: {apart}, {prefill.local:.1f} {unit} on one worker, its first token sooner by router.disagg.late_token_share"
-    too_long = ", past router.disagg.local_tokens_max" if is_dearer else ""
-    return f"{where}: {apart}, {prefill.local:.1f} {unit} on one worker{too_long}"
+    why = ", past router.disagg.local_tokens_max" if is_dearer else ""
+    if prefill.sooner:
+        why = ", its first token sooner by router.disagg.late_token_share"
+    return f"{where}: {apart}, {prefill.local:.1f} {unit} on one worker{why}"
 
 
 def _row(candidate: Candidate, tiers: Sequence[str]) -> list[str]:

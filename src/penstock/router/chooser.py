@@ -45,7 +45,8 @@ class Chooser:
         self.prefill_term = names.index("prefill") if "prefill" in names else None
         """Row of the term that says how long computing a prompt takes; None where none does."""
         self.first_token_terms = [names.index(name) for name in _UNTIL_FIRST if name in names]
-        """Rows of the terms that say how long a request's first token takes; all only where there are those above."""
+        """Rows of the terms that say how long a request's first token takes, as far as there are any."""
+        self.predicts_first_tokens = bool(self.wait_terms) and self.prefill_term is not None
         self.unit, self.scale = ("none", 1.0) if self._explained is None else ("ms", 1e3)
         """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
         self._history = policy if isinstance(policy, HistoryPolicy) else None

@@ -92,6 +92,7 @@ class Decision:
             prefill=scaled(compared.prefill),
             decode=scaled(compared.decode),
             link_setup=None if compared.remote is None else compared.link_setup * scale,
+            sooner=compared.is_sooner,
         )
 
     def _shown(

@@ -15,7 +15,8 @@ from penstock.core.types import Tier
 from penstock.router.chooser import Choice, Chooser
 from penstock.router.cold_links import Foregone
 from penstock.router.config import DisaggConfig
-from penstock.router.policies import recomputed_blocks, uncached_tokens
+from penstock.router.late_tokens import Allowance
+from penstock.router.policies import cheapest, recomputed_blocks, uncached_tokens
 from penstock.seams import RoutingContext
 
 _MOVED = list(Tier).index(Tier.OBJECT)
@@ -27,7 +28,8 @@ class Comparison:
     """Both sums, in seconds (or in the policy's own numbers, None where these cannot be compared).
 
     `local` is all of it on the decode worker; the others are its parts elsewhere: `prefill`, `decode` with the bytes' move,
-    and `link_setup` for a link over which none has moved yet. `late_steps` of the streams of who computes it are late.
+    and `link_setup` for a link over which none has moved yet. Who computes it beside streams is expected to make `late_steps`
+    of theirs late, which cost `late_s` of its account; `is_sooner` where it does so for the sake of the first token.
     """
 
     local: float | None
@@ -36,6 +38,8 @@ class Comparison:
     is_remote: bool
     link_setup: float = 0.0
     late_steps: int = 0
+    late_s: float = 0.0
+    is_sooner: bool = False
 
     @property
     def remote(self) -> float | None:
@@ -78,7 +82,7 @@ class Apart:
     answers, which takes `block_s` (num_slots,) seconds for each from the one of them that costs least, and `link_s`
     (num_slots,) for the first use of a link where any is charged, both beyond what passes while the prompt is computed:
     to those whose kind, of `kinds` (num_slots,), fits the prefill worker's by `fits` (producers' kinds, takers' kinds).
-    Who computes it beside streams may make `late_steps_left` (num_slots,) of their steps late, None for no more than the sums say.
+    `allowance` says what steps of those who answer may be late beside what the sums say, None for none.
     """
 
     prefillers: NDArray[np.bool_]
@@ -88,7 +92,7 @@ class Apart:
     link_s: NDArray[np.float64] | None
     kinds: NDArray[np.intp]
     fits: NDArray[np.bool_]
-    late_steps_left: NDArray[np.float64] | None
+    allowance: Allowance | None
     config: DisaggConfig
 
     def move(self, prefiller: int) -> Move:
@@ -253,42 +257,58 @@ def weigh(
         if move.link_s is not None and not is_remote:
             free = _uncharged(chooser, context, tie, move)
             foregone = move.foregone(free.slot, local - (prefill + _cost(free) + config.hand_over_s))
-        sooner = _sooner_here(chooser, context, tie, apart, prompt) if is_remote else None
+        late = _Late.of(chooser, context, apart, whole)
+        sooner = late.sooner_here(whole, prompt, tie) if late is not None and is_remote else None
         if sooner is not None:
             whole, local, is_remote = sooner, _cost(sooner), False
-        comparison = Comparison(
-            local,
-            prefill,
-            after - link,
-            is_remote=is_remote,
-            link_setup=link,
-            late_steps=0
-            if is_remote or apart.late_steps_left is None
-            else int(_late_steps(context)[whole.slot]),
-        )
+        comparison = Comparison(local, prefill, after - link, is_remote=is_remote, link_setup=link)
+        if late is not None and not is_remote:
+            comparison = late.charged(comparison, whole.slot, is_sooner=sooner is not None)
     return Weighed(apart, context, whole, prompt_context, prompt, comparison, foregone)
 
 
-def _sooner_here(
-    chooser: Chooser, context: RoutingContext, tie: int, apart: Apart, prompt: Choice
-) -> Choice | None:
-    """Choose who computes a prompt after all, in less than half the time to its first token; None where that makes too many late."""
-    left = apart.late_steps_left
-    if left is None or chooser.prefill_term is None or not chooser.wait_terms:
-        return None
-    may = context.eligible & (_late_steps(context) <= left)
-    if not np.count_nonzero(may):
-        return None
-    here = chooser.choose(context.changed(eligible=may), tie)
-    rows = chooser.first_token_terms
-    here_s, there_s = here.terms[rows, here.slot].sum(), prompt.terms[rows, prompt.slot].sum()
-    return here if 2 * here_s < there_s else None
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """What computing a prompt does to the streams of each worker: (num_slots,) `steps` that it makes late, at `cost_s` seconds."""
 
+    chooser: Chooser
+    steps: NDArray[np.float64]
+    cost_s: NDArray[np.float64]
+    allowance: Allowance
 
-def _late_steps(context: RoutingContext) -> NDArray[np.float64]:
-    """Count, (num_slots,), the steps of its streams that each worker makes late as it computes a prompt."""
-    steps = np.ceil(uncached_tokens(context) / np.maximum(context.prices.batch_tokens, 1.0))
-    return np.where(context.running_requests > 0, steps, 0.0)
+    @classmethod
+    def of(cls, chooser: Chooser, context: RoutingContext, apart: Apart, whole: Choice) -> "_Late | None":
+        """Say it of a request that is priced on all workers; None where none may be late, or nobody knows for how long."""
+        allowance = apart.allowance
+        if allowance is None or not chooser.predicts_first_tokens:
+            return None
+        is_slow = ~context.prices.worth_fetching()
+        recomputed = (context.tier_blocks * is_slow).sum(axis=0) * context.block_size
+        tokens = np.minimum(uncached_tokens(context) + recomputed, context.request_tokens)
+        steps = np.ceil(tokens / np.maximum(context.prices.batch_tokens, 1.0)) * (
+            context.running_requests > 0
+        )
+        taken_s = whole.terms[chooser.prefill_term] * (steps > 0)
+        return cls(chooser, steps, steps * allowance.step_s + taken_s, allowance)
+
+    def sooner_here(self, whole: Choice, prompt: Choice, tie: int) -> Choice | None:
+        """Choose who computes the prompt after all, in less than half the time to its first token; None where nobody may.
+
+        A full account is enough for any prompt: what it lacks is made up for before the next one.
+        """
+        until_first = self.chooser.first_token_terms
+        here_s = whole.terms[until_first].sum(axis=0)
+        there_s = float(prompt.terms[until_first, prompt.slot].sum())
+        may = whole.eligible & (2 * here_s < there_s)
+        may &= (self.cost_s <= self.allowance.left_s) | (self.allowance.left_s >= self.allowance.most_s)
+        if not np.count_nonzero(may):
+            return None
+        return Choice(cheapest(whole.terms, may, tie), whole.terms, whole.eligible)
+
+    def charged(self, comparison: Comparison, slot: int, *, is_sooner: bool) -> Comparison:
+        """Say what the worker in a slot, which computes it, loses."""
+        late_steps, late_s = int(self.steps[slot]), float(self.cost_s[slot])
+        return replace(comparison, late_steps=late_steps, late_s=late_s, is_sooner=is_sooner)
 
 
 def _uncharged(chooser: Chooser, context: RoutingContext, tie: int, move: Move) -> Choice:

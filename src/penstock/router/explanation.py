@@ -51,7 +51,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
 
     `local` is what the whole request was expected to cost there, `prefill` and `decode` its two parts elsewhere, moving
     the KV among the latter, and `link_setup` what was charged beside for a link that was never used; None where the policy's
-    costs are no times, or nothing was compared.
+    costs are no times, or nothing was compared. `sooner`: not for these sums, but as its first token comes in half the time by who answers it
+    (`router.disagg.late_token_share`).
     """
 
     remote: bool
@@ -59,6 +60,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
     prefill: float | None = None
     decode: float | None = None
     link_setup: float | None = None
+    sooner: bool = False
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,9 +1,14 @@
-"""How many steps of its streams each decode worker may still have made late by prompts that it computes beside them.
+"""How much of their time decode workers' streams may still lose to prompts that are computed beside them.
 
 A prompt is late where all wait for the same prefill workers; where it is computed beside streams, their next token is.
 While such steps are fewer than the part of all steps that may be late, percentiles of the time between tokens below that
 part do not show them, whereas a queue's longest waits are what the percentiles of first tokens are made of.
+
+A worker's account is kept in seconds: it fills as time passes, and a late step costs what as many steps as one of them may
+be late take, and what it takes itself, in which none of these is made.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +17,19 @@ from penstock.core.routing_context import TOKEN_S_MIN
 from penstock.seams import RoutingContext
 
 WINDOW_S = 10.0
-"""Steps that were not late may be made up for within this time, so that the part is kept over a minute as well."""
+"""What an account holds: bursts are where late steps are of use, and over a minute the part is to be kept as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """One router's part of each worker's account, (num_slots,) seconds: `left_s`, below nothing where too much was spent, of `most_s`.
+
+    A late step costs `step_s` and what it takes itself.
+    """
+
+    left_s: NDArray[np.float64]
+    most_s: NDArray[np.float64]
+    step_s: NDArray[np.float64]
 
 
 class LateTokens:
@@ -23,28 +40,27 @@ class LateTokens:
         self._share = share
         self._empty_s = np.full(num_slots, -np.inf)  # when an account had nothing left, or will have nothing
 
-    def left(self, context: RoutingContext, peers: NDArray[np.int64]) -> NDArray[np.float64] | None:
-        """Say how many steps may be late by now.
+    def allowance(self, context: RoutingContext, peers: NDArray[np.int64]) -> Allowance | None:
+        """Say what may be late by now; None where nothing ever may.
 
         Args:
             context: of whatever request.
             peers: (num_slots,) other routers, each of which has its part.
-
-        Returns:
-            (num_slots,) steps, below nothing where too many were; None where none ever may.
         """
         if not self._share:
             return None
-        left_s = np.minimum(context.now_s - self._empty_s, WINDOW_S)
-        steps: NDArray[np.float64] = left_s / self._late_step_s(context, peers)
-        return steps
+        routers = 1 + peers
+        return Allowance(
+            left_s=np.minimum(context.now_s - self._empty_s, WINDOW_S) / routers,
+            most_s=WINDOW_S / routers,
+            step_s=np.maximum(context.step_s(), TOKEN_S_MIN) / self._share,
+        )
 
-    def spend(self, slot: int, steps: int, context: RoutingContext, peers: NDArray[np.int64]) -> None:
-        """Note that a prompt was sent that makes so many late; it takes a window at most until none count any more."""
-        if self._share:
-            now_s, spent_s = context.now_s, steps * float(self._late_step_s(context, peers)[slot])
-            empty_s = max(self._empty_s[slot], now_s - WINDOW_S) + spent_s
-            self._empty_s[slot] = min(empty_s, now_s + WINDOW_S)
+    def spend(self, slot: int, seconds: float, now_s: float, peers: int) -> None:
+        """Take what a prompt costs off a worker's account; it never lacks more than that afterwards, or a window."""
+        spent_s = seconds * (1 + peers)
+        empty_s = max(self._empty_s[slot], now_s - WINDOW_S) + spent_s
+        self._empty_s[slot] = min(empty_s, now_s + max(spent_s, WINDOW_S))
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
@@ -58,10 +74,3 @@ class LateTokens:
     def check(self, num_slots: int) -> None:
         """Raise AssertionError where there are not as many accounts as slots."""
         assert len(self._empty_s) == num_slots, "late tokens: as long as the loads"
-
-    def _late_step_s(self, context: RoutingContext, peers: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Say in what time one step may be late."""
-        late_step_s: NDArray[np.float64] = (
-            np.maximum(context.step_s(), TOKEN_S_MIN) * (1 + peers) / self._share
-        )
-        return late_step_s

@@ -11,11 +11,14 @@ import numpy as np
 
 from penstock.router.config import DisaggConfig
 from penstock.router.disagg import Apart
+from penstock.router.late_tokens import Allowance
 from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import PriceColumns, RoutingContext
 
 EVENT = "request_routed"
 """What the log line is called."""
+_NESTED: dict[str, type[PriceColumns | Allowance]] = {"prices": PriceColumns, "allowance": Allowance}
+_Recorded = RoutingContext | PriceColumns | Allowance | Apart
 
 
 class RecordedDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,11 +71,11 @@ def recorded_apart(data: dict[str, Any]) -> Apart:
     return Apart(**_values(data | {"config": None}, Apart) | {"config": DisaggConfig.model_validate(config)})
 
 
-def _record(record: RoutingContext | PriceColumns | Apart) -> dict[str, Any]:
+def _record(record: _Recorded) -> dict[str, Any]:
     data = {}
     for field in fields(record):
         value = getattr(record, field.name)
-        if isinstance(value, PriceColumns):
+        if isinstance(value, PriceColumns | Allowance):
             value = _record(value)
         elif isinstance(value, np.ndarray):
             value = _record_array(value)
@@ -87,7 +90,7 @@ def _record_array(array: np.ndarray) -> list[Any]:
     return [array.dtype.name, list(array.shape), array.ravel().tolist()]
 
 
-def _values(data: Any, kind: type[RoutingContext | PriceColumns | Apart]) -> dict[str, Any]:
+def _values(data: Any, kind: type[_Recorded]) -> dict[str, Any]:
     names = {field.name for field in fields(kind)}
     if not isinstance(data, dict) or data.keys() != names:
         differ = ", ".join(sorted(names ^ (data.keys() if isinstance(data, dict) else set())))
@@ -95,7 +98,10 @@ def _values(data: Any, kind: type[RoutingContext | PriceColumns | Apart]) -> dic
     values: dict[str, Any] = {}
     for name, value in data.items():
         if isinstance(value, dict):
-            values[name] = PriceColumns(**_values(value, PriceColumns))
+            nested = _NESTED.get(name)
+            if nested is None:
+                raise ValueError(f"{name}: has fields, which this version does not write")
+            values[name] = nested(**_values(value, nested))
         else:
             values[name] = _array(name, value) if isinstance(value, list) else value
     return values

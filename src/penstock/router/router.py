@@ -67,12 +67,12 @@ class Router:
                 fix="router.hold is set, but this policy predicts no waits, so that nothing is held: choose kv, or a policy"
                 " with terms `queue` and `memory`, or leave router.hold out",
             )
-        if not self._chooser.wait_terms and config.disagg.late_token_share:
+        if not self._chooser.predicts_first_tokens and config.disagg.late_token_share:
             _log.warning(
                 "late_token_share_without_effect",
                 policy=config.policy,
-                fix="router.disagg.late_token_share is set, but this policy predicts no waits, so that prompts wait for prefill"
-                " workers: choose kv, or a policy with terms `queue` and `memory`, or leave it out",
+                fix="router.disagg.late_token_share is set, but this policy does not predict when first tokens come, so that"
+                " prompts wait for prefill workers: choose kv, or a policy with terms `queue`, `memory` and `prefill`, or leave it out",
             )
         self._has_thresholds = config.busy_kv_share is not None or config.busy_queued_tokens is not None
         self._metrics = metrics
@@ -139,7 +139,7 @@ class Router:
             link_s=link_s,
             kinds=pool.pairs.kinds(len(eligible)),
             fits=pool.pairs.fits,
-            late_steps_left=self.fleet.late_tokens.left(context, self.fleet.loads.peers),
+            allowance=self.fleet.late_tokens.allowance(context, self.fleet.loads.peers),
             config=self._config.disagg,
         )
         weighed = weigh(self._chooser, context, tie, apart, prompt)
@@ -206,9 +206,9 @@ class Router:
         overlap_tokens = (overlap_blocks - recomputed_blocks(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
         self._use_links(quote, again=again)
+        self._spend(quote, again=again)
         if quote.comparison is not None and not again:
             self._count(quote.comparison, "remote" if quote.hand_over else "local")
-            self._spend(context, slot, quote.comparison.late_steps)
         if not again and quote.handed_blocks is None:
             metrics = self._metrics
             metrics.decided(self._chooser.policy.name, reason).inc()
@@ -232,11 +232,14 @@ class Router:
         if quote.handed_blocks and quote.source is not None:
             links.open(quote.source, quote.choice.slot, quote.context.now_s)
 
-    def _spend(self, context: RoutingContext, slot: int, late_steps: int) -> None:
-        """Note how many steps of a worker's streams a prompt makes late, if any."""
-        if late_steps:
-            self.fleet.late_tokens.spend(slot, late_steps, context, self.fleet.loads.peers)
-            self._metrics.late_steps.inc(late_steps)
+    def _spend(self, quote: Quote, *, again: bool) -> None:
+        """Note what a prompt costs streams; of one that came back from where it was to go, both times."""
+        comparison = quote.comparison
+        if comparison is not None and comparison.late_steps:
+            slot, now_s = quote.choice.slot, quote.context.now_s
+            self.fleet.late_tokens.spend(slot, comparison.late_s, now_s, int(self.fleet.loads.peers[slot]))
+            if not again:
+                self._metrics.late_steps.inc(comparison.late_steps)
 
     def _count(self, comparison: Comparison, place: str) -> None:
         """Count where a prompt is computed, and the seconds that were compared."""

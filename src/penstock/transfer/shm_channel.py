@@ -235,7 +235,7 @@ class ShmChannel:
                 async with asyncio.timeout(_LINK_ENDS_S):
                     await self._ended.wait()
             raise PeerLost(
-                f"agent {self.link.peer} is gone: {error.message}; connect again once it is back"
+                f"agent {self.link.peer} is gone or does not read: {error.message}; connect again once it is back"
             ) from error
         if grant.error is not None:
             raise TransferRefused(f"agent {self.link.peer}: {grant.error.message}")

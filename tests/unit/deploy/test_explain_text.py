@@ -56,8 +56,8 @@ def test_the_prompt_s_size_reads_well(tokens, blocks, said):
             "prompt by a prefill worker: 40.8 + 3.6 ms apart and 25.0 ms for a new link, 66.0 ms on one worker, past router.disagg.local_tokens_max",
         ),
         (
-            Prefill(remote=False, local=166.0, prefill=140.8, decode=3.6),
-            "prompt where the answer is: 140.8 + 3.6 ms apart, 166.0 ms on one worker, its first token sooner by router.disagg.late_token_share",
+            Prefill(remote=False, local=66.0, prefill=140.8, decode=3.6, sooner=True),
+            "prompt where the answer is: 140.8 + 3.6 ms apart, 66.0 ms on one worker, its first token sooner by router.disagg.late_token_share",
         ),
         (Prefill(remote=True), "prompt by a prefill worker: not compared by cost"),
         (Prefill(remote=False, local=5.0), "prompt where the answer is: too little of it is to be computed"),

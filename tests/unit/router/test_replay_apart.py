@@ -39,6 +39,8 @@ async def traffic(dispatcher):
         for number, length in enumerate((300, 5, 200, 40, 300, 3)):
             asked = tiny_request(f"r{number}", length, 4)
             await whole_answer(dispatcher, msgspec.structs.replace(asked, session=f"s{number % 3}"))
+        at_once = [tiny_request(f"burst{number}", 300, 4, seed=50 + number) for number in range(10)]
+        await asyncio.gather(*(whole_answer(dispatcher, asked) for asked in at_once))
 
 
 @pytest.fixture
@@ -76,6 +78,8 @@ def lines(monkeypatch):
 def test_both_legs_of_a_request_are_repeated(policy, lines):
     replayed = list(Replay().run(lines(policy)))
     assert [(one.request_id, one.worker, one.again) for one in replayed if one.differs] == []
+    waited = [one.worker[0] for one in replayed if one.request_id.startswith("burst")]
+    assert policy != "kv" or waited.count("d") > waited.count("p"), "some never went elsewhere"
     kinds = {name[0] for name in (one.worker for one in replayed)}
     assert kinds == {"p", "d"}
     legs = [one.worker[0] for one in replayed if one.request_id == "r0"]

@@ -1,12 +1,16 @@
 """Where a prompt is computed, with what links are charged for their first use: slot 0 computes prompts, 1 and 2 answer."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from penstock.router.chooser import Chooser
 from penstock.router.config import DisaggConfig
 from penstock.router.disagg import Apart, Move, as_handed_over, passed_over, weigh
+from penstock.router.late_tokens import Allowance
 from penstock.router.policies import make_policy
+from penstock.router.predicted_seconds import PredictedSeconds
 from penstock.testing.routing_policy import make_context, make_prices
 
 CHOOSER = Chooser(make_policy("kv"))
@@ -20,7 +24,7 @@ def context(**columns):
     return make_context(eligible=TAKERS.tolist(), **usual | columns)
 
 
-def apart(link_s, late_steps_left=None, **config):
+def apart(link_s, left_s=None, **config):
     return Apart(
         prefillers=~TAKERS,
         prompt_turn=0,
@@ -29,7 +33,7 @@ def apart(link_s, late_steps_left=None, **config):
         link_s=None if link_s is None else np.array(link_s),
         kinds=np.zeros(3, dtype=np.intp),
         fits=np.ones((1, 1), dtype=np.bool_),
-        late_steps_left=None if late_steps_left is None else np.array(late_steps_left),
+        allowance=None if left_s is None else Allowance(np.array(left_s), np.full(3, 10.0), np.ones(3)),
         config=DisaggConfig(**config),
     )
 
@@ -123,7 +127,8 @@ def test_who_goes_on_elsewhere_for_the_sake_of_a_link_says_what_that_costs():
     assert passed_over(CHOOSER, asked, 0, low, taker) is None
 
 
-MANY = [0.0, 10.0, 10.0]
+FULL = [10.0] * 3
+"""Of which a late step takes one, and a second for the prompt in it."""
 
 
 def crowded(queued=150, **columns):
@@ -136,9 +141,10 @@ def crowded(queued=150, **columns):
 def test_a_prompt_that_would_wait_long_is_computed_beside_streams_if_these_may_be_late(config):
     asked = crowded()
     assert weighed(None, asked, **config).comparison.is_remote
-    found = weighed(None, asked, late_steps_left=MANY, **config)
-    assert not found.comparison.is_remote
+    found = weighed(None, asked, left_s=FULL, **config)
+    assert (found.comparison.is_remote, found.comparison.is_sooner) == (False, True)
     assert found.comparison.late_steps == 1, "it fits into one step"
+    assert found.comparison.late_s == pytest.approx(2, rel=0.1)
     assert found.comparison.local == found.whole.prices()[found.whole.slot]
     assert found.foregone is None
 
@@ -146,46 +152,86 @@ def test_a_prompt_that_would_wait_long_is_computed_beside_streams_if_these_may_b
 def test_half_the_time_to_the_first_token_is_what_it_takes():
     """Here it takes a second, there the queue and a second."""
     for queued, is_remote in ((90, True), (110, False)):
-        asked = crowded(queued)
-        assert weighed(None, asked, late_steps_left=MANY).comparison.is_remote is is_remote
+        assert weighed(None, crowded(queued), left_s=FULL).comparison.is_remote is is_remote
 
 
 def test_where_a_prompt_waits_as_well_it_is_not_computed_sooner():
     asked = crowded(queued_prefill_tokens=[150, 60, 60])
-    assert weighed(None, asked, late_steps_left=MANY).comparison.is_remote
+    assert weighed(None, asked, left_s=FULL).comparison.is_remote
+
+
+def test_one_that_waits_does_not_keep_another_one_from_computing_it():
+    asked = crowded(queued_prefill_tokens=[150, 60, 0], running_requests=[0, 1, 60])
+    found = weighed(None, asked, left_s=FULL, local_tokens_max=50)
+    assert found.whole.prices()[1] < found.whole.prices()[2], "for all together the first is better"
+    assert (found.comparison.is_remote, found.choice.slot) == (False, 2)
 
 
 def test_it_goes_to_who_may_be_late():
     asked = crowded(running_requests=[0, 60, 61])
-    found = weighed(None, asked, late_steps_left=[0.0, 0.9, 1.0])
+    found = weighed(None, asked, left_s=[0.0, 1.9, 2.2])
     assert (found.comparison.is_remote, found.choice.slot) == (False, 2)
-    assert weighed(None, asked, late_steps_left=[5.0, 0.9, 0.9]).comparison.is_remote
+    assert found.costs_more(1) < 0, "the sums alone would have it elsewhere"
+    assert weighed(None, asked, left_s=[5.0, 1.9, 1.9]).comparison.is_remote
+
+
+def test_a_full_account_is_enough_for_any_prompt():
+    dear = Allowance(np.full(3, 10.0), np.full(3, 10.0), np.full(3, 50.0))
+    asked, parts = crowded(), apart(None)
+    found = weigh(CHOOSER, asked, 0, replace(parts, allowance=dear))
+    assert not found.comparison.is_remote
+    assert found.comparison.late_s > 50
+    spent = replace(dear, left_s=np.full(3, 9.999))
+    assert weigh(CHOOSER, asked, 0, replace(parts, allowance=spent)).comparison.is_remote
 
 
 def test_who_computes_little_at_a_time_makes_more_steps_late():
     prices = make_prices(prefill_token_s=[0.01] * 3, batch_tokens=[100.0, 32.0, 32.0])
-    asked = crowded(prices=prices, overlap_blocks=[0, 1, 1])
-    found = weighed(None, asked, late_steps_left=[0.0, 3.0, 3.0])
+    found = weighed(None, crowded(prices=prices, overlap_blocks=[0, 1, 1]), left_s=FULL)
     assert (found.comparison.is_remote, found.comparison.late_steps) == (False, 3), "84 tokens"
-    assert weighed(None, asked, late_steps_left=[0.0, 2.9, 2.9]).comparison.is_remote
+
+
+def test_what_lies_in_a_tier_too_slow_to_read_is_computed_as_well():
+    tiers = [[0, 1, 1], [0, 4, 4], [0, 0, 0], [0, 0, 0]]
+    for onboard_s, steps in ((0.0, 1), (1.0, 3)):
+        prices = make_prices(
+            prefill_token_s=[0.01] * 3,
+            batch_tokens=[100.0, 32.0, 32.0],
+            onboard_token_s=[[0.0] * 3, [onboard_s] * 3, [0.0] * 3, [0.0] * 3],
+        )
+        asked = crowded(prices=prices, overlap_blocks=[0, 5, 5], tier_blocks=tiers)
+        assert weighed(None, asked, left_s=FULL, remote_tokens_min=1).comparison.late_steps == steps
 
 
 def test_who_has_no_streams_makes_nobody_late():
     asked = crowded(running_requests=[0, 0, 60])
     assert weighed(None, asked, local_tokens_max=50).comparison.is_remote
-    found = weighed(None, asked, late_steps_left=[-5.0, 0.0, -5.0], local_tokens_max=50)
+    found = weighed(None, asked, left_s=[-5.0, 0.0, -5.0], local_tokens_max=50)
     assert (found.comparison.is_remote, found.choice.slot) == (False, 1)
-    assert found.comparison.late_steps == 0
+    assert (found.comparison.late_steps, found.comparison.late_s) == (0, 0.0)
 
 
 def test_what_the_sums_keep_makes_streams_late_as_well():
     asked = crowded(running_requests=[0, 1, 1])
     assert not weighed(None, asked).comparison.is_remote
     assert weighed(None, asked).comparison.late_steps == 0, "nobody counts them"
-    assert weighed(None, asked, late_steps_left=[0.0, 0.0, 0.0]).comparison.late_steps == 1
+    found = weighed(None, asked, left_s=[0.0, 0.0, 0.0]).comparison
+    assert (found.late_steps, found.is_sooner) == (1, False)
 
 
-def test_a_policy_that_predicts_no_waits_goes_by_its_own():
-    asked = crowded()
-    by_load = Chooser(make_policy("least-loaded"))
-    assert weigh(by_load, asked, 0, apart(None, late_steps_left=MANY)).comparison.is_remote
+def test_a_policy_whose_waits_are_not_told_goes_by_its_sums():
+    """Its one term says what all of it costs, and not when the first token comes."""
+
+    class Summed:
+        name = "summed"
+        term_names = ("all",)
+
+        def terms(self, context):
+            return PredictedSeconds().terms(context).sum(axis=0)[None]
+
+        def costs(self, context):
+            return self.terms(context)[0]
+
+    found = weigh(Chooser(Summed()), crowded(), 0, apart(None, left_s=FULL))
+    assert found.comparison.is_remote
+    assert found.comparison.remote is not None

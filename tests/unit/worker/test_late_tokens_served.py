@@ -10,14 +10,15 @@ from structlog.testing import capture_logs
 from penstock.core.types import Role
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.late_tokens import WINDOW_S
+from penstock.router.progress import Progress
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster
 from penstock.testing.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
 from penstock.testing.hand_over_scene import play as play_scene
 
 PROMPTS, PROMPT_TOKENS = 16, 60  # one chunk, and so one step
-STEPS = WINDOW_S / (PRICES.decode_step_s + 5 * PRICES.decode_sequence_s)
-"""Of five streams, in a window."""
+STEP_S = PRICES.decode_step_s + 5 * PRICES.decode_sequence_s
+PROMPT_S = PRICES.prefill_step_s + PROMPT_TOKENS * (PRICES.prefill_token_s + STEP_S / 64)
 
 
 def engine(_name=""):
@@ -29,10 +30,9 @@ def play(scene, names=("p0", "d0"), **options):
 
 
 def router(steps, **config):
-    """Every prompt is computed apart but for so many steps that may be late in a window."""
-    disagg = DisaggConfig(
-        remote_tokens_min=4, local_tokens_max=1, late_token_share=steps / STEPS, hand_over_s=0.0
-    )
+    """Every prompt is computed apart but for so many that may make streams late in a window."""
+    share = steps * STEP_S / (WINDOW_S - steps * PROMPT_S)
+    disagg = DisaggConfig(remote_tokens_min=4, local_tokens_max=1, late_token_share=share, hand_over_s=0.0)
     return RouterConfig(policy="kv", disagg=disagg, **config)
 
 
@@ -84,11 +84,41 @@ def test_what_was_made_late_is_made_up_for(pause_s, again):
 
 
 def test_where_nobody_streams_nobody_is_made_late():
+    registry = CollectorRegistry()
+
     async def scene(_cluster, dispatcher):
         workers, _ = await burst(dispatcher)
-        assert workers.count("d0") >= 1
+        assert workers.count("d0") == 2
+        late_steps = registry.get_sample_value("penstock_router_late_steps_total")
+        assert late_steps == 1, "the second has the first beside it, and a full account is enough for that"
 
-    play(scene, router=router(0.5))
+    play(scene, router=router(1e-6), registry=registry)
+
+
+def test_a_prompt_that_is_sent_again_elsewhere_costs_both_workers():
+    async def scene(_cluster, dispatcher):
+        async def run():
+            shared = dispatcher._shared
+            tokens = shared.fleet.late_tokens
+            asking = [asyncio.ensure_future(whole_answer(dispatcher, asked(n))) for n in range(8)]
+            await asyncio.sleep(0.01)
+            progress = Progress(asked(99), shared.fleet.pools["tiny"].card, shared.hash_key)
+            quote = shared.router.quote(progress.request())
+            assert quote.comparison.is_sooner
+            slot, lost_s = quote.choice.slot, []
+            for again in (False, True):
+                before_s = tokens._empty_s[slot]
+                shared.router.take(quote, again=again)
+                lost_s.append(tokens._empty_s[slot] - before_s)
+            assert lost_s == pytest.approx([quote.comparison.late_s] * 2)
+            await asyncio.gather(*asking)
+
+        await beside_streams(dispatcher, run)
+
+    def asked(number):
+        return tiny_request(f"asked{number}", PROMPT_TOKENS, 3, seed=number)
+
+    play(scene, router=router(9))
 
 
 def test_frontends_share_what_may_be_late():

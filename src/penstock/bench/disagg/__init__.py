@@ -14,11 +14,12 @@ from penstock.bench.disagg.sides import (
     LATE_TOKEN_SHARE,
     PROMPT_TOKENS_MAX,
     PROMPT_TOKENS_MIN,
+    WHOLE,
     aggregated_flags,
     disaggregated_flags,
 )
 from penstock.bench.disagg.stage import Stage
-from penstock.bench.disagg.table import print_table
+from penstock.bench.disagg.table import Row, print_table
 from penstock.bench.disagg.workload import ARRIVALS, Workload
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
@@ -91,7 +92,9 @@ def run(options: argparse.Namespace) -> Report:
             prefill_share=options.prefill_share,
             quiet_prompts=_QUICK_QUIET_PROMPTS if quick else _QUIET_PROMPTS,
         )
-        sides = flags | {_ALONE: flags[_APART]} | {chunk: aggregated_flags(chunk) for chunk in chunks}
+        sides = (
+            flags | {_ALONE: flags[_APART]} | {chunk: aggregated_flags(chunk) for chunk in (*chunks, WHOLE)}
+        )
         measured = stage.play(sides, _turns(options), without_prompts=_ALONE)
     apart, together = measured[_APART], {chunk: measured[chunk] for chunk in chunks}
     moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
@@ -100,7 +103,19 @@ def run(options: argparse.Namespace) -> Report:
     strict = figures.point_of(_STRICT, measured[_STRICT])
     points = [figures.point_of(chunk, measured) for chunk, measured in together.items()]
     best = best_chunk(points, level.ttft_p99_ms)
-    print_table(alone, level, strict, points, best)
+    whole = figures.point_of(WHOLE, measured[WHOLE])
+    print_table(
+        [
+            Row("1 prefill, 1 decode", level),
+            Row("the same, none late", strict),
+            Row("the same, no prompts", alone, remark="limit"),
+            *(
+                Row("2 aggregated", point, str(point.chunk), "best" if point is best else "")
+                for point in points
+            ),
+            Row("2 aggregated", whole, "whole"),
+        ]
+    )
     if options.plot is not None:
         _write_plot(options.plot, plot.draw(level, strict, points, best))
     found = (
@@ -108,6 +123,7 @@ def run(options: argparse.Namespace) -> Report:
         | {"chunk_aggregated": best.chunk}
         | figures.strict(measured[_STRICT], best_chunk(points, strict.ttft_p99_ms))
         | figures.curve(points)
+        | figures.of_side("aggregated_whole", measured[WHOLE])
         | figures.hand_over(stage.quiet_hand_over_s, apart, moved_bytes, memcpy)
         | {
             "prefill_ms": figures.median(stage.quiet_ttft_s) * 1e3,
@@ -124,6 +140,7 @@ def run(options: argparse.Namespace) -> Report:
                 "disaggregated": apart,
                 "disaggregated_strict": measured[_STRICT],
                 "alone": measured[_ALONE],
+                "aggregated_whole": measured[WHOLE],
             }
             | {f"aggregated_c{chunk}": side for chunk, side in together.items()}
         ),
@@ -182,6 +199,7 @@ def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, 
         "prefill_share": options.prefill_share,
         "arrivals": workload.arrivals,
         "disaggregated": disaggregated_flags(options.late_token_share),
+        "disaggregated_strict": disaggregated_flags(0.0),
         "aggregated": aggregated_flags(chunks[0]),
         "chunks": list(chunks),
         "seed": options.seed,

@@ -13,7 +13,7 @@ PROMPT_TOKENS_MIN = _SHORT_TOKENS + 1
 """Shorter ones would not be handed over."""
 PROMPT_TOKENS_MAX = 8000
 """With what is generated after them they fit the model."""
-_CHUNK = 8192
+WHOLE = 8192
 """A whole prompt, of either worker: where streams have to wait, they wait once."""
 LATE_TOKEN_SHARE = 0.005
 """Half of what a 99th percentile does not show."""
@@ -31,10 +31,10 @@ def disaggregated_flags(late_token_share: float = LATE_TOKEN_SHARE) -> list[str]
     decode worker, as long as no larger part of the streams' tokens is late by it.
     """
     return [
-        *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={_CHUNK}"),
+        *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={WHOLE}"),
         *("--set", "roles.prefill.max_running_requests=1"),
         *("--set", "roles.prefill.prompt_order=fcfs"),
-        *("--decode", "1", "--set", f"roles.decode.max_batch_tokens={_CHUNK}"),
+        *("--decode", "1", "--set", f"roles.decode.max_batch_tokens={WHOLE}"),
         *("--set", f"router.disagg.local_tokens_max={_SHORT_TOKENS}"),
         *("--set", f"router.disagg.late_token_share={late_token_share:g}"),
     ]

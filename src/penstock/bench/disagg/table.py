@@ -1,6 +1,7 @@
-"""Both sides as a table for people."""
+"""All sides as a table for people."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -10,16 +11,23 @@ from penstock.bench.disagg.choice import Point
 _COLUMNS = ("workers", "chunk", "ITL p99 ms", "TTFT p99 ms", "tokens/s", "")
 
 
-def print_table(alone: Point, apart: Point, strict: Point, points: Sequence[Point], best: Point) -> None:
-    """Print a line a side; the aggregated workers' best chunk size is marked. `alone` had no prompts, of `strict` no token may be late."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A side, with what is to be said of it."""
+
+    workers: str
+    point: Point
+    chunk: str = ""
+    remark: str = ""
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print a line a side."""
     table = Table(box=None)
     for number, column in enumerate(_COLUMNS):
         table.add_column(column, justify="right" if number else "left")
-    table.add_row("1 prefill, 1 decode", "", *_numbers(apart))
-    table.add_row("the same, none late", "", *_numbers(strict), "")
-    table.add_row("the same, no prompts", "", *_numbers(alone), "limit")
-    for point in points:
-        table.add_row("2 aggregated", str(point.chunk), *_numbers(point), "best" if point is best else "")
+    for row in rows:
+        table.add_row(row.workers, row.chunk, *_numbers(row.point), row.remark)
     Console().print(table)
 
 
