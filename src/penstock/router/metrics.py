@@ -71,7 +71,7 @@ class RouterMetrics:
         )
         self.late_steps = counter(
             "late_steps",
-            "Steps of decode workers' streams that such a prompt was expected to make late, as it was computed beside them",
+            "Steps of streams that prompts computed beside them were expected to make late, where router.disagg.late_token_share is set",
         )
         self.prefetches = counter(
             "prefetches",
