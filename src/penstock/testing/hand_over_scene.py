@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -11,15 +13,19 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.dispatcher import Dispatcher
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster, memory_transport
-from penstock.testing.hand_over import PRICES, check_nothing_is_held, tiny_engine
+from penstock.testing.hand_over import PRICES, check_nothing_is_held, tiny_engine, tiny_request
 from penstock.transfer.memory import MemoryTransport
 from penstock.worker.config import WorkerConfig
 
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 """Every prompt is computed apart while some prefill worker can."""
 _ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
+_REPORTED_S = 0.2
+"""By then workers have told of what they run."""
 _IDLE_S = 60.0
 """All that waits for something, a pin's end among it, is done by then."""
+
+_T = TypeVar("_T")
 
 Scene = Callable[[MemoryCluster, Dispatcher], Awaitable[None]]
 
@@ -72,3 +78,22 @@ def play(
                 dispatcher.check()
 
     run_virtual(main())
+
+
+async def beside_streams(
+    dispatcher: Dispatcher, run: Callable[[], Awaitable[_T]], streams: int, prompt_tokens: int = 12
+) -> _T:
+    """Run something beside streams that a prompt holds up, and end these.
+
+    Args:
+        dispatcher: of the scene.
+        run: what is to be done while they run, and gives the result.
+        streams: how many; each has 380 tokens to come.
+        prompt_tokens: of each of them.
+    """
+    async with AsyncExitStack() as stack:
+        for number in range(streams):
+            asked = tiny_request(f"stream{number}", prompt_tokens, 380, seed=100 + number)
+            await anext(await stack.enter_async_context(dispatcher.open(asked)))
+        await asyncio.sleep(_REPORTED_S)
+        return await run()

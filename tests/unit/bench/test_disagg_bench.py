@@ -146,6 +146,10 @@ class TestFigures:
         assert found["itl_p99_ratio_strict"] == pytest.approx(4)
         assert found["output_tokens_ratio_strict"] == pytest.approx(2)
 
+    def test_the_streams_alone_are_the_limit(self):
+        found = figures.limits(point(64, 40, 2000), self.side([10, 8, 50]))
+        assert found == pytest.approx({"itl_p99_ms_alone": 10, "itl_p99_ratio_alone": 4})
+
     def test_tokens_later_than_50_ms_are_told(self):
         (side,) = self.side([10])
         late = dataclasses.replace(side, itl_s=np.array([0.01, 0.02, 0.049, 0.06]))

@@ -1,7 +1,6 @@
 """Links that take seconds to be set up, in whole deployments on virtual time: when they are first used, and by whom."""
 
 import asyncio
-from contextlib import AsyncExitStack
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,7 +10,7 @@ from penstock.router.cold_links import ColdLinks, Foregone
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.progress import Progress
 from penstock.testing.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
-from penstock.testing.hand_over_scene import play
+from penstock.testing.hand_over_scene import beside_streams, play
 from penstock.transfer.memory import MemoryTransport
 
 SETUP_S = 2.0
@@ -44,16 +43,6 @@ def play_distant(scene, names=("p0", "d0"), *, router=PREDICTED, registry=None):
         engine=lambda _name: tiny_engine(kv_blocks=4000),
         transport=DistantTransport,
     )
-
-
-async def with_streams(dispatcher, asks, streams=8):
-    """Have requests come beside streams that a prompt holds up, so that computing it apart is worth something."""
-    async with AsyncExitStack() as stack:
-        for number in range(streams):
-            stream = dispatcher.open(tiny_request(f"stream{number}", 12, 380, seed=100 + number))
-            await anext(await stack.enter_async_context(stream))
-        await asyncio.sleep(0.2)  # until their worker has told of them
-        return await asks()
 
 
 async def ask(dispatcher, number, length=PROMPT_TOKENS):
@@ -111,7 +100,7 @@ def test_a_link_is_used_once_as_much_was_foregone_as_it_costs_and_stays_open():
             assert took_s < 0.5
 
     async def scene(_cluster, dispatcher):
-        await with_streams(dispatcher, lambda: asks(dispatcher))
+        await beside_streams(dispatcher, lambda: asks(dispatcher), streams=8)
 
     play_distant(scene, registry=registry)
 
@@ -120,7 +109,7 @@ def test_a_charge_that_is_never_paid_off_would_keep_the_link_from_use(monkeypatc
     monkeypatch.setattr(ColdLinks, "forgo", lambda *_args: None)
 
     async def scene(_cluster, dispatcher):
-        decided, _ = await with_streams(dispatcher, lambda: ask_until_remote(dispatcher, 30))
+        decided, _ = await beside_streams(dispatcher, lambda: ask_until_remote(dispatcher, 30), streams=8)
         assert not any(explained[0].prefill.remote for explained in decided)
         assert sum(foregone_s(explained) for explained in decided) > 2 * SETUP_S, (
             "what the test above excludes"
@@ -148,14 +137,14 @@ def test_who_comes_while_the_link_is_set_up_waits_for_no_more_than_is_left():
         assert explained[0].prefill.link_setup == 0.0
 
     async def scene(_cluster, dispatcher):
-        await with_streams(dispatcher, lambda: asks(dispatcher), streams=14)
+        await beside_streams(dispatcher, lambda: asks(dispatcher), streams=14)
 
     play_distant(scene)
 
 
 def test_a_prompt_of_many_chunks_sets_its_link_up_while_it_is_computed():
     async def scene(_cluster, dispatcher):
-        explained, _ = await with_streams(dispatcher, lambda: ask(dispatcher, 0, 390))
+        explained, _ = await beside_streams(dispatcher, lambda: ask(dispatcher, 0, 390), streams=8)
         left_ms = 1e3 * SETUP_S - explained[0].prefill.prefill * (1 - 64 / 390)
         assert explained[0].prefill.link_setup == pytest.approx(left_ms, rel=0.1)
 
@@ -180,7 +169,7 @@ def test_only_what_is_sent_takes_something_off():
         assert left_s == pytest.approx(SETUP_S - quote.foregone.seconds)
 
     async def scene(_cluster, dispatcher):
-        await with_streams(dispatcher, lambda: asks(dispatcher), streams=14)
+        await beside_streams(dispatcher, lambda: asks(dispatcher), streams=14)
 
     play_distant(scene)
 

@@ -1,7 +1,6 @@
 """Prompts handed over from prefill to decode workers: whole deployments on virtual time, whose KV is checked on every step."""
 
 import asyncio
-from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
@@ -172,11 +171,7 @@ def test_seconds_decide_where_a_prompt_is_computed(length, is_remote):
     router = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4))
 
     async def scene(cluster, dispatcher):
-        async with AsyncExitStack() as stack:
-            for number in range(12):
-                stream = dispatcher.open(request(f"stream{number}", 12, 300, seed=9 + number))
-                await anext(await stack.enter_async_context(stream))
-            await asyncio.sleep(0.2)  # until their worker has told of them
+        async def ask():
             before = cluster.engine("p0").load().prefilled_tokens
             await answer(dispatcher, request("a", length))
             assert (cluster.engine("p0").load().prefilled_tokens - before >= length) is is_remote
@@ -188,6 +183,8 @@ def test_seconds_decide_where_a_prompt_is_computed(length, is_remote):
             assert [decision.worker for decision in explained] == (["p0", "d0"] if is_remote else ["d0"])
             if is_remote:
                 assert explained[1].reason == "prefetched", "it takes several chunks"
+
+        await hand_over_scene.beside_streams(dispatcher, ask, streams=12)
 
     play(scene, router=router)
 
@@ -219,14 +216,12 @@ def test_where_tokens_have_to_come_at_a_pace_a_prompt_that_holds_streams_up_is_c
     router = RouterConfig(disagg=DisaggConfig(remote_tokens_min=4, hand_over_s=0.1))
 
     async def scene(_cluster, dispatcher):
-        async with AsyncExitStack() as stack:
-            for number in range(3):
-                stream = dispatcher.open(request(f"stream{number}", 12, 100, seed=9 + number))
-                await anext(await stack.enter_async_context(stream))
-            await asyncio.sleep(0.2)  # until their worker has told of them
+        async def ask():
             await answer(dispatcher, msgspec.structs.replace(request("a", 300), **targets))
             (first, *_) = dispatcher.explain("a")
             assert first.prefill.remote is is_remote
+
+        await hand_over_scene.beside_streams(dispatcher, ask, streams=3)
 
     play(scene, router=router)
 

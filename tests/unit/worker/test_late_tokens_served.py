@@ -1,7 +1,6 @@
 """Prompts that would wait long for their prefill worker, beside streams of which few tokens may be late, in whole deployments on virtual time."""
 
 import asyncio
-from contextlib import AsyncExitStack
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,9 +13,11 @@ from penstock.router.progress import Progress
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import MemoryCluster
 from penstock.testing.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
+from penstock.testing.hand_over_scene import beside_streams
 from penstock.testing.hand_over_scene import play as play_scene
 
 PROMPTS, PROMPT_TOKENS = 16, 60  # one chunk, and so one step
+STREAMS = {"streams": 5, "prompt_tokens": 3}
 STEP_S = PRICES.decode_step_s + 5 * PRICES.decode_sequence_s
 PROMPT_S = PRICES.prefill_step_s + PROMPT_TOKENS * (PRICES.prefill_token_s + STEP_S / 64)
 
@@ -44,15 +45,6 @@ async def burst(dispatcher, first=0):
     return workers, [answer[0] for answer in answers]
 
 
-async def beside_streams(dispatcher, run):
-    async with AsyncExitStack() as stack:
-        for number in range(5):
-            stream = dispatcher.open(tiny_request(f"stream{number}", 3, 380, seed=100 + number))
-            await anext(await stack.enter_async_context(stream))
-        await asyncio.sleep(0.2)  # until their worker has told of them
-        return await run()
-
-
 @pytest.mark.parametrize(("steps", "local"), [(0, 0), (1.5, 1), (3.5, 3)])
 def test_as_many_prompts_are_computed_beside_streams_as_may_make_them_late(steps, local):
     registry = CollectorRegistry()
@@ -62,7 +54,7 @@ def test_as_many_prompts_are_computed_beside_streams_as_may_make_them_late(steps
         expected.extend((await burst(dispatcher))[1])
 
     async def scene(_cluster, dispatcher):
-        workers, answers = await beside_streams(dispatcher, lambda: burst(dispatcher))
+        workers, answers = await beside_streams(dispatcher, lambda: burst(dispatcher), **STREAMS)
         assert workers.count("d0") == local
         assert answers == expected
         assert registry.get_sample_value("penstock_router_late_steps_total") == local
@@ -75,9 +67,9 @@ def test_as_many_prompts_are_computed_beside_streams_as_may_make_them_late(steps
 @pytest.mark.parametrize(("pause_s", "again"), [(0.0, 0), (WINDOW_S / 2, 1), (2 * WINDOW_S, 2)])
 def test_what_was_made_late_is_made_up_for(pause_s, again):
     async def scene(_cluster, dispatcher):
-        first, _ = await beside_streams(dispatcher, lambda: burst(dispatcher))
+        first, _ = await beside_streams(dispatcher, lambda: burst(dispatcher), **STREAMS)
         await asyncio.sleep(pause_s)
-        later, _ = await beside_streams(dispatcher, lambda: burst(dispatcher, 50))
+        later, _ = await beside_streams(dispatcher, lambda: burst(dispatcher, 50), **STREAMS)
         assert (first.count("d0"), later.count("d0")) == (2, again)
 
     play(scene, router=router(2.3))
@@ -113,7 +105,7 @@ def test_a_prompt_that_is_sent_again_elsewhere_costs_both_workers():
             assert lost_s == pytest.approx([quote.comparison.late_s] * 2)
             await asyncio.gather(*asking)
 
-        await beside_streams(dispatcher, run)
+        await beside_streams(dispatcher, run, **STREAMS)
 
     def asked(number):
         return tiny_request(f"asked{number}", PROMPT_TOKENS, 3, seed=number)
@@ -137,7 +129,7 @@ def test_frontends_share_what_may_be_late():
                 async def run():
                     return [(await burst(each, 50 * n))[0].count("d0") for n, each in enumerate((one, other))]
 
-                assert await beside_streams(one, run) == [2, 2]
+                assert await beside_streams(one, run, **STREAMS) == [2, 2]
 
     run_virtual(main())
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from penstock.bench.disagg import figures, plot
-from penstock.bench.disagg.choice import Point, best_chunk
+from penstock.bench.disagg.choice import best_chunk
 from penstock.bench.disagg.memcpy import memcpy_bytes_per_s
 from penstock.bench.disagg.model import KV_BYTES_PER_TOKEN, SIZES, make_model
 from penstock.bench.disagg.sides import (
@@ -31,11 +31,8 @@ _QUIET_PROMPTS, _QUICK_QUIET_PROMPTS = 6, 1
 _QUICK_CHUNKS = (WHOLE,)
 _PREFILL_SHARE = 0.55
 _PROMPT_TOKENS = (2100, 2600)
-_APART, _ALONE, _STRICT = (
-    0,
-    -1,
-    -2,
-)  # in the place of a chunk size; alone are the streams, without prompts, and strict is that none is late
+# In the place of a chunk size: alone are the streams, without prompts; of strict no token may be late.
+_APART, _ALONE, _STRICT = 0, -1, -2
 _RATIO_WANTED = 3.0
 
 
@@ -139,15 +136,9 @@ def run(options: argparse.Namespace) -> Report:
             | {f"aggregated_c{chunk}": side for chunk, side in together.items()}
             | ({} if alone is None else {"alone": alone})
         ),
-        limits={"memcpy_gb_per_s": memcpy / 1e9} | ({} if alone is None else _limits(best, alone)),
+        limits={"memcpy_gb_per_s": memcpy / 1e9} | ({} if alone is None else figures.limits(best, alone)),
         problems=stage.problems + ([] if quick else _problems(found)),
     )
-
-
-def _limits(best: Point, alone: figures.Turns) -> dict[str, float]:
-    """Give the ITL p99 of streams without prompts, and how many times as low as the best chunk's it is."""
-    itl_p99_ms = figures.point_of(_ALONE, alone).itl_p99_ms
-    return {"itl_p99_ms_alone": itl_p99_ms, "itl_p99_ratio_alone": best.itl_p99_ms / itl_p99_ms}
 
 
 def _workload(options: argparse.Namespace) -> Workload:

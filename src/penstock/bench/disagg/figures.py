@@ -70,6 +70,12 @@ def strict(side: Turns, opponent: Point) -> dict[str, float]:
     }
 
 
+def limits(best: Point, alone: Turns) -> dict[str, float]:
+    """Give the ITL p99 of the streams without prompts, and how many times as low as the best chunk's it is."""
+    itl_p99_ms = _middle(alone, lambda turn: _ms(turn.itl_s, 99))
+    return {"itl_p99_ms_alone": itl_p99_ms, "itl_p99_ratio_alone": best.itl_p99_ms / itl_p99_ms}
+
+
 def curve(points: Sequence[Point]) -> dict[str, float]:
     return {
         f"{name}_aggregated_c{point.chunk}": getattr(point, name)
