@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
+    "phi3": transformers.Phi3Config,
 }
 _SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -45,6 +46,15 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
         "sliding_window": 48,
         "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0 + 0.05 * index for index in range(8)],
+            "long_factor": [1.0 + 2.0 * index for index in range(8)],
+        },
     },
 }
 _SPREAD = 1.5

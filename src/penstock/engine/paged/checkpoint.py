@@ -68,6 +68,32 @@ class Checkpoint:
             )
         return length
 
+    def served_context(self, asked: int | None) -> int:
+        """Tokens of a request where a deployment asks for so many; None is all that the model was made for.
+
+        Raises:
+            ConfigError: it is more than that, or config.json does not say what that is.
+        """
+        limit = self.context_length
+        if asked is not None and asked > limit:
+            raise ConfigError(f"context_length: must be <= {limit}, the model's own, got {asked}")
+        return asked or limit
+
+    def has_long_factors(self, context_length: int) -> bool:
+        """Tell whether a served context takes the long one of two sets of rotary factors (longrope).
+
+        One set holds for all requests, as in vLLM: a row's keys must not depend on the others, nor on how long it becomes.
+        """
+        config = self.text_config
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+        limits = [
+            config.get("original_max_position_embeddings") or kind.get("original_max_position_embeddings")
+            for kind in kinds
+            if "long_factor" in kind
+        ]
+        return any(isinstance(limit, int) and context_length > limit for limit in limits)
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer; generation_config.json goes before config.json.

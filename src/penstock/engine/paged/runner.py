@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
 from penstock.core.types import TokenLogprob
 from penstock.engine.paged.batch import BatchBuilder, StepBatch
 from penstock.engine.paged.checkpoint import Checkpoint
@@ -21,6 +21,8 @@ from penstock.engine.paged.step import PagedStep
 from penstock.engine.paged.weights import load_model, read_config
 from penstock.engine.runner import RunnerInfo, end_tokens_within
 from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
+
+_log = get_logger()
 
 
 class DeviceTokens:
@@ -77,12 +79,14 @@ class PagedRunner:
         torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(config.model)
         model_config = read_config(checkpoint)
-        limit = checkpoint.context_length
-        if config.context_length is not None and config.context_length > limit:
-            raise ConfigError(
-                f"context_length: must be <= {limit}, the model's own, got {config.context_length}"
+        context_length = checkpoint.served_context(config.context_length)
+        model = load_model(checkpoint, model_config, config.dtype, device, context_length=context_length)
+        if checkpoint.has_long_factors(context_length):
+            _log.info(
+                "long_rotary_factors",
+                context_tokens=context_length,
+                hint="short requests lose some quality; a smaller context_length takes the short ones",
             )
-        model = load_model(checkpoint, model_config, config.dtype, device)
         block_bytes = model.kv_shape.block_bytes(config.block_size)
         num_blocks = plan_blocks(
             block_bytes,
@@ -107,7 +111,7 @@ class PagedRunner:
         return RunnerInfo(
             num_blocks=num_blocks,
             block_size=config.block_size,
-            context_length=config.context_length or limit,
+            context_length=context_length,
             vocab_size=model.vocab_size,
             eos_token_ids=eos_token_ids,
             kv_bytes_per_block=block_bytes,

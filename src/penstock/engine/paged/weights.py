@@ -10,6 +10,7 @@ from penstock.engine.paged.attention import ATTENTION
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.paged.config import Dtype
 from penstock.engine.paged.models import PagedModel, one_line, unsupported
+from penstock.engine.paged.rotary import pin_rotary
 
 _LATENT = ("kv_lora_rank", "q_lora_rank")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -52,7 +53,9 @@ def read_config(checkpoint: Checkpoint) -> Any:
     return config
 
 
-def load_model(checkpoint: Checkpoint, config: Any, dtype: Dtype, device: torch.device) -> PagedModel:
+def load_model(
+    checkpoint: Checkpoint, config: Any, dtype: Dtype, device: torch.device, *, context_length: int
+) -> PagedModel:
     """Load a model onto a device.
 
     Args:
@@ -60,6 +63,7 @@ def load_model(checkpoint: Checkpoint, config: Any, dtype: Dtype, device: torch.
         config: what `read_config` gave for it.
         dtype: number format of the weights.
         device: where it will compute.
+        context_length: tokens that a request may have.
 
     Raises:
         ConfigError: there are no weights, or they do not fit their config, or a trial run shows an attention
@@ -93,6 +97,7 @@ def load_model(checkpoint: Checkpoint, config: Any, dtype: Dtype, device: torch.
         )
     if device.type == "cpu":
         _store_by_input(module)
+    pin_rotary(module, context_length)
     return PagedModel(module, checkpoint.name)
 
 

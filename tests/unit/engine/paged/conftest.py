@@ -167,5 +167,11 @@ def reference(checkpoint) -> Callable[[str], Reference]:
 
 
 @pytest.fixture(scope="session")
+def reference_at() -> Callable[[Path], Reference]:
+    """Give the reference of any checkpoint."""
+    return Reference
+
+
+@pytest.fixture(scope="session")
 def new_request() -> Callable[..., Request]:
     return make_request
