@@ -54,6 +54,14 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
             ["--set", "model=llama-3.1-70b"],
             "141.1 GB a device of bf16 weights|GB of bf16 weights a device do not fit",
         ),
+        (
+            ["--set", "context_length=131073"],
+            "context_length: must be <= 131072, the model's own, got 131073",
+        ),
+        (
+            ["--set", "context_length=1000"],
+            "context_length: the longest request has 8,030 tokens, prompt and output, got 1,000; raise it",
+        ),
         (["--set", "model=llama-3.1-71b"], "did you mean 'llama-3.1-70b'?"),
         (
             ["--set", "roles.aggregated.kv_tiers.host=0.0001"],

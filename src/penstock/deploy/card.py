@@ -53,15 +53,19 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
     The salt names contents and number formats: where it is equal, equal tokens have equal KV.
 
     Raises:
-        ConfigError: a file is missing that the role or a frontend needs, or is malformed.
+        ConfigError: a file is missing that the role or a frontend needs, or is malformed; or the context is longer than the
+            model's.
     """
+    context_length = checkpoint.served_context(graph.context_length)
     files = tuple(_card_files(checkpoint.path))
     digest = hashlib.sha256(repr((files, role.weight_dtype, role.expert_dtype, role.kv_dtype)).encode())
     if role.engine != "mock":  # which computes nothing, so needs no weights
         digest.update(checkpoint.revision())
+        if checkpoint.has_long_factors(context_length):
+            digest.update(b"long factors")
     card = ModelCard(
         name=served_name(graph),
-        context_length=checkpoint.context_length,
+        context_length=context_length,
         block_size=graph.block_size,
         salt=digest.digest()[:_SALT_BYTES],
         eos_token_ids=checkpoint.eos_token_ids,

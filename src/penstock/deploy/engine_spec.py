@@ -46,7 +46,7 @@ def engine_spec(
     return EngineSpec(
         model=str(checkpoint.path),
         block_size=graph.block_size,
-        context_length=checkpoint.context_length,
+        context_length=checkpoint.served_context(graph.context_length),
         vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
         eos_token_ids=checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,

@@ -40,6 +40,8 @@ class Graph(Config):
     """What clients call the model; None is the hub name, or the directory's."""
     block_size: int = pydantic.Field(default=16, ge=1, le=512)
     """Tokens in a KV block."""
+    context_length: int | None = pydantic.Field(default=None, ge=1)
+    """Tokens that a request may have, prompt and output; None is all that the model was made for."""
     frontend: FrontendSpec = FrontendSpec()
     """Where users reach the deployment."""
     router: RouterConfig = RouterConfig()

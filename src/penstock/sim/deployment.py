@@ -1,7 +1,7 @@
 """What a graph says, as a simulated deployment: its workers by role, and the cluster that has them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import TypeVar
@@ -111,6 +111,12 @@ class Deployment:
         longest_tokens = max((turn.input_tokens + turn.output_tokens for turn in turns), default=0)
         longest_prompt_tokens = max((turn.input_tokens for turn in turns), default=0)
         num_adapters = max((s.adapter + 1 for s in sessions if s.adapter is not None), default=0)
+        asked = self.graph.context_length
+        if asked is not None and longest_tokens > asked:
+            raise ConfigError(
+                f"context_length: the longest request has {longest_tokens:,} tokens, prompt and output, got {asked:,};"
+                " raise it, leave it out, or take a shorter trace"
+            )
         for crew in self.crews:
             if crew.role is Role.PREFILL:
                 crew.check_fits(longest_prompt_tokens + 1, "prompt, with the first token of its answer,")
@@ -198,6 +204,12 @@ def plan_deployment(
     """
     roles = simulated_roles(graph)
     shape = find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
+    if graph.context_length is not None:
+        if graph.context_length > shape.context_length:
+            raise ConfigError(
+                f"context_length: must be <= {shape.context_length}, the model's own, got {graph.context_length}"
+            )
+        shape = replace(shape, context_length=graph.context_length)
     crews = tuple(
         plan_crew(role, spec, shape, block_size=graph.block_size, engine_profile=engine_profile)
         for role, spec in roles.items()

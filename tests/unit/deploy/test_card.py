@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.core.types import ModelCard
 from penstock.deploy.card import make_card, open_checkpoint, served_name
 from penstock.graph import Graph, RoleSpec
 from penstock.testing.tokenizer import tiny_model_files
@@ -53,6 +54,33 @@ def test_the_salt_follows_contents_and_number_formats_but_not_the_place(tmp_path
     (copy / "tokenizer.json").write_bytes(TOKENIZER + b"\n")
     salts.add(salt(copy, PAGED))
     assert len(salts) == 6
+
+
+def test_the_graph_says_how_long_a_context_is_served_and_what_rotary_factors_that_takes(
+    tmp_path: Path,
+) -> None:
+    directory = make(tmp_path / "m")
+    (directory / "config.json").write_text(
+        json.dumps(
+            {
+                "max_position_embeddings": 128,
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+            }
+        )
+    )
+
+    def card(context_length: int | None) -> ModelCard:
+        graph = Graph(model=str(directory), context_length=context_length)
+        return make_card(open_checkpoint(graph), graph, PAGED)
+
+    cards = [card(length) for length in (None, 65, 64, 10)]
+    assert [card.context_length for card in cards] == [128, 65, 64, 10]
+    long, as_long, short, as_short = (card.salt for card in cards)
+    assert (long, short) == (as_long, as_short)
+    assert long != short, "keys of one set would be taken for the other's"
+    with pytest.raises(ConfigError, match=r"^context_length: must be <= 128, the model's own, got 129$"):
+        card(129)
 
 
 def test_only_an_engine_that_computes_needs_weights(tmp_path: Path) -> None:

@@ -17,6 +17,17 @@ def test_tiers_that_no_engine_has_are_refused():
     assert engine_spec(graph, RoleSpec(engine="mock"), checkpoint).kv_blocks is None
 
 
+def test_the_context_is_the_models_unless_the_graph_asks_for_less() -> None:
+    checkpoint, role = Checkpoint.open(str(MODEL_DIR)), RoleSpec(engine="mock")
+    own = checkpoint.context_length
+    for asked, served in ((None, own), (own, own), (100, 100)):
+        assert engine_spec(Graph(model="m", context_length=asked), role, checkpoint).context_length == served
+    with pytest.raises(
+        ConfigError, match=f"^context_length: must be <= {own}, the model's own, got {own + 1}"
+    ):
+        engine_spec(Graph(model="m", context_length=own + 1), role, checkpoint)
+
+
 def test_limits_are_each_ranks_and_each_roles() -> None:
     checkpoint = Checkpoint.open(str(MODEL_DIR))
     limits = {"max_running_requests": 7, "max_waiting_requests": 9}
