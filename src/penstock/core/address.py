@@ -1,5 +1,6 @@
 """Where something listens: `tcp://127.0.0.1:5000`, `tcp://[::1]:5000` or `unix:///run/penstock/w0.sock`."""
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlsplit
@@ -33,6 +34,16 @@ class Address:
         if parts.scheme == "tcp" and parts.hostname and port is not None and not parts.path:
             return cls(host=parts.hostname, port=port)
         raise ConfigError(f"{source}: {text!r} is no address; {expected}")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it: a path, a loopback address or `localhost`."""
+        if self.path or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False  # a name, of whatever
 
     def __str__(self) -> str:
         if self.path:

@@ -35,3 +35,21 @@ def test_addresses_are_read_and_written(text, address):
 def test_what_is_none_is_refused(text):
     with pytest.raises(ConfigError, match=r"listen: .*expected tcp://HOST:PORT or unix:///PATH"):
         Address.parse(text, source="listen")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_local"),
+    [
+        ("tcp://127.0.0.1:0", True),
+        ("tcp://127.8.9.1:0", True),
+        ("tcp://[::1]:0", True),
+        ("tcp://localhost:0", True),
+        ("unix:///run/w0.sock", True),
+        ("tcp://0.0.0.0:0", False),
+        ("tcp://[::]:0", False),
+        ("tcp://10.0.0.1:0", False),
+        ("tcp://worker-0.pool:0", False),
+    ],
+)
+def test_an_address_tells_whether_other_machines_reach_it(text, is_local):
+    assert Address.parse(text).is_local is is_local

@@ -4,7 +4,6 @@ Nothing is stored. A hub that restarts is filled again by its clients, which reg
 """
 
 import asyncio
-import ipaddress
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -269,7 +268,7 @@ def _checked(address: Address, identity: handshake.Identity) -> Address:
         raise ConfigError(
             f"hub: {address}: a TCP hub needs a secret, since every user of this machine can reach it"
         )
-    if address.host != "localhost" and not ipaddress.ip_address(address.host).is_loopback:
+    if not address.is_local:
         raise ConfigError(
             f"hub: {address}: expected a loopback address such as tcp://127.0.0.1:0, or unix:///PATH"
         )

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from penstock.core.address import Address
-from penstock.core.errors import WorkerLost
+from penstock.core.errors import ConfigError, WorkerLost
 from penstock.core.listening import dial, listen, remove_socket
 from penstock.core.types import Instance
 from penstock.runtime.config import PlaneConfig
@@ -32,9 +32,17 @@ class TcpPlane:
             listen: where `serve` listens, `tcp://HOST:PORT` or `unix:///PATH`.
             advertise_host: the name under which other hosts reach this one, where it differs from that in `listen`.
             config: bounds and times.
+
+        Raises:
+            ConfigError: `listen` is no address, or one that other machines reach while there is no secret.
         """
         self._identity = identity or Identity()
         self._listen = Address.parse(listen, source="listen")
+        if not self._identity.secret and not self._listen.is_local:
+            raise ConfigError(
+                f"listen: {self._listen}: other machines reach this address, and without a secret anyone could send"
+                " requests; give every process the deployment's secret, or listen on 127.0.0.1"
+            )
         self._advertise_host = advertise_host
         self._config = config or PlaneConfig()
 
