@@ -46,8 +46,11 @@ class WorkerService(Protocol):
         """Fetch KV for a request that is about to come, if that can be; it counts as a request that came (`accepted_requests`)."""
         ...
 
-    def abort(self, request_id: RequestId) -> None:
-        """Stop whatever goes on for a request, a prefetch too; no error if there is nothing."""
+    def abort(self, request_id: RequestId, sink: FrontendSink) -> None:
+        """Stop whatever goes on for a request of this frontend, a prefetch too; no error if there is nothing.
+
+        What goes on for another frontend under the same id goes on.
+        """
         ...
 
     def disconnected(self, sink: FrontendSink) -> None:

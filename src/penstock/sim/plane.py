@@ -143,7 +143,7 @@ class _Link:
             window_tokens=server.config.window_tokens,
             stream_bytes_max=server.config.stream_bytes_max,
             bytes_max=server.config.connection_bytes_max,
-            abort=server.service.abort,
+            abort=lambda request_id: server.service.abort(request_id, self),
         )
 
     # -- the worker's side
@@ -227,7 +227,7 @@ class _Link:
 
     def _abort(self, request_id: RequestId) -> None:
         self._outbox.close(request_id)
-        self.server.service.abort(request_id)
+        self.server.service.abort(request_id, self)
 
     def _grant(self, request_id: RequestId, tokens: int) -> None:
         self._outbox.grant(request_id, tokens)

@@ -191,6 +191,19 @@ class RequestPlaneSuite:
 
         self.run(scenario)
 
+    def test_a_frontend_aborts_no_request_of_another(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            other = await scene.connect(RecordingSink())
+            scene.connection.submit(scripted_request("silence", request_id="a"))
+            await scene.until_stats(lambda stats: stats.live == 1)
+            other.abort(RequestId("a"))
+            other.submit(scripted_request("silence", request_id="b"))
+            await scene.until_stats(lambda stats: stats.live == 2)
+            assert (await scene.stats()).aborted == 0
+            await other.close()
+
+        self.run(scenario)
+
     def test_a_prefetch_reaches_the_worker_and_is_aborted_as_a_request_is(self) -> None:
         async def scenario(scene: Scene) -> None:
             handle = KvHandle(producer=WorkerId(1), pin_id=PinId(1), ttl_s=1.0, num_tokens=0, block_ids=b"")

@@ -119,7 +119,7 @@ class ScriptedWorker:
         self.say_goodbye: Callable[[], None] = lambda: None
         """Set by whoever serves it: closes the server."""
         self._live: dict[RequestId, _Live] = {}
-        self._expected: set[RequestId] = set()
+        self._expected: dict[RequestId, FrontendSink] = {}
         self._sinks: list[FrontendSink] = []
         self._subscribers: list[EventSink] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -138,14 +138,17 @@ class ScriptedWorker:
 
     def prefetch(self, prefetch: Prefetch, sink: FrontendSink) -> None:
         """Count it, and expect its request."""
-        del sink
         self._submitted += 1
-        self._expected.add(prefetch.request_id)
+        self._expected[prefetch.request_id] = sink
 
-    def abort(self, request_id: RequestId) -> None:
-        if self._live.pop(request_id, None) is not None or request_id in self._expected:
+    def abort(self, request_id: RequestId, sink: FrontendSink) -> None:
+        live = self._live.get(request_id)
+        if live is not None and live.sink is sink:
+            del self._live[request_id]
             self._aborted += 1
-        self._expected.discard(request_id)
+        elif self._expected.get(request_id) is sink:
+            del self._expected[request_id]
+            self._aborted += 1
 
     def disconnected(self, sink: FrontendSink) -> None:
         self._disconnected += 1

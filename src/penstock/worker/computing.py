@@ -66,17 +66,17 @@ class Computing:
             info, max_batch_tokens=other.max_batch_tokens, prompts_at_once=other.prompts_at_once
         )
 
-    def submit(self, request: Request) -> None:
-        """Have a request computed: at once, or once the KV that it brings a handle of is here.
+    def submit(self, request: Request, owner: Hashable) -> None:
+        """Have a request of an owner's computed: at once, or once the KV that it brings a handle of is here.
 
         Raises:
             PenstockError: the engine does not take it.
             Overloaded: too many wait for their KV.
         """
         if request.kv is not None and self.hand_over is not None:
-            self.hand_over.fetch(request, self._start_fetched)
+            self.hand_over.fetch(request, owner, self._start_fetched)
             return
-        self.forget(request.request_id)  # it brings no handle: what was begun for one is of no use
+        self.forget(request.request_id, owner)  # it brings no handle: what was begun for one is of no use
         self._start(request)
 
     def prefetch(self, prefetch: Prefetch, owner: Hashable) -> None:
@@ -84,20 +84,20 @@ class Computing:
         if self.hand_over is not None:
             self.hand_over.prefetch(prefetch, owner)
 
-    def abort(self, request_id: RequestId) -> None:
-        """Stop whatever goes on for a request."""
+    def abort(self, request_id: RequestId, owner: Hashable) -> None:
+        """Stop whatever goes on for a request of an owner's."""
         if self.hand_over is None:
             self._engine.abort(request_id)
             return
         if not self.hand_over.cancel(request_id):
             self._engine.abort(request_id)
             self.hand_over.stepped()
-        self.hand_over.forget(request_id)
+        self.hand_over.forget(request_id, owner)
 
-    def forget(self, request_id: RequestId) -> None:
-        """Hear that nobody goes on with a request that may have been handed over, or be about to come."""
+    def forget(self, request_id: RequestId, owner: Hashable) -> None:
+        """Hear that its owner does not go on with a request that may have been handed over, or be about to come."""
         if self.hand_over is not None:
-            self.hand_over.forget(request_id)
+            self.hand_over.forget(request_id, owner)
 
     def disown(self, owner: Hashable) -> None:
         """Hear that an owner of requests is gone, and goes on with none."""
@@ -116,7 +116,7 @@ class Computing:
         if not request.hand_over or delta.finish_reason is None:
             return delta
         if delta.finish_reason is not FinishReason.LENGTH or not self._goes_on(request):
-            self.forget(request.request_id)
+            self.forget(request.request_id, owner)
             return delta
         handle = None if self.hand_over is None else self.hand_over.offer(request, owner)
         return msgspec.structs.replace(delta, finish_reason=FinishReason.PREFILLED, kv=handle)

@@ -91,6 +91,10 @@ class Frontends:
     def at(self, sink: FrontendSink) -> Frontend:
         return self._by_sink[sink]
 
+    def connected(self, sink: FrontendSink) -> Frontend | None:
+        """Give who is behind a connection, None where it has ended."""
+        return self._by_sink.get(sink)
+
     def everybody(self) -> tuple[Frontend, ...]:
         return self._everybody
 

@@ -30,7 +30,15 @@ from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import HandOverConfig
 from penstock.worker.kv_regions import KvRegions
 from penstock.worker.offers import Offers
-from penstock.worker.pin_messages import PIN_MESSAGES, PinCheck, PinFollow, PinGrown, PinHeld, PinRead
+from penstock.worker.pin_messages import (
+    PIN_MESSAGES,
+    PinCheck,
+    PinFollow,
+    PinGrown,
+    PinHeld,
+    PinMessage,
+    PinRead,
+)
 from penstock.worker.prefetches import Arriving, Prefetches
 from penstock.worker.reader import Reader
 from penstock.worker.room import Room
@@ -185,17 +193,17 @@ class HandOver:
         except Overloaded as error:
             _log.debug("kv_not_prefetched", request_id=prefetch.request_id, error=error.message)
 
-    def forget(self, request_id: RequestId) -> None:
-        """Let go of all that is held for a request that does not go on; no error where nothing is."""
-        self.offers.forget(request_id)
-        self.prefetches.drop(request_id)
+    def forget(self, request_id: RequestId, owner: Hashable) -> None:
+        """Let go of all that is held for an owner's request that does not go on; no error where nothing is."""
+        self.offers.forget(request_id, owner)
+        self.prefetches.drop(request_id, owner)
 
     def disown(self, owner: Hashable) -> None:
         """Let go of all that is held for an owner that is gone."""
         self.offers.disown(owner)
         self.prefetches.disown(owner)
 
-    def fetch(self, request: Request, submit: Submit) -> None:
+    def fetch(self, request: Request, owner: Hashable, submit: Submit) -> None:
         """Bring what a request's handle names into the engine's cache, then submit it; whatever happens, it is submitted.
 
         `cancel` prevents that.
@@ -205,7 +213,7 @@ class HandOver:
         """
         assert self._tasks is not None, "entered"
         assert request.kv is not None, "what has no handle is submitted at once"
-        arriving = self.prefetches.claim(request.request_id, request.kv)
+        arriving = self.prefetches.claim(request.request_id, owner, request.kv)
         if arriving is None:
             self._check_bound(len(self._fetches))
         task = self._tasks.create_task(self._fetch(request, request.kv, arriving, submit))
@@ -357,23 +365,26 @@ class HandOver:
     async def _listen(self) -> None:
         async for name, payload in self._agent.notifications():
             try:
-                message = PIN_MESSAGES.decode(payload)
-            except msgspec.DecodeError as error:
+                self._hear(name, PIN_MESSAGES.decode(payload))
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
                 _log.warning("notification_skipped", peer=name, error=str(error))
-                continue
-            match message:
-                case PinRead(pin_id=pin_id, read_id=read_id):
-                    was_held = self.offers.take_back(pin_id)
-                    self._tell(name, PinHeld(pin_id=pin_id, was_held=was_held, read_id=read_id))
-                case PinCheck(pin_id=pin_id, read_id=read_id):
-                    is_held = self.offers.holds(pin_id)
-                    self._tell(name, PinHeld(pin_id=pin_id, was_held=is_held, read_id=read_id))
-                case PinFollow(pin_id=pin_id, read_id=read_id):
-                    self.offers.follow(pin_id, name, read_id)
-                case PinGrown():
-                    self._reader.grown(name, message)
-                case PinHeld():
-                    self._reader.answered(name, message)
+            except Exception:  # noqa: BLE001 - what one peer says ends no request of another's
+                _log.exception("notification_failed", peer=name)
+
+    def _hear(self, name: str, message: PinMessage) -> None:
+        match message:
+            case PinRead(pin_id=pin_id, read_id=read_id):
+                was_held = self.offers.take_back(pin_id)
+                self._tell(name, PinHeld(pin_id=pin_id, was_held=was_held, read_id=read_id))
+            case PinCheck(pin_id=pin_id, read_id=read_id):
+                is_held = self.offers.holds(pin_id)
+                self._tell(name, PinHeld(pin_id=pin_id, was_held=is_held, read_id=read_id))
+            case PinFollow(pin_id=pin_id, read_id=read_id):
+                self.offers.follow(pin_id, name, read_id)
+            case PinGrown():
+                self._reader.grown(name, message)
+            case PinHeld():
+                self._reader.answered(name, message)
 
     def _tell(self, agent: str, message: PinHeld | PinGrown) -> None:
         try:

@@ -80,7 +80,7 @@ class Offers:
         self._held: dict[PinId, _Offer] = {}
         self._held_blocks = 0
         self._pins: dict[RequestId, PinId] = {}
-        self._opened: set[RequestId] = set()  # those under way that had their turn, whatever came of it
+        self._opened: dict[RequestId, Hashable] = {}  # those under way that had their turn, by owner
 
     def __len__(self) -> int:
         return len(self._held)
@@ -96,7 +96,7 @@ class Offers:
         pin_id = self._hold(request, owner)
         if pin_id is None:
             return None
-        self._opened.add(request.request_id)
+        self._opened[request.request_id] = owner
         return self._handle(pin_id, regions, agent)
 
     def grow(self, request_id: RequestId) -> None:
@@ -118,7 +118,7 @@ class Offers:
             None where nothing can be held.
         """
         pin_id = self._pins.get(request.request_id) if request.request_id in self._opened else None
-        self._opened.discard(request.request_id)
+        self._opened.pop(request.request_id, None)
         if pin_id is None:
             pin_id = self._hold(request, owner)
         if pin_id is None:
@@ -158,11 +158,12 @@ class Offers:
             self.none_left.set()
         return True
 
-    def forget(self, request_id: RequestId) -> None:
-        """Let the blocks of a request go that nobody goes on with; no error where there are none."""
-        self._opened.discard(request_id)
+    def forget(self, request_id: RequestId, owner: Hashable) -> None:
+        """Let the blocks of a request go that its owner does not go on with; no error where there are none."""
+        if self._opened.get(request_id) is owner:
+            del self._opened[request_id]
         pin_id = self._pins.get(request_id)
-        if pin_id is not None:
+        if pin_id is not None and self._held[pin_id].owner is owner:
             self._withdraw(pin_id)
 
     def disown(self, owner: Hashable) -> None:
@@ -193,7 +194,7 @@ class Offers:
     def check_idle(self) -> None:
         """Raise AssertionError where something of a request is left."""
         assert not self._held, f"pins {list(self._held)} are left"
-        assert not self._opened, f"{self._opened} are still taken to be computed"
+        assert not self._opened, f"{list(self._opened)} are still taken to be computed"
 
     def _hold(self, request: Request, owner: Hashable) -> PinId | None:
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)

@@ -49,4 +49,5 @@ class PinGrown(Wire, frozen=True, tag="pin_grown"):
     tail_tokens: int = 0
 
 
-PIN_MESSAGES = msgspec.msgpack.Decoder(PinRead | PinCheck | PinHeld | PinFollow | PinGrown)
+PinMessage = PinRead | PinCheck | PinHeld | PinFollow | PinGrown
+PIN_MESSAGES: msgspec.msgpack.Decoder[PinMessage] = msgspec.msgpack.Decoder(PinMessage)

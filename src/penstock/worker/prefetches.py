@@ -88,7 +88,7 @@ class Prefetches:
         self._meet = meet
         self._reader = reader
         self._room = room
-        self._unclaimed: dict[RequestId, Arriving] = {}
+        self._unclaimed: dict[tuple[RequestId, Hashable], Arriving] = {}  # by request and owner
         self._under_way: set[Arriving] = set()
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Prefetches:
         Raises:
             Overloaded: as much is held so as may be.
         """
-        self.drop(prefetch.request_id)
+        self.drop(prefetch.request_id, owner)
         hashes = unpack_hashes(prefetch.block_hashes).reshape(-1, 2)
         held = sum(arriving.num_blocks for arriving in self._under_way)
         most = int(self._config.pinned_share_max * self._info.total_blocks)
@@ -116,35 +116,36 @@ class Prefetches:
                 " (hand_over.pinned_share_max)"
             )
         arriving = Arriving(prefetch.request_id, prefetch.kv, owner, len(hashes))
-        self._unclaimed[prefetch.request_id] = arriving
+        self._unclaimed[prefetch.request_id, owner] = arriving
         self._under_way.add(arriving)
         arriving.task = tasks.create_task(self._run(arriving, hashes))
         # one that is cancelled before it began does not get as far as tidying up
         arriving.task.add_done_callback(lambda _: self._end(arriving))
 
-    def claim(self, request_id: RequestId, handle: KvHandle) -> Arriving | None:
-        """Give what was begun for a request that has come; it is the caller's to let go."""
-        arriving = self._unclaimed.pop(request_id, None)
+    def claim(self, request_id: RequestId, owner: Hashable, handle: KvHandle) -> Arriving | None:
+        """Give what was begun for an owner's request that has come; it is the caller's to let go."""
+        arriving = self._unclaimed.pop((request_id, owner), None)
         if arriving is None or _name(arriving.handle) == _name(handle):
             return arriving
         arriving.let_go()
         return None
 
-    def drop(self, request_id: RequestId) -> None:
-        """Give up what was begun for a request that does not come; no error where there is nothing."""
-        arriving = self._unclaimed.pop(request_id, None)
+    def drop(self, request_id: RequestId, owner: Hashable) -> None:
+        """Give up what was begun for an owner's request that does not come; no error where there is nothing."""
+        arriving = self._unclaimed.pop((request_id, owner), None)
         if arriving is not None:
             arriving.let_go()
 
     def disown(self, owner: Hashable) -> None:
         """Give up everything of an owner's."""
-        for arriving in [one for one in self._unclaimed.values() if one.owner is owner]:
-            self.drop(arriving.request_id)
+        for request_id, its_owner in list(self._unclaimed):
+            if its_owner is owner:
+                self.drop(request_id, owner)
 
     def give_way(self) -> None:
         """Give up everything whose request has not come: what runs needs the memory."""
-        for request_id in list(self._unclaimed):
-            self.drop(request_id)
+        for request_id, owner in list(self._unclaimed):
+            self.drop(request_id, owner)
 
     def close(self) -> None:
         """Give up everything."""
@@ -217,8 +218,9 @@ class Prefetches:
         """Give back what one held that is over."""
         self._under_way.discard(arriving)
         self._engine.unpin(arriving.take_tail())
-        if self._unclaimed.get(arriving.request_id) is arriving:
-            del self._unclaimed[arriving.request_id]
+        key = arriving.request_id, arriving.owner
+        if self._unclaimed.get(key) is arriving:
+            del self._unclaimed[key]
         if arriving.held is not None:
             self._room.let_go(arriving.held)
         arriving.arrived.set()

@@ -18,6 +18,7 @@ from penstock.worker.kv_reads import KvReads
 from penstock.worker.kv_regions import KvRegions
 from penstock.worker.pin_messages import PinCheck, PinFollow, PinGrown, PinHeld, PinRead
 
+_ID_BYTES = 4
 _LOOK_S = 0.1
 """So often a reader looks whether the producer it waits for is still there."""
 
@@ -34,7 +35,14 @@ class Growth:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, message: PinGrown) -> None:
-        """Take what the producer says."""
+        """Take what the producer says; what cannot be is its failure."""
+        if len(message.block_ids) % _ID_BYTES:
+            self.fail(
+                ProtocolError(
+                    f"pin {message.pin_id}: {len(message.block_ids)} bytes of block ids, expected a multiple of {_ID_BYTES}"
+                )
+            )
+            return
         more = np.frombuffer(message.block_ids, "<u4")
         if message.tail_tokens:
             more, self.tail = more[:-1], more[-1:]

@@ -162,13 +162,13 @@ class Standing:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await quiet()
         except TimeoutError:
-            left = tuple(self._frontends.requests)
+            left = tuple(self._frontends.requests.items())
             _log.warning("requests_handed_over", worker=self._name, requests=len(left))
             self._end_all(
                 Unavailable(f"{self._name} {does}, after {self._config.drain_timeout_s:g} s of draining")
             )
-            for request_id in left:
-                self._computing.abort(request_id)
+            for request_id, running in left:
+                self._computing.abort(request_id, running.frontend)
         return refusal
 
     async def _nobody_needs_it(self) -> None:

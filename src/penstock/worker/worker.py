@@ -5,7 +5,6 @@ KV events, load reports, deadlines, draining and death.
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -39,15 +38,15 @@ from penstock.core.types import (
     Step,
     WorkerLoad,
 )
-from penstock.core.wire import num_tokens
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.seams import Answer, Discovery, Engine, EventSink, FrontendSink, KvBlocks, RequestPlane
 from penstock.transfer import TransferAgent
 from penstock.worker.computing import Computing
 from penstock.worker.config import WorkerConfig
-from penstock.worker.frontends import Frontend, Frontends
+from penstock.worker.frontends import Frontend, Frontends, Running
 from penstock.worker.hand_over import HandOver
 from penstock.worker.reports import LoadReports
+from penstock.worker.request_checks import check_request
 from penstock.worker.standing import Standing
 from penstock.worker.step_log import StepLog
 
@@ -196,9 +195,9 @@ class Worker:
         self._reports.accepted += 1
         try:
             self._check(request, frontend)
-            self._computing.submit(request)
+            self._computing.submit(request, frontend)
         except PenstockError as error:
-            self._computing.forget(request.request_id)  # what was begun for it
+            self._computing.forget(request.request_id, frontend)  # what was begun for it
             if isinstance(error, Outrun):  # what it did not know comes before its request
                 self._push_load_to(frontend, self._computing.load())
             self._push_error(frontend, request.request_id, error)
@@ -221,18 +220,23 @@ class Worker:
             self._computing.prefetch(prefetch, frontend)
         self._reports.note()
 
-    def abort(self, request_id: RequestId) -> None:
-        if self._frontends.forget(request_id) is not None:
-            self._computing.abort(request_id)
-            self._reports.note()
+    def abort(self, request_id: RequestId, sink: FrontendSink) -> None:
+        frontend = self._frontends.connected(sink)
+        if frontend is None:
+            return  # its requests ended with its connection
+        running = self._frontends.requests.get(request_id)
+        if running is None:
+            self._computing.forget(request_id, frontend)
+        elif running.frontend is frontend:
+            self._abort(running)
         else:
-            self._computing.forget(request_id)
+            _log.warning("foreign_abort_ignored", worker=self._name, request_id=request_id)
 
     def disconnected(self, sink: FrontendSink) -> None:
         frontend = self._frontends.disconnect(sink)
         if frontend is not None:
             for request_id in tuple(frontend.requests):
-                self.abort(request_id)
+                self._abort(self._frontends.requests[request_id])
             self._computing.disown(frontend)
 
     def events_after(self, sequence: int | None) -> Sequence[EventMessage]:
@@ -392,24 +396,13 @@ class Worker:
         running = self._frontends.requests.get(request.request_id)
         if running is not None:
             if running.frontend is frontend:  # it could not tell one's deltas from the other's: both end
-                self.abort(request.request_id)
+                self._abort(running)
             raise RequestError(
                 f"request_id: {request.request_id} is under way already; give each request its own",
                 param="request_id",
             )
-        if request.deadline_s is not None and math.isnan(request.deadline_s):
-            raise RequestError("deadline_s: must be a number of seconds, or none, got nan")
-        if request.adapter is not None and request.adapter not in self._adapters:
-            raise Unavailable(f"{self._name} does not have adapter {request.adapter!r}; try another worker")
         assert self._info is not None, "started"
-        have = len(request.block_hashes) // 16
-        expected = num_tokens(request.token_ids) // self._info.block_size
-        if have != expected:
-            raise RequestError(
-                f"block_hashes: got {have}, expected {expected}: this worker has blocks of {self._info.block_size} tokens;"
-                " use the model card it serves",
-                param="block_hashes",
-            )
+        check_request(request, self._info, self._adapters, self._name)
         unknown = self._frontends.unknown_arrivals(request, frontend)
         if unknown:
             raise Outrun(
@@ -417,10 +410,16 @@ class Worker:
                 " others have sent there since; it chooses again by the load that comes with this"
             )
 
+    def _abort(self, running: Running) -> None:
+        request_id = running.request.request_id
+        self._frontends.forget(request_id)
+        self._computing.abort(request_id, running.frontend)
+        self._reports.note()
+
     def _expire(self, request_id: RequestId, deadline_s: float) -> None:
         running = self._frontends.forget(request_id)
         if running is not None:
-            self._computing.abort(request_id)
+            self._computing.abort(request_id, running.frontend)
             error = DeadlineExceeded(
                 f"request {request_id}: its {deadline_s:g} s have passed; allow more time"
             )

@@ -207,7 +207,7 @@ def test_who_has_changed_its_role_goes_on_with_what_it_offered():
         request = await handle_of(cluster, dispatcher, tiny_request("a"))
         submitted = []
         hand_over = cluster.worker("p0").hand_over
-        hand_over.fetch(request, submitted.append)
+        hand_over.fetch(request, "owner", submitted.append)
         await asyncio.sleep(0.01)
         assert [one.request_id for one in submitted] == ["a"]
         assert offers(cluster) == 0
@@ -223,8 +223,10 @@ def test_two_that_read_the_same_are_told_apart():
         request = await handle_of(cluster, dispatcher, tiny_request("a"))
         hand_over = cluster.worker("d0").hand_over
         submitted = []
-        hand_over.fetch(request, submitted.append)
-        hand_over.fetch(msgspec.structs.replace(request, request_id=RequestId("again")), submitted.append)
+        hand_over.fetch(request, "owner", submitted.append)
+        hand_over.fetch(
+            msgspec.structs.replace(request, request_id=RequestId("again")), "owner", submitted.append
+        )
         await asyncio.sleep(1)
         assert [one.request_id for one in submitted] == ["a", "again"]
         assert fetched(cluster, "d0") == BLOCKS
@@ -238,10 +240,10 @@ def test_an_id_that_is_given_up_and_used_again_at_once_is_the_new_ones():
         request = await handle_of(cluster, dispatcher, tiny_request("a"))
         hand_over = cluster.worker("d0").hand_over
         submitted = []
-        hand_over.fetch(request, submitted.append)
+        hand_over.fetch(request, "owner", submitted.append)
         await asyncio.sleep(0.1)
         assert hand_over.cancel(request.request_id)
-        hand_over.fetch(request, submitted.append)
+        hand_over.fetch(request, "owner", submitted.append)
         await asyncio.sleep(0.1)
         assert len(hand_over) == 1
         assert hand_over.cancel(request.request_id)

@@ -423,13 +423,44 @@ def grown(first, ids, *, is_whole=False):
     return PinGrown(pin_id=PinId(1), read_id=1, first=first, block_ids=pack_tokens(ids), is_whole=is_whole)
 
 
-@pytest.mark.parametrize("message", [grown(1, [7]), grown(3, [7]), grown(2, [7, 8])])
+BYTES_OF_NO_ID = msgspec.structs.replace(grown(2, [7]), block_ids=b"abc")
+
+
+@pytest.mark.parametrize("message", [grown(1, [7]), grown(3, [7]), grown(2, [7, 8]), BYTES_OF_NO_ID])
 def test_what_a_producer_says_must_go_on_where_it_was(message):
     growth = Growth(num_blocks_max=3)
     growth.add(grown(0, [5, 6]))
     assert growth.error is None
     growth.add(message)
     assert growth.error.code == "protocol_error"
+
+
+def test_a_message_that_is_none_ends_no_worker():
+    """What a producer says wrongly is its own prompt's fate; what is no message at all is skipped."""
+
+    async def scene(cluster, dispatcher):
+        producer, consumer = hand_over(cluster, "p0"), hand_over(cluster, "d0")
+        tell = producer.offers._tell
+
+        def say_it_wrongly(agent, message):
+            if isinstance(message, PinGrown):
+                message = msgspec.structs.replace(message, block_ids=b"abc")
+            for payload in (b"", b"nonsense", b"\x91" * 100_000, b"\x81\xa4type\xa1\xff"):
+                producer._agent.send_notification(agent, payload)
+            tell(agent, message)
+
+        producer.offers._tell = say_it_wrongly
+        tokens, *_ = await whole_answer(dispatcher, tiny_request("a", LENGTH))
+        assert tokens == (await expected(tiny_request("a", LENGTH)))[0]
+        assert consumer.prefetches.failures == {"protocol_error": 1}
+        producer.offers._tell = tell
+        with mock.patch.object(consumer._reader, "grown", side_effect=KeyError("a bug")):
+            await whole_answer(dispatcher, tiny_request("b", LENGTH, seed=1))
+        await whole_answer(dispatcher, tiny_request("c", LENGTH, seed=2))
+        assert cluster.names == ["p0", "d0"]
+        assert consumer.prefetches.fetched_blocks == BLOCKS
+
+    play(scene)
 
 
 def test_a_request_that_brings_another_handle_ends_what_was_begun():
@@ -439,7 +470,7 @@ def test_a_request_that_brings_another_handle_ends_what_was_begun():
             prefetches = hand_over(cluster).prefetches
             (begun,) = prefetches._unclaimed.values()
             other = msgspec.structs.replace(begun.handle, pin_id=PinId(99))
-            assert prefetches.claim(RequestId("a"), other) is None
+            assert prefetches.claim(begun.request_id, begun.owner, other) is None
             await asyncio.sleep(0.01)
             assert held(cluster, "d0") == 0
 

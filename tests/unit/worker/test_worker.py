@@ -146,11 +146,29 @@ def test_an_abort_reaches_the_engine_and_later_deltas_are_dropped():
         sink = stage.sink()
         stage.worker.submit(make_request("a"), sink)
         stage.engine.emit("a", 1)  # of a step under way
-        stage.worker.abort(RequestId("a"))
-        stage.worker.abort(RequestId("unknown"))
+        stage.worker.abort(RequestId("a"), sink)
+        stage.worker.abort(RequestId("unknown"), sink)
         assert stage.engine.aborted == ["a"]
         await settle()
         assert not sink.frames
+
+    play(scene)
+
+
+def test_only_its_own_frontend_aborts_a_request():
+    async def scene(stage: Stage) -> None:
+        owner, other = stage.sink(), stage.sink()
+        stage.worker.submit(make_request("a"), owner)
+        stage.worker.abort(RequestId("a"), other)
+        assert stage.engine.aborted == []
+        stage.engine.emit("a", 1)
+        await settle()
+        assert len(owner.frames) == 1
+        stage.worker.disconnected(other)
+        stage.worker.abort(RequestId("a"), other)  # of a connection that ended within the same turn
+        assert stage.engine.aborted == []
+        stage.worker.abort(RequestId("a"), owner)
+        assert stage.engine.aborted == ["a"]
 
     play(scene)
 
@@ -294,7 +312,7 @@ def test_blocks_that_an_abort_frees_with_the_step_are_told_at_once():
         stage.worker.submit(make_request("a"), sink)
         await asyncio.sleep(1)
         stage.engine.lingering_blocks = 3
-        stage.worker.abort(RequestId("a"))
+        stage.worker.abort(RequestId("a"), sink)
         await settle()
         stage.engine.lingering_blocks = 0
         stage.engine.step()

@@ -133,7 +133,7 @@ class FrontendPeer:
                 self._send_held(self._outbox)
             case Abort(request_id=request_id):
                 self._outbox.close(request_id)
-                self._service.abort(request_id)
+                self._service.abort(request_id, self)
             case Subscribe(after_sequence=after_sequence):
                 self._feed.subscribe(after_sequence)
             case Fetch():
@@ -192,7 +192,7 @@ class FrontendPeer:
 
     def _abort_later(self, request_id: RequestId) -> None:
         """Abort outside of the engine step whose deltas were too many."""
-        asyncio.get_running_loop().call_soon(self._service.abort, request_id)
+        asyncio.get_running_loop().call_soon(self._service.abort, request_id, self)
 
     def _send_held(self, outbox: Outbox) -> None:
         """Send what was held, a buffer's worth at a time, while there is room."""

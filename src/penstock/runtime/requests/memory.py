@@ -95,7 +95,7 @@ class _Link:
             window_tokens=server.config.window_tokens,
             stream_bytes_max=server.config.stream_bytes_max,
             bytes_max=server.config.connection_bytes_max,
-            abort=lambda request_id: self.later(server.service.abort, request_id),
+            abort=lambda request_id: self.later(server.service.abort, request_id, self),
         )
 
     def later(self, call: Callable[..., None], *args: Any) -> None:
@@ -139,7 +139,7 @@ class _Link:
 
     def abort(self, request_id: RequestId) -> None:
         self._outbox.close(request_id)
-        self.server.service.abort(request_id)
+        self.server.service.abort(request_id, self)
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
         self._outbox.grant(request_id, tokens)

@@ -1,0 +1,37 @@
+"""What a worker can tell of a request by itself, before its engine sees it."""
+
+import math
+from collections.abc import Collection
+
+from penstock.core.errors import RequestError, Unavailable
+from penstock.core.types import EngineInfo, Request
+from penstock.core.wire import num_tokens
+
+_HASH_BYTES = 16
+
+
+def check_request(request: Request, info: EngineInfo, adapters: Collection[str], worker: str) -> None:
+    """Refuse what cannot be served here.
+
+    Args:
+        request: as it came.
+        info: what the worker's engine says of itself.
+        adapters: that it has.
+        worker: its name, for people.
+
+    Raises:
+        RequestError: it is wrong for every worker of this model.
+        Unavailable: it is wrong for this one.
+    """
+    if request.deadline_s is not None and math.isnan(request.deadline_s):
+        raise RequestError("deadline_s: must be a number of seconds, or none, got nan")
+    if request.adapter is not None and request.adapter not in adapters:
+        raise Unavailable(f"{worker} does not have adapter {request.adapter!r}; try another worker")
+    have = len(request.block_hashes) // _HASH_BYTES
+    expected = num_tokens(request.token_ids) // info.block_size
+    if have != expected:
+        raise RequestError(
+            f"block_hashes: got {have}, expected {expected}: this worker has blocks of {info.block_size} tokens;"
+            " use the model card it serves",
+            param="block_hashes",
+        )
