@@ -12,7 +12,7 @@ from frontend_site import HI, IDS, SPEAK, TEXT, Site, chat, http, run, serving
 from penstock.core.types import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens
 from penstock.frontend.completion import TextEvent
-from penstock.frontend.http import _SseResponse
+from penstock.frontend.sse_response import SseResponse
 from penstock.testing.dispatcher import speak
 
 
@@ -97,14 +97,14 @@ def test_a_reader_that_stalls_holds_back_its_own_stream_only() -> None:
 
 def test_a_reader_that_stalls_before_the_last_event_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens end just below the mark at which writing waits, and the usage that follows crosses it."""
-    sent: list[_SseResponse] = []
-    take = _SseResponse.take
+    sent: list[SseResponse] = []
+    take = SseResponse.take
 
-    async def note(response: _SseResponse, event: TextEvent) -> None:
+    async def note(response: SseResponse, event: TextEvent) -> None:
         sent[:] = [response]
         await take(response, event)
 
-    monkeypatch.setattr(_SseResponse, "take", note)
+    monkeypatch.setattr(SseResponse, "take", note)
 
     async def just_enough(request: Request) -> AsyncIterator[Delta]:
         for index in range(5000):

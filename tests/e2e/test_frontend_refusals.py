@@ -150,19 +150,6 @@ def test_an_unknown_encoding_of_the_body_is_named(encoding: str) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_body_that_is_not_encoded_as_it_says_is_refused_in_one_line(encoding: str) -> None:
-    async def test() -> None:
-        async with serving() as site:
-            answer = await site.ask("POST", "/v1/chat/completions", chat(), f"Content-Encoding: {encoding}")
-            assert answer.status == 400
-            assert answer.error["message"] == (
-                f"the body cannot be read: Can not decode content-encoding: {encoding}"
-            )
-
-    run(test)
-
-
 def test_an_expectation_that_cannot_be_met_is_417_with_an_id() -> None:
     async def test() -> None:
         async with serving() as site:

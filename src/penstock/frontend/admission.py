@@ -1,23 +1,25 @@
-"""Which requests are under way, how many may be, and when the time of each is up."""
+"""Which requests arrive and which are under way, how many may be, and when the time of each is up."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
-from penstock.core.errors import DeadlineExceeded, Overloaded, Unavailable
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
+from penstock.frontend.errors import ReceiveTimeoutError
 
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A request's place among those under way."""
+    """A request's place: first among those whose body arrives, once admitted among those under way."""
 
     arrived: float  # both in the event loop's time
     deadline: float
     timeout_s: float
-    ended: bool = False  # by a shutdown that waits no longer
+    admitted: bool = False
+    _ending: PenstockError | None = None  # why it is ended before its time is up
     _scope: asyncio.Timeout | None = None
 
     @contextlib.asynccontextmanager
@@ -25,8 +27,9 @@ class Slot:
         """Cut short what runs inside when the time is up.
 
         Raises:
+            ReceiveTimeoutError: the body did not come in time.
             DeadlineExceeded: the request's time is up.
-            Unavailable: the server shuts down and has waited long enough.
+            PenstockError: somebody has ended it, for this reason.
         """
         try:
             async with asyncio.timeout_at(self.deadline) as self._scope:
@@ -34,63 +37,83 @@ class Slot:
         except TimeoutError as error:
             if self._scope is None or not self._scope.expired():
                 raise
-            if self.ended:
-                raise Unavailable("the server is shutting down; try again") from error
-            raise DeadlineExceeded(
-                f"the request took longer than {self.timeout_s:g} s; ask for fewer tokens, or raise "
-                "frontend.request_timeout_s"
-            ) from error
+            raise self._why_ended() from error
         finally:
             self._scope = None
 
-    def end(self) -> None:
+    def end(self, why: PenstockError) -> None:
         """Let the time be up now."""
-        self.ended = True
+        self._ending = why
         self.deadline = now = asyncio.get_running_loop().time()
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(now)
+
+    def _why_ended(self) -> PenstockError:
+        if self._ending is not None:
+            return self._ending
+        if not self.admitted:
+            return ReceiveTimeoutError(
+                f"the body had not come whole {self.timeout_s:g} s after the headers; send it faster, or raise "
+                "frontend.receive.timeout_s"
+            )
+        return DeadlineExceeded(
+            f"the request took longer than {self.timeout_s:g} s; ask for fewer tokens, or raise "
+            "frontend.request_timeout_s"
+        )
 
 
 class Admission:
     """Counts requests in and out. One event loop owns it."""
 
-    def __init__(self, *, inflight_max: int, request_timeout_s: float) -> None:
+    def __init__(self, *, inflight_max: int, request_timeout_s: float, receive_timeout_s: float) -> None:
         self._inflight_max = inflight_max
         self._timeout_s = request_timeout_s
+        self._receive_timeout_s = receive_timeout_s
         self._slots: set[Slot] = set()
+        self._inflight = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._patience: asyncio.Timeout | None = None
 
     @property
     def inflight(self) -> int:
-        return len(self._slots)
+        """Requests that were admitted and have not ended."""
+        return self._inflight
 
     @contextlib.contextmanager
-    def admit(self) -> Iterator[Slot]:
-        """Hold a slot while a request is under way.
-
-        Raises:
-            Overloaded: as many as allowed are.
-        """
-        if len(self._slots) >= self._inflight_max:
-            raise Overloaded(
-                f"{len(self._slots)} requests are under way, as many as this frontend takes; try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+    def arrive(self) -> Iterator[Slot]:
+        """Know of a request until it has ended. It takes nobody's place while its body is on its way."""
         now = asyncio.get_running_loop().time()
-        slot = Slot(now, now + self._timeout_s, self._timeout_s)
+        slot = Slot(now, now + self._receive_timeout_s, self._receive_timeout_s)
         self._slots.add(slot)
         self._idle.clear()
         try:
             yield slot
         finally:
             self._slots.discard(slot)
+            self._inflight -= slot.admitted
             if not self._slots:
                 self._idle.set()
 
+    def admit(self, slot: Slot) -> None:
+        """Count a request, whose body is there, among those under way; its time begins.
+
+        Raises:
+            Overloaded: as many as allowed are.
+        """
+        if self._inflight >= self._inflight_max:
+            raise Overloaded(
+                f"{self._inflight} requests are under way, as many as this frontend takes; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._inflight += 1
+        slot.admitted = True
+        slot.arrived = asyncio.get_running_loop().time()
+        slot.timeout_s = self._timeout_s
+        slot.deadline = slot.arrived + self._timeout_s
+
     async def drain(self, timeout_s: float) -> int:
-        """Wait until no request is under way, and end those that still are after `timeout_s`.
+        """Wait until no request arrives or is under way, and end those that still are after `timeout_s`.
 
         Returns:
             How many were ended.
@@ -101,7 +124,7 @@ class Admission:
         except TimeoutError:
             slots = list(self._slots)
             for slot in slots:
-                slot.end()
+                slot.end(Unavailable("the server is shutting down; try again"))
             return len(slots)
         finally:
             self._patience = None

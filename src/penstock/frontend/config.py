@@ -1,8 +1,19 @@
 """Settings of the frontend: where it listens and what it lets a client use up."""
 
+from typing import Self
+
 import pydantic
 
-from penstock.core.config import Config
+from penstock.core.config import Config, wrong
+
+
+class ReceiveConfig(Config):
+    """How long requests may take to arrive, and how much of them is kept meanwhile."""
+
+    timeout_s: float = pydantic.Field(default=10.0, gt=0)
+    """Longest time from a request's first byte to the end of its headers, and from there to the end of its body; then it ends with 408."""
+    bytes_max: int = pydantic.Field(default=256 << 20, ge=1024)
+    """Bytes of requests that have come and are not encoded yet, over all connections of one process; past it the largest unfinished body gets 503."""
 
 
 class FrontendConfig(Config):
@@ -12,6 +23,8 @@ class FrontendConfig(Config):
     """TCP port; 0 lets the system choose."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
     """Largest request body, after decompression; a larger one gets 413."""
+    receive: ReceiveConfig = ReceiveConfig()
+    """How requests arrive."""
     inflight_max: int = pydantic.Field(default=2048, ge=1)
     """Requests under way at once in one process; the next one gets 503 with Retry-After."""
     session_header: str = pydantic.Field(default="X-Session-Id", pattern=r"^[A-Za-z0-9-]+$")
@@ -25,7 +38,7 @@ class FrontendConfig(Config):
     choices_max: int = pydantic.Field(default=128, ge=1)
     """Most choices of one request: prompts times n."""
     request_timeout_s: float = pydantic.Field(default=600.0, gt=0)
-    """Longest time from a request's arrival to its last token; then it ends with 504."""
+    """Longest time from the end of a request's body to its last token; then it ends with 504."""
     keepalive_timeout_s: float = pydantic.Field(default=75.0, gt=0)
     """How long an idle connection stays open."""
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)
@@ -34,3 +47,11 @@ class FrontendConfig(Config):
     """What is buffered for a client that reads slowly, before its stream waits; as much again in the kernel."""
     models_max: int = pydantic.Field(default=16, ge=1)
     """Tokenizers and chat templates kept in memory, by model; of as many LoRA adapters it is known that they were served lately."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_bodies(self) -> Self:
+        if self.body_bytes_max > self.receive.bytes_max:
+            raise wrong(
+                f"body_bytes_max: must be <= receive.bytes_max, got {self.body_bytes_max} > {self.receive.bytes_max}"
+            )
+        return self

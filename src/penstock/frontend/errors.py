@@ -57,6 +57,11 @@ class MethodError(_RefusalError):
     status = 405
 
 
+class ReceiveTimeoutError(_RefusalError):
+    code = "receive_timeout"
+    status = 408
+
+
 class BodySizeError(_RefusalError):
     code = "request_too_large"
     status = 413

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from penstock.core.clock import wall_time_s
 from penstock.core.types import ModelCard
 from penstock.frontend.admission import Admission, Slot
+from penstock.frontend.body import BodyReader
 from penstock.frontend.completion import Completion
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.headers import Wishes
@@ -17,6 +18,7 @@ from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.models import ModelShelf
 from penstock.frontend.openai import ModelEntry, ModelList, StreamOptions, parse_chat, parse_completion
 from penstock.frontend.preprocess import Arrival, Preprocessor, Work
+from penstock.frontend.receiving import ReceiveRoom
 from penstock.frontend.sse import Envelope, EventStream, WholeAnswer
 from penstock.frontend.validation import check_chat, check_completion
 from penstock.seams import RequestDispatcher
@@ -71,25 +73,34 @@ class Frontend:
         self.dispatcher = dispatcher
         self.metrics = FrontendMetrics(registry if registry is not None else CollectorRegistry())
         self.admission = Admission(
-            inflight_max=config.inflight_max, request_timeout_s=config.request_timeout_s
+            inflight_max=config.inflight_max,
+            request_timeout_s=config.request_timeout_s,
+            receive_timeout_s=config.receive.timeout_s,
         )
+        self.room = ReceiveRoom(config.receive.bytes_max, self.metrics)
+        self.bodies = BodyReader(config.body_bytes_max, self.metrics)
         self._rng = rng if rng is not None else random.Random()
         self._models = ModelShelf(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
 
     @contextlib.contextmanager
-    def admit(self) -> Iterator[Slot]:
-        """Hold a slot while a request is under way.
+    def arrive(self) -> Iterator[Slot]:
+        """Know of a request until it has ended, also while its body is on its way."""
+        with self.admission.arrive() as slot:
+            try:
+                yield slot
+            finally:
+                if slot.admitted:
+                    self.metrics.inflight(-1)
+
+    def admit(self, slot: Slot) -> None:
+        """Count a request, whose body is there, among those under way.
 
         Raises:
             Overloaded: as many as allowed are.
         """
-        with self.admission.admit() as slot:
-            self.metrics.inflight(1)
-            try:
-                yield slot
-            finally:
-                self.metrics.inflight(-1)
+        self.admission.admit(slot)
+        self.metrics.inflight(1)
 
     async def chat(self, body: bytes, slot: Slot, wishes: Wishes) -> Answering:
         """Understand and prepare a chat request.

@@ -5,30 +5,25 @@ its handler, and with it the request on its workers, before the first token as w
 """
 
 import ipaddress
-import logging
 import math
 import os
-from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
+from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_exceptions import ContentEncodingError
 
 from penstock.core.errors import PenstockError, RequestError
 from penstock.core.log import get_logger
 from penstock.core.types import Role
 from penstock.frontend.admission import Slot
 from penstock.frontend.body_error import body_error
-from penstock.frontend.completion import TextEvent
+from penstock.frontend.connection import Connection
 from penstock.frontend.errors import (
-    BodyEncodingError,
-    BodySizeError,
     ForbiddenError,
     MethodError,
+    ReceiveTimeoutError,
     UnknownPathError,
     error_answer,
 )
@@ -36,12 +31,11 @@ from penstock.frontend.explaining import why_latest, why_one
 from penstock.frontend.frontend import Answering, Frontend
 from penstock.frontend.headers import Wishes, read_wishes
 from penstock.frontend.openai import encode
-from penstock.frontend.sse import DONE, error_event
+from penstock.frontend.sse_response import SseResponse
 
 _REQUEST_ID = "X-Request-Id"
 _REQUEST_ID_CHARACTERS_MAX = 128
 _CLIENT_GONE = 499  # as nginx counts a client that closed before its answer's end
-_ENCODINGS = ("gzip", "deflate", "identity")
 _REASON_CHARACTERS_MAX = 300
 _FORWARDED = ("Forwarded", "X-Forwarded-For")
 
@@ -62,7 +56,7 @@ class HttpSurface:
         """Answer what comes, but keep no connection open."""
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._frame], client_max_size=self._config.body_bytes_max)
+        app = web.Application(middlewares=[self._frame], client_max_size=0)
         app.on_response_prepare.append(self._add_headers)
         app.add_routes(
             [
@@ -84,6 +78,8 @@ class HttpSurface:
     @web.middleware
     async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give every answer an id and every failure the API's shape, and count them."""
+        if isinstance(request.protocol, Connection):
+            request.protocol.request_began()
         given = request.headers.get(_REQUEST_ID, "")
         sound = 0 < len(given) <= _REQUEST_ID_CHARACTERS_MAX and given.isascii() and given.isprintable()
         _request_id.set(given if sound else self._frontend.new_id())
@@ -92,7 +88,7 @@ class HttpSurface:
         code = _CLIENT_GONE
         try:
             response = await self._answer(request, handler)
-            code = response.outcome if isinstance(response, _SseResponse) else response.status
+            code = response.outcome if isinstance(response, SseResponse) else response.status
         finally:
             self._frontend.metrics.answered(route, code)
         return response
@@ -101,6 +97,8 @@ class HttpSurface:
         try:
             return await handler(request)
         except PenstockError as error:
+            if isinstance(error, ReceiveTimeoutError):
+                self._frontend.metrics.refused_body("body_late")
             return error_response(error)
         except web.HTTPException as error:
             return error_response(self._translate(error, request), error.headers.get("Allow"))
@@ -116,8 +114,6 @@ class HttpSurface:
         refusal: PenstockError
         if status >= 500 or error is None:
             refusal = PenstockError("the server failed on this request; its log says more")
-        elif isinstance(error, ContentEncodingError):  # one that aiohttp knows and needs a library for
-            refusal = _unknown_encoding(_reason(error).partition(". ")[0])
         else:
             refusal = RequestError(f"not a valid HTTP request: {_reason(error)}", http_status=status)
         self._frontend.metrics.answered("unknown", refusal.http_status)
@@ -126,25 +122,30 @@ class HttpSurface:
         response.force_close()
         return response
 
+    def refuse_raw(self, error: PenstockError) -> bytes:
+        """Word a refusal as a whole answer, for a connection on which no request has come to be answered."""
+        if isinstance(error, ReceiveTimeoutError):
+            self._frontend.metrics.refused_body("headers_late")
+        self._frontend.metrics.answered("unknown", error.http_status)
+        body = encode(error_answer(error))
+        head = (
+            f"HTTP/1.1 {error.http_status} {HTTPStatus(error.http_status).phrase}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            f"{_REQUEST_ID}: {self._frontend.new_id()}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
     def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
         """Say in the API's words what aiohttp refused."""
         if isinstance(error, web.HTTPMethodNotAllowed):
             return MethodError(
                 f"{request.method} is not allowed on {request.path}; use {', '.join(sorted(error.allowed_methods))}"
             )
-        if isinstance(error, web.HTTPRequestEntityTooLarge):
-            return self._too_large()
         if isinstance(error, web.HTTPNotFound):
             return UnknownPathError(
                 f"{request.path} does not exist; the API is under /v1, as /v1/chat/completions"
             )
         return RequestError(f"{error.status}: {error.reason}", http_status=error.status)
-
-    def _too_large(self) -> BodySizeError:
-        limit = self._config.body_bytes_max
-        return BodySizeError(
-            f"the body is larger than {limit} bytes; send less, or raise frontend.body_bytes_max"
-        )
 
     async def _add_headers(self, _: web.Request, response: web.StreamResponse) -> None:
         # One that aiohttp refuses before `_frame`, as for an `Expect` that it does not know, has no id yet.
@@ -159,15 +160,8 @@ class HttpSurface:
         return await self._generate(request, self._frontend.completion)
 
     async def _generate(self, request: web.Request, prepare: Prepare) -> web.StreamResponse:
-        with self._frontend.admit() as slot:
-            async with slot.limit():
-                encoding = request.headers.get("Content-Encoding", "identity")
-                if encoding.strip().lower() not in _ENCODINGS:
-                    raise _unknown_encoding(f"{encoding[:40]!r} is not understood")
-                if (request.content_length or 0) > self._config.body_bytes_max:
-                    raise self._too_large()
-                wishes = read_wishes(request.headers, self._config)
-                answering = await prepare(await request.read(), slot, wishes)
+        with self._frontend.arrive() as slot:
+            answering = await self._understand(request, prepare, slot)
             if answering.stream:
                 return await self._stream(request, answering, slot)
             answer = answering.whole_answer()
@@ -175,8 +169,19 @@ class HttpSurface:
                 await answering.completion.run(answer.take)
             return json_response(answer.body(answering.completion.usage()))
 
+    async def _understand(self, request: web.Request, prepare: Prepare, slot: Slot) -> Answering:
+        """Receive and prepare a request; only one that is there whole takes a place among those under way."""
+        frontend = self._frontend
+        wishes = read_wishes(request.headers, self._config)
+        with frontend.room.hold(slot.end) as received:
+            async with slot.limit():
+                body = await frontend.bodies.read(request, received)
+            frontend.admit(slot)
+            async with slot.limit():
+                return await prepare(body, slot, wishes)
+
     async def _stream(self, request: web.Request, answering: Answering, slot: Slot) -> web.StreamResponse:
-        response = _SseResponse(request, answering, self._config.write_buffer_bytes)
+        response = SseResponse(request, answering, self._config.write_buffer_bytes)
         try:
             async with slot.limit():
                 await answering.completion.run(response.take)
@@ -226,7 +231,9 @@ class HttpSurface:
             raise RequestError(
                 f"Content-Type: must be application/json, got {request.content_type}", http_status=415
             )
-        body = await request.read()
+        with self._frontend.arrive() as slot, self._frontend.room.hold(slot.end) as received:
+            async with slot.limit():
+                body = await self._frontend.bodies.read(request, received)
         try:
             wish = msgspec.json.decode(body, type=_RoleWish)
         except (ValueError, RecursionError) as error:
@@ -237,100 +244,6 @@ class HttpSurface:
 
 class _RoleWish(msgspec.Struct, forbid_unknown_fields=True):
     role: Role
-
-
-class _SseResponse(web.StreamResponse):
-    """Sends events as they come. Headers go out with the first one, so that an early error has its own status."""
-
-    def __init__(self, request: web.Request, answering: Answering, write_buffer_bytes: int) -> None:
-        super().__init__(
-            headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",
-            }
-        )
-        self.outcome = 200
-        """The status it would have had if its end had been known at its start."""
-        self._request = request
-        self._answering = answering
-        self._encoder = answering.event_stream()
-        self._writer: AbstractStreamWriter | None = None
-        self._write_buffer_bytes = write_buffer_bytes
-
-    async def take(self, event: TextEvent) -> None:
-        await self._send(self._encoder.event(event))
-
-    async def finish(self) -> None:
-        end = DONE
-        if self._answering.include_usage:
-            end = self._encoder.usage(self._answering.completion.usage()) + DONE
-        await self._send(end)
-
-    async def fail(self, error: PenstockError) -> None:
-        """End with an error; a client that has not read what was sent before would not read it and is cut off."""
-        self.outcome = error.http_status
-        transport = self._request.transport
-        if transport is not None and transport.get_write_buffer_size() > self._write_buffer_bytes:
-            transport.abort()
-        elif self._writer is not None:
-            await self._writer.write(error_event(error))  # not waiting for a client that may not read
-
-    async def _send(self, chunk: bytes) -> None:
-        """Write, and wait while the client has not read enough of what was written before."""
-        writer = self._writer
-        if writer is None:
-            writer = self._writer = await self._begin()
-        await writer.write(chunk)
-        await writer.drain()
-
-    async def _begin(self) -> AbstractStreamWriter:
-        transport = self._request.transport
-        if transport is not None:
-            transport.set_write_buffer_limits(high=self._write_buffer_bytes)
-        writer = await self.prepare(self._request)
-        if writer is None:
-            raise ConnectionResetError("the client is gone")
-        return writer
-
-
-class Connection(web.RequestHandler):
-    """One client's connection; what it sends that is not HTTP is refused in the API's shape too."""
-
-    __slots__ = ("_refuse",)
-
-    def __init__(
-        self,
-        server: web.Server,
-        surface: HttpSurface,
-        *,
-        loop: AbstractEventLoop,
-        logger: logging.Logger,
-        keepalive_timeout_s: float,
-    ) -> None:
-        no_access_log: Any = None  # as aiohttp allows, though its annotation does not
-        super().__init__(
-            server,
-            loop=loop,
-            logger=logger,
-            access_log=no_access_log,
-            keepalive_timeout=keepalive_timeout_s,
-        )
-        self._refuse = surface.refuse
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        super().handle_error(request, status, exc, message)  # logs, and gives up on an answer already begun
-        return self._refuse(exc, status)
-
-
-def _unknown_encoding(problem: str) -> BodyEncodingError:
-    return BodyEncodingError(f"Content-Encoding: {problem}; send one of {', '.join(_ENCODINGS)}")
 
 
 def _reason(error: BaseException) -> str:

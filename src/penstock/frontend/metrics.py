@@ -5,6 +5,7 @@ them before they start: then any of them answers for all.
 """
 
 import os
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -29,6 +30,18 @@ class FrontendMetrics:
             "Requests under way.",
             registry=registry,
             multiprocess_mode="livesum",
+        )
+        self._received = Gauge(
+            "penstock_frontend_received_bytes",
+            "Bytes of requests that have come and are not encoded yet (frontend.receive.bytes_max).",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._refused_bodies = Counter(
+            "penstock_frontend_refused_bodies",
+            "Requests refused before they had come whole: too late, too large, or no room for more.",
+            ["reason"],
+            registry=registry,
         )
         self._ttft = Histogram(
             "penstock_frontend_ttft_seconds",
@@ -62,6 +75,12 @@ class FrontendMetrics:
 
     def inflight(self, change: int) -> None:
         self._inflight.inc(change)
+
+    def received(self, change_bytes: int) -> None:
+        self._received.inc(change_bytes)
+
+    def refused_body(self, reason: Literal["headers_late", "body_late", "size", "room"]) -> None:
+        self._refused_bodies.labels(reason).inc()
 
     def answered(self, route: str, code: int) -> None:
         self._requests.labels(route, str(code)).inc()

@@ -9,8 +9,9 @@ from aiohttp import web
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.frontend.config import FrontendConfig
+from penstock.frontend.connection import Connection
 from penstock.frontend.frontend import Frontend
-from penstock.frontend.http import Connection, HttpSurface
+from penstock.frontend.http import HttpSurface
 
 _BACKLOG = 1024
 _CLOSE_TIMEOUT_S = 1.0  # for connections of requests that were ended; they have nothing left to wait for
@@ -60,7 +61,10 @@ class FrontendServer:
         self._listening = await loop.create_server(
             lambda: Connection(
                 server,
-                self._surface,
+                refuse=self._surface.refuse,
+                raw=self._surface.refuse_raw,
+                room=self._frontend.room,
+                receive=config.receive,
                 loop=loop,
                 logger=quiet,
                 keepalive_timeout_s=config.keepalive_timeout_s,
