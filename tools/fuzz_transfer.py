@@ -30,9 +30,9 @@ def _seeds(target: str) -> list[bytes]:
     if target == "tcp_owner":
         return [len(data := encode_frame(frame)).to_bytes(2, "little") + data for frame in frames]
     if target == "shm_owner":
-        ask = encode(Ask(number=1, region_id=1, key=b"k" * 8, op=TransferOp.READ))
+        ask = encode(Ask(number=1, region_id=1, read_key=b"k" * 8))
         return [len(ask).to_bytes(4, "little") + ask]
-    metadata = AgentMetadata(version=TRANSFER_VERSION, name="a", token=b"t" * 16, host=b"h" * 8, pid=1)
+    metadata = AgentMetadata(version=TRANSFER_VERSION, name="a", token=b"t" * 16, host=b"h" * 8)
     return [encode_metadata(metadata)]
 
 

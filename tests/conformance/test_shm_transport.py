@@ -1,10 +1,10 @@
-"""Transport `shm`: arenas that both map, private memory by way of the kernel, and both over a link that sends no descriptors."""
+"""Transport `shm`: arenas that both map, and private memory by way of the kernel."""
 
 import pytest
 
 from penstock.testing.transport import PeerTransportSuite
 from penstock.testing.transport_harness import Bytes, TwoAgents
-from penstock.transfer import Arena, TransferConfig
+from penstock.transfer import Arena
 from penstock.transfer.shm import ShmTransport
 
 
@@ -29,10 +29,3 @@ class TestShmWithPrivateMemory(PeerTransportSuite):
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
         return TwoAgents(_shm, size_bytes=size_bytes)
-
-
-@pytest.mark.slow
-class TestShmOverTcpLinks(PeerTransportSuite):
-    @staticmethod
-    def harness(size_bytes: int) -> TwoAgents:
-        return _Arenas(_shm, size_bytes=size_bytes, config=TransferConfig(listen=("tcp://127.0.0.1:0",)))

@@ -191,9 +191,7 @@ HUB = {
 LINK_CODEC = links.link_codec()
 LINK = {
     "challenge": links.Challenge(version=1, nonce=b"n" * 16),
-    "greeting": links.Greeting(
-        version=1, nonce=b"m" * 16, proof=b"p" * 32, name="worker-0", pid=42, host=b"h" * 8
-    ),
+    "greeting": links.Greeting(version=1, nonce=b"m" * 16, proof=b"p" * 32, name="worker-0", host=b"h" * 8),
     "welcome": links.Welcome(proof=b"p" * 32, link_id=7),
     "welcome_not": links.Welcome(error=ERROR),
     "transport": links.TransportMessage(transport="tcp", payload=b"says"),

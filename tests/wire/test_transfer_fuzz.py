@@ -1,17 +1,21 @@
 """Whatever comes from strangers and peers, the transfer library's parsers refuse it or understand it."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.descriptors import Descriptors, TransferOp
+from penstock.core.errors import PenstockError
 from penstock.testing.wire_targets import TARGETS, TcpOwner
+from penstock.transfer import RemoteRegion, TransferAgent, TransferConfig
 from penstock.transfer.metadata import TRANSFER_VERSION, AgentMetadata, encode_metadata
 from penstock.transfer.tcp_frames import Done, Ended, Get, PackedRanges, Push, Put, Stop, encode_frame
 
@@ -37,7 +41,7 @@ def test_bytes_that_were_right_once_are_understood_or_refused(data):
     ]
     frame = encode_frame(data.draw(st.sampled_from(messages)))
     metadata = encode_metadata(
-        AgentMetadata(version=TRANSFER_VERSION, name="a", token=b"t" * 16, host=b"h" * 8, pid=1)
+        AgentMetadata(version=TRANSFER_VERSION, name="a", token=b"t" * 16, host=b"h" * 8)
     )
     for target, right in (("tcp_owner", len(frame).to_bytes(2, "little") + frame), ("metadata", metadata)):
         broken = bytearray(right)
@@ -70,7 +74,8 @@ def test_an_owner_answers_what_is_asked_and_touches_only_what_it_gave(data):
     async def scenario():
         owner = TcpOwner()
         for exchange in range(data.draw(st.integers(1, 5))):
-            ranges = data.draw(packed_ranges())(data.draw(st.sampled_from([owner.key, b"", b"k" * 8])))
+            keys = [*owner.keys.values(), b"", b"k" * 8]
+            ranges = data.draw(packed_ranges())(data.draw(st.sampled_from(keys)))
             ask = data.draw(
                 st.sampled_from(
                     [
@@ -92,15 +97,70 @@ def test_an_owner_answers_what_is_asked_and_touches_only_what_it_gave(data):
     asyncio.run(scenario())
 
 
+INTEGERS = st.one_of(NUMBERS, st.integers(-(2**63), -1))
+REGION = {
+    "region_id": INTEGERS,
+    "kind": st.sampled_from(["dram", "shared", "vram", "file", "object", "tape"]),
+    "size_bytes": INTEGERS,
+    "read_key": st.sampled_from([b"", b"k" * 8, b"k" * 65, None]),
+    "write_key": st.sampled_from([b"", b"k" * 8]),
+    "name": st.text(max_size=4),
+    "ways": st.dictionaries(
+        st.sampled_from(["memory", "shm", "tcp", "cuda", "nixl"]),
+        st.one_of(
+            st.binary(max_size=20),
+            st.builds(
+                lambda address, offset: msgspec.msgpack.encode({"address": address, "offset": offset}),
+                INTEGERS,
+                st.none() | INTEGERS,
+            ),
+        ),
+    ),
+}
+
+
+RIGHT = {
+    "region_id": 1,
+    "kind": "dram",
+    "size_bytes": 64,
+    "read_key": b"k" * 8,
+    "write_key": b"w" * 8,
+    "ways": {"memory": b"", "tcp": b"", "shm": msgspec.msgpack.encode({"address": 4096})},
+}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(sorted(REGION)), st.data(), st.sampled_from(TransferOp))
+def test_whatever_metadata_says_of_a_region_only_errors_of_this_library_come_of_it(field, data, op):
+    regions = [RIGHT | {field: data.draw(REGION[field])}]
+
+    async def scenario():
+        config = TransferConfig(listen=("unix",), transports=("memory", "shm", "tcp"))
+        async with TransferAgent("a", config) as agent, TransferAgent("b", config) as owner:
+            metadata = owner.metadata()
+            told = msgspec.msgpack.decode(metadata[4:]) | {"regions": regions}
+            here = agent.register(bytearray(64))
+            with contextlib.suppress(PenstockError):
+                peer = await agent.connect(metadata[:4] + msgspec.msgpack.encode(told))
+                for info in list(peer.infos.values()):
+                    with contextlib.suppress(PenstockError):
+                        there = RemoteRegion(info.region_id, info).ranges(0, 8)
+                        await agent.post(op, here.ranges(0, 8), there, peer).wait()
+
+    asyncio.run(scenario())
+
+
 def test_what_was_given_can_be_written_and_read():
     """So that the tests above are about more than refusals."""
 
     async def scenario():
         owner = TcpOwner()
-        ranges = PackedRanges.pack(Descriptors.of(1, [0, 4000], 96), {1: owner.key})
+        reading, writing = (
+            PackedRanges.pack(Descriptors.of(1, [0, 4000], 96), {1: owner.keys[op]}) for op in TransferOp
+        )
         payload = bytes(range(192))
-        owner.feed(encode_frame(Put(exchange=1, ranges=ranges, payload=payload)))
-        owner.feed(encode_frame(Get(exchange=2, ranges=ranges)))
+        owner.feed(encode_frame(Put(exchange=1, ranges=writing, payload=payload)))
+        owner.feed(encode_frame(Get(exchange=2, ranges=reading)))
         assert owner.answers == [Done(exchange=1), Done(exchange=2, payload=payload)]
 
     asyncio.run(scenario())

@@ -15,6 +15,7 @@ from penstock.core.framing import LENGTH_BYTES, Goodbye, Ping, Pong
 from penstock.core.kv_layout import KvLayout, RankLayout
 from penstock.core.wire import encode
 from penstock.transfer import frames
+from penstock.transfer.grants import Ask, Grant
 from penstock.transfer.metadata import AgentMetadata
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_transfer.json"
@@ -22,9 +23,7 @@ CODEC = frames.link_codec()
 ERROR = ErrorInfo(code="transfer_refused", message="no", http_status=503)
 LINK = {
     "challenge": frames.Challenge(version=1, nonce=b"n" * 16),
-    "greeting": frames.Greeting(
-        version=1, nonce=b"m" * 16, proof=b"p" * 32, name="reader", pid=7, host=b"h" * 8
-    ),
+    "greeting": frames.Greeting(version=1, nonce=b"m" * 16, proof=b"p" * 32, name="reader", host=b"h" * 8),
     "welcome": frames.Welcome(proof=b"p" * 32, link_id=3, error=ERROR),
     "transport": frames.TransportMessage(transport="tcp", payload=b"\x80"),
     "notification": frames.Notification(payload=b"done"),
@@ -40,7 +39,6 @@ PLAIN = {
         name="owner",
         token=b"t" * 16,
         host=b"h" * 8,
-        pid=42,
         addresses=("memory", "unix", "tcp://10.0.0.7:5000"),
         contacts={"memory": b"c" * 8},
         regions=(
@@ -48,13 +46,16 @@ PLAIN = {
                 region_id=1,
                 kind=MemoryKind.SHARED,
                 size_bytes=4096,
-                key=b"k" * 8,
+                read_key=b"k" * 8,
+                write_key=b"w" * 8,
                 name="kv",
                 ways={"shm": b"w"},
             ),
         ),
         certificate=b"f" * 32,
     ),
+    "shm_ask": Ask(number=1, region_id=5, read_key=b"k" * 8, write_key=b"w" * 8),
+    "shm_grant": Grant(number=1, arena_bytes=4096, writable=True, has_fd=True, is_resident=True, error=ERROR),
     "kv_layout": KvLayout(
         num_layers=2,
         num_kv_heads=2,

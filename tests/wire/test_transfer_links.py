@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.frames import Challenge, Greeting, LinkFrame, Welcome, Withdrawn, link_codec
 from penstock.transfer.listener import Door
 from penstock.transfer.metadata import TRANSFER_VERSION, decode_metadata
+from penstock.transfer.socket_io import send_all
 
 SOCKETS = TransferConfig(listen=("unix", "tcp://127.0.0.1:0"), heartbeat_timeout_s=0.4, connect_timeout_s=1.0)
 
@@ -165,6 +167,45 @@ def test_a_refusal_of_the_version_is_known_on_both_sides(monkeypatch):
                 while not other.refusals:  # noqa: ASYNC110 - the other side of a socket
                     await asyncio.sleep(0.001)
             assert "transfer version 6" in other.refusals[0].message
+
+    run_async(scenario())
+
+
+def test_a_stream_that_was_opened_once_cannot_be_opened_by_the_same_bytes_again():
+    async def scenario():
+        async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", SOCKETS) as other:
+            await agent.connect(other.metadata())
+            sent = []
+
+            async def record(connection, data):
+                sent.append(data)
+                await send_all(connection, data)
+
+            (link,) = agent._switchboard._links.values()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("penstock.transfer.listener.send_all", record)
+                (await link.open_stream("tcp")).close()
+            theirs = [data for data in sent if data[:4] == b"PTA " or len(data) > 20]
+            assert len(theirs) == 2
+            reply = await _reply("unix", other.identity.token, b"".join(theirs))
+            assert len(reply) == 16, "a nonce, and no welcome"
+            assert "not known to the caller" in other.refusals[0].message
+
+    run_async(scenario())
+
+
+def test_the_kernel_says_which_process_a_peer_is_and_not_the_peer():
+    async def scenario():
+        async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", SOCKETS) as other:
+            metadata = other.metadata()
+            lie = msgspec.msgpack.decode(metadata[4:]) | {"pid": 1}
+            peer = await agent.connect(metadata[:4] + msgspec.msgpack.encode(lie))
+            assert peer.link.peer_pid == os.getpid()
+            await agent.disconnect(peer)
+            lie["addresses"] = [address for address in lie["addresses"] if address.startswith("tcp")]
+            peer = await agent.connect(metadata[:4] + msgspec.msgpack.encode(lie))
+            assert peer.link.peer_pid == 0, "over TCP it does not know"
+            assert "over TCP the kernel does not say" in peer.unreachable["shm"]
 
     run_async(scenario())
 

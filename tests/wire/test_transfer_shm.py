@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import mmap
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from penstock.core.wire import encode
 from penstock.testing.loop import run_async
 from penstock.testing.transport_harness import Bytes, TwoAgents
 from penstock.transfer import (
+    Access,
     Arena,
     MemoryKind,
     RemoteRegion,
@@ -81,7 +83,7 @@ async def streams():
     for end in (ours, theirs):
         end.setblocking(False)
     with theirs:
-        stream = GrantStream(ours)
+        stream = GrantStream(ours, takes_fds=True)
         yield stream, theirs
         stream.close()
 
@@ -144,10 +146,55 @@ class TestMappings:
                 ranges = two.local.ranges(), peer.region("shown").ranges()
                 await two.agent.post(READ, *ranges, peer).wait()
                 assert (two.read_local() == 5).all()
-                with pytest.raises(TransferRefused, match="read-only"):
-                    await two.agent.post(WRITE, *ranges, peer).wait()
-                assert two.owner.counters.refused == {"transfer_refused": 1}
+                with pytest.raises(TransferRefused, match="was given read-only"):
+                    two.agent.post(WRITE, *ranges, peer)
                 assert mappings("r--s") == 1
+
+        play(scenario)
+
+    def test_what_was_given_to_read_cannot_be_mapped_for_writing_by_any_means(self):
+        async def scenario(two: Arenas) -> None:
+            with Arena.create(SIZE) as arena:
+                given = two.owner.register(arena, "given", access=Access.READ)
+                peer = await two.agent.connect(two.owner.metadata([given]))
+                await two.agent.post(READ, two.local.ranges(), peer.region("given").ranges(), peer).wait()
+                (theirs, _), *_ = peer.ways["shm"].channel._arenas.values()
+                for access in (os.O_RDONLY, os.O_RDWR):
+                    fd = os.open(f"/proc/self/fd/{theirs.fd}", access)
+                    with pytest.raises(PermissionError):
+                        mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+                    with pytest.raises(OSError, match=r"Operation not permitted|Bad file descriptor"):
+                        os.write(fd, b"x")
+                    os.close(fd)
+                arena.array[0] = 9
+                assert theirs.array[0] == 9, "its owner goes on writing"
+
+        play(scenario)
+
+    def test_what_was_given_to_write_is_not_mapped_since_it_could_be_read(self):
+        async def scenario(two: Arenas) -> None:
+            with Arena.create(SIZE) as arena:
+                given = two.owner.register(arena, "given", access=Access.WRITE)
+                peer = await two.agent.connect(two.owner.metadata([given]))
+                two.write_local(np.full(SIZE, 4, np.uint8))
+                await two.agent.post(WRITE, two.local.ranges(), peer.region("given").ranges(), peer).wait()
+                assert (arena.array == 4).all()
+                assert not peer.ways["shm"].channel._arenas
+
+        play(scenario)
+
+    def test_more_access_that_is_given_later_is_used(self):
+        async def scenario(two: Arenas) -> None:
+            with Arena.create(SIZE) as arena:
+                given = two.owner.register(arena, "given")
+                peer = await two.agent.connect(two.owner.metadata([given], access=Access.READ))
+                ranges = two.local.ranges(), peer.region("given").ranges()
+                await two.agent.post(READ, *ranges, peer).wait()
+                await two.agent.connect(two.owner.metadata([given], access=Access.WRITE))
+                two.write_local(np.full(SIZE, 4, np.uint8))
+                await two.agent.post(WRITE, *ranges, peer).wait()
+                assert (arena.array == 4).all()
+                await two.agent.post(READ, *ranges, peer).wait()
 
         play(scenario)
 
@@ -250,7 +297,7 @@ class TestStreams:
         async def main() -> None:
             before = descriptors()
             async with streams() as (stream, theirs):
-                other = GrantStream(theirs)
+                other = GrantStream(theirs, takes_fds=False)
                 with Arena.create(100) as arena:
                     other.send(Grant(number=1))
                     other.send(Grant(number=2, has_fd=True), arena.fd)
@@ -265,6 +312,23 @@ class TestStreams:
                 other.send(Grant(number=4, has_fd=True), 0)
                 await stream.receive(Grant)
             assert descriptors() == before, "what nobody took is closed"
+
+        run_async(main())
+
+    def test_descriptors_that_nobody_wants_are_closed(self):
+        async def main() -> None:
+            async with streams() as (stream, theirs):
+                owner = GrantStream(theirs, takes_fds=False)
+                before = descriptors()
+                for number in range(50):
+                    stream.send(Ask(number=number, region_id=1), 0)
+                    assert (await owner.receive(Ask)).number == number
+                assert descriptors() == before
+                for number in range(2):
+                    owner.send(Grant(number=number), 0)
+                with pytest.raises(ProtocolError, match="nobody asked for"):
+                    [await stream.receive(Grant) for _ in range(2)]
+                assert descriptors() == before
 
         run_async(main())
 
@@ -294,7 +358,7 @@ class TestStreams:
     def test_a_message_in_pieces_is_put_together(self):
         async def main() -> None:
             async with streams() as (stream, theirs):
-                ask = Ask(number=1, region_id=2, key=b"k", op=WRITE)
+                ask = Ask(number=1, region_id=2, read_key=b"k")
                 payload = encode(ask)
                 data = len(payload).to_bytes(4, "little") + payload
                 waiting = asyncio.ensure_future(stream.receive(Ask))
@@ -335,12 +399,10 @@ class TestPrivateMemory:
 
         run_async(main())
 
-    def test_arenas_need_a_link_that_sends_descriptors(self, monkeypatch):
+    def test_a_link_over_tcp_does_not_say_whose_memory_it_is(self):
         async def main() -> None:
-            monkeypatch.setattr(shm, "why_untraceable", lambda *_: "the kernel refuses")
-            async with Arenas("tcp://127.0.0.1:0") as two:
-                with pytest.raises(TransferRefused, match="the kernel refuses"):
-                    await two.move()
+            with pytest.raises(TransferRefused, match="over TCP the kernel does not say which process it is"):
+                await Arenas("tcp://127.0.0.1:0").__aenter__()
 
         run_async(main())
 

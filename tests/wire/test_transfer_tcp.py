@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import struct
 
 import numpy as np
@@ -64,7 +65,7 @@ class Rogue:
     def contact(self):
         return self._contact
 
-    def register(self, region_id, region):
+    def register(self, region_id, region, access):
         return b""
 
     async def deregister(self, region_id): ...
@@ -122,13 +123,19 @@ class Scene:
     def __init__(self, rogue, honest, transport):
         self.rogue, self.honest, self.transport = rogue, honest, transport
         self.memory = np.full(4 * MIB, 7, np.uint8)
-        self.region = honest.register(self.memory[: 2 * MIB], "given")
+        self.register()
         self.hidden = honest.register(self.memory[2 * MIB :], "hidden")
+
+    def register(self):
+        """Give `region` one key for both directions: these tests are of other lies."""
+        made = self.honest.register(self.memory[: 2 * MIB], "given")
+        self.region = dataclasses.replace(made, write_key=made.read_key)
+        self.honest._table._registrations[made.region_id] = self.region
 
     def packed(self, offsets=0, lengths=KIB, key=None, region_id=None):
         region_id = region_id or self.region.region_id
         ranges = Descriptors.of(region_id, offsets, lengths)
-        return PackedRanges.pack(ranges, {region_id: self.region.key if key is None else key})
+        return PackedRanges.pack(ranges, {region_id: self.region.read_key if key is None else key})
 
     def untouched(self):
         return bool((self.memory == 7).all())
@@ -206,7 +213,7 @@ def test_what_is_read_only_is_not_written(ask):
     async def play(scene):
         await scene.rogue.ready_stream()
         shown = scene.honest.register(bytes(KIB), "shown")
-        ranges = PackedRanges.pack(shown.ranges(), {shown.region_id: shown.key})
+        ranges = PackedRanges.pack(shown.ranges(), {shown.region_id: shown.write_key})
         scene.rogue.say(_ASKS[ask](ranges))
         assert "read-only" in (await scene.rogue.hear(Ended)).error.message
 
@@ -222,7 +229,7 @@ def test_a_region_that_is_gone_is_refused(ask):
         scene.rogue.say(_ASKS[ask](ranges))
         assert "not registered" in (await scene.rogue.hear(Ended)).error.message
         assert scene.untouched()
-        scene.region = scene.honest.register(scene.memory[: 2 * MIB], "given")
+        scene.register()
 
     _asking(play)
 

@@ -6,6 +6,7 @@ A callback protocol of the event loop, without tasks; it runs on asyncio's loop 
 import asyncio
 import contextlib
 import socket
+import struct
 from typing import Generic, Protocol, TypeVar, cast
 
 from penstock.core.errors import ProtocolError
@@ -16,6 +17,8 @@ M = TypeVar("M")
 M_contra = TypeVar("M_contra", contravariant=True)
 
 _log = get_logger()
+_CREDENTIALS = struct.Struct("iII")
+"""What SO_PEERCRED gives: process, user and group of who connected, or of who listens."""
 
 
 class ChannelHandler(Protocol[M_contra]):
@@ -108,6 +111,16 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         """The other end's certificate in DER, where the connection is TLS."""
         secure = self._transport.get_extra_info("ssl_object") if self._transport else None
         return None if secure is None else secure.getpeercert(binary_form=True)
+
+    @property
+    def peer_pid(self) -> int:
+        """The other end's process as the kernel names it; 0 where it does not, as over TCP."""
+        sock = self._transport.get_extra_info("socket") if self._transport else None
+        if sock is None or sock.family != socket.AF_UNIX:
+            return 0
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid: int = _CREDENTIALS.unpack(credentials)[0]
+        return pid
 
     @property
     def buffered_bytes(self) -> int:

@@ -7,7 +7,7 @@ before a region went away cannot name another one by mistake.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
 import numpy as np
@@ -25,6 +25,17 @@ class TransferOp(Enum):
     WRITE = "write"
 
 
+class Access(Enum):
+    """What peers may do with a region; its own agent may do both, where the memory lets it."""
+
+    READ = "read"
+    WRITE = "write"
+    BOTH = "both"
+
+    def allows(self, op: TransferOp) -> bool:
+        return self is Access.BOTH or self.value == op.value
+
+
 class MemoryKind(Enum):
     """Where bytes can be."""
 
@@ -39,15 +50,40 @@ MAIN_MEMORY = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
 """Kinds that a process addresses itself."""
 
 
-class RegionInfo(Wire, frozen=True):
-    """What a peer learns of a region that it is given. `key` shows that it was; `ways` is what each transport adds."""
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Key = Annotated[bytes, msgspec.Meta(max_length=64)]
 
-    region_id: int
+
+class RegionInfo(Wire, frozen=True):
+    """What a peer learns of a region that it is given.
+
+    `read_key` and `write_key` show that it may read and write; the one that it was not given is empty. `ways` is what
+    each transport adds.
+    """
+
+    region_id: Annotated[int, msgspec.Meta(ge=0)]
     kind: MemoryKind
-    size_bytes: int
-    key: bytes
+    size_bytes: _Size
+    read_key: _Key = b""
+    write_key: _Key = b""
     name: str = ""
     ways: dict[str, bytes] = msgspec.field(default_factory=dict)
+
+    def key(self, op: TransferOp) -> bytes:
+        """Give what shows that a transfer in this direction may be; empty where it may not."""
+        return self.read_key if op is TransferOp.READ else self.write_key
+
+    def shares_key(self, other: "RegionInfo") -> bool:
+        """Say whether both are of one region of one agent: numbers of two agents may be the same."""
+        return any(key and key == other.key(op) for op in TransferOp for key in (self.key(op),))
+
+    def with_keys_of(self, older: "RegionInfo") -> "RegionInfo":
+        """Keep the keys that were given before and are not in this."""
+        return msgspec.structs.replace(
+            self,
+            read_key=self.read_key or older.read_key,
+            write_key=self.write_key or older.write_key,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,15 @@ import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Protocol
 
-from penstock.core.descriptors import Descriptors, RangePairs, Region, RegionInfo, TransferCost, TransferOp
+from penstock.core.descriptors import (
+    Access,
+    Descriptors,
+    RangePairs,
+    Region,
+    RegionInfo,
+    TransferCost,
+    TransferOp,
+)
 from penstock.core.errors import PenstockError
 
 
@@ -29,7 +37,7 @@ class Link(Protocol):
 
     @property
     def peer_pid(self) -> int:
-        """The other agent's process, 0 where that is on another host."""
+        """The other agent's process as the kernel names it, 0 where it does not: on another host, or over TCP."""
         ...
 
     @property
@@ -79,7 +87,7 @@ class TransportHost(Protocol):
         """Check that a peer may do this with this agent's regions; a refusal is counted and logged here.
 
         Raises:
-            TransferRefused: a region is gone or was not given, a range ends outside of it, or it is read-only.
+            TransferRefused: a region is gone or was not given for this, or a range ends outside of it.
         """
         ...
 
@@ -172,8 +180,13 @@ class Transport(Protocol):
         """Give what a peer has to know to connect; part of the agent's metadata, so keep it short."""
         ...
 
-    def register(self, region_id: int, region: Region) -> bytes | None:
+    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
         """Take note of a region.
+
+        Args:
+            region_id: names it.
+            region: the memory.
+            access: the most that peers may do with it.
 
         Returns:
             what a peer has to know to reach it by this transport, or None if it is of no use here.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
-from penstock.core.descriptors import RangePairs, Region, RegionInfo, TransferCost, TransferOp
+from penstock.core.descriptors import Access, RangePairs, Region, RegionInfo, TransferCost, TransferOp
 from penstock.core.errors import PenstockError, ProtocolError, TransferRefused
 from penstock.perf.topology import Way
 from penstock.seams import Link, TransportHost
@@ -78,8 +78,8 @@ class WireTransport:
     def contact(self) -> bytes:
         return self._host.encode()
 
-    def register(self, region_id: int, region: Region) -> bytes | None:
-        del region_id, region
+    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
+        del region_id, region, access
         return b""
 
     async def deregister(self, region_id: int) -> None: ...

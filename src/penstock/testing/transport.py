@@ -29,7 +29,7 @@ from penstock.core.errors import (
 )
 from penstock.testing.loop import run_async
 from penstock.testing.transport_harness import Bytes, TransportHarness, TwoAgents
-from penstock.transfer import RemoteRegion, TransferHandle, TransferOp, TransferState
+from penstock.transfer import Access, RemoteRegion, TransferHandle, TransferOp, TransferState
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 _LOST_WITHIN_S = 0.2
@@ -307,6 +307,34 @@ class PeerTransportSuite(TransportSuite):
         self.play_two(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
+    def test_what_was_given_for_one_direction_is_not_used_in_the_other(self, op: TransferOp) -> None:
+        async def scenario(harness: TwoAgents) -> None:
+            other = WRITE if op is READ else READ
+            for register, give in ((Access(op.value), None), (None, Access(op.value))):
+                memory, registered = harness.make_memory()
+                memory[:] = 7
+                given = harness.owner.register(registered, "given", access=register)
+                peer = await harness.agent.connect(harness.owner.metadata([given], access=give))
+                region = peer.region("given")
+                await harness.agent.post(op, harness.local.ranges(0, 8), region.ranges(8, 8), peer).wait()
+                ranges = harness.local.ranges(0, 64), region.ranges(0, 64)
+                with pytest.raises(TransferRefused, match="only; its owner has to register it"):
+                    harness.agent.post(other, *ranges, peer)
+                before, here = memory.copy(), harness.read_local()
+                shown = region.info.key(op)  # what a peer would do that does not check itself
+                peer.infos[region.region_id] = msgspec.structs.replace(
+                    region.info, read_key=shown, write_key=shown
+                )
+                refused = sum(harness.owner.counters.refused.values())
+                with pytest.raises(TransferRefused):
+                    await harness.agent.post(other, *ranges, peer).wait()
+                assert np.array_equal(memory, before)
+                assert np.array_equal(harness.read_local(), here)
+                assert sum(harness.owner.counters.refused.values()) == refused + 1
+
+        self.play_two(scenario)
+
+    @pytest.mark.parametrize("op", [READ, WRITE])
     def test_a_region_that_was_not_given_cannot_be_reached(self, op: TransferOp) -> None:
         async def scenario(harness: TwoAgents) -> None:
             secret, memory = harness.make_memory()
@@ -315,7 +343,7 @@ class PeerTransportSuite(TransportSuite):
                 harness.peer.region("hidden")
             with pytest.raises(TransferRefused, match="was not given"):
                 harness.agent.post(op, harness.local.ranges(0, 8), hidden.ranges(0, 8), harness.peer)
-            forged = msgspec.structs.replace(hidden.info, key=bytes(8))
+            forged = msgspec.structs.replace(hidden.info, read_key=bytes(8), write_key=bytes(8))
             harness.peer.infos[hidden.region_id] = forged  # what a peer would do that does not check itself
             guess = RemoteRegion(hidden.region_id, forged)
             harness.write_local(np.full(self.size_bytes, 7, np.uint8))

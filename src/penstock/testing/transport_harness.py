@@ -97,6 +97,7 @@ class TwoAgents:
         self.peer = await self.agent.connect(self.owner.metadata([self.owned]))
         self.remote = self.peer.region("there")
         if not self.peer.ways:
+            await self._stack.aclose()
             raise TransferRefused(f"the transport under test does not reach: {self.peer.unreachable}")
         return self
 

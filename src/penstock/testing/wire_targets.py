@@ -43,7 +43,7 @@ def feed_link(data: bytes) -> None:
 
 
 class TcpOwner:
-    """The owner's side of transport `tcp` without sockets: one region of `key` and 4,096 bytes, between two that nobody may see.
+    """The owner's side of transport `tcp` without sockets: one region of `keys` and 4,096 bytes, between two that nobody may see.
 
     Use it within a running event loop.
     """
@@ -58,7 +58,8 @@ class TcpOwner:
         )
         transport = MemoryTransport(threads=1, inline_bytes_max=0)
         registration = self.table.register(region, {transport.name: transport}, {})
-        self.region_id, self.key = registration.region_id, registration.key
+        self.region_id = registration.region_id
+        self.keys = {op: registration.key(op) for op in TransferOp}
         room = StreamRoom(1, 1.0)
         self._guest = Guest(
             Estate(_Host(self.table), {self.region_id: region}, TcpConfig(), room), _Link(self)

@@ -9,7 +9,7 @@ A library in its own right: it needs nothing of the serving stack.
         await handle.wait()
 """
 
-from penstock.core.descriptors import Descriptors, MemoryKind, Region, RegionInfo, TransferOp
+from penstock.core.descriptors import Access, Descriptors, MemoryKind, Region, RegionInfo, TransferOp
 from penstock.core.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -32,6 +32,7 @@ from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.tls import TlsConfig
 
 __all__ = [
+    "Access",
     "Arena",
     "ChecksumMismatch",
     "CopyConfig",

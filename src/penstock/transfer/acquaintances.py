@@ -71,7 +71,7 @@ class Acquaintances:
         """Find the peer that this region was given by, as long as it has it."""
         for peer in self.by_name.values():
             info = peer.infos.get(region.region_id)
-            if info is not None and info.key == region.info.key:
+            if info is not None and info.shares_key(region.info):
                 return peer
         return None
 
@@ -87,12 +87,11 @@ class Acquaintances:
             if known is not None and (known.token != found.token or known.is_lost):
                 await self.forget(known, "it connects anew")
                 known = None
-            infos = {info.region_id: info for info in found.regions}
             if known is not None:
-                known.infos.update(infos)
+                known.learn(found.regions)
                 return known
             peer = Peer(found.name, found.token, await self._dialler.dial(found))
-            peer.infos.update(infos)
+            peer.learn(found.regions)
             self.by_name[peer.name] = peer
             try:
                 await self.find_ways(peer, found.contacts)

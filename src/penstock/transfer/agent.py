@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
-from penstock.core.descriptors import Descriptors, Region, TransferOp
+from penstock.core.descriptors import Access, Descriptors, Region, TransferOp
 from penstock.core.errors import (
     PeerLost,
     PenstockError,
@@ -127,19 +127,21 @@ class TransferAgent:
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def register(self, memory: object, name: str = "") -> Registration:
+    def register(self, memory: object, name: str = "", *, access: Access | None = None) -> Registration:
         """Make memory known, so that transfers can use it. Prefer one large region to many small ones.
 
         Args:
             memory: a `Region` (an `Arena`'s, a file's, an object store's), a numpy array, a torch tensor or any
                 contiguous buffer; it is kept alive.
             name: how peers find it.
+            access: the most that peers may do with it, whatever metadata they are given; None for all that the memory
+                lets them.
 
         Raises:
-            TransferRefused: it is no memory, or no transport has any use for it.
+            TransferRefused: it is no memory, no transport has any use for it, or it cannot be written as `access` says.
         """
         region = memory if isinstance(memory, Region) else region_of(memory, name)
-        registration = self._table.register(region, self._transports, self.unavailable)
+        registration = self._table.register(region, self._transports, self.unavailable, access=access)
         self._met.own.infos[registration.region_id] = registration.info
         return registration
 
@@ -182,19 +184,22 @@ class TransferAgent:
 
     # -- peers ----------------------------------------------------------------------------------------------------
 
-    def metadata(self, regions: Iterable[Registration] | None = None) -> bytes:
+    def metadata(
+        self, regions: Iterable[Registration] | None = None, *, access: Access | None = None
+    ) -> bytes:
         """Say what a peer has to know to `connect`, to be handed to it by any safe means: who has it, has access.
 
         Args:
-            regions: what the peer may read and write; None for all that are registered now. It can be handed more later.
+            regions: what the peer may use; None for all that are registered now. It can be handed more later.
+            access: what it may do with them; None for all that each registration allows.
 
         Raises:
-            TransferRefused: one of them is not registered (any more), or by another agent.
+            TransferRefused: one of them is not registered (any more), or by another agent, or not for such access.
         """
         given = list(self._table) if regions is None else [self._table.expect(region) for region in regions]
         contacts = {name: transport.contact() for name, transport in self._transports.items()}
         return self.identity.metadata(
-            self._addresses, contacts, (registration.info for registration in given)
+            self._addresses, contacts, (registration.given(access) for registration in given)
         )
 
     async def connect(self, metadata: bytes) -> Peer:
@@ -258,7 +263,7 @@ class TransferAgent:
             PeerLost: there is no such peer (any more).
         """
         there = self._met.find(peer)
-        self._table.check(local, writes=False)
+        self._table.check(local)
         there.check(remote)
         pairs = pair_ranges(local, remote)
         prepared = PreparedTransfer(self, there, pairs, [], len(local))
@@ -357,9 +362,9 @@ class TransferAgent:
             if op is TransferOp.READ:
                 registration.check_writable()
         for region_id in prepared.remote_ids:
-            if region_id not in prepared.peer.infos:
-                raise TransferRefused(f"region {region_id} of agent {prepared.peer.name} is gone")
-            if prepared.peer is self._met.own and op is TransferOp.WRITE:
+            if prepared.peer is not self._met.own:
+                prepared.peer.check_given(region_id, op)
+            elif op is TransferOp.WRITE:
                 self._table.get(region_id).check_writable()
 
     # -- for links and transports ---------------------------------------------------------------------------------

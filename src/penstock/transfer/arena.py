@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import TransferError, TransferRefused
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEAL_FUTURE_WRITE = 0x10
+"""Linux 5.1: nobody can write it any more but through mappings that there are already."""
+_OWN_MODE = 0o600
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 """It maps shared pages for writing, too, and for half of what MADV_POPULATE_WRITE takes (measured, Linux 6.18)."""
@@ -32,6 +35,8 @@ _open: "WeakSet[Arena]" = WeakSet()
 class Arena:
     """Shared memory. It is unmapped when it is closed and the last array over it is gone.
 
+    The first region of it that is registered decides whether peers may ever write it: `share`.
+
     Attributes:
         size_bytes: its size.
         address: of its first byte, here; another process has it elsewhere.
@@ -43,6 +48,7 @@ class Arena:
         """Map what is known to be sealed and long enough, and own `fd`. Use `create` or `map`."""
         self.size_bytes = size_bytes
         self.is_resident = False
+        self._peers_write: bool | None = None
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
         self.array: NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8)
@@ -71,7 +77,8 @@ class Arena:
         fd = os.memfd_create("penstock-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            os.fchmod(fd, _OWN_MODE)  # by its descriptor's path others could open it again, for writing too
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
             arena = cls(fd, size_bytes, writable=True)
         except OSError as error:
             os.close(fd)
@@ -98,7 +105,7 @@ class Arena:
             TransferRefused: it is no sealed memory of that size.
         """
         try:
-            _expect_sealed(fd, size_bytes)
+            expect_sealed(fd, size_bytes)
             return cls(fd, size_bytes, writable=writable)
         except OSError as error:
             os.close(fd)
@@ -131,6 +138,35 @@ class Arena:
                 part[:: mmap.PAGESIZE].max()  # Linux before 5.14 cannot be asked to
             elif number:
                 raise OSError(number, os.strerror(number))
+
+    def share(self, *, peers_write: bool) -> bool:
+        """Settle whether other processes may write it, with the first call, for good: the kernel keeps it so.
+
+        Returns:
+            whether this region of it can be shared: not one that peers may write where that was settled otherwise.
+
+        Raises:
+            TransferError: the arena is closed.
+        """
+        if self._peers_write is None:
+            self._peers_write = peers_write
+            if not peers_write:
+                with contextlib.suppress(
+                    OSError
+                ):  # an older kernel: its descriptors are open for reading, at least
+                    fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+        return self._peers_write or not peers_write
+
+    def open(self, *, writable: bool) -> int:
+        """Open it once more, for a peer to map; the caller closes the descriptor.
+
+        Raises:
+            OSError: the process has too many open files.
+            TransferError: the arena is closed.
+        """
+        access = os.O_RDWR if writable else os.O_RDONLY
+        return os.open(f"/proc/self/fd/{self.fd}", access | os.O_CLOEXEC)
 
     @property
     def fd(self) -> int:
@@ -173,7 +209,12 @@ def _too_large(size_bytes: int, error: OSError) -> TransferError:
     return TransferError(f"an arena of {size_bytes} bytes: {error.strerror}; make it smaller or free memory")
 
 
-def _expect_sealed(fd: int, size_bytes: int) -> None:
+def expect_sealed(fd: int, size_bytes: int) -> None:
+    """Check that a descriptor is of memory that can be mapped without harm.
+
+    Raises:
+        TransferRefused: it is no sealed memory of that size.
+    """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:

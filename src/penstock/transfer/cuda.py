@@ -17,7 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
-from penstock.core.descriptors import Descriptors, MemoryKind, OffsetArray, Region, RegionInfo, TransferOp
+from penstock.core.descriptors import (
+    Access,
+    Descriptors,
+    MemoryKind,
+    OffsetArray,
+    Region,
+    RegionInfo,
+    TransferOp,
+)
 from penstock.core.errors import PenstockError, ProtocolError, TransferError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.seams import Link, TransferChannel, TransportHost
@@ -67,7 +75,8 @@ class CudaTransport:
     def contact(self) -> bytes:
         return self._contact
 
-    def register(self, region_id: int, region: Region) -> bytes | None:
+    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
+        del access  # shown keys are checked whenever a peer asks
         if region.kind not in KINDS:
             return None
         self._regions[region_id] = region

@@ -175,7 +175,7 @@ class CudaChannel:
         other = self._other
         if other is not None:
             if self.link is not None:
-                keys = {region_id: info.key for region_id, info in self._regions.items()}
+                keys = {region_id: info.key(op) for region_id, info in self._regions.items()}
                 other.authorize(self.link.peer, keys, ranges, op)
             regions = other.regions_of(ranges)
             vram = {i: region.device for i, region in regions.items() if region.kind is MemoryKind.VRAM}
@@ -204,7 +204,7 @@ class CudaChannel:
         if info is None or device is None:
             raise TransferRefused(f"region {region_id} of the peer is gone")
         answer = await self._ask(
-            Ask(number=self._questions.number(), region_id=region_id, key=info.key, op=op)
+            Ask(number=self._questions.number(), region_id=region_id, key=info.key(op), op=op)
         )
 
         def open_it() -> None:  # and note so: the wait may be cancelled meanwhile

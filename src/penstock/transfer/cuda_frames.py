@@ -1,5 +1,7 @@
 """What the `cuda` transports of two processes say to each other over a link."""
 
+from typing import Annotated
+
 import msgspec
 
 from penstock.core.descriptors import TransferOp
@@ -10,7 +12,7 @@ from penstock.core.wire import Wire, encode
 class CudaWay(Wire, frozen=True):
     """Where a region is. `bus_id` names its device, "" for memory of a process."""
 
-    address: int
+    address: Annotated[int, msgspec.Meta(ge=0)]
     bus_id: str = ""
 
 
@@ -28,7 +30,7 @@ class Shared(Wire, frozen=True, tag="shared"):
 
     number: int
     handle: bytes = b""
-    offset: int = 0
+    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
     error: ErrorInfo | None = None
 
 

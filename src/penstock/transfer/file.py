@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.core.descriptors import (
     MAIN_MEMORY,
+    Access,
     MemoryKind,
     RangePairs,
     Region,
@@ -88,8 +89,9 @@ class FileTransport(QuietTransport):
     def contact(self) -> bytes:
         return b""
 
-    def register(self, region_id: int, region: Region) -> bytes | None:
+    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
         """Open the file, which takes as long as the file system needs to reserve its space."""
+        del access  # no peer reaches it
         if not isinstance(region, FileRegion):
             return b"" if region.kind in MAIN_MEMORY else None
         self.slabs[region_id] = Slab(region.path, region.size_bytes, self._disk)

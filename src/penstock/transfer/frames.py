@@ -26,7 +26,6 @@ class Greeting(Wire, frozen=True, tag="greeting"):
     nonce: bytes
     proof: bytes
     name: str
-    pid: int = 0
     host: bytes = b""
 
 

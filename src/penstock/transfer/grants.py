@@ -1,4 +1,4 @@
-"""How a peer comes to map an arena: it shows the key of a region over a unix socket and gets the file descriptor.
+"""How a peer comes to map an arena: it shows the keys of a region over a unix socket and gets the file descriptor.
 
 One question is answered after the other. Over another kind of socket no descriptor can be sent; the answer then only
 says that the peer may.
@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 from collections import deque
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -22,20 +22,31 @@ UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 """What msgpack that is none raises."""
 _LENGTH = struct.Struct("<I")
 _FRAME_BYTES_MAX = 4096
+_FDS_MAX = 1
+"""Descriptors that have come and that nobody took yet; one comes with each grant, and one question is asked at a time."""
 _T = TypeVar("_T", bound=Wire)
 
 
 class Ask(Wire, frozen=True):
-    """May I read, or write, this region of yours? `number` comes back with the answer."""
+    """May I use this region of yours? `number` comes back with the answer.
+
+    `read_key` and `write_key` show that it was given to read and to write; one of them may be empty.
+    """
 
     number: int
-    region_id: int
-    key: bytes
-    op: TransferOp
+    region_id: Annotated[int, msgspec.Meta(ge=0)]
+    read_key: bytes = b""
+    write_key: bytes = b""
+
+    @property
+    def keys(self) -> dict[TransferOp, bytes]:
+        """Those that are shown, by direction."""
+        keys = {TransferOp.READ: self.read_key, TransferOp.WRITE: self.write_key}
+        return {op: key for op, key in keys.items() if key}
 
 
 class Grant(Wire, frozen=True):
-    """You may, or `error`. With `has_fd` the descriptor of its arena comes along, open for writing if `writable`.
+    """You may, or `error`. With `has_fd` the descriptor of its arena comes along, open for writing too if `writable`.
 
     The memory of an arena that `is_resident` was taken, so that looking at all of it takes no more.
     """
@@ -51,8 +62,14 @@ class Grant(Wire, frozen=True):
 class GrantStream:
     """One end of the socket. A cancelled `receive` loses nothing."""
 
-    def __init__(self, stream: socket.socket) -> None:
-        """Own a connected non-blocking socket."""
+    def __init__(self, stream: socket.socket, *, takes_fds: bool) -> None:
+        """Own a connected non-blocking socket.
+
+        Args:
+            stream: the socket.
+            takes_fds: whether descriptors are to come this way; where not, the kernel closes what is attached.
+        """
+        self._takes_fds = takes_fds
         self._stream = stream
         self._data = b""
         self._fds: deque[int] = deque()
@@ -121,8 +138,7 @@ class GrantStream:
     def _close_if_asked(self) -> None:
         if self._is_closing and not self._is_reading:
             self._stream.close()
-            while self._fds:
-                os.close(self._fds.popleft())
+            self._close_fds()
 
     async def _read(self) -> None:
         if self._is_closing:
@@ -130,7 +146,7 @@ class GrantStream:
         self._is_reading = True
         try:
             await _readable(self._stream)
-            data, fds, _, _ = socket.recv_fds(self._stream, _FRAME_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
+            data = self._receive_some()
         except BlockingIOError:
             return
         except OSError as error:
@@ -138,10 +154,23 @@ class GrantStream:
         finally:
             self._is_reading = False
             self._close_if_asked()
-        self._fds.extend(fds)
+        if len(self._fds) > _FDS_MAX:
+            self._close_fds()
+            raise ProtocolError("a descriptor that nobody asked for came with an answer about memory")
         if not data:
             raise PeerLost("the stream that grants memory was closed")
         self._data += data
+
+    def _receive_some(self) -> bytes:
+        if not self._takes_fds:
+            return self._stream.recv(_FRAME_BYTES_MAX)  # without room for descriptors the kernel closes them
+        data, fds, _, _ = socket.recv_fds(self._stream, _FRAME_BYTES_MAX, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
+        self._fds.extend(fds)
+        return data
+
+    def _close_fds(self) -> None:
+        while self._fds:
+            os.close(self._fds.popleft())
 
 
 async def _readable(stream: socket.socket) -> None:

@@ -24,7 +24,7 @@ class Proof:
     def challenge(self) -> Challenge:
         return Challenge(version=TRANSFER_VERSION, nonce=secrets.token_bytes(NONCE_BYTES))
 
-    def greet(self, challenge: Challenge, name: str, pid: int, host: bytes) -> Greeting:
+    def greet(self, challenge: Challenge, name: str, host: bytes) -> Greeting:
         """Answer a challenge, of whatever version: the other side refuses this one, too, and knows why."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         return Greeting(
@@ -32,7 +32,6 @@ class Proof:
             nonce=nonce,
             proof=self._prove(b"greeting", challenge.nonce, nonce),
             name=name,
-            pid=pid,
             host=host,
         )
 
@@ -79,7 +78,6 @@ class Visitor:
         self,
         proof: Proof,
         name: str,
-        pid: int,
         host: bytes,
         *,
         peer: str,
@@ -90,14 +88,12 @@ class Visitor:
         Args:
             proof: what the peer has to be shown.
             name: this agent's.
-            pid: its process.
             host: its machine.
             peer: the other agent's name.
             check_certificate: raises ProtocolError where the peer shows another one than it should.
         """
         self._proof = proof
         self._name = name
-        self._pid = pid
         self._host = host
         self._peer = peer
         self._check_certificate = check_certificate
@@ -114,7 +110,7 @@ class Visitor:
         try:
             match message, self._said:
                 case Challenge(), None:
-                    self._said = message, self._proof.greet(message, self._name, self._pid, self._host)
+                    self._said = message, self._proof.greet(message, self._name, self._host)
                     link.channel.send(self._said[1])
                     check_version(message.version, "the agent that listens there")
                 case Welcome(error=None), (challenge, greeting):
@@ -167,7 +163,7 @@ class Host:
             link.opened.exception()
             link.channel.close(error.message)
             return
-        link.introduce(message.name, message.pid, message.host)
+        link.introduce(message.name, message.host)
         link_id = self._admit(link)
         link.channel.send(self._proof.welcome(self._challenge, message, link_id))
         link.admitted(self._proof.stream_key(self._challenge, message), link_id)

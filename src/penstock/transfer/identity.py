@@ -1,6 +1,5 @@
 """Who an agent is to its peers."""
 
-import os
 import secrets
 from collections.abc import Iterable, Mapping
 
@@ -51,7 +50,6 @@ class Identity:
                 name=self.name,
                 token=self.token,
                 host=self.host,
-                pid=os.getpid(),
                 addresses=addresses,
                 contacts=dict(contacts),
                 regions=tuple(regions),

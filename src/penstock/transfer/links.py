@@ -129,11 +129,10 @@ class SocketLink:
         self._greeter: Greeter | None = None
         self._open_stream: StreamOpener | None = None
 
-    def introduce(self, peer: str, pid: int, host: bytes) -> None:
-        """Know who is at the other end."""
+    def introduce(self, peer: str, host: bytes) -> None:
+        """Know who says to be at the other end."""
         self.peer = peer
         self.same_host = host == self._host
-        self.peer_pid = pid if self.same_host else 0
 
     def greets_by(self, greeter: "Greeter", open_stream: StreamOpener | None = None) -> None:
         """Know how to introduce itself and, on the initiating side, how to open streams; before it is connected."""
@@ -163,6 +162,7 @@ class SocketLink:
 
     def channel_opened(self) -> None:
         assert self._greeter is not None, "greets_by comes first"
+        self.peer_pid = self.channel.peer_pid
         self._greeter.began(self)
 
     def message_received(self, message: LinkFrame) -> None:

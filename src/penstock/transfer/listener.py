@@ -26,7 +26,7 @@ _log = get_logger()
 _LINK, _TLS_LINK = b"PTA link", b"PTA tlsl"
 _STREAM, _TLS_STREAM = b"PTA strm", b"PTA tlss"
 _KIND_BYTES = len(_LINK)
-_HEADER = struct.Struct(f"<Q{NONCE_BYTES}s16s32s")
+_HEADER = struct.Struct("<Q16s32s")
 _ACCEPTED = b"\x01"
 _BACKLOG = 1024
 _STRANGERS_MAX = 1024
@@ -168,10 +168,13 @@ class Listener:
                 raise
 
     async def _take_stream(self, connection: socket.socket) -> None:
-        header = await receive_exactly(connection, _HEADER.size)
-        link_id, nonce, transport, proof = _HEADER.unpack(header)
+        nonce = secrets.token_bytes(
+            NONCE_BYTES
+        )  # this side's: a header that was seen once opens nothing again
+        await send_all(connection, nonce)
+        link_id, transport, proof = _HEADER.unpack(await receive_exactly(connection, _HEADER.size))
         key = self._reception.stream_key(link_id)
-        if key is None or not hmac.compare_digest(proof, _prove(key, nonce, transport)):
+        if key is None or not hmac.compare_digest(proof, _prove(key, nonce, link_id, transport)):
             raise ProtocolError(f"a stream of link {link_id}, which is not known, or not known to the caller")
         await send_all(connection, _ACCEPTED)
         name = transport.rstrip(b"\0").decode("ascii", "replace")
@@ -224,20 +227,20 @@ class Door:
             PeerLost: nobody answers in time, or the peer refuses.
             ProtocolError: it has another certificate than its metadata names.
         """
-        nonce = secrets.token_bytes(NONCE_BYTES)
         padded = transport.encode("ascii").ljust(16, b"\0")
-        header = _HEADER.pack(link_id, nonce, padded, _prove(key, nonce, padded))
         connection = await self._connect(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 if self.tls is None:
-                    await send_all(connection, _STREAM + header)
+                    await send_all(connection, _STREAM)
                 else:
                     await send_all(connection, _TLS_STREAM)
                     connection = secure = self.tls.wrap(connection, server_side=False)
                     await shake_hands(secure)
                     self.check_certificate(secure.getpeercert(binary_form=True))
-                    await send_all(secure, header)
+                nonce = await receive_exactly(connection, NONCE_BYTES)
+                proof = _prove(key, nonce, link_id, padded)
+                await send_all(connection, _HEADER.pack(link_id, padded, proof))
                 await receive_exactly(connection, len(_ACCEPTED))
         except (OSError, EOFError, TimeoutError) as error:
             connection.close()
@@ -340,5 +343,5 @@ def _place(text: str, token: bytes) -> tuple[socket.AddressFamily, tuple[str, in
     return family, (str(where[0]), int(where[1]))
 
 
-def _prove(key: bytes, nonce: bytes, transport: bytes) -> bytes:
-    return hmac.digest(key, nonce + transport, hashlib.sha256)
+def _prove(key: bytes, nonce: bytes, link_id: int, transport: bytes) -> bytes:
+    return hmac.digest(key, nonce + link_id.to_bytes(8, "little") + transport, hashlib.sha256)

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 from penstock.core.descriptors import (
     MAIN_MEMORY,
+    Access,
     RangePairs,
     Region,
     RegionInfo,
@@ -56,7 +57,8 @@ class MemoryTransport(QuietTransport):
     def contact(self) -> bytes:
         return self._contact
 
-    def register(self, region_id: int, region: Region) -> bytes | None:
+    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
+        del access  # shown keys are checked whenever a peer asks
         if region.kind not in MAIN_MEMORY:
             return None
         self.regions[region_id] = region
@@ -113,7 +115,7 @@ class _MemoryChannel:
 
     def copy(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> CopyMove:
         """Make the copy; who owns the other side's memory checks that it may be."""
-        keys = {region_id: info.key for region_id, info in self._regions.items()}
+        keys = {region_id: info.key(op) for region_id, info in self._regions.items()}
         if self._other is not self._own and self._other.host is not None:
             self._other.host.authorize(self._asks, keys, pairs.remote, op)
         local = addresses_of(pairs.local, {i: region.address for i, region in self._own.regions.items()})

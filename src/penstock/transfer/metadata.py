@@ -28,7 +28,6 @@ class AgentMetadata(Wire, frozen=True):
     name: str
     token: bytes
     host: bytes
-    pid: int
     addresses: tuple[str, ...] = ()
     contacts: dict[str, bytes] = msgspec.field(default_factory=dict)
     regions: tuple[RegionInfo, ...] = ()

@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.descriptors import Descriptors, MemoryKind, Region, RegionInfo, TransferCost, TransferOp
+from penstock.core.descriptors import (
+    Access,
+    Descriptors,
+    MemoryKind,
+    Region,
+    RegionInfo,
+    TransferCost,
+    TransferOp,
+)
 from penstock.core.errors import (
     PenstockError,
     ProtocolError,
@@ -96,7 +104,8 @@ class NixlTransport:
     def contact(self) -> bytes:
         return _CONTACT
 
-    def register(self, region_id: int, region: Region) -> bytes | None:
+    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
+        del access  # shown keys are checked whenever a peer asks
         kind = KINDS.get(region.kind)
         if kind is None:
             return None

@@ -141,9 +141,11 @@ class NixlChannel:
         return self._cost[op]
 
     def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
-        kinds = {self._regions[region_id].kind for region_id in distinct(pairs.remote.region_ids)}
-        if checksum and MemoryKind.VRAM in kinds:
+        infos = [self._regions[region_id] for region_id in distinct(pairs.remote.region_ids)]
+        if checksum and MemoryKind.VRAM in {info.kind for info in infos}:
             raise TransferRefused("nixl: no checksums of vram; post without")
+        if checksum and not all(info.read_key for info in infos):
+            raise TransferRefused("nixl: no checksums of a region that was given write-only; post without")
         return NixlMove(self, op, pairs, checksum=checksum)
 
     async def close(self) -> None:
@@ -201,7 +203,7 @@ class NixlChannel:
             self._allowed = {pair for pair in self._allowed if pair[1] in self._regions}
             wanted = [region_id for region_id in region_ids if (op, region_id) not in self._allowed]
             if wanted:
-                keys = self._keys(wanted)
+                keys = self._keys(wanted, op)
                 await self._load(Want(ask_id=self._questions.number(), op=op, keys=keys))
                 self._allowed.update((op, region_id) for region_id in wanted)
 
@@ -215,16 +217,16 @@ class NixlChannel:
         for first in range(0, len(ranges), _SUM_RANGES):
             part = slice(first, first + _SUM_RANGES)
             some = Descriptors(ranges.region_ids[part], ranges.offsets[part], ranges.lengths[part])
-            keys = self._keys(distinct(some.region_ids))
+            keys = self._keys(distinct(some.region_ids), TransferOp.READ)
             answer = await self._ask(SumRanges.of(self._questions.number(), keys, some))
             if not isinstance(answer, Sums) or len(answer.sums) != 4 * len(some):
                 raise self._wrong(answer)
             parts.append(np.frombuffer(answer.sums, "<u4"))
         return np.concatenate(parts)
 
-    def _keys(self, region_ids: Sequence[int]) -> dict[int, bytes]:
+    def _keys(self, region_ids: Sequence[int], op: TransferOp) -> dict[int, bytes]:
         infos = (self._regions.get(region_id) for region_id in region_ids)
-        return {info.region_id: info.key for info in infos if info is not None}
+        return {info.region_id: info.key(op) for info in infos if info is not None}
 
     async def _probe(self, thread: NixlThread, name: str, known: Known) -> None:
         """Read the peer's random bytes."""

@@ -1,5 +1,7 @@
 """What the `nixl` transports of two agents say to each other: the initiator asks, the owner of the memory answers."""
 
+from typing import Annotated
+
 import msgspec
 
 from penstock.core.descriptors import Descriptors, TransferOp
@@ -19,8 +21,8 @@ class Place(Wire, frozen=True):
     """Where a region is, in the process that owns it. `kind` is NIXL's name of that memory."""
 
     kind: str
-    address: int
-    device: int = 0
+    address: Annotated[int, msgspec.Meta(ge=0)]
+    device: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Given(Wire, frozen=True, tag="given"):
@@ -37,7 +39,7 @@ class Known(Wire, frozen=True, tag="known"):
     ask_id: int
     metadata: bytes
     nonce: bytes
-    address: int
+    address: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class SumRanges(Wire, frozen=True, tag="sum"):

@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.core.descriptors import (
     MAIN_MEMORY,
+    Access,
     MemoryKind,
     RangePairs,
     Region,
@@ -134,7 +135,8 @@ class ObjectTransport(QuietTransport):
     def contact(self) -> bytes:
         return b""
 
-    def register(self, region_id: int, region: Region) -> bytes | None:
+    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
+        del access  # no peer reaches it
         if not isinstance(region, ObjectRegion):
             return b"" if region.kind in MAIN_MEMORY else None
         bucket = Bucket(

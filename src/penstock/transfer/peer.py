@@ -1,6 +1,6 @@
 """Another agent, or this one itself, as somewhere to move bytes to and from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.descriptors import Descriptors, RangePairs, Region, RegionInfo, TransferOp
@@ -40,6 +40,28 @@ class Peer:
         self.unreachable: dict[str, str] = {}
         """Why other transports do not, by name."""
         self.infos: dict[int, RegionInfo] = {}
+
+    def learn(self, infos: Iterable[RegionInfo]) -> None:
+        """Know these regions, too; what was given before stays given."""
+        for info in infos:
+            older = self.infos.get(info.region_id)
+            self.infos[info.region_id] = info if older is None else info.with_keys_of(older)
+
+    def check_given(self, region_id: int, op: TransferOp) -> None:
+        """Refuse what the peer has not given, or has withdrawn.
+
+        Raises:
+            TransferRefused: the region is gone, or was not given for this direction.
+        """
+        info = self.infos.get(region_id)
+        if info is None:
+            raise TransferRefused(f"region {region_id} of agent {self.name} is gone")
+        if not info.key(op):
+            given = "read-only" if op is TransferOp.WRITE else "write-only"
+            raise TransferRefused(
+                f"region {region_id} of agent {self.name} was given {given}; its owner has to register it, and give its"
+                " metadata, with access=Access.BOTH"
+            )
 
     @property
     def regions(self) -> Mapping[str, RemoteRegion]:

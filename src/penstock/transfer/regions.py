@@ -8,7 +8,15 @@ from itertools import count
 import numpy as np
 from numpy.typing import ArrayLike
 
-from penstock.core.descriptors import Descriptors, MemoryKind, OffsetArray, Region, RegionInfo, TransferOp
+from penstock.core.descriptors import (
+    Access,
+    Descriptors,
+    MemoryKind,
+    OffsetArray,
+    Region,
+    RegionInfo,
+    TransferOp,
+)
 from penstock.core.errors import TransferError, TransferRefused
 from penstock.seams import Transport
 from penstock.transfer.ranges import check_bounds
@@ -21,24 +29,57 @@ _FEW = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registration:
-    """A registered region of this agent. `ways` is what each transport wants its peers to know."""
+    """A registered region of this agent.
+
+    Attributes:
+        region_id: names it.
+        region: the memory.
+        access: the most that peers may do with it.
+        read_key: shows that a peer may read it.
+        write_key: shows that a peer may write it.
+        ways: what each transport wants its peers to know.
+    """
 
     region_id: int
     region: Region
-    key: bytes = field(repr=False)
+    access: Access
+    read_key: bytes = field(repr=False)
+    write_key: bytes = field(repr=False)
     ways: Mapping[str, bytes] = field(repr=False)
 
     @property
     def info(self) -> RegionInfo:
-        """What a peer that is given this region learns."""
+        """What a peer that is given all that may be given learns."""
+        return self.given(None)
+
+    def given(self, access: Access | None) -> RegionInfo:
+        """Say what a peer that is given this region learns.
+
+        Args:
+            access: what it may do; None for all that the registration allows.
+
+        Raises:
+            TransferRefused: that is more than the registration allows.
+        """
+        given = self.access if access is None else access
+        if self.access not in {given, Access.BOTH}:
+            raise TransferRefused(
+                f"region {self.region_id} is registered for access {self.access.value!r}, so {given.value!r} cannot be"
+                " given: register it with access=Access.BOTH"
+            )
         return RegionInfo(
             region_id=self.region_id,
             kind=self.region.kind,
             size_bytes=self.region.size_bytes,
-            key=self.key,
+            read_key=self.read_key if given.allows(TransferOp.READ) else b"",
+            write_key=self.write_key if given.allows(TransferOp.WRITE) else b"",
             name=self.region.name,
             ways=dict(self.ways),
         )
+
+    def key(self, op: TransferOp) -> bytes:
+        """Give what a peer shows to transfer in this direction."""
+        return self.read_key if op is TransferOp.READ else self.write_key
 
     def ranges(self, offsets: ArrayLike = 0, lengths: ArrayLike | None = None) -> Descriptors:
         """List ranges of it; all of it where nothing is said. See `Descriptors.of`."""
@@ -104,24 +145,37 @@ class RegionTable:
         return self._registrations.get(registration.region_id) is registration
 
     def register(
-        self, region: Region, transports: Mapping[str, Transport], unavailable: Mapping[str, str]
+        self,
+        region: Region,
+        transports: Mapping[str, Transport],
+        unavailable: Mapping[str, str],
+        *,
+        access: Access | None = None,
     ) -> Registration:
         """Number a region and tell the transports of it.
 
         Args:
             region: what to register.
+            access: what peers may do with it; None for all that the memory lets them.
             transports: those that work here, by name.
             unavailable: why others do not.
 
         Raises:
             TransferRefused: no transport has any use for it.
         """
+        if access is None:
+            access = Access.BOTH if region.writable else Access.READ
+        elif not region.writable and access is not Access.READ:
+            raise TransferRefused(
+                f"region of {region.size_bytes} bytes is read-only memory, so access={access.value!r} cannot be allowed;"
+                " register a writable buffer, or access=Access.READ"
+            )
         region_id = next(self._ids)
         ways: dict[str, bytes] = {}
         why: list[str] = []
         for name, transport in transports.items():
             try:
-                way = transport.register(region_id, region)
+                way = transport.register(region_id, region, access)
             except TransferError as error:
                 why.append(f"{name}: {error.message}")
                 continue
@@ -133,7 +187,8 @@ class RegionTable:
                 f"region of {region.size_bytes} bytes, {region.kind.value}: no transport has any use for it"
                 f" ({reasons or ', '.join(transports)})"
             )
-        registration = Registration(region_id, region, secrets.token_bytes(_KEY_BYTES), ways)
+        read_key, write_key = secrets.token_bytes(_KEY_BYTES), secrets.token_bytes(_KEY_BYTES)
+        registration = Registration(region_id, region, access, read_key, write_key, ways)
         self._registrations[region_id] = registration
         return registration
 
@@ -172,29 +227,34 @@ class RegionTable:
             )
         return registration
 
-    def check(self, ranges: Descriptors, *, writes: bool) -> None:
-        """Check that all ranges lie in registered regions, and in writable ones where they are to be written.
+    def check(self, ranges: Descriptors) -> None:
+        """Check that all ranges lie in registered regions.
 
         Raises:
             TransferRefused: one does not.
         """
         for region_id in distinct(ranges.region_ids):
             registration = self.get(region_id)
-            if writes:
-                registration.check_writable()
             expect_inside(ranges, region_id, registration.region.size_bytes)
 
     def authorize(self, key_by_region: Mapping[int, bytes], ranges: Descriptors, op: TransferOp) -> None:
-        """Check what a peer asks for: it has to show the key of each region.
+        """Check what a peer asks for: it has to show the key of each region for this direction.
 
         Raises:
-            TransferRefused: a region is gone or was not given, a range ends outside, or it is read-only.
+            TransferRefused: a region is gone or was not given, a range ends outside, or peers may not do this with it.
         """
         for region_id in distinct(ranges.region_ids):
-            key = key_by_region.get(region_id, b"")
-            if not secrets.compare_digest(self.get(region_id).key, key):
-                raise TransferRefused(f"region {region_id} was not given: the key shown for it does not fit")
-        self.check(ranges, writes=op is TransferOp.WRITE)
+            registration, key = self.get(region_id), key_by_region.get(region_id, b"")
+            if not secrets.compare_digest(registration.key(op), key):
+                raise TransferRefused(
+                    f"region {region_id} was not given to {op.value}: the key shown for it does not fit"
+                )
+            if not registration.access.allows(op):
+                raise TransferRefused(
+                    f"region {region_id} is {registration.access.value}-only for peers: its owner has to register it with"
+                    " access=Access.BOTH"
+                )
+        self.check(ranges)
 
 
 def other_kind(

@@ -1,9 +1,11 @@
 """Transport `shm`: between processes of one host, one copy by the initiator alone.
 
 Arenas are mapped by both: the owner hands out the file descriptor after the region's key was shown, so that who has
-it was given it. The unit is the arena: who is given one region of an arena can technically reach all of it. Private
-memory is reached by process_vm_readv and process_vm_writev where the kernel permits them, which is found out when
-agents meet; there the kernel's permission is the border, and bounds are kept by the initiator.
+it was given it, open for reading alone where the region was given to read. The unit is the arena: who is given one region
+of an arena can technically reach all of it. What was given to write and not to read has no descriptor, since a mapping that
+can be written can be read. Private memory is reached by process_vm_readv and process_vm_writev where the kernel permits
+them, which is found out when agents meet; there the kernel's permission is the border, and bounds are kept by the
+initiator. Whose memory that is says the kernel (the process that listens at the other end), and not the metadata.
 """
 
 import os
@@ -11,11 +13,20 @@ import secrets
 import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from penstock.core.descriptors import MAIN_MEMORY, Descriptors, OffsetArray, Region, RegionInfo
+from penstock.core.descriptors import (
+    MAIN_MEMORY,
+    Access,
+    Descriptors,
+    OffsetArray,
+    Region,
+    RegionInfo,
+    TransferOp,
+)
 from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.core.wire import Wire, encode
@@ -24,7 +35,7 @@ from penstock.transfer.arena import Arena
 from penstock.transfer.grants import UNREADABLE, Ask, Grant, GrantStream
 from penstock.transfer.other_process import why_untraceable
 from penstock.transfer.regions import addresses_of, distinct
-from penstock.transfer.shm_channel import ShmChannel, ShmWay
+from penstock.transfer.shm_channel import Address, ShmChannel, ShmWay
 
 _log = get_logger()
 _NONCE_BYTES = 16
@@ -35,8 +46,8 @@ _TOUCHED_BYTES_MAX = 16 << 30
 class _Contact(Wire, frozen=True):
     """Where the agent's nonce lies: who can read it there may read all of its memory."""
 
-    address: int
-    nonce: bytes
+    address: Address
+    nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
 
 
 class _Gone(Wire, frozen=True):
@@ -77,11 +88,11 @@ class ShmTransport:
     def contact(self) -> bytes:
         return encode(_Contact(address=self._nonce.ctypes.data, nonce=self._nonce.tobytes()))
 
-    def register(self, region_id: int, region: Region) -> bytes | None:
+    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
         if region.kind not in MAIN_MEMORY:
             return None
         arena = Arena.around(region.address, region.size_bytes)
-        if arena is None:
+        if arena is None or not arena.share(peers_write=access.allows(TransferOp.WRITE)):
             return encode(ShmWay(address=region.address))
         self._arenas[region_id] = arena
         return encode(ShmWay(address=region.address, offset=region.address - arena.address))
@@ -98,11 +109,15 @@ class ShmTransport:
             raise TransferError("within an agent, transport memory copies")
         if not link.same_host:
             raise TransferError(f"agent {link.peer} runs on another host, or in other namespaces of this one")
+        if not link.peer_pid:
+            raise TransferError(
+                f"agent {link.peer}: over TCP the kernel does not say which process it is; have it listen at `unix` too"
+            )
         try:
             found = msgspec.msgpack.decode(contact, type=_Contact)
         except UNREADABLE as error:
             raise TransferError(f"agent {link.peer}: its contact cannot be read: {error}") from error
-        stream = GrantStream(await link.open_stream(self.name))
+        stream = GrantStream(await link.open_stream(self.name), takes_fds=True)
         untraceable = why_untraceable(link.peer_pid, found.address, found.nonce)
         channel = ShmChannel(self, link, regions, stream, untraceable)
         self._channels[link] = channel
@@ -123,7 +138,7 @@ class ShmTransport:
         if link in self._serving or self._host is None:
             stream.close()
             raise TransferRefused(f"agent {link.peer}: transport shm has a stream of this link already")
-        grants = self._serving[link] = GrantStream(stream)
+        grants = self._serving[link] = GrantStream(stream, takes_fds=False)
         self._host.spawn(self._serve(link, grants))
 
     def lost(self, link: Link, error: PenstockError) -> None:
@@ -186,15 +201,14 @@ class ShmTransport:
     def _answer(self, link: Link, ask: Ask, *, sends_fds: bool) -> tuple[Grant, int | None]:
         """Decide, and open the arena for who may have it."""
         assert self._host is not None
+        keys = ask.keys
+        writable = TransferOp.WRITE in keys
         try:
-            self._host.authorize(
-                link.peer, {ask.region_id: ask.key}, Descriptors.of(ask.region_id, 0, 0), ask.op
-            )
+            for op, key in keys.items() or {TransferOp.READ: b""}.items():
+                self._host.authorize(link.peer, {ask.region_id: key}, Descriptors.of(ask.region_id, 0, 0), op)
             arena, fd = self._arenas.get(ask.region_id), None
-            writable = self._host.region(ask.region_id).writable
-            if arena is not None and sends_fds:
-                access = os.O_RDWR if writable else os.O_RDONLY
-                fd = os.open(f"/proc/self/fd/{arena.fd}", access | os.O_CLOEXEC)
+            if arena is not None and sends_fds and TransferOp.READ in keys:
+                fd = arena.open(writable=writable)
         except TransferError as error:
             return Grant(number=ask.number, error=error.to_info()), None
         except OSError as error:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from penstock.core.descriptors import (
 from penstock.core.errors import PeerLost, TransferRefused
 from penstock.core.wire import Wire
 from penstock.seams import Link, Move
-from penstock.transfer.arena import Arena
+from penstock.transfer.arena import Arena, expect_sealed
 from penstock.transfer.copies import CopyMove, Mapped
 from penstock.transfer.grants import UNREADABLE, Ask, Grant, GrantStream
 from penstock.transfer.other_process import OtherProcess, is_ending
@@ -38,10 +38,14 @@ _COST = TransferCost(start_s=6e-6, range_s=2e-7, bytes_per_s=10e9)
 """As of a copy within a process; a little more, so that transport memory has those."""
 
 
+Address = Annotated[int, msgspec.Meta(ge=0)]
+"""In a peer's process; 64 bits."""
+
+
 class ShmWay(Wire, frozen=True):
     """Where a region is: its address in its process, and where in its arena it begins; None in private memory."""
 
-    address: int
+    address: Address
     offset: int | None = None
 
 
@@ -66,11 +70,14 @@ class Shm(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Reachable:
-    """A peer's region that was granted: where it begins, in this process or, where nothing is mapped, in the peer's."""
+    """A peer's region that was granted: where it begins, in this process or, where nothing is mapped, in the peer's.
+
+    `info` is as it was when the peer was asked.
+    """
 
     number: int
     address: int
-    size_bytes: int
+    info: RegionInfo
     mapping: NDArray[np.uint8] | None
 
 
@@ -99,7 +106,7 @@ class ShmChannel:
         self._regions = regions
         self._stream = stream
         self._untraceable = untraceable
-        self._reachable: dict[tuple[int, TransferOp], _Reachable] = {}
+        self._reachable: dict[int, _Reachable] = {}
         self._arenas: dict[tuple[int, int, bool], tuple[Arena, set[int]]] = {}  # with the regions in it
         self._numbers = count(1)
         self._asking = asyncio.Lock()
@@ -115,9 +122,15 @@ class ShmChannel:
         if kind is not None:
             return f"{kind.value} is no memory of a process"
         for info in remote:
-            if self._untraceable is None or (self._way(info).offset is not None and self._stream.sends_fds):
+            way = self._way(info)
+            if self._untraceable is None or (
+                way.offset is not None and info.read_key and self._stream.sends_fds
+            ):
                 continue
-            return f"region {info.region_id} is private, and {self._untraceable}; give an Arena"
+            what = "private" if way.offset is None else "given without leave to map it for reading"
+            return (
+                f"region {info.region_id} is {what}, and {self._untraceable}; give an Arena, to be read too"
+            )
         return None
 
     def cost(self, op: TransferOp) -> TransferCost:
@@ -177,39 +190,38 @@ class ShmChannel:
 
     def forget(self, region_id: int) -> None:
         """Let go of a region, and of its arena if it was the last one there."""
-        for op in TransferOp:
-            self._reachable.pop((region_id, op), None)
+        self._reachable.pop(region_id, None)
         for key, (arena, region_ids) in list(self._arenas.items()):
             region_ids.discard(region_id)
             if not region_ids:
                 arena.close()
                 del self._arenas[key]
 
-    def granted(self, region_ids: Sequence[int], op: TransferOp) -> list[_Reachable] | None:
-        """Give what is known of these regions; None if one was not asked for yet, or has become longer in its metadata."""
+    def granted(self, region_ids: Sequence[int]) -> list[_Reachable] | None:
+        """Give what is known of these regions; None if one was not asked for yet, or other metadata of it came since."""
         known: list[_Reachable] = []
         for region_id in region_ids:
-            reachable, info = self._reachable.get((region_id, op)), self._regions.get(region_id)
-            if reachable is None or info is None or info.size_bytes > reachable.size_bytes:
+            reachable, info = self._reachable.get(region_id), self._regions.get(region_id)
+            if reachable is None or (info is not reachable.info and info != reachable.info):
                 return None
             known.append(reachable)
         return known
 
-    async def ask(self, region_ids: Sequence[int], op: TransferOp) -> list[_Reachable]:
+    async def ask(self, region_ids: Sequence[int]) -> list[_Reachable]:
         """Have the peer grant regions that it has not granted yet.
 
         Raises:
             TransferRefused: it does not.
             PeerLost: it is gone.
         """
-        found = self.granted(region_ids, op)
+        found = self.granted(region_ids)
         if found is not None:
             return found
         async with self._asking:
             for region_id in region_ids:
-                if self.granted([region_id], op) is None:
-                    self._reachable[region_id, op] = await self._ask(region_id, op)
-        found = self.granted(region_ids, op)
+                if self.granted([region_id]) is None:
+                    self._reachable[region_id] = await self._ask(region_id)
+        found = self.granted(region_ids)
         if found is None:
             raise TransferRefused(f"a region of agent {self.link.peer} was deregistered there")
         return found
@@ -222,14 +234,21 @@ class ShmChannel:
                 f"agent {self.link.peer} did not register region {info.region_id} for transport shm"
             ) from error
 
-    async def _ask(self, region_id: int, op: TransferOp) -> _Reachable:
+    async def _ask(self, region_id: int) -> _Reachable:
         info = self._regions.get(region_id)
         if info is None:
             raise TransferRefused(f"region {region_id} of agent {self.link.peer} is gone")
         way = self._way(info)
         number = next(self._numbers)
         try:
-            grant = await self._answer(Ask(number=number, region_id=region_id, key=info.key, op=op))
+            grant = await self._answer(
+                Ask(
+                    number=number,
+                    region_id=region_id,
+                    read_key=info.read_key,
+                    write_key=info.write_key,
+                )
+            )
         except PeerLost as error:
             with contextlib.suppress(TimeoutError):  # the link, which says why, ends at the same time
                 async with asyncio.timeout(_LINK_ENDS_S):
@@ -240,16 +259,16 @@ class ShmChannel:
         if grant.error is not None:
             raise TransferRefused(f"agent {self.link.peer}: {grant.error.message}")
         if not grant.has_fd:
-            return _Reachable(number, way.address, info.size_bytes, None)
+            return _Reachable(number, way.address, info, None)
         fd = self._stream.take_fd()
         if way.offset is None:
             os.close(fd)
-            return _Reachable(number, way.address, info.size_bytes, None)
+            return _Reachable(number, way.address, info, None)
         arena = self._map(fd, grant, region_id)
         if not 0 <= way.offset <= arena.size_bytes - info.size_bytes:
             self.forget(region_id)
             raise TransferRefused(f"region {region_id} of agent {self.link.peer} ends outside of its arena")
-        return _Reachable(number, arena.address + way.offset, info.size_bytes, arena.array)
+        return _Reachable(number, arena.address + way.offset, info, arena.array)
 
     async def _answer(self, ask: Ask) -> Grant:
         self._stream.send(ask)
@@ -262,6 +281,13 @@ class ShmChannel:
 
     def _map(self, fd: int, grant: Grant, region_id: int) -> Arena:
         """Map an arena, or find where it is mapped already."""
+        try:
+            expect_sealed(
+                fd, grant.arena_bytes
+            )  # first: of another file's descriptor nothing is asked, it may hang
+        except BaseException:
+            os.close(fd)
+            raise
         status = os.fstat(fd)
         key = status.st_dev, status.st_ino, grant.writable
         known = self._arenas.get(key)
@@ -292,7 +318,7 @@ class _ShmMove:
     def run_now(self) -> bool:
         if self._pairs.total_bytes > self._channel.shm.inline_bytes_max:
             return False
-        reachable = self._channel.granted(self._remote_ids, self._op)
+        reachable = self._channel.granted(self._remote_ids)
         if reachable is None:
             return False
         for part in self._parts_for(reachable):
@@ -300,7 +326,7 @@ class _ShmMove:
         return True
 
     async def run(self) -> None:
-        reachable = await self._channel.ask(self._remote_ids, self._op)  # these keep mapped what they name
+        reachable = await self._channel.ask(self._remote_ids)  # these keep mapped what they name
         for part in self._parts_for(reachable):
             await self._channel.copy(part)
 

@@ -96,7 +96,7 @@ class Switchboard:
             link.close(f"agent {self._me.name} closes")
 
     async def dial(self, found: AgentMetadata) -> AgentLink:
-        """Open a link to the agent with this metadata, by the first of its addresses that works.
+        """Open a link to the agent with this metadata, by the nearest of its addresses that works.
 
         Raises:
             ProtocolError: it answers, and the secrets differ, or it speaks another version.
@@ -104,9 +104,9 @@ class Switchboard:
         """
         tried: list[str] = []
         same_host = found.host == self._me.host
-        for address in found.addresses:
+        for address in sorted(found.addresses, key=_nearness):
             if address == IN_PROCESS:
-                other = _here.get(found.token) if same_host and found.pid == os.getpid() else None
+                other = _here.get(found.token)
                 if other is not None and other._loop is self._loop:
                     return self._join(other, found)
             elif address != SAME_HOST or same_host:
@@ -251,11 +251,10 @@ class Switchboard:
         timeout_s = self._agent.config.connect_timeout_s
         connection = await door.open_link(timeout_s)
         link = SocketLink(self, self._agent.config, self._me.host, initiated=True)
-        link.introduce(found.name, found.pid, found.host)
+        link.introduce(found.name, found.host)
         visitor = Visitor(
             self._me.proof_for(found.token),
             self._me.name,
-            os.getpid(),
             self._me.host,
             peer=found.name,
             check_certificate=door.check_certificate,
@@ -292,6 +291,11 @@ class Switchboard:
             raise PeerLost(f"agent {found.name}: agent {self._me.name} closes")
         self._admit(link)
         return link
+
+
+def _nearness(address: str) -> int:
+    """Prefer what the kernel vouches for: over a unix socket it says which process is at the other end."""
+    return (IN_PROCESS, SAME_HOST).index(address) if address in {IN_PROCESS, SAME_HOST} else 2
 
 
 async def _guarded(work: Coroutine[object, object, None]) -> None:

@@ -9,7 +9,7 @@ has so many streams and no more: that bounds what is under way on either side, a
 import socket
 from collections.abc import Mapping
 
-from penstock.core.descriptors import MAIN_MEMORY, Region, RegionInfo
+from penstock.core.descriptors import MAIN_MEMORY, Access, Region, RegionInfo
 from penstock.core.errors import PeerLost, PenstockError, TransferError, TransferRefused
 from penstock.core.wire import encode
 from penstock.seams import Link, TransferChannel, TransportHost
@@ -58,7 +58,8 @@ class TcpTransport:
             )
         )
 
-    def register(self, region_id: int, region: Region) -> bytes | None:
+    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
+        del access  # shown keys are checked whenever a peer asks
         if region.kind not in MAIN_MEMORY:
             return None
         self._regions[region_id] = region

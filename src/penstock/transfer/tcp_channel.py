@@ -129,11 +129,11 @@ class TcpChannel:
         if not len(pairs):
             return Nothing()
         if pairs.total_bytes <= self.inline_bytes_max and len(pairs) <= RANGES_MAX:
-            return SmallMove(self, op, self._piece(pairs), checksum=checksum)
+            return SmallMove(self, op, self._piece(op, pairs), checksum=checksum)
         by_streams = min(self.streams, pairs.total_bytes // _SPLIT_BYTES)
         by_bounds = -(-pairs.total_bytes // self._contact.piece_bytes)
         parts = cut(pairs, max(by_streams, by_bounds, 1), RANGES_MAX - 1)
-        return LargeMove(self, op, [self._piece(part) for part in parts], checksum=checksum)
+        return LargeMove(self, op, [self._piece(op, part) for part in parts], checksum=checksum)
 
     async def close(self) -> None:
         self.lost(PeerLost(f"agent {self.link.peer} was disconnected"))
@@ -342,8 +342,8 @@ class TcpChannel:
     def _send(self, frame: TcpFrame) -> None:
         self.link.send("tcp", encode_frame(frame))
 
-    def _piece(self, pairs: RangePairs) -> Piece:
-        keys = {region_id: self._remote[region_id].key for region_id in distinct(pairs.remote.region_ids)}
+    def _piece(self, op: TransferOp, pairs: RangePairs) -> Piece:
+        keys = {region_id: self._remote[region_id].key(op) for region_id in distinct(pairs.remote.region_ids)}
         addresses = {i: self._regions[i].address for i in distinct(pairs.local.region_ids)}
         return Piece(
             PackedRanges.pack(pairs.remote, keys),

@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError, TransferError, TransferRefused
 from penstock.core.kv_layout import KvLayout
 from penstock.core.types import EngineInfo, KvHandle
 from penstock.core.wire import encode
-from penstock.transfer import TransferAgent
+from penstock.transfer import Access, TransferAgent
 from penstock.transfer.reshard import ReshardPlan, mismatch, plan, region_bytes
 
 _PLANS_MAX = 64
@@ -45,7 +45,12 @@ class KvRegions:
         self._check(memory)
         try:
             registered = [
-                [agent.register(region, f"kv-{rank}-{index}") for index, region in enumerate(regions)]
+                [
+                    agent.register(
+                        region, f"kv-{rank}-{index}", access=Access.READ
+                    )  # others fetch, none pushes
+                    for index, region in enumerate(regions)
+                ]
                 for rank, regions in enumerate(memory)
             ]
         except TransferRefused as error:
