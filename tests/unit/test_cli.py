@@ -45,8 +45,7 @@ def test_it_must_be_said_once_what_to_serve(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_flags_become_a_graph() -> None:
-    assert graph_of("--demo") == Graph(model="demo", roles=Roles(aggregated=RoleSpec(replicas=2)))
-    assert graph_of("--demo", "--workers", "1") == Graph(model="demo")
+    assert graph_of("m") == Graph(model="m")
     assert graph_of("--engine", "mock") == Graph(
         model="demo", roles=Roles(aggregated=RoleSpec(engine="mock"))
     )
@@ -58,6 +57,18 @@ def test_flags_become_a_graph() -> None:
     assert graph.roles.aggregated == RoleSpec(replicas=3, kv_blocks=64)
     assert (graph.frontend.host, graph.frontend.port, graph.frontend.processes) == ("0.0.0.0", 0, 2)
     assert graph.router.policy == "least-loaded"
+
+
+def test_the_demo_keeps_little_kv_unless_told_otherwise() -> None:
+    small = RoleSpec(kv_blocks=2048)
+    assert graph_of("--demo") == Graph(
+        model="demo", roles=Roles(aggregated=RoleSpec(replicas=2, kv_blocks=2048))
+    )
+    assert graph_of("--demo", "--workers", "1") == Graph(model="demo", roles=Roles(aggregated=small))
+    assert graph_of("--demo", "--prefill", "1", "--decode", "1").roles == Roles(prefill=small, decode=small)
+    assert graph_of("--demo", "--engine", "mock").roles.aggregated == RoleSpec(replicas=2, engine="mock")
+    more = graph_of("--demo", "--set", "roles.aggregated.kv_blocks=9000").roles.aggregated
+    assert more == RoleSpec(replicas=2, kv_blocks=9000)
 
 
 def test_flags_override_a_file(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from penstock.cli.flags import add_log_level, add_set
 from penstock.core.errors import ConfigError
 
 _DEMO_WORKERS = 2  # so that there is something to route between
+_DEMO_KV_BLOCKS = 2048
+"""Of a demo worker: 40 MiB, the KV of eight requests as long as the model takes. The whole demo stays below 1 GB of memory, most of it PyTorch's."""
 
 FLAGS = {
     "--workers": ("roles.aggregated.replicas", "N", "worker processes (default 1; 2 with --demo)"),
@@ -99,10 +101,15 @@ def graph_of(options: argparse.Namespace) -> Any:
         raise ConfigError(
             "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
         )
-    data: dict[str, Any] = {"model": DEMO_MODEL, "roles": {role: {} for role in roles}}
-    if options.demo and roles == ["aggregated"]:
-        data["roles"] = {"aggregated": {"replicas": _DEMO_WORKERS}}
+    defaults = _demo_role(roles, engine) if options.demo else {}
+    data = {"model": DEMO_MODEL, "roles": {role: dict(defaults) for role in roles}}
     return build(data, overrides, source="serve")
+
+
+def _demo_role(roles: list[str], engine: str | None) -> dict[str, Any]:
+    """Give what each role of the demo is unless flags say otherwise."""
+    kv = {} if engine == "mock" else {"kv_blocks": _DEMO_KV_BLOCKS}
+    return {"replicas": _DEMO_WORKERS, **kv} if roles == ["aggregated"] else kv
 
 
 def _roles_of(options: argparse.Namespace) -> list[str]:
