@@ -37,7 +37,7 @@ ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit 
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
-	@echo 'make test     run every test'
+	@echo 'make test     run every test; installs the Debian packages that tests need, where it may'
 	@echo 'make check    format, lint, types, floors and the fast tests (make -j2 check is quicker)'
 	@echo 'make fuzz     compare native code with a second implementation under sanitisers (FUZZ_RUNS=... FUZZ_SEED=...)'
 	@echo 'make fuzz-wire feed what peers send to the parsers of transfers, with atheris (WIRE_SECONDS=... for each)'
@@ -50,7 +50,10 @@ help:
 demo: venv
 	@$(BIN)/penstock serve --demo --port $(PORT) --first-chat
 
-test: venv $(NIXL_STAMP)
+# The packages first, and the rest by a make of its own, which looks anew whether native code can be built.
+test:
+	@ci/install_packages
+	@$(MAKE) --no-print-directory venv $(NIXL_STAMP)
 	$(BIN)/pytest
 
 # The longest first, and beside it the one that mostly waits, so that two jobs end together.

@@ -1,6 +1,7 @@
 """Order and settings of all tests."""
 
 import os
+import shutil
 
 import hypothesis
 import pytest
@@ -23,6 +24,30 @@ hypothesis.settings.load_profile("penstock")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow tests last: what is quickly known to be broken is quickly said."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+_PACKAGES = {"chromium": "chromium", "curl": "curl", "ip": "iproute2", "openssl": "openssl"}
+"""Programs that tests run, and the Debian packages that have them: all among ci/packages.txt."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a program, or root, that is not here; where every test must run, as in CI, fail."""
+    for marker in item.iter_markers("needs"):
+        for need in marker.args:
+            if (mend := _mend(need)) is None:
+                continue
+            if os.environ.get("PENSTOCK_NEVER_SKIP"):
+                pytest.fail(f"{mend}; with PENSTOCK_NEVER_SKIP set this test must run", pytrace=False)
+            pytest.skip(mend)
+
+
+def _mend(need: str) -> str | None:
+    """Say what is missing and how to mend it; None where it is here."""
+    if need == "root":
+        return None if os.geteuid() == 0 else "not run by root: sudo .venv/bin/pytest runs it"
+    if shutil.which(need):
+        return None
+    return f"{need} is not installed: sudo apt-get install -y {_PACKAGES[need]}"
 
 
 @pytest.fixture(autouse=True)

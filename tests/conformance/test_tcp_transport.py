@@ -46,6 +46,7 @@ def _tls() -> TlsConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("openssl")
 class TestTcpTransportWithTls(PeerTransportSuite):
     large_bytes = 24 << 20
 

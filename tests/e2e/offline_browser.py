@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -29,8 +28,6 @@ class Shown:
 
 
 def show(path):
-    browser = shutil.which("chromium")
-    assert browser is not None, "chromium is needed; it is among ci/packages.txt"
     offline = (
         ["unshare", "-n"]
         if subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode == 0
@@ -40,7 +37,7 @@ def show(path):
         log = Path(profile) / "net.json"
         command = [
             *offline,
-            browser,
+            "chromium",
             *FLAGS,
             f"--user-data-dir={profile}",
             f"--log-net-log={log}",

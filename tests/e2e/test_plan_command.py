@@ -30,14 +30,32 @@ def run(*arguments, cwd=None):
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=170, cwd=cwd)
 
 
-def test_what_it_writes_is_what_simulate_and_graph_check_take(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Plan once; give the files by the flags that named them."""
+    folder = tmp_path_factory.mktemp("plan")
     files = {
-        flag: tmp_path / name
+        flag: folder / name
         for flag, name in (("--out", "g.yaml"), ("--plot", "p.html"), ("--json", "r.json"))
     }
     done = run("plan", *ASKED, "--slo-itl", "0.012", *(part for pair in files.items() for part in pair))
     assert done.returncode == 0, done.stderr
     assert "prefill and decode apart give" in done.stdout
+    return files
+
+
+@pytest.mark.needs("chromium")
+def test_its_plot_is_drawn_by_a_browser_without_a_network(written: dict[str, Path]) -> None:
+    shown = show(written["--plot"])
+    assert shown.console == shown.asked == []
+    (points,) = Charts(shown.dom).points
+    assert points > 5
+
+
+def test_what_it_writes_is_what_simulate_and_graph_check_take(
+    written: dict[str, Path], tmp_path: Path
+) -> None:
+    files = written
     report = json.loads(files["--json"].read_text())
     kinds = {layout["kind"] for layout in report["layouts"]}
     assert kinds == {"aggregated", "disaggregated"}
@@ -50,11 +68,6 @@ def test_what_it_writes_is_what_simulate_and_graph_check_take(tmp_path: Path) ->
         assert layout["itl_s"] <= 0.012
         assert 0 <= layout["kv_headroom"] <= 1
     assert len(report["curve"]) > 5
-    shown = show(files["--plot"])
-    assert shown.console == shown.asked == []
-    (points,) = Charts(shown.dom).points
-    assert points > 5
-
     workload = tmp_path / "w.yaml"
     rate = 0.9 * rates[0]
     workload.write_text(f"requests: 600\nrate_per_s: {rate}\ninput_tokens: 400\noutput_tokens: 20\n")

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +48,7 @@ def test_the_openai_client_as_shown(deploy):
     deploy(scenario)
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.needs("curl")
 def test_curl_as_shown(deploy):
     async def scenario(site):
         shell = block("bash", "chat/completions").replace("http://127.0.0.1:8000", site.url)

@@ -8,7 +8,7 @@ from offline_browser import Charts, show
 
 from penstock.cli import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("chromium")]
 
 GRAPHS = Path(__file__).parents[2] / "examples" / "graphs"
 SPEC = """

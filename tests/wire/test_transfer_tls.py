@@ -14,6 +14,8 @@ from penstock.transfer.listener import Door
 from penstock.transfer.metadata import decode_metadata, encode_metadata
 from penstock.transfer.tls import TlsConfig, TlsIdentity
 
+pytestmark = pytest.mark.needs("openssl")
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
