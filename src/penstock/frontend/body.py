@@ -30,8 +30,8 @@ class BodyReader:
         self._bytes_max = bytes_max
         self._metrics = metrics
 
-    async def read(self, request: web.Request, received: Received) -> bytes:
-        """Give the body once it is there and inflated; whoever calls limits the time.
+    async def read(self, request: web.Request, received: Received) -> list[bytes]:
+        """Give the body in the pieces that came, inflated, once it is there; whoever calls limits the time.
 
         Raises:
             BodyEncodingError: it is compressed in an unknown way (415).
@@ -48,24 +48,24 @@ class BodyReader:
             raise self._too_large()
         body = await self._read_raw(request.content, received)
         if encoding != "identity":
-            body = await self._inflate(body, encoding, received)
+            body = await self._inflate(b"".join(body), encoding, received)
         received.settle()
         return body
 
-    async def _read_raw(self, content: StreamReader, received: Received) -> bytes:
+    async def _read_raw(self, content: StreamReader, received: Received) -> list[bytes]:
         if content.is_eof():  # the usual case: it came with its headers
             whole = content.read_nowait()
             self._take(len(whole), 0, received)
-            return whole
+            return [whole]
         chunks: list[bytes] = []
         size_bytes = 0
         while chunk := await content.readany():
             self._take(len(chunk), size_bytes, received)
             size_bytes += len(chunk)
             chunks.append(chunk)
-        return b"".join(chunks)
+        return chunks
 
-    async def _inflate(self, body: bytes, encoding: str, received: Received) -> bytes:
+    async def _inflate(self, body: bytes, encoding: str, received: Received) -> list[bytes]:
         loop = asyncio.get_running_loop()
         slices = _inflated(body, encoding)
         inflated: list[bytes] = []
@@ -81,7 +81,7 @@ class BodyReader:
             raise RequestError(
                 f"Content-Encoding: the body is not valid {encoding}: {error}; compress it again, or send it as it is"
             ) from error
-        return b"".join(inflated)
+        return inflated
 
     def _take(self, size_bytes: int, before_bytes: int, received: Received) -> None:
         if before_bytes + size_bytes > self._bytes_max:

@@ -14,6 +14,8 @@ class ReceiveConfig(Config):
     """Longest time from a request's first byte to the end of its headers, and from there to the end of its body; then it ends with 408."""
     bytes_max: int = pydantic.Field(default=256 << 20, ge=1024)
     """Bytes of requests that have come and are not encoded yet, over all connections of one process; past it the largest unfinished body gets 503."""
+    encoders_max: int = pydantic.Field(default=2, ge=1, le=64)
+    """Processes that decode and encode bodies over 64 KiB, started when such bodies come; each loads the tokenizers it needs."""
 
 
 class FrontendConfig(Config):

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import msgspec
 
-from penstock.core.errors import PenstockError, RequestError
+from penstock.core.errors import ErrorInfo, PenstockError, RequestError, from_info
 
 
 class ErrorBody(msgspec.Struct):
@@ -70,3 +70,14 @@ class BodySizeError(_RefusalError):
 class BodyEncodingError(_RefusalError):
     code = "unsupported_encoding"
     status = 415
+
+
+_BY_CODE: dict[str, type[_RefusalError]] = {
+    kind.code: kind for kind in (ContextLengthError, UnknownModelError, BodySizeError)
+}
+
+
+def refusal_of(info: ErrorInfo) -> PenstockError:
+    """Rebuild an error that another process of this frontend reported."""
+    kind = _BY_CODE.get(info.code)
+    return from_info(info) if kind is None else kind(info.message, param=info.param)

@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -13,10 +13,19 @@ from penstock.frontend.admission import Admission, Slot
 from penstock.frontend.body import BodyReader
 from penstock.frontend.completion import Completion
 from penstock.frontend.config import FrontendConfig
+from penstock.frontend.encoders import LARGE_BYTES, Encoders
 from penstock.frontend.headers import Wishes
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.models import ModelShelf
-from penstock.frontend.openai import ModelEntry, ModelList, StreamOptions, parse_chat, parse_completion
+from penstock.frontend.openai import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ModelEntry,
+    ModelList,
+    parse_chat,
+    parse_completion,
+)
 from penstock.frontend.preprocess import Arrival, Preprocessor, Work
 from penstock.frontend.receiving import ReceiveRoom
 from penstock.frontend.sse import Envelope, EventStream, WholeAnswer
@@ -82,6 +91,13 @@ class Frontend:
         self._rng = rng if rng is not None else random.Random()
         self._models = ModelShelf(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
+        self._encoders = Encoders(
+            config.receive.encoders_max,
+            self._models,
+            hash_key=hash_key,
+            choices_max=config.choices_max,
+            models_max=config.models_max,
+        )
 
     @contextlib.contextmanager
     def arrive(self) -> Iterator[Slot]:
@@ -102,31 +118,47 @@ class Frontend:
         self.admission.admit(slot)
         self.metrics.inflight(1)
 
-    async def chat(self, body: bytes, slot: Slot, wishes: Wishes) -> Answering:
-        """Understand and prepare a chat request.
+    async def chat(self, body: Sequence[bytes], slot: Slot, wishes: Wishes) -> Answering:
+        """Understand and prepare a chat request, whose body came in pieces.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
         """
-        request = parse_chat(body)
+        arrival = Arrival(f"chatcmpl-{self.new_id()}", sum(map(len, body)), slot.deadline, wishes)
+        if arrival.size_bytes > LARGE_BYTES:
+            return await self._large(body, slot, arrival, chat=True)
+        request = parse_chat(b"".join(body))
         check_chat(request, self.config.choices_max)
-        model = await self._models.get(request.model)
-        arrival = Arrival(f"chatcmpl-{self.new_id()}", len(body), slot.deadline, wishes)
-        work = await self._preprocessor.chat(request, model, arrival)
-        return self._answering(work, slot, chat=True, stream=request.stream, options=request.stream_options)
+        return await self._small(request, slot, arrival)
 
-    async def completion(self, body: bytes, slot: Slot, wishes: Wishes) -> Answering:
-        """Understand and prepare a plain completion request.
+    async def completion(self, body: Sequence[bytes], slot: Slot, wishes: Wishes) -> Answering:
+        """Understand and prepare a plain completion request; see `chat`.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
         """
-        request = parse_completion(body)
+        arrival = Arrival(f"cmpl-{self.new_id()}", sum(map(len, body)), slot.deadline, wishes)
+        if arrival.size_bytes > LARGE_BYTES:
+            return await self._large(body, slot, arrival, chat=False)
+        request = parse_completion(b"".join(body))
         check_completion(request, self.config.choices_max)
+        return await self._small(request, slot, arrival)
+
+    async def _small(
+        self, request: ChatRequest | CompletionRequest, slot: Slot, arrival: Arrival
+    ) -> Answering:
         model = await self._models.get(request.model)
-        arrival = Arrival(f"cmpl-{self.new_id()}", len(body), slot.deadline, wishes)
-        work = await self._preprocessor.completion(request, model, arrival)
-        return self._answering(work, slot, chat=False, stream=request.stream, options=request.stream_options)
+        return self._answering(await self._preprocessor.prepare(request, model, arrival), slot, request)
+
+    async def _large(self, body: Sequence[bytes], slot: Slot, arrival: Arrival, *, chat: bool) -> Answering:
+        understood = await self._encoders.understand(body, chat=chat)
+        request = understood.request
+        work = self._preprocessor.work(request, understood.model, arrival, understood.prompts)
+        return self._answering(work, slot, request)
+
+    async def close(self) -> None:
+        """End the processes that work for this one. Safe twice."""
+        await self._encoders.close()
 
     def models(self) -> ModelList:
         return ModelList(data=[_entry(card) for card in self.dispatcher.models().values()])
@@ -142,16 +174,14 @@ class Frontend:
     def new_id(self) -> str:
         return f"{self._rng.getrandbits(96):024x}"
 
-    def _answering(
-        self, work: Work, slot: Slot, *, chat: bool, stream: bool | None, options: StreamOptions | None
-    ) -> Answering:
-        name = work.model.card.name
+    def _answering(self, work: Work, slot: Slot, request: GenerationRequest) -> Answering:
+        name, options = work.model.card.name, request.stream_options
         timer = self.metrics.timer(name, slot.arrived)
         return Answering(
             completion=Completion(work, self.dispatcher, timer, explains=work.wishes.explains),
             work=work,
-            envelope=Envelope(work.id, int(wall_time_s()), name, chat),
-            stream=bool(stream),
+            envelope=Envelope(work.id, int(wall_time_s()), name, isinstance(request, ChatRequest)),
+            stream=bool(request.stream),
             include_usage=options is not None and options.include_usage,
         )
 

@@ -7,7 +7,7 @@ its handler, and with it the request on its workers, before the first token as w
 import ipaddress
 import math
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from http import HTTPStatus
 
@@ -42,7 +42,7 @@ _FORWARDED = ("Forwarded", "X-Forwarded-For")
 _request_id: ContextVar[str] = ContextVar("request_id")  # each request runs in a context of its own
 _log = get_logger()
 
-Prepare = Callable[[bytes, Slot, Wishes], Awaitable[Answering]]
+Prepare = Callable[[Sequence[bytes], Slot, Wishes], Awaitable[Answering]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -233,7 +233,7 @@ class HttpSurface:
             )
         with self._frontend.arrive() as slot, self._frontend.room.hold(slot.end) as received:
             async with slot.limit():
-                body = await self._frontend.bodies.read(request, received)
+                body = b"".join(await self._frontend.bodies.read(request, received))
         try:
             wish = msgspec.json.decode(body, type=_RoleWish)
         except (ValueError, RecursionError) as error:

@@ -46,6 +46,8 @@ class ServedModel:
         self.tokenizer.no_padding()
         self.template = ChatTemplate.load(files.get(TOKENIZER_CONFIG), files.get(CHAT_TEMPLATE))
         self.card = card
+        self.source = card
+        """Whose files it has; its adapters have the same."""
         self.defaults = dict(card.default_sampling)
         self.num_token_ids = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -90,6 +92,19 @@ class ModelShelf:
             self._models.move_to_end(card)
         return model
 
+    async def files(self, card: ModelCard) -> dict[str, bytes]:
+        """Fetch what a `ServedModel` is made of.
+
+        Raises:
+            PenstockError: its workers do not give them now.
+        """
+        names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+        return {
+            file.name: await self._dispatcher.fetch_file(card, file)
+            for file in card.files
+            if file.name in names
+        }
+
     def card(self, name: str) -> ModelCard:
         """Give the card of a model that is served now.
 
@@ -121,12 +136,7 @@ class ModelShelf:
             self._adapters.popitem(last=False)
 
     async def _load(self, card: ModelCard) -> ServedModel:
-        names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
-        files = {
-            file.name: await self._dispatcher.fetch_file(card, file)
-            for file in card.files
-            if file.name in names
-        }
+        files = await self.files(card)
         model = self._models[card] = await asyncio.to_thread(ServedModel, card, files)
         while len(self._models) > self._models_max:
             self._models.popitem(last=False)

@@ -4,6 +4,9 @@ Fields of the API that change the answer and are not served here are declared to
 uses one is refused by name (`validation.py`) instead of being answered wrongly.
 """
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -201,7 +204,8 @@ def parse_chat(body: bytes) -> ChatRequest:
         RequestError: not JSON, a wrong type, a missing or an unknown field.
     """
     try:
-        return _decode_chat(body)
+        with _no_collections():
+            return _decode_chat(body)
     except (ValueError, RecursionError) as error:
         raise body_error(error, body, ChatRequest) from error
 
@@ -213,6 +217,19 @@ def parse_completion(body: bytes) -> CompletionRequest:
         RequestError: not JSON, a wrong type, a missing or an unknown field.
     """
     try:
-        return _decode_completion(body)
+        with _no_collections():
+            return _decode_completion(body)
     except (ValueError, RecursionError) as error:
         raise body_error(error, body, CompletionRequest) from error
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Decode without garbage collections: they would look at each list and object of a body again and again, for 4 times as long."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

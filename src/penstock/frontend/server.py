@@ -91,6 +91,7 @@ class FrontendServer:
         if ended:
             _log.warning("requests_given_up", requests=ended, after_s=round(loop.time() - began_s, 1))
         await runner.cleanup()
+        await self._frontend.close()
         _log.info("frontend_closed", requests_ended=ended)
 
     def hurry(self) -> None:

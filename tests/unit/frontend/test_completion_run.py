@@ -29,7 +29,7 @@ async def completion(
     preprocessor = Preprocessor(hash_key=bytes(16), rng=random.Random(0))
     request = CompletionRequest(model="tiny", **{"prompt": "dog", **fields})
     model = ServedModel(tiny_card(), tiny_model_files())
-    work = await preprocessor.completion(request, model, Arrival("cmpl-1", 1, 1e9))
+    work = await preprocessor.prepare(request, model, Arrival("cmpl-1", 1, 1e9))
     metrics = metrics or FrontendMetrics(CollectorRegistry())
     timer = metrics.timer("tiny", asyncio.get_running_loop().time())
     return Completion(work, dispatcher, timer)

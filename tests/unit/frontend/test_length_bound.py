@@ -3,13 +3,11 @@
 import asyncio
 import json
 import random
-import threading
 import unicodedata
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from penstock.core.errors import PenstockError
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.length import _NFC_SHRINKS_MAX, LengthBound
 from penstock.frontend.models import ServedModel
@@ -112,10 +110,7 @@ def prepare(request: ChatRequest | CompletionRequest, served: ServedModel, size_
     async def main() -> None:
         preprocessor = Preprocessor(hash_key=bytes(16), rng=random.Random(0))
         arrival = Arrival("x", size_bytes, asyncio.get_running_loop().time() + 60)
-        if isinstance(request, ChatRequest):
-            await preprocessor.chat(request, served, arrival)
-        else:
-            await preprocessor.completion(request, served, arrival)
+        await preprocessor.prepare(request, served, arrival)
 
     asyncio.run(main())
 
@@ -131,42 +126,6 @@ def test_what_cannot_fit_is_not_tokenized() -> None:
     assert (no.value.param, no.value.http_status) == ("messages", 400)
     with pytest.raises(ContextLengthError, match=r"prompt: 7000000 bytes are at least 538462 tokens"):
         prepare(CompletionRequest(model="tiny", prompt=text), served, len(text))
-
-
-def test_few_big_prompts_are_tokenized_at_once_also_when_their_clients_have_gone() -> None:
-    served = ServedModel(tiny_card(), tiny_model_files())
-    running, most, release, lock = 0, 0, threading.Event(), threading.Lock()
-
-    class Counting:
-        def encode_batch_fast(self, *_: object, **__: object) -> None:
-            nonlocal running, most
-            with lock:
-                running += 1
-                most = max(most, running)
-            release.wait(10)
-            with lock:
-                running -= 1
-            raise PenstockError("enough")
-
-    served.tokenizer = Counting()  # type: ignore[assignment]
-
-    async def main() -> None:
-        preprocessor = Preprocessor(hash_key=bytes(16), rng=random.Random(0))
-        request = CompletionRequest(model="tiny", prompt="x")
-        arrival = Arrival("x", 2 << 20, 1e9)
-        tasks = [asyncio.ensure_future(preprocessor.completion(request, served, arrival)) for _ in range(3)]
-        while running < 2:  # noqa: ASYNC110 - a thread says so
-            await asyncio.sleep(0)
-        tasks[0].cancel()
-        tasks += [asyncio.ensure_future(preprocessor.completion(request, served, arrival)) for _ in range(3)]
-        for _ in range(50):
-            await asyncio.sleep(0)
-        release.set()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(result, PenstockError) for result in results) == 5
-
-    asyncio.run(main())
-    assert most == 2
 
 
 def test_the_length_of_added_tokens_counts() -> None:

@@ -11,10 +11,11 @@ import pytest
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
 from penstock.core.wire import token_list, unpack_hashes
+from penstock.frontend.encoding import request_salt
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.models import ServedModel
 from penstock.frontend.openai import ChatRequest, CompletionRequest, ContentPart, Message
-from penstock.frontend.preprocess import Arrival, Preprocessor, Work, request_salt
+from penstock.frontend.preprocess import Arrival, Preprocessor, Work
 from penstock.testing.tokenizer import tiny_card, tiny_model_files
 
 KEY = bytes(range(16))
@@ -30,7 +31,7 @@ def chat(served: ServedModel | None = None, *, size_bytes: int = 100, seed: int 
         preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(seed))
         deadline = asyncio.get_running_loop().time() + 60
         request = ChatRequest(model="tiny", **{"messages": HI, **fields})
-        return await preprocessor.chat(request, served or model(), Arrival("chat-1", size_bytes, deadline))
+        return await preprocessor.prepare(request, served or model(), Arrival("chat-1", size_bytes, deadline))
 
     return asyncio.run(main())
 
@@ -40,7 +41,7 @@ def complete(served: ServedModel | None = None, **fields: Any) -> Work:
         preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(0))
         deadline = asyncio.get_running_loop().time() + 60
         request = CompletionRequest(model="tiny", **{"prompt": "the quick", **fields})
-        return await preprocessor.completion(request, served or model(), Arrival("cmpl-1", 100, deadline))
+        return await preprocessor.prepare(request, served or model(), Arrival("cmpl-1", 100, deadline))
 
     return asyncio.run(main())
 
@@ -89,7 +90,7 @@ def test_a_seed_is_kept_or_drawn() -> None:
     async def with_seed(seed: int) -> int | None:
         preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(0))
         request = ChatRequest(model="tiny", messages=HI, seed=seed)
-        work = await preprocessor.chat(request, model(), Arrival("x", 1, 1e9))
+        work = await preprocessor.prepare(request, model(), Arrival("x", 1, 1e9))
         return work.requests[0].sampling.seed
 
     assert asyncio.run(with_seed(42)) == 42
