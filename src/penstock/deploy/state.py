@@ -1,8 +1,11 @@
 """What a deployment keeps on disk: a key that outlives it, and a directory that must not."""
 
+import errno
+import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -61,8 +64,9 @@ def _read_or_create(path: Path) -> bytes:
 class RuntimeDirectory:
     """A private directory for sockets, gone when the deployment is.
 
-    Under XDG_RUNTIME_DIR where there is one, else the system's temporary directory; mode 0700. What a killed
-    supervisor left behind is removed by the next one of the same user.
+    Under XDG_RUNTIME_DIR where there is one, else the system's temporary directory; mode 0700. Its deployment holds a lock on a file
+    in it. The kernel lets go of that lock when the deployment ends in whatever way, so that the next start of the same user
+    removes what a killed one left, and nothing of one that lives, be it in another container that shares the parent.
     """
 
     def __init__(self) -> None:
@@ -71,7 +75,7 @@ class RuntimeDirectory:
             parent = Path("/tmp")  # noqa: S108 - what follows is made by mkdtemp
         try:
             _remove_orphans(parent)
-            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+            self.path, self._lock = _make_locked(parent)
         except OSError as error:
             raise ConfigError(
                 f"{parent}: cannot make a private directory there: {(error.strerror or str(error)).lower()};"
@@ -79,15 +83,62 @@ class RuntimeDirectory:
             ) from error
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove it with all that is in it. Safe twice."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
 
 
 _PREFIX = "penstock-"
+_LOCK_NAME = "lock"
 _PARENT_BYTES_MAX = 60  # a Unix socket's whole path has at most 107
+_TRIES_MAX = 100
+
+
+def _make_locked(parent: Path) -> tuple[Path, int | None]:
+    """Make a directory; one that another start took for an orphan, before the lock was held, is left to that one."""
+    for _ in range(_TRIES_MAX):
+        path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        lock = _lock(path)
+        if lock is not None:
+            return path, lock
+    raise OSError(errno.EBUSY, f"{_TRIES_MAX} directories in a row were removed by others")
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a directory; None where somebody else has, or removes it.
+
+    Who makes a directory and who removes it both go through this. The lock of a file that is not in the directory any more says nothing.
+    """
+    try:
+        lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), (path / _LOCK_NAME).lstat()):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(lock)
+    return None
 
 
 def _remove_orphans(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}[0-9]*-*"):
-        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if path.stat().st_uid == os.getuid() and pid.isdecimal() and not Path("/proc", pid).exists():
-            shutil.rmtree(path, ignore_errors=True)
+        try:
+            if _may_be_orphan(path) and (lock := _lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+        except OSError:
+            continue  # what cannot be looked at now is for a later start
+
+
+def _may_be_orphan(path: Path) -> bool:
+    """Tell whether a directory is this user's, and of a release that locks it: others say nothing of whether they live."""
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        return False
+    names = {inside.name for inside in path.iterdir()}
+    return not names or _LOCK_NAME in names

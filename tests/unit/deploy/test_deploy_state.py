@@ -1,9 +1,12 @@
 import os
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,12 +75,59 @@ def test_a_path_too_long_for_sockets_is_left_for_a_shorter_one(
 
 
 def test_what_a_killed_supervisor_left_is_removed(parent: Path) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    orphan, living, other = (
-        parent / f"penstock-{gone.pid}-x", parent / f"penstock-{os.getpid()}-x", parent / "penstock-notes",
+    """Whether its process lives does not show in its number: it may be of another container, or a zombie."""
+    killed = subprocess.Popen(
+        [sys.executable, "-c", "from penstock.deploy.state import RuntimeDirectory as R; print(R().path); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    for path in (orphan, living, other):
+    assert killed.stdout is not None
+    orphan = Path(killed.stdout.readline().strip())
+    (orphan / "hub.sock").touch()
+    kept = RuntimeDirectory()
+    assert orphan.exists(), "it lives"
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+    elsewhere = kept.path.rename(parent / "penstock-4194305-x")  # a number that no process here has
+    unfinished, of_older_release, other = (
+        parent / f"penstock-{os.getpid()}-x", parent / "penstock-4194305-y", parent / "penstock-notes",
+    )  # fmt: skip
+    for path in (unfinished, of_older_release, other):
         path.mkdir()
+    (of_older_release / "hub.sock").touch()
     RuntimeDirectory().remove()
-    assert [path.exists() for path in (orphan, living, other)] == [False, True, True]
+    there = [path.exists() for path in (orphan, elsewhere, unfinished, of_older_release, other)]
+    assert there == [False, True, False, True, True]
+    killed.communicate()
+    kept.remove()
+
+
+def test_many_that_start_at_once_over_what_was_left_neither_fail_nor_disturb_each_other(parent: Path) -> None:
+    for number in range(200):
+        left = parent / f"penstock-{number}-x"
+        left.mkdir()
+        (left / "lock").touch()
+        (left / "hub.sock").touch()
+    with ThreadPoolExecutor(16) as threads:
+        made = list(threads.map(lambda _: RuntimeDirectory(), range(64)))
+    assert {path.name for path in parent.iterdir()} == {directory.path.name for directory in made}
+    assert all((directory.path / "lock").exists() for directory in made)
+    for directory in made:
+        directory.remove()
+    assert not list(parent.iterdir())
+
+
+def test_who_loses_a_directory_before_it_is_locked_makes_another(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = tempfile.mkdtemp, []
+
+    def make_and_lose(**how: Any) -> str:
+        made.append(Path(make(**how)))
+        if len(made) == 1:
+            made[0].rmdir()
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    directory = RuntimeDirectory()
+    assert directory.path == made[1]
+    directory.remove()
