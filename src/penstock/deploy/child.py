@@ -1,6 +1,7 @@
 """One child process, seen from its supervisor."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -8,9 +9,11 @@ import sys
 
 import msgspec
 
-from penstock.deploy.messages import Assignment, FrontendJob, Report
+from penstock.deploy.group_guard import GroupGuard
+from penstock.deploy.messages import Assignment, FrontendJob, ProcessFailed, Report
 
 _REPORT_BYTES_MAX = 1 << 20
+_NEWS_BYTES_MAX = 1 << 16
 _LAST_WORD_S = 1.0
 _TOLD_TIMES = 5
 _reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
@@ -25,17 +28,23 @@ _ONE_THREAD = {
 
 
 class Child:
-    """A running process. One task owns it; `signal` and `kill` may come from anywhere on its event loop."""
+    """A running process, and those that it starts: its group. One task owns it; `signal` and `kill` may come from anywhere on its event loop."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        guard: GroupGuard,
     ) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._guard = guard
 
     @classmethod
-    async def start(cls, assignment: Assignment) -> "Child":
+    async def start(cls, assignment: Assignment, guard: GroupGuard) -> "Child":
+        """Start a process, and have a guard end its group should this process die first."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -52,14 +61,15 @@ class Child:
                     str(theirs.fileno()),
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # Ctrl-C is the supervisor's to handle
+                    start_new_session=True,  # Ctrl-C is the supervisor's to handle; and a group of its own
                     env=_environment(assignment),
                 )
             except BaseException:
                 writer.close()
                 raise
+        guard.add(process.pid)  # before it knows what to do: it has started nothing
         writer.write(msgspec.json.encode(assignment) + b"\n")
-        return cls(process, reader, writer)
+        return cls(process, reader, writer, guard)
 
     @property
     def pid(self) -> int:
@@ -74,10 +84,20 @@ class Child:
             return None
 
     async def wait(self) -> int:
-        """Wait for its end, and return its exit status (negative: the signal that ended it)."""
+        """Wait for its end, and return its exit status (negative: the signal that ended it); whatever it had started ends with it."""
         status = await self._process.wait()
-        self._writer.close()
+        if not self._writer.is_closing():
+            self._writer.close()
+            self._kill_group()
+            self._guard.remove(self.pid)
+            # Where orphans become this process's children, as of a container's first process, nobody else waits for them.
+            asyncio.get_running_loop().call_later(_LAST_WORD_S, _reap_group, self.pid)
         return status
+
+    def tell(self, news: ProcessFailed) -> None:
+        """Tell it something; a process that does not listen is told no more."""
+        if self._writer.transport.get_write_buffer_size() < _NEWS_BYTES_MAX:
+            self._writer.write(msgspec.json.encode(news) + b"\n")
 
     def signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
@@ -92,7 +112,22 @@ class Child:
         loop = asyncio.get_running_loop()
         for number in range(1, _TOLD_TIMES):
             loop.call_later(number * _LAST_WORD_S / _TOLD_TIMES, self.signal, signal.SIGTERM)
-        loop.call_later(_LAST_WORD_S, self.signal, signal.SIGKILL)
+        loop.call_later(_LAST_WORD_S, self.kill_at_once)
+
+    def kill_at_once(self) -> None:
+        """End it and whatever it has started without a word; a process that is stopped ends too."""
+        if self._process.returncode is None:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _reap_group(group: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
 
 
 def _environment(assignment: Assignment) -> dict[str, str]:

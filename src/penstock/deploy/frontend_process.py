@@ -6,8 +6,9 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
+from penstock.deploy.control import Control
 from penstock.deploy.location import location_here
 from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
 from penstock.frontend.frontend import Frontend
@@ -19,7 +20,9 @@ from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 
 
-async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: asyncio.Event, tell: Tell) -> None:
+async def run_frontend(
+    assignment: Assignment, job: FrontendJob, stopping: asyncio.Event, tell: Tell, control: Control
+) -> None:
     """Serve until `stopping`, then finish what is under way; a further SIGTERM ends that with an error.
 
     Raises:
@@ -30,6 +33,13 @@ async def run_frontend(assignment: Assignment, job: FrontendJob, stopping: async
     config = graph.frontend.model_copy(update={"host": job.host, "port": job.port})
     identity = Identity(process=assignment.name, hash_key=common.hash_key, secret=common.secret)
     registry = CollectorRegistry()
+    failures = Counter(
+        "penstock_deploy_process_failures",
+        "Processes of the deployment that ended by themselves or were killed for standing still, and why.",
+        ["process", "reason"],
+        registry=registry,
+    )
+    control.on_news = lambda news: failures.labels(news.name, news.reason).inc(news.count)
     rng = random.Random()
     discovery = LocalDiscovery(common.hub_address, identity, rng=rng)
     dispatcher = Dispatcher(

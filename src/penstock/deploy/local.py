@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -17,11 +18,14 @@ from penstock.core.types import ModelCard, Role
 from penstock.deploy.card import make_card, open_checkpoint, served_name
 from penstock.deploy.causes import cause_of
 from penstock.deploy.child import Child
+from penstock.deploy.devices import device_numbers
+from penstock.deploy.group_guard import GroupGuard
 from penstock.deploy.member import Member
-from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, WorkerJob
+from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, ProcessFailed, WorkerJob
 from penstock.deploy.port import Port
 from penstock.deploy.process_cores import ProcessCores, usable_cores
 from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
+from penstock.deploy.watchdog import turn_s
 from penstock.engine.registry import SIMULATED_ONLY
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts, say_empty
@@ -67,6 +71,9 @@ class LocalDeployment:
         self._workers: list[Member] = []
         self._frontends: list[Member] = []
         self._has_started = False
+        self._guard = GroupGuard()
+        self._untold: Counter[tuple[str, str]] = Counter()
+        """Failures of processes, by name and reason, of which no frontend has heard."""
         self._context = self._run()
 
     @property
@@ -106,6 +113,7 @@ class LocalDeployment:
             }
             expect_same_blocks(cards)
             common = await self._share(stack)
+            await stack.enter_async_context(self._guard)
             self._employ(common, port, cards, str(checkpoint.path))
             try:
                 async with asyncio.TaskGroup() as group:
@@ -142,6 +150,7 @@ class LocalDeployment:
             hash_key=hash_key,
             log_level=self._log_level,
             supervisor_pid=os.getpid(),
+            heartbeat_interval_s=turn_s(self.graph.supervision),
         )
 
     def _employ(self, common: Common, port: Port, cards: dict[Role, ModelCard], model_dir: str) -> None:
@@ -167,11 +176,11 @@ class LocalDeployment:
                 self._forget_dead(metrics_dir)
             return FrontendJob(host=port.host, port=port.number, metrics_dir=str(metrics_dir or ""))
 
-        devices = itertools.count()
+        devices = device_numbers(self._roles)
         self._workers = [
             self._member(
                 f"{_WORKER_NAMES[role]}-{n + 1}",
-                partial(work, role, n, next(devices)),
+                partial(work, role, n, devices.get((role, n), 0)),
                 common,
                 self._cores.of_process(role, n),
             )
@@ -186,10 +195,25 @@ class LocalDeployment:
             for member in group:
                 member.may_give_up = partial(_nobody_serves, group)
                 member.may_refuse = partial(self._may_refuse, group)
+                member.on_failure = self._note_failure
+        for member in self._frontends:
+            member.on_ready = self._tell_failures
 
     def _may_refuse(self, group: list[Member]) -> bool:
         """Tell whether settings that cannot work end the deployment: at its start always, whoever happened to be ready first."""
         return not self._has_started or _nobody_serves(group)
+
+    def _note_failure(self, name: str, reason: str) -> None:
+        self._untold[name, reason] += 1
+        self._tell_failures()
+
+    def _tell_failures(self) -> None:
+        """Have one frontend count what has failed: its metrics speak for all, and what it counts stays when it ends."""
+        frontend = next((member for member in self._frontends if member.ready.is_set()), None)
+        if frontend is not None:
+            for (name, reason), count in self._untold.items():
+                frontend.tell(ProcessFailed(name=name, reason=reason, count=count))
+            self._untold.clear()
 
     def _forget_dead(self, metrics_dir: Path) -> None:
         """Remove what frontends that died had said of the present; what they counted stays."""
@@ -203,7 +227,7 @@ class LocalDeployment:
             name,
             lambda: Assignment(name=name, job=job(), common=common, cores=cores),
             self.graph.supervision,
-            start=Child.start,
+            start=partial(Child.start, guard=self._guard),
             say=self._say,
         )
 

@@ -3,13 +3,15 @@
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.deploy.backoff import Backoff
 from penstock.deploy.child import describe_status
-from penstock.deploy.messages import Assignment, Failed, Ready, Report
+from penstock.deploy.messages import Assignment, Beat, Failed, ProcessFailed, Ready, Report
+from penstock.deploy.watchdog import Watchdog
 from penstock.graph import Supervision
 
 _LAST_WORDS_S = (
@@ -24,15 +26,33 @@ class ChildProcess(Protocol):
     def pid(self) -> int: ...
     async def report(self) -> Report | None: ...
     async def wait(self) -> int: ...
+    def tell(self, news: ProcessFailed) -> None: ...
     def signal(self, number: signal.Signals) -> None: ...
     def kill(self) -> None: ...
+    def kill_at_once(self) -> None: ...
+
+
+_CONFIG = "config"
 
 
 @dataclass(slots=True, frozen=True)
 class _Ending:
+    """How a process ended: `why` for people, `reason` for metrics, and how long it had served, None if it never did."""
+
     why: str
-    config: bool
+    reason: str
     served_s: float | None
+
+    @property
+    def is_config(self) -> bool:
+        return self.reason == _CONFIG
+
+
+@dataclass(slots=True)
+class _Words:
+    """The last ones of a process."""
+
+    failed: Failed | None = None
 
 
 class Member:
@@ -62,6 +82,10 @@ class Member:
         """Asked when it failed to start too often: False while the deployment serves without this member."""
         self.may_refuse: Callable[[], bool] = lambda: True
         """Asked when its settings cannot work: False once the deployment has started, while it serves without this member."""
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called when a process has got ready."""
+        self.on_failure: Callable[[str, str], None] = lambda _name, _reason: None
+        """Hears why a process ended that was not told to."""
         self._assign = assign
         self._settings = settings
         self._start = start
@@ -87,7 +111,8 @@ class Member:
             if self._stopping.is_set():
                 self._say(self.name, "stopped", "")
                 return
-            if ending.config and self.may_refuse():
+            self.on_failure(self.name, ending.reason)
+            if ending.is_config and self.may_refuse():
                 raise ConfigError(ending.why)
             delay_s = backoff.delay_s(ending.served_s)
             if backoff.failed_starts >= self._settings.failed_starts_max and self.may_give_up():
@@ -97,6 +122,11 @@ class Member:
                 )
             self._say(self.name, "failed", f"{ending.why}; starts again in {delay_s:.1f} s")
             await self._sleep(delay_s)
+
+    def tell(self, news: ProcessFailed) -> None:
+        """Tell the process that runs; nothing happens where there is none."""
+        if self._child:
+            self._child.tell(news)
 
     def stop(self) -> None:
         """Have the process finish what it has and end; none follows."""
@@ -127,36 +157,50 @@ class Member:
         self._child = child
         if self._stopping.is_set():  # told while the process was being made
             child.kill()
+        watchdog, words = Watchdog(self._settings), _Words()
         try:
             async with asyncio.TaskGroup() as group:
-                listening = group.create_task(self._listen(child, started_at))
+                listening = group.create_task(self._listen(child, watchdog, words, started_at))
+                watching = group.create_task(_watch(child, watchdog))
                 status = await child.wait()
-                try:
+                watching.cancel()
+                with suppress(TimeoutError):
                     async with asyncio.timeout(_LAST_WORDS_S):
-                        failed = await listening
-                except TimeoutError:
-                    failed = None
+                        await listening
         finally:
             served_s = loop.time() - self._ready_at if self.ready.is_set() else None
             self.ready.clear()
             child.kill()
             await child.wait()
             self._child = None
-        if failed is None:
-            return _Ending(describe_status(status), config=False, served_s=served_s)
-        return _Ending(failed.message, config=failed.config, served_s=served_s)
+        if words.failed is not None:
+            return _Ending(words.failed.message, _CONFIG if words.failed.config else "failed", served_s)
+        if watchdog.verdict is not None:
+            return _Ending(watchdog.verdict.why, watchdog.verdict.reason, served_s)
+        return _Ending(describe_status(status), "killed" if status < 0 else "exited", served_s)
 
-    async def _listen(self, child: ChildProcess, started_at: float) -> Failed | None:
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._settings.start_timeout_s):
-                report = await child.report()
-        except TimeoutError:
-            child.kill()
-            return Failed(message=f"not ready {self._settings.start_timeout_s:g} s after its start")
-        if isinstance(report, Ready):
-            self._ready_at = loop.time()
-            self.ready.set()
-            self._say(self.name, "ready", f"{report.detail}  {self._ready_at - started_at:.1f} s")
-            report = await child.report()
-        return report if isinstance(report, Failed) else None
+    async def _listen(
+        self, child: ChildProcess, watchdog: Watchdog, words: _Words, started_at: float
+    ) -> None:
+        """Hear what the process says until it can say no more."""
+        while (report := await child.report()) is not None:
+            match report:
+                case Beat():
+                    watchdog.beat(report)
+                case Ready(detail=detail):
+                    self._ready_at = asyncio.get_running_loop().time()
+                    watchdog.ready()
+                    self.ready.set()
+                    self._say(self.name, "ready", f"{detail}  {self._ready_at - started_at:.1f} s")
+                    self.on_ready()
+                case Failed():
+                    words.failed = report
+
+
+async def _watch(child: ChildProcess, watchdog: Watchdog) -> None:
+    """Kill a process that is given up."""
+    while True:
+        await asyncio.sleep(watchdog.turn_s)
+        if watchdog.turn() is not None:
+            break
+    child.kill_at_once()

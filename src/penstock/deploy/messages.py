@@ -42,7 +42,10 @@ Job = WorkerJob | FrontendJob
 
 
 class Common(Wire, frozen=True):
-    """What all processes of one run know: `secret` proves that they belong to it."""
+    """What all processes of one run know: `secret` proves that they belong to it.
+
+    They say that they are there every `heartbeat_interval_s`.
+    """
 
     graph_json: str
     runtime_dir: str
@@ -51,6 +54,7 @@ class Common(Wire, frozen=True):
     hash_key: bytes
     log_level: str
     supervisor_pid: int
+    heartbeat_interval_s: float
 
 
 class Assignment(Wire, frozen=True):
@@ -78,5 +82,20 @@ class Failed(Wire, frozen=True, tag="failed"):
     config: bool = False
 
 
-Report = Ready | Failed
+class Beat(Wire, frozen=True, tag="beat"):
+    """Its event loop runs; a worker's engine has finished so many `steps`, and may be in another one where it `has_requests`."""
+
+    steps: int = 0
+    has_requests: bool = False
+
+
+class ProcessFailed(Wire, frozen=True, tag="process_failed"):
+    """The supervisor tells a frontend, which counts it: the process of a name failed so often since it last told."""
+
+    name: str
+    reason: str
+    count: int
+
+
+Report = Ready | Failed | Beat
 Tell = Callable[[Report], None]

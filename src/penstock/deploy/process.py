@@ -10,15 +10,14 @@ import gc
 import os
 import resource
 import signal
-import socket
 import sys
 
-import msgspec
 import uvloop
 
 from penstock.core import log
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.deploy.causes import cause_of
+from penstock.deploy.control import Control
 from penstock.deploy.messages import Assignment, Failed, FrontendJob, Ready, Report, Tell, WorkerJob
 
 EXIT_FAILED = 1
@@ -30,13 +29,10 @@ _log = log.get_logger()
 
 def main() -> int:
     """Run one child process and return its exit code."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    control.set_inheritable(False)
-    with control.makefile("rb") as lines:
-        line = lines.readline()
-    if not line.endswith(b"\n"):
-        return EXIT_FAILED  # the supervisor was gone before it said what to do
-    assignment = msgspec.json.decode(line, type=Assignment)
+    control = Control(int(sys.argv[1]))
+    assignment = control.assignment()
+    if assignment is None:
+        return EXIT_FAILED
     _die_with(assignment.common.supervisor_pid)
     _allow_many_files()
     if assignment.cores:
@@ -46,7 +42,7 @@ def main() -> int:
     def tell(report: Report) -> None:
         if isinstance(report, Ready):
             _keep_what_is_loaded()
-        control.sendall(msgspec.json.encode(report) + b"\n")
+        control.tell(report)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -88,25 +84,22 @@ def _allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _run(assignment: Assignment, control: socket.socket, tell: Tell) -> None:
-    loop = asyncio.get_running_loop()
+async def _run(assignment: Assignment, control: Control, tell: Tell) -> None:
     stopping = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    loop.add_reader(control, _check_supervisor, control)
-    match assignment.job:  # each imports much that the other does not need
-        case WorkerJob() as job:
-            from penstock.deploy.worker_process import run_worker  # noqa: PLC0415
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+    control.listen(gone=lambda: os._exit(EXIT_FAILED))
+    async with asyncio.TaskGroup() as group:
+        beating = group.create_task(control.beat(assignment.common.heartbeat_interval_s))
+        match assignment.job:  # each imports much that the other does not need
+            case WorkerJob() as job:
+                from penstock.deploy.worker_process import run_worker  # noqa: PLC0415
 
-            await run_worker(assignment, job, stopping, tell)
-        case FrontendJob() as job:
-            from penstock.deploy.frontend_process import run_frontend  # noqa: PLC0415
+                await run_worker(assignment, job, stopping, tell, control)
+            case FrontendJob() as job:
+                from penstock.deploy.frontend_process import run_frontend  # noqa: PLC0415
 
-            await run_frontend(assignment, job, stopping, tell)
-
-
-def _check_supervisor(control: socket.socket) -> None:
-    if not control.recv(4096):
-        os._exit(EXIT_FAILED)  # the supervisor is gone
+                await run_frontend(assignment, job, stopping, tell, control)
+        beating.cancel()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -10,9 +11,10 @@ from pydantic import SecretStr
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.types import Prices
+from penstock.deploy.control import Control
 from penstock.deploy.engine_spec import engine_spec
 from penstock.deploy.location import location_here
-from penstock.deploy.messages import Assignment, Ready, Tell, WorkerJob
+from penstock.deploy.messages import Assignment, Beat, Ready, Tell, WorkerJob
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine
 from penstock.graph import Graph, RoleSpec
@@ -20,6 +22,7 @@ from penstock.graph.engine_prices import engine_prices
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
+from penstock.seams import Engine
 from penstock.transfer import TransferAgent
 from penstock.worker.files import ModelFiles
 from penstock.worker.worker import Worker, WorkerIdentity
@@ -27,7 +30,9 @@ from penstock.worker.worker import Worker, WorkerIdentity
 _log = get_logger()
 
 
-async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.Event, tell: Tell) -> None:
+async def run_worker(
+    assignment: Assignment, job: WorkerJob, stopping: asyncio.Event, tell: Tell, control: Control
+) -> None:
     """Serve until `stopping`, then finish what is under way.
 
     Raises:
@@ -39,19 +44,18 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
     role = graph.roles.present()[job.role]
     name = assignment.name
     identity = Identity(process=name, worker_id=job.worker_id, hash_key=common.hash_key, secret=common.secret)
+    spec = engine_spec(
+        graph,
+        role,
+        Checkpoint.open(job.model_dir),
+        device_index=job.device,
+        core=job.core,
+        hash_key=common.hash_key,
+    )
+    engine = create_engine(role.engine, spec)
     async with LocalDiscovery(common.hub_address, identity, rng=random.Random()) as discovery:
         worker = Worker(
-            create_engine(
-                role.engine,
-                engine_spec(
-                    graph,
-                    role,
-                    Checkpoint.open(job.model_dir),
-                    device_index=job.device,
-                    core=job.core,
-                    hash_key=common.hash_key,
-                ),
-            ),
+            engine,
             discovery,
             TcpPlane(identity, listen=f"unix://{common.runtime_dir}/{name}.sock"),
             identity=WorkerIdentity(
@@ -69,7 +73,7 @@ async def run_worker(assignment: Assignment, job: WorkerJob, stopping: asyncio.E
             agent=_transfer_agent(graph, job, name, common.secret),
         )
         async with asyncio.TaskGroup() as group:
-            telling = group.create_task(_tell_ready(worker, role, tell))
+            telling = group.create_task(_tell_ready(worker, engine, role, tell, control))
             obeying = group.create_task(_stop_when(stopping, worker))
             try:
                 await worker.run()
@@ -92,11 +96,17 @@ def _prices(role: RoleSpec, model_dir: Path) -> Prices | None:
         return None
 
 
-async def _tell_ready(worker: Worker, role: RoleSpec, tell: Tell) -> None:
+async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell, control: Control) -> None:
     await worker.ready.wait()
     assert worker.instance is not None, "ready"
+    control.pulse = partial(_pulse, engine)
     instance = worker.instance
     tell(Ready(detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks"))
+
+
+def _pulse(engine: Engine) -> Beat:
+    load = engine.load()
+    return Beat(steps=load.steps, has_requests=load.running_requests + load.waiting_requests > 0)
 
 
 async def _stop_when(stopping: asyncio.Event, worker: Worker) -> None:

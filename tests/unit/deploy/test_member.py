@@ -9,8 +9,9 @@ from penstock.core.types import ModelCard, Role
 from penstock.deploy.backoff import Backoff
 from penstock.deploy.child import describe_status
 from penstock.deploy.member import Member
-from penstock.deploy.messages import Assignment, Common, Failed, Ready, Report, WorkerJob
+from penstock.deploy.messages import Assignment, Beat, Common, Failed, ProcessFailed, Ready, Report, WorkerJob
 from penstock.graph import Supervision
+from penstock.sim.loop import run_virtual
 
 QUICK = Supervision(restart_delay_s=0.001, restart_delay_max_s=0.002, failed_starts_max=3)
 
@@ -23,6 +24,7 @@ COMMON = Common(
     hash_key=b"",
     log_level="info",
     supervisor_pid=1,
+    heartbeat_interval_s=1.0,
 )
 
 
@@ -31,6 +33,7 @@ class ScriptedChild:
 
     def __init__(self, reports: list[Report], status: int | None) -> None:
         self.pid = 7
+        self.told: list[ProcessFailed] = []
         self.signals: list[signal.Signals] = []
         self._reports: asyncio.Queue[Report | None] = asyncio.Queue()
         for report in reports:
@@ -59,6 +62,15 @@ class ScriptedChild:
 
     def kill(self) -> None:
         self._end(-9)
+
+    def kill_at_once(self) -> None:
+        self._end(-9)
+
+    def say(self, report: Report) -> None:
+        self._reports.put_nowait(report)
+
+    def tell(self, news: ProcessFailed) -> None:
+        self.told.append(news)
 
 
 class Scene:
@@ -198,3 +210,81 @@ def test_kill_ends_at_once_and_cancellation_leaves_no_process() -> None:
         assert await other.children[0].wait() == -9
 
     asyncio.run(main())
+
+
+def test_a_process_that_falls_silent_is_killed_and_started_again() -> None:
+    """One that says that it is there lives on; a supervisor that was stopped blames nobody for the time that it missed."""
+    settings = Supervision(heartbeat_timeout_s=10, restart_delay_s=0.5)
+
+    async def main() -> None:
+        scene = Scene(([Ready(detail="a")], None), ([Ready(detail="b")], None), settings=settings)
+        failures: list[tuple[str, str]] = []
+        scene.member.on_failure = lambda name, reason: failures.append((name, reason))
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(scene.member.run())
+            await scene.member.ready.wait()
+            for _ in range(40):
+                await asyncio.sleep(1)
+                scene.children[0].say(Beat())
+            assert len(scene.children) == 1
+            await asyncio.sleep(11)
+            assert len(scene.children) == 2
+            assert await scene.children[0].wait() == -9
+            assert failures == [("worker-1", "silent")]
+            scene.member.tell(ProcessFailed(name="worker-1", reason="silent", count=1))
+            assert [news.count for news in scene.children[1].told] == [1]
+            scene.member.stop()
+            await running
+        assert scene.said[1] == (
+            "failed",
+            "killed after 10 s of silence (supervision.heartbeat_timeout_s); starts again in 0.5 s",
+        )
+
+    run_virtual(main())
+
+
+def test_last_words_count_though_something_it_started_keeps_the_socket_open() -> None:
+    class Holding(ScriptedChild):
+        def _end(self, status: int) -> None:
+            if not self._ended.is_set():
+                self._status = status
+                self._ended.set()  # and its socket does not end
+
+    async def main() -> None:
+        scene = Scene(([], None), settings=Supervision(failed_starts_max=1))
+        child = Holding([Failed(message="no memory")], 1)
+
+        async def start(_: Assignment) -> Holding:
+            return child
+
+        scene.member._start = start
+        with pytest.raises(Unavailable, match="no memory"):
+            await scene.member.run()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("reports", "status", "reason"),
+    [
+        ([Ready()], -9, "killed"),
+        ([Ready()], 3, "exited"),
+        ([Ready(), Failed(message="no memory")], 1, "failed"),
+        ([Failed(message="no weights", config=True)], 2, "config"),
+    ],
+)
+def test_it_is_said_why_a_process_ended(reports: list[Report], status: int, reason: str) -> None:
+    async def main() -> None:
+        scene = Scene((reports, status), ([Ready()], None))
+        heard = asyncio.Event()
+        failures: list[str] = []
+        scene.member.may_refuse = lambda: False
+        scene.member.on_failure = lambda _name, reason: (failures.append(reason), heard.set())[0]
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(scene.member.run())
+            await heard.wait()
+            scene.member.stop()
+            await running
+        assert failures == [reason]
+
+    run_virtual(main())
