@@ -6,14 +6,20 @@ from typing import ClassVar
 import pytest
 
 from penstock.engine.batched import BatchedEngine
+from penstock.engine.runner import ThreadedRunner
 from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.testing.engine import EngineSuite
+from penstock.testing.engine_blocks import EngineBlocks
 from penstock.testing.engine_probe import EngineSetup
+from penstock.testing.engine_tails import EngineTails
+from penstock.testing.late_runner import LateFence, LateRunner
 
 pytest.importorskip("torch")
 
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.engine import paged_engine
+from penstock.engine.paged.fence import HostFence
+from penstock.engine.paged.runner import PagedRunner
 from penstock.testing.checkpoints import EOS_TOKEN_ID, make_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -22,6 +28,21 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def configs(checkpoint: Path, setup: EngineSetup) -> tuple[PagedConfig, SchedulerConfig]:
+    config = PagedConfig(
+        model=str(checkpoint),
+        block_size=setup.block_size,
+        kv_blocks=setup.kv_blocks,
+        context_length=setup.context_length,
+    )
+    scheduling = SchedulerConfig(
+        max_batch_tokens=setup.max_batch_tokens,
+        max_running_requests=setup.max_running_requests,
+        max_waiting_requests=setup.max_waiting_requests,
+    )
+    return config, scheduling
 
 
 class TestPagedEngine(EngineSuite):
@@ -33,15 +54,37 @@ class TestPagedEngine(EngineSuite):
         self.checkpoint = checkpoint
 
     def make_engine(self, setup: EngineSetup) -> BatchedEngine:
-        config = PagedConfig(
-            model=str(self.checkpoint),
-            block_size=setup.block_size,
-            kv_blocks=setup.kv_blocks,
-            context_length=setup.context_length,
-        )
-        scheduling = SchedulerConfig(
-            max_batch_tokens=setup.max_batch_tokens,
-            max_running_requests=setup.max_running_requests,
-            max_waiting_requests=setup.max_waiting_requests,
-        )
-        return paged_engine(config, scheduling)
+        return paged_engine(*configs(self.checkpoint, setup))
+
+
+class LateDevice(EngineBlocks, EngineTails):
+    """The paged engine on a device that only queues its writes."""
+
+    vocab_size: ClassVar[int] = 512
+
+    def __init__(self, checkpoint: Path, *, waits: bool) -> None:
+        self._checkpoint = checkpoint
+        self._waits = waits
+
+    def make_engine(self, setup: EngineSetup) -> BatchedEngine:
+        config, scheduling = configs(self._checkpoint, setup)
+
+        def make_runner(fence: LateFence) -> PagedRunner:
+            return PagedRunner(config, make_fence=lambda device: fence if self._waits else HostFence())
+
+        return BatchedEngine(ThreadedRunner(LateRunner(make_runner)), scheduling)
+
+
+def test_blocks_of_a_late_device_are_complete_when_they_are_announced(checkpoint):
+    late = LateDevice(checkpoint, waits=True)
+    late.test_blocks_are_complete_when_they_can_be_held()
+    late.test_blocks_of_a_prompt_under_way_can_be_held_where_the_engine_says_so()
+    late.test_the_tokens_past_the_full_blocks_move_too()
+
+
+def test_the_suite_catches_an_engine_that_announces_blocks_early(checkpoint):
+    early = LateDevice(checkpoint, waits=False)
+    with pytest.raises(AssertionError, match="block 0 changed after it could be held"):
+        early.test_blocks_are_complete_when_they_can_be_held()
+    with pytest.raises(AssertionError):
+        early.test_the_tokens_past_the_full_blocks_move_too()

@@ -81,6 +81,9 @@ class Runner(Protocol):
 
         The table stays as it is until this returns, and is the scheduler's again afterwards. An exception
         ends the requests of this plan with an error and leaves the others; `Sampled.errors` ends single ones.
+
+        When it returns or raises, all that the step wrote has landed, and nothing of it is written later, though a device
+        only queues work: the blocks are announced, read by others and given to other requests from then on.
         """
         ...
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from msgspec import structs
+from numpy.typing import NDArray
 
 from penstock.core.errors import RequestError
 from penstock.core.hashing import DEFAULT_KEY, block_hashes
@@ -228,6 +229,36 @@ class EngineBlocks(EngineCase):
                 )
                 probe.engine.unpin([] if tail is None else [tail])
                 assert probe.engine.load().active_blocks == 0
+
+        run_async(main())
+
+    def test_blocks_are_complete_when_they_can_be_held(self) -> None:
+        """On a device that only queues its writes, too: after each chunk of a prompt, after its end, and as events tell."""
+        size = SETUP.block_size
+        prompt = self.prompt(6 * size + 1)
+        hashes = block_hashes(np.array(prompt, dtype=np.int32), size)
+
+        async def main() -> None:
+            async with self.probe(replace(SETUP, max_batch_tokens=2 * size)) as probe:
+                probe.submit(make_request("a", prompt, max_tokens=2))
+                held: list[BlockId] = []
+                seen: list[NDArray[np.uint8]] = []
+                while probe.is_busy:
+                    await probe.step()
+                    new = probe.engine.pin(hashes[len(held) :])
+                    seen += [row.copy() for row in block_bytes(probe.engine, probe.info)[list(new)]]
+                    held += new
+                    assert {int(low) for low in hashes[: len(held), 0]} <= set(probe.resident())
+                assert len(held) == 6
+                await probe.run(
+                    make_request("b", self.prompt(3, 1), max_tokens=1)
+                )  # whatever was queued is done
+                after = block_bytes(probe.engine, probe.info)
+                for number, (block_id, content) in enumerate(zip(held, seen, strict=True)):
+                    assert np.array_equal(after[block_id], content), (
+                        f"block {number} changed after it could be held"
+                    )
+                probe.engine.unpin(held)
 
         run_async(main())
 

@@ -1,6 +1,6 @@
 """Runs a model's steps on one device: build the batch, write and read paged KV, sample."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.cores import keep_to_cores
 from penstock.engine.paged.decoding import row_limits
+from penstock.engine.paged.fence import Fence, make_fence
 from penstock.engine.paged.memory import Gather, KvMemory, plan_blocks
 from penstock.engine.paged.models import PagedModel
 from penstock.engine.paged.sampling import Sampler, SamplingColumns
@@ -54,6 +55,7 @@ class _Loaded:
     builder: BatchBuilder
     tokens: DeviceTokens
     sampler: Sampler
+    fence: Fence
 
 
 class PagedRunner:
@@ -63,8 +65,17 @@ class PagedRunner:
     tensor-parallel group can run the same batch.
     """
 
-    def __init__(self, config: PagedConfig) -> None:
+    def __init__(
+        self, config: PagedConfig, *, make_fence: Callable[[torch.device], Fence] = make_fence
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            config: the model, and where it computes.
+            make_fence: gives what waits for that device.
+        """
         self._config = config
+        self._make_fence = make_fence
         self._parts: _Loaded | None = None
 
     def start(self) -> RunnerInfo:
@@ -107,6 +118,7 @@ class PagedRunner:
             ),
             tokens=DeviceTokens(model.device),
             sampler=Sampler(model.vocab_size, model.device),
+            fence=self._make_fence(model.device),
         )
         return RunnerInfo(
             num_blocks=num_blocks,
@@ -119,9 +131,12 @@ class PagedRunner:
         )
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
-        """Compute one step."""
+        """Compute one step; when it ends, however it does, the device does nothing of it any more."""
         batch, rows = self._loaded.builder.build(plan, table)
-        token_ids, logprobs = self.execute(batch)
+        try:
+            token_ids, logprobs = self.execute(batch)
+        finally:
+            self._loaded.fence.wait()
         sampled = np.full(len(plan.slots), -1, dtype=np.int32)
         sampled[rows] = token_ids
         return Sampled(

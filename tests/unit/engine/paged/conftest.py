@@ -99,8 +99,9 @@ def engine(checkpoint) -> Callable[..., HandEngine]:
 
     def make(architecture: str = "llama", **settings: Any) -> HandEngine:
         scheduling = {key: settings.pop(key) for key in list(settings) if key in SchedulerConfig.model_fields}
+        parts = {key: settings.pop(key) for key in ("make_fence",) if key in settings}
         config = {"model": str(checkpoint(architecture)), "kv_blocks": 400, "block_size": 8} | settings
-        runner = PagedRunner(PagedConfig(**config))
+        runner = PagedRunner(PagedConfig(**config), **parts)
         info = runner.start()
         pool = BlockPool(info.num_blocks, info.block_size)
         limits = SequenceLimits(

@@ -159,3 +159,32 @@ def test_stop_ids_past_the_vocabulary_count_for_nothing(engine, new_request):
     stops = {"min_tokens": 2, "stop_token_ids": (512, 1 << 40)}
     plain = engine().run(new_request("a", [2, 3, 4], 6))
     assert engine().run(new_request("a", [2, 3, 4], 6, **stops)) == plain
+
+
+class CountingFence:
+    def __init__(self):
+        self.waits = 0
+
+    def wait(self):
+        self.waits += 1
+
+
+def test_each_step_waits_for_its_device_once_also_one_that_samples_nothing_or_fails(
+    engine, new_request, monkeypatch
+):
+    fence = CountingFence()
+    paged = engine(max_batch_tokens=8, make_fence=lambda device: fence)
+    paged.submit(new_request("a", range(2, 22), 2))
+    for sampled in (0, 0, 1, 1):
+        before = fence.waits
+        plan = paged.scheduler.plan()
+        assert plan.samples.sum() == sampled
+        paged.scheduler.commit(plan, paged.runner.run(plan, paged.scheduler.table))
+        assert fence.waits == before + 1
+
+    paged.submit(new_request("b", range(30, 40), 2))
+    plan = paged.scheduler.plan()
+    monkeypatch.setattr(paged.runner._loaded.model, "logits", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        paged.runner.run(plan, paged.scheduler.table)
+    assert fence.waits == before + 2
