@@ -7,6 +7,7 @@ PenstockError (code, http_status, retryable)
   DeadlineExceeded        504
   Unavailable             503; the request may be tried elsewhere
     WorkerLost            the worker's process or connection is gone
+    StepFailed            the engine could not compute a step; the request was in it
     PinExpired            blocks held for a reader were given up
     TransferError         bytes did not arrive
       PeerLost            the other agent's process or connection is gone
@@ -95,6 +96,10 @@ class WorkerLost(Unavailable):
     code = "worker_lost"
 
 
+class StepFailed(Unavailable):
+    code = "step_failed"
+
+
 class PinExpired(Unavailable):
     code = "pin_expired"
 
@@ -140,7 +145,7 @@ _BY_CODE: dict[str, type[PenstockError]] = {
     kind.code: kind
     for kind in (
         ConfigError, RequestError, Overloaded, DeadlineExceeded, Unavailable,
-        WorkerLost, PinExpired, TransferError, PeerLost, TransferRefused, TransferCancelled, ChecksumMismatch,
+        WorkerLost, StepFailed, PinExpired, TransferError, PeerLost, TransferRefused, TransferCancelled, ChecksumMismatch,
         Outrun, EngineError, ProtocolError,
     )
 }  # fmt: skip

@@ -137,7 +137,8 @@ class Delta(Wire, frozen=True, array_like=True):
     """What one engine step added to one request. Only the last delta carries `finish_reason`.
 
     `cached_tokens` comes with the first delta: how many prompt tokens the prefix cache gave. `kv` without a finish says
-    where the prompt's KV can be had while it is still computed (`Prefetch`).
+    where the prompt's KV can be had while it is still computed (`Prefetch`). One with nothing but its id says that the
+    step that comes is the first to compute the request.
     """
 
     request_id: RequestId
@@ -260,6 +261,7 @@ class EngineInfo(Wire, frozen=True):
     `prompts_at_once` are computed beside each other, each as fast as alone: one by each data-parallel rank.
     `kv_layout` is how its KV lies in memory, None where it keeps none.
     With `kv_by_chunk` full blocks are in the prefix cache after the step that computed them, and steps name who is `prefilling`.
+    With `announces` its worker sends an empty `Delta` before the step that is the first to compute a request.
     """
 
     block_size: int
@@ -272,6 +274,7 @@ class EngineInfo(Wire, frozen=True):
     prompts_at_once: int = 1
     kv_layout: KvLayout | None = None
     kv_by_chunk: bool = False
+    announces: bool = False
 
 
 class Prices(Wire, frozen=True):

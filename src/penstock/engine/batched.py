@@ -1,11 +1,11 @@
 """The engine around every runner: scheduler, pool, and the loop that takes them from step to step."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from penstock.core.errors import EngineError, PenstockError, Unavailable
+from penstock.core.errors import EngineError, PenstockError, StepFailed, Unavailable
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.log import get_logger
@@ -23,9 +23,10 @@ _log = get_logger()
 
 
 class BatchedEngine:
-    """Implements `Engine`, `KvBlocks`, `KvTails` and `RoleAware` over a runner.
+    """Implements `Engine`, `Announcing`, `KvBlocks`, `KvTails` and `RoleAware` over a runner.
 
-    A step that fails ends the requests it was computing and no others; several in a row end the engine.
+    A step that fails ends the requests it was computing and no others, with an error that has them go on elsewhere.
+    Several in a row end the engine, unless one request was in all of them: that is no sign of a broken device.
     Not thread-safe: call everything on one event loop.
     """
 
@@ -55,6 +56,9 @@ class BatchedEngine:
         self._wake = asyncio.Event()
         self._closed = False
         self._failed_steps = 0  # in a row
+        self._in_all_failed: set[RequestId] = set()
+        """Requests that every failed step of the row was computing."""
+        self._on_begun: Callable[[Sequence[RequestId]], None] | None = None
 
     async def start(self) -> EngineInfo:
         """Load the model; once started, it only tells again what it is.
@@ -116,6 +120,7 @@ class BatchedEngine:
         while not self._closed:
             plan = scheduler.plan()
             if plan is not None:
+                await self._announce(scheduler.begin(plan))
                 step: Step | None = await self._run(scheduler, plan)
             else:
                 step = scheduler.take_step()
@@ -124,6 +129,9 @@ class BatchedEngine:
             else:
                 self._wake.clear()
                 await self._wake.wait()
+
+    def announce(self, listener: Callable[[Sequence[RequestId]], None]) -> None:
+        self._on_begun = listener
 
     def load(self) -> WorkerLoad:
         return self.scheduler.load()
@@ -179,20 +187,33 @@ class BatchedEngine:
         assert self._started is not None, "used before start"
         return self._started[1]
 
+    async def _announce(self, begun: Sequence[RequestId]) -> None:
+        if begun and self._on_begun is not None:
+            self._on_begun(begun)
+            await asyncio.sleep(0)  # a turn of the loop sends it: the step may end the process
+
     async def _run(self, scheduler: Scheduler, plan: StepPlan) -> Step:
         try:
             sampled = await self._runner.run(plan, scheduler.table)
             step = scheduler.commit(plan, sampled)
-        except Exception as error:  # whatever a runner raises is its requests' fate, and maybe the engine's
-            self._failed_steps += 1
-            _log.exception("step_failed", requests=len(plan.slots), failed_steps=self._failed_steps)
-            problem = (
-                f"{type(error).__name__}: {error}" if not isinstance(error, PenstockError) else error.message
-            )
-            if self._failed_steps >= self._config.failed_steps_max:
-                raise EngineError(
-                    f"{self._failed_steps} steps in a row failed, the last one with {problem}"
-                ) from error
-            return scheduler.fail(plan, EngineError(f"the step that computed this request failed: {problem}"))
+        except Exception as error:  # noqa: BLE001 - whatever a runner raises is its requests' fate, and maybe the engine's
+            return self._fail(scheduler, plan, error)
         self._failed_steps = 0
         return step
+
+    def _fail(self, scheduler: Scheduler, plan: StepPlan, error: Exception) -> Step:
+        """End what the step was computing.
+
+        Raises:
+            EngineError: so many steps in a row failed, and no request was in all of them.
+        """
+        computed = set(scheduler.requests_of(plan))
+        self._in_all_failed = self._in_all_failed & computed if self._failed_steps else computed
+        self._failed_steps += 1
+        _log.error("step_failed", requests=len(plan.slots), failed_steps=self._failed_steps, exc_info=error)
+        problem = error.message if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        if self._failed_steps >= self._config.failed_steps_max and not self._in_all_failed:
+            raise EngineError(
+                f"{self._failed_steps} steps in a row failed, the last one with {problem}"
+            ) from error
+        return scheduler.fail(plan, StepFailed(f"the step that computed this request failed: {problem}"))

@@ -166,6 +166,21 @@ class Scheduler:
         )
         return self._under_way
 
+    def begin(self, plan: StepPlan) -> tuple[RequestId, ...]:
+        """Name the requests of a plan that no step has computed before; they count as begun from now on."""
+        unbegun = self._slots.unbegun
+        if not unbegun:
+            return ()
+        begun = [slot for slot in plan.slots.tolist() if slot in unbegun]
+        for slot in begun:
+            self._slots.sequence(slot).has_begun = True
+        unbegun.difference_update(begun)
+        return tuple(self._slots.request_ids[slot] for slot in begun)
+
+    def requests_of(self, plan: StepPlan) -> list[RequestId]:
+        """Name the requests that a plan computes, those aborted since included."""
+        return [self._slots.request_ids[slot] for slot in plan.slots.tolist()]
+
     def commit(self, plan: StepPlan, sampled: Sampled) -> Step:
         """Take over what the runner computed: publish full blocks, append tokens, end what is at its end or failed.
 

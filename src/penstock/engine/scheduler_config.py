@@ -29,7 +29,7 @@ class SchedulerConfig(Config):
     ageing: float = Field(default=AGEING, gt=0, le=1)
     """For `shortest`: tokens that waiting earns a prompt for each that the engine computes of any. One that lacks n is overtaken by those that come while n / ageing are computed, and by none that come later."""
     failed_steps_max: int = Field(default=3, ge=1)
-    """Failed steps in a row after which the engine gives up; each ends the requests it was computing."""
+    """Failed steps in a row after which the engine gives up, unless one request was in all of them; each hands the requests it was computing to other workers."""
 
     @classmethod
     def of_ranks(

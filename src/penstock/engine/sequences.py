@@ -122,6 +122,7 @@ class Sequence:
     stops_after:   with more tokens than this a stop token ends it
     cached_tokens: what the prefix cache gave of the prompt at the first admission; None before
     is_fresh:      no delta of it went out yet
+    has_begun:     a step has computed some of it, or is about to
     since_tokens:  prompt tokens that the engine had computed when it came
     rank:          its turn while it waits, where that is not as it came
     """
@@ -136,6 +137,7 @@ class Sequence:
     slot: int | None = None
     cached_tokens: int | None = None
     is_fresh: bool = True
+    has_begun: bool = False
     since_tokens: int = 0
     rank: float | None = None
 

@@ -22,6 +22,7 @@ class Slots:
     request_ids:   by slot
     num_published: (slots,) int32, how many leading blocks are in the prefix cache
     is_fresh:      (slots,) bool, no delta went out yet
+    unbegun:       slots of sequences that no step has computed since they came
     """
 
     def __init__(self, count: int, limits: SequenceLimits, is_eos: Bools) -> None:
@@ -30,6 +31,7 @@ class Slots:
         self.request_ids = [RequestId("")] * count
         self.num_published = np.zeros(count, dtype=np.int32)
         self.is_fresh = np.zeros(count, dtype=np.bool_)
+        self.unbegun: set[int] = set()
         self._limits = limits
         self._is_eos = is_eos
         self._sequences: list[Sequence | None] = [None] * count
@@ -67,6 +69,8 @@ class Slots:
         table.num_prompt[slot] = sequence.num_prompt
         self.num_published[slot] = len(hits)
         self.is_fresh[slot] = sequence.is_fresh
+        if not sequence.has_begun:
+            self.unbegun.add(slot)
         self._end_tokens[slot] = sequence.end_tokens
         self._stops_after[slot] = sequence.stops_after
         self._heeds_eos[slot] = not sampling.ignore_eos
@@ -91,6 +95,7 @@ class Slots:
         table.num_blocks[slot] = table.num_tokens[slot] = table.num_computed[slot] = 0
         table.requests[slot] = self._sequences[slot] = None
         self.running.remove(slot)
+        self.unbegun.discard(slot)
         self._free.append(slot)
         return block_ids
 

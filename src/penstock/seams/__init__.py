@@ -8,7 +8,7 @@ implementation, which is the reference the others are tested against.
 from penstock.core.routing_context import PriceColumns, RoutingContext
 from penstock.seams.discovery import Discovery, Registration
 from penstock.seams.dispatch import RequestDispatcher, RequestStream
-from penstock.seams.engine import Engine, KvBlocks, KvTails, RoleAware
+from penstock.seams.engine import Announcing, Engine, KvBlocks, KvTails, RoleAware
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -24,6 +24,7 @@ from penstock.seams.routing import ExplainedPolicy, HistoryPolicy, RoutingPolicy
 from penstock.seams.transfer import Link, Move, TransferChannel, Transport, TransportHost
 
 __all__ = [
+    "Announcing",
     "Answer",
     "Connection",
     "Discovery",

@@ -1,6 +1,6 @@
 """What runs a model, and what it offers so that KV can move."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from penstock.core.ids import BlockId, RequestId
@@ -51,6 +51,18 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release everything. Safe after a failed `start`, and twice."""
+        ...
+
+
+@runtime_checkable
+class Announcing(Protocol):
+    """What an engine offers beside `Engine` that knows which step is the first to compute a request."""
+
+    def announce(self, listener: Callable[[Sequence[RequestId]], None]) -> None:
+        """Have a listener called before each step, where it is the first to compute some requests, with these.
+
+        What the listener sends is under way when the step begins: should the step end the process, it is known who was new in it.
+        """
         ...
 
 

@@ -1,6 +1,6 @@
 """A worker's requests at its engine: started at once, or once their KV has come; ended, or handed over to another worker."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
 
@@ -9,7 +9,7 @@ from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types import Delta, EngineInfo, FinishReason, Prefetch, Request, Role, WorkerLoad
 from penstock.core.wire import num_tokens
-from penstock.seams import Engine, KvBlocks, RoleAware
+from penstock.seams import Announcing, Engine, KvBlocks, RoleAware
 from penstock.worker.hand_over import HandOver
 
 _log = get_logger()
@@ -65,6 +65,13 @@ class Computing:
         return msgspec.structs.replace(
             info, max_batch_tokens=other.max_batch_tokens, prompts_at_once=other.prompts_at_once
         )
+
+    def announce(self, listener: Callable[[Sequence[RequestId]], None], info: EngineInfo) -> EngineInfo:
+        """Have a listener hear whom a step is the first to compute, where the engine says so. Gives `info` with whether it does."""
+        if not isinstance(self._engine, Announcing):
+            return info
+        self._engine.announce(listener)
+        return msgspec.structs.replace(info, announces=True)
 
     def submit(self, request: Request, owner: Hashable) -> None:
         """Have a request of an owner's computed: at once, or once the KV that it brings a handle of is here.

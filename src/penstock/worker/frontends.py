@@ -5,14 +5,14 @@ that up. So what routers expect is kept here until the first token, and each of 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, WorkerLoad
+from penstock.core.types import Delta, Request, WorkerLoad
 from penstock.core.wire import num_tokens
 from penstock.seams import FrontendSink
 
@@ -136,6 +136,16 @@ class Frontends:
             if not self.requests:
                 self.idle.set()
         return running
+
+    def tell_begun(self, request_ids: Sequence[RequestId]) -> None:
+        """Tell each frontend which of its requests the step that comes is the first to compute."""
+        parts: dict[Frontend, list[Delta]] = {}
+        for request_id in request_ids:
+            running = self.requests.get(request_id)
+            if running is not None:
+                parts.setdefault(running.frontend, []).append(Delta(request_id=request_id))
+        for frontend, deltas in parts.items():
+            frontend.sink.push(deltas)
 
     def unknown_arrivals(self, request: Request, frontend: Frontend) -> int:
         """Count the requests of others that its router did not know of when it chose this worker.

@@ -139,7 +139,7 @@ class Worker:
         if config.step_log is not None:
             self._step_log = StepLog.open(config.step_log, self._identity.name, config.step_log_bytes_max)
         try:
-            info = await self._engine.start()
+            info = self._computing.announce(self._frontends.tell_begun, await self._engine.start())
             if not config.kv_events:
                 info = msgspec.structs.replace(info, kv_events=False)
             self._info = info = self._computing.assume(self._identity.role, info)

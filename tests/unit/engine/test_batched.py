@@ -22,6 +22,7 @@ class Counting:
     def __init__(self):
         self.failures = 0
         self.threads = set()
+        self.steps = []
         self.gate = None
 
     def start(self):
@@ -30,6 +31,7 @@ class Counting:
 
     def run(self, plan, table):
         self.threads.add(threading.get_ident())
+        self.steps.append(len(plan.slots))
         if self.gate is not None:
             assert self.gate.wait(10)
         if self.failures:
@@ -56,7 +58,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
             for number in range(2):
                 (answer,) = await probe.run(make_request(f"bad{number}", [1, 2, 3]))
                 assert answer.finish_reason is FinishReason.ERROR
-                assert answer.error.code == "engine_error"
+                assert answer.error.code == "step_failed"
                 assert "RuntimeError: the device fell over" in answer.error.message
             (answer,) = await probe.run(make_request("good", [1, 2, 3], max_tokens=3))
             assert answer.token_ids == [1, 1, 1]
@@ -68,7 +70,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
     run_async(main())
 
 
-def test_failures_in_a_row_end_the_engine():
+def test_failures_in_a_row_that_no_request_was_in_all_of_end_the_engine():
     async def main():
         runner = Counting()
         async with EngineProbe(engine(runner, failed_steps_max=2)) as probe:
@@ -77,6 +79,39 @@ def test_failures_in_a_row_end_the_engine():
             probe.submit(make_request("b", [1, 2, 3]))
             with pytest.raises(EngineError, match="2 steps in a row failed"):
                 await probe.step()
+
+    run_async(main())
+
+
+def test_a_request_that_fails_again_and_again_does_not_end_the_engine():
+    async def main():
+        runner = Counting()
+        async with EngineProbe(engine(runner, failed_steps_max=2)) as probe:
+            runner.failures = 4
+            for number in range(4):  # each time beside another one
+                probe.submit(make_request(f"other{number}", [1, 2]))
+                (answer,) = await probe.run(make_request("bad", [1, 2, 3]))
+                assert answer.error.code == "step_failed"
+            runner.failures = 1
+            with pytest.raises(EngineError, match="5 steps in a row failed"):
+                await probe.run(make_request("b", [1, 2, 3]))
+
+    run_async(main())
+
+
+def test_the_first_step_of_each_request_is_announced_before_it_runs():
+    async def main():
+        runner = Counting()
+        told = []
+        probe = EngineProbe(engine(runner, max_batch_tokens=4, max_running_requests=2))
+        probe.engine.announce(lambda ids: told.append((*ids, len(runner.steps))))
+        async with probe:
+            for name, tokens in (("a", [1] * 6), ("b", [2] * 3), ("c", [3])):
+                probe.submit(make_request(name, tokens, max_tokens=2))
+            while len(told) < 3:
+                await probe.step()
+        assert [ids for *ids, _ in told] == [["a"], ["b"], ["c"]]
+        assert [runner.steps[before] for *_, before in told] == [1, 2, 2]
 
     run_async(main())
 
