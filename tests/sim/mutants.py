@@ -19,6 +19,8 @@ from penstock.router.connector import Connector, MemberSink
 from penstock.router.gate import Gate
 from penstock.router.loads import LoadTracker
 from penstock.router.open_request import OpenRequest
+from penstock.router.pace import Pace
+from penstock.router.probation import Probation
 from penstock.router.progress import Progress
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
@@ -283,6 +285,40 @@ def turn_not_given_back() -> Iterator[None]:
 
 
 @mutant
+def lost_request_not_told_to_go() -> Iterator[None]:
+    """Every third request whose worker was lost gets no time to go on."""
+    original, calls = Pace.depart, [0]
+
+    def depart(self, now_s):
+        calls[0] += 1
+        return original(self, now_s) if calls[0] % 3 else float("inf")
+
+    with replaced(Pace, "depart", depart):
+        yield
+
+
+@mutant
+def lost_request_expected_for_ever() -> Iterator[None]:
+    """Every tenth that was about to move stays expected, and has others go too soon."""
+    original, calls = Pace.expect, [0]
+
+    def expect(self, change):
+        calls[0] += 1
+        if change > 0 or calls[0] % 10:
+            original(self, change)
+
+    with replaced(Pace, "expect", expect):
+        yield
+
+
+@mutant
+def suspect_never_cleared() -> Iterator[None]:
+    """Who went on with no other suspect beside it and does well keeps its place."""
+    with replaced(Probation, "leave", lambda self, suspect: self._waiting.pop(suspect, None)):
+        yield
+
+
+@mutant
 def host_content_untold() -> Iterator[None]:
     """What goes to the host is told to nobody."""
     original = TieredPool.take_events
@@ -306,3 +342,7 @@ TIERED = frozenset({"host_content_untold", "fetch_never_over"})
 """Those that show only where hosts hold what devices gave up."""
 HOLDING = frozenset({"held_request_forgotten", "turn_not_given_back"})
 """Those that show only where routers hold requests."""
+FAILING = frozenset(
+    {"suspect_never_cleared", "lost_request_not_told_to_go", "lost_request_expected_for_ever"}
+)
+"""Those that show only where many steps fail."""

@@ -8,6 +8,9 @@ from penstock.router.metrics import RouterMetrics
 from penstock.router.progress import Progress
 from penstock.router.quote import Route
 
+_EARLY_STEPS = 2
+"""A prompt's and a first one that only decodes: a request that takes its worker down as it comes does so within them."""
+
 
 class Attempt:
     """A connection that carries a request's deltas, and a reservation for it. `release` it once."""
@@ -23,6 +26,10 @@ class Attempt:
         self.route = route
         self.connection = fleet.submit(route.slot, request, handler)
         self.has_tokens = False
+        self.early_steps = _EARLY_STEPS
+        """Of the first steps that give it tokens, so many are still to come."""
+        self.has_begun = not fleet.announces(route.slot)
+        """Whether its worker has said that it computes it; taken for granted where that one does not say so."""
         self._fleet = fleet
         self._request_id: RequestId = request.request_id
         self._sent_tokens = request.num_emitted
@@ -34,6 +41,11 @@ class Attempt:
     def is_predicted(self) -> bool:
         """Whether what its worker holds is a guess."""
         return self._fleet.predicts(self.route.slot)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether a failure now may be this request's doing: its worker computes it, and has not done so for long."""
+        return self.has_begun and self.early_steps > 0
 
     def on_first_token(self) -> None:
         """Take back what was reserved for the prefill."""

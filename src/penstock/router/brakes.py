@@ -2,19 +2,24 @@
 
 import random
 
-from penstock.router.config import RetryConfig
+from penstock.router.config import MigrationConfig, RetryConfig
 from penstock.router.metrics import RouterMetrics
+from penstock.router.pace import Pace
 from penstock.router.probation import Probation
 from penstock.router.quarantine import Quarantine
 from penstock.router.retries import RetryBudget
 
 
 class Brakes:
-    """A budget against overrunning a failing fleet; quarantine and probation against a prompt that kills workers."""
+    """A pace for lost requests and a budget for refused ones; quarantine and probation against a prompt that kills workers."""
 
-    def __init__(self, config: RetryConfig, *, metrics: RouterMetrics, rng: random.Random) -> None:
+    def __init__(
+        self, config: RetryConfig, migrations: MigrationConfig, *, metrics: RouterMetrics, rng: random.Random
+    ) -> None:
         self.config = config
+        self.migrations = migrations
         self.budget = RetryBudget(config)
+        self.pace = Pace(migrations)
         self.quarantine = Quarantine(config)
         self.probation = Probation()
         self.metrics = metrics
@@ -23,5 +28,11 @@ class Brakes:
     def check(self) -> None:
         """Raise AssertionError where a bound is broken."""
         self.budget.check()
+        self.pace.check()
         self.quarantine.check()
         self.probation.check()
+
+    def check_at_rest(self) -> None:
+        """Raise AssertionError where something is left of requests that have ended."""
+        assert not self.pace.expected, f"{self.pace.expected} are about to move"
+        assert self.probation.is_empty, "a suspect has its place, or waits for it"

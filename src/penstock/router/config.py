@@ -1,7 +1,5 @@
 """Settings of the router and the dispatcher: how a worker is chosen, and the bounds of everything kept."""
 
-from typing import Self
-
 import pydantic
 
 from penstock.core.config import Config, wrong
@@ -13,40 +11,40 @@ from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import RoutingPolicy
 
 
-class RetryConfig(Config):
-    """What happens to a request whose worker is lost or refuses it."""
+class MigrationConfig(Config):
+    """How requests go on elsewhere whose workers were lost. None is refused for how many there are: they go one after the other."""
 
-    migrations_max: int = pydantic.Field(default=2, ge=0)
-    """Times one request may go on elsewhere because its worker was lost."""
+    at_once: int = pydantic.Field(default=256, ge=1)
+    """Requests of all workers together that may go on at once; further ones are put off."""
+    spread_s: float = pydantic.Field(default=1.0, ge=0)
+    """Within this time all go on that were put off when their workers were lost together; `at_once`, where that is more. 0: nobody is put off."""
+    jitter_s: float = pydantic.Field(default=0.02, ge=0)
+    """Each goes on after a random part of this besides."""
+    backoff_s_max: float = pydantic.Field(default=5.0, ge=0)
+    """A request that got next to nothing of the worker it had gone to before that was lost as well waits 0.1 s, doubled each time, up to this."""
+    stalled_s_max: float = pydantic.Field(default=60.0, ge=0)
+    """A request that has been losing workers for so long, next to no token between, ends with 503. Those that get on may lose as many workers as it takes."""
+
+
+class RetryConfig(Config):
+    """What happens to a request that a worker refuses, or whose workers are lost as they begin to compute it."""
+
     refusals_max: int = pydantic.Field(default=3, ge=0)
     """Times one request may be tried elsewhere because a worker refused it."""
     outruns_max: int = pydantic.Field(default=8, ge=0)
     """Times a worker may send one request back as other frontends' came there first, for a choice that knows of them; then it stays."""
     burst: int = pydantic.Field(default=1024, ge=1)
-    """Retries of all requests together that may happen at once: what one worker's loss may cost."""
+    """Refused requests of all together that may be tried elsewhere at once; past it the refusal is the answer."""
     per_s: float = pydantic.Field(default=10.0, ge=0)
-    """Retries earned back each second."""
+    """Of these tries, earned back each second."""
     per_request: float = pydantic.Field(default=0.2, ge=0)
-    """Retries earned back with each request opened."""
-    wait_s_max: float = pydantic.Field(default=5.0, ge=0)
-    """The longest a retry is put off until it is earned; beyond that the request fails."""
-    jitter_s: float = pydantic.Field(default=0.02, ge=0)
-    """A request whose worker is lost goes on after a random part of this."""
+    """Of these tries, earned back with each request opened."""
     deaths_max: int = pydantic.Field(default=3, ge=1)
-    """Losses of workers that one request may have caused until its content is quarantined; at most `migrations_max` + 1."""
+    """Workers lost, or steps failed, in a row as they began to compute one request, until its content is quarantined; before the last it goes on with no other suspect beside it."""
     quarantine_s: float = pydantic.Field(default=60.0, gt=0)
     """How long a content suspected of so many losses is refused."""
     quarantined_max: int = pydantic.Field(default=4096, ge=1)
     """Contents in quarantine at once; the oldest is let out first."""
-
-    @pydantic.model_validator(mode="after")
-    def _check_deaths(self) -> Self:
-        if self.deaths_max > self.migrations_max + 1:
-            raise wrong(
-                f"deaths_max is {self.deaths_max}, but a request loses at most migrations_max + 1 ="
-                f" {self.migrations_max + 1} workers; lower deaths_max or raise migrations_max"
-            )
-        return self
 
 
 class DisaggConfig(Config):
@@ -130,8 +128,10 @@ class RouterConfig(Config):
     """What lies between locations, so that a far worker costs what it takes to reach it."""
     hold: HoldConfig = HoldConfig()
     """When requests wait here for a worker that has time, and whose turn it is."""
+    migrations: MigrationConfig = MigrationConfig()
+    """How requests go on elsewhere whose workers were lost."""
     retries: RetryConfig = RetryConfig()
-    """What happens to a request whose worker is lost or refuses it."""
+    """What happens to a request that a worker refuses, or that may be why workers are lost."""
     disagg: DisaggConfig = DisaggConfig()
     """When prompts are computed by prefill workers."""
     explain: ExplainConfig = ExplainConfig()

@@ -59,7 +59,7 @@ class Dispatcher:
             fleet=fleet,
             router=Router(fleet, config, metrics=metrics, rng=rng),
             gate=Gate(fleet, config.hold, metrics),
-            brakes=Brakes(config.retries, metrics=metrics, rng=rng),
+            brakes=Brakes(config.retries, config.migrations, metrics=metrics, rng=rng),
             metrics=metrics,
             hash_key=hash_key,
         )

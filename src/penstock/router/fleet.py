@@ -174,6 +174,10 @@ class Fleet:
         """Tell whether what a worker holds is guessed from what was sent there, as it sends no KV events."""
         return not self.seats.at(slot).instance.engine.kv_events
 
+    def announces(self, slot: int) -> bool:
+        """Tell whether a worker says when it begins to compute a request."""
+        return self.seats.at(slot).instance.engine.announces
+
     def answered(self, slot: int, request: Request) -> None:
         """Guess that a worker also holds the blocks of its answer: those of `request`, which has its tokens."""
         self._indexer.sent(slot, request.block_hashes)

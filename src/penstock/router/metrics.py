@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Literal, Self, cast
 
@@ -27,6 +28,9 @@ class _Unread:
     def observe(self, amount: float) -> None: ...
 
     def remove(self, *_: str) -> None: ...
+
+    def track_inprogress(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class RouterMetrics:
@@ -104,6 +108,11 @@ class RouterMetrics:
         )
         self.migrations = counter(
             "migrations", "Requests that had to leave their worker, by outcome", "outcome"
+        )
+        self.migrating_requests = gauge(
+            "migrating_requests",
+            "Requests whose worker was lost that wait for their turn to go on",
+            together="livesum",
         )
         self.refusals = counter("refusals", "Requests refused by a worker")
         self.outruns = counter(

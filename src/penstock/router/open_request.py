@@ -7,15 +7,15 @@ import asyncio
 import math
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeGuard
 
 import msgspec
 
 from penstock.core.errors import (
-    DeadlineExceeded,
     Outrun,
     Overloaded,
     PenstockError,
+    StepFailed,
     Unavailable,
     WorkerLost,
     from_info,
@@ -31,9 +31,6 @@ from penstock.router.quote import Quote, Route
 from penstock.router.relay import Relay
 from penstock.router.setbacks import Setbacks
 from penstock.router.shared import Shared
-
-_TARGET_SHARE_MIN = 0.1
-"""Of a target for the first token, so much is left for choosing a worker however long the request has waited."""
 
 
 class OpenRequest:
@@ -154,8 +151,13 @@ class OpenRequest:
         attempt, progress = self._attempt, self._progress
         assert attempt is not None, "deltas come during an attempt only"
         assert progress is not None, "and there is progress since the first"
-        if delta.token_ids and not attempt.has_tokens:
-            self._on_first_token(attempt, progress)
+        if delta.token_ids:
+            if attempt.early_steps:
+                self._on_early_tokens(attempt, progress)
+        elif delta.error is None and delta.finish_reason is None and delta.kv is None:
+            attempt.has_begun = True
+            if delta.cached_tokens is None:
+                return
         if progress.cached_tokens is None and delta.cached_tokens is not None:
             attempt.compare(delta.cached_tokens, progress.block_size, self._shared.metrics)
         if delta.finish_reason is FinishReason.PREFILLED:
@@ -176,7 +178,8 @@ class OpenRequest:
     def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
         attempt = self._attempt
         if attempt is not None:
-            self._setbacks.on_loss(attempt.route.worker_id, is_suspect=alone or not attempt.has_tokens)
+            attempt.has_begun |= alone  # it was sent there, and nobody else was
+            self._setbacks.on_loss(attempt.route.worker_id, is_suspect=attempt.is_early)
         self._release()
         self._interrupt(error)
 
@@ -230,20 +233,11 @@ class OpenRequest:
             raise Unavailable(
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
-        request, setbacks = self._with_time_left(self._progress.request()), self._setbacks
+        request, setbacks = self._progress.request_in_time(self._loop.time() - self._opened_s), self._setbacks
         quote = shared.router.quote(request, setbacks.avoided | setbacks.lost, handed=handed)
         if quote is None and setbacks.lost:  # one that was lost and is back is better than none
             quote = shared.router.quote(request, setbacks.avoided, handed=handed)
         return quote
-
-    def _with_time_left(self, request: Request) -> Request:
-        """Leave of the target for the first token what is not over yet; who is late is urgent, but not without end."""
-        target_s = request.slo_ttft_s
-        if target_s is None:
-            return request
-        left_s = max(target_s - (self._loop.time() - self._opened_s), target_s * _TARGET_SHARE_MIN)
-        has_begun = self.output_tokens > self.request.num_emitted
-        return msgspec.structs.replace(request, slo_ttft_s=None if has_begun else left_s)
 
     def _is_held(self, place: Place, quote: Quote) -> bool:
         """Say whether it has to wait at the gate; what has begun, was refused or has waited does not wait again."""
@@ -296,9 +290,10 @@ class OpenRequest:
     async def _go_on_after(self, interruption: PenstockError | Relay) -> None:
         """Take the request elsewhere, if it may."""
         now_s = self._loop.time()
-        if not isinstance(interruption, (Overloaded, Outrun, Relay)):
+        if _is_move(interruption):
             delay_s = self._setbacks.migrate(interruption, now_s, self.output_tokens)
-            await self._wait_until(now_s + delay_s)
+            with self._shared.metrics.migrating_requests.track_inprogress():
+                await self._wait_until(now_s + delay_s)
         if self._setbacks.needs_probation:
             await self._enter_probation()
         await self._attempt_until_sent()
@@ -312,12 +307,17 @@ class OpenRequest:
 
     # -- what happens to it
 
-    def _on_first_token(self, attempt: Attempt, progress: Progress) -> None:
+    def _on_early_tokens(self, attempt: Attempt, progress: Progress) -> None:
+        """Note one of the first steps that give it tokens on this worker."""
+        attempt.early_steps -= 1
+        if not attempt.early_steps:
+            self._shared.brakes.probation.leave(self)
+            self._setbacks.on_progress()
+        if attempt.has_tokens:
+            return
         attempt.on_first_token()
-        self._relay.went_on(
-            attempt.route.worker_id
-        )  # until then it may have been for another one, should this not take it
-        self._shared.brakes.probation.leave(self)
+        # Until then it may have been for another one, should this not take it.
+        self._relay.went_on(attempt.route.worker_id)
         if progress.output_tokens == self.request.num_emitted:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
 
@@ -333,6 +333,9 @@ class OpenRequest:
                 self._interrupt(error)
         elif isinstance(error, Outrun):
             self._setbacks.on_outrun()
+            self._interrupt(error)
+        elif isinstance(error, (StepFailed, WorkerLost)):
+            self._setbacks.on_loss(attempt.route.worker_id, is_suspect=attempt.is_early)
             self._interrupt(error)
         elif isinstance(error, Unavailable):
             self._setbacks.avoided.add(attempt.route.worker_id)
@@ -366,6 +369,8 @@ class OpenRequest:
             self._finish(FinishReason.LENGTH)
         elif self._error is None:
             self._interruption = error
+            if _is_move(error):
+                self._setbacks.about_to_move()
         self.wake()
 
     def _finish(self, reason: FinishReason) -> None:
@@ -378,13 +383,7 @@ class OpenRequest:
             self._deadline_timer.cancel()
 
     def _expire(self) -> None:
-        self.fail(
-            DeadlineExceeded(
-                f"request {self.request.request_id}: {self.request.deadline_s:g} s have passed and"
-                f" {self.output_tokens} of at most {self.request.sampling.max_tokens} tokens are there; allow more time"
-                " or ask for fewer tokens"
-            )
-        )
+        self.fail(self._shared.late(self.request, self.output_tokens))
 
     def _take(self, progress: Progress) -> Delta:
         before = progress.taken_tokens
@@ -415,6 +414,7 @@ class OpenRequest:
             self._deadline_timer.cancel()
         shared = self._shared
         shared.brakes.probation.leave(self)
+        self._setbacks.about_to_move(is_expected=False)
         if shared.requests.pop(self.request.request_id, None) is None:
             return
         pool = shared.fleet.pools.get(self.request.model)
@@ -439,3 +439,8 @@ class OpenRequest:
         self._waiter = self._loop.create_future()
         timeout_s = None if time_s == math.inf else time_s - self._loop.time()
         await asyncio.wait((self._waiter,), timeout=timeout_s)
+
+
+def _is_move(interruption: PenstockError | Relay) -> TypeGuard[PenstockError]:
+    """Say whether it has lost its worker; else it was refused, sent back or handed over."""
+    return not isinstance(interruption, (Overloaded, Outrun, Relay))

@@ -32,5 +32,10 @@ class Probation:
         if self._holder is None and self._waiting:
             next(iter(self._waiting.values()))()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has the place or waits for it."""
+        return self._holder is None and not self._waiting
+
     def check(self) -> None:
         assert self._holder not in self._waiting, "probation: nobody waits for the place it has"

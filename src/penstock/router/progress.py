@@ -9,6 +9,9 @@ from penstock.core.types import Delta, FinishReason, ModelCard, Request, TokenLo
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, num_tokens, pack_hashes, unpack_hashes
 from penstock.router.member import identity
 
+_TARGET_SHARE_MIN = 0.1
+"""Of a target for the first token, so much is left for choosing a worker however long the request has waited."""
+
 
 class Progress:
     """The tokens of one request, whichever workers they came from. One task owns it.
@@ -28,7 +31,7 @@ class Progress:
             RequestError: the number of block hashes does not fit the model's block size.
         """
         self.prompt_tokens = num_tokens(request.token_ids) - request.num_emitted
-        self.output_tokens = request.num_emitted
+        self.output_tokens = self._emitted_before = request.num_emitted
         self.cached_tokens: int | None = None
         """Prompt tokens that the first worker had cached; a later one also finds the output cached."""
         self.taken_tokens = 0
@@ -90,6 +93,20 @@ class Progress:
             self._output.clear()
             self._extend_hashes()
         return self._request
+
+    def request_in_time(self, passed_s: float) -> Request:
+        """Say the same, with what is left of the target for the first token: who is late is urgent, but not without end.
+
+        Args:
+            passed_s: since the request was opened.
+        """
+        request = self.request()
+        target_s = request.slo_ttft_s
+        if target_s is None:
+            return request
+        has_begun = self.output_tokens > self._emitted_before
+        left_s = max(target_s - passed_s, target_s * _TARGET_SHARE_MIN)
+        return msgspec.structs.replace(request, slo_ttft_s=None if has_begun else left_s)
 
     def _extend_hashes(self) -> None:
         """Hash the full blocks that have no hash yet."""

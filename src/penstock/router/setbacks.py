@@ -8,14 +8,18 @@ from penstock.core.log import get_logger
 from penstock.core.types import Request
 from penstock.router.brakes import Brakes
 
+_BACKOFF_S = 0.1
+_DOUBLINGS_MAX = 16
+
 _log = get_logger()
 
 
 class Setbacks:
     """One request's losses and refusals. Every method that may be the last straw raises what its reader gets.
 
-    A lost worker costs one of `migrations_max`, a refusal before any token one of `refusals_max`, and each a retry
-    of the budget. Losses that the request may have caused lead to probation, and then its content to quarantine.
+    After a loss it goes on elsewhere in its turn, however often, as long as it gets on. A refusal before any token costs one
+    of `refusals_max`, and a try of the budget. Losses that the request may have caused, none between that it cannot have,
+    lead to probation, and then its content to quarantine.
     """
 
     def __init__(self, request: Request, brakes: Brakes) -> None:
@@ -32,12 +36,20 @@ class Setbacks:
         self._brakes = brakes
         self._refusals = 0
         self._outruns = 0
-        self._suspicions = 0  # losses of workers that it may have caused
+        self._suspicions = 0  # losses of workers that it may have caused, since it last got on
+        self._losses = 0  # of any kind, since then
+        self._stalled_since_s: float | None = None
+        self._is_expected = False
 
     @property
     def needs_probation(self) -> bool:
         """Whether one more loss that it may have caused puts its content in quarantine."""
         return self._suspicions + 1 >= self._brakes.config.deaths_max
+
+    def on_progress(self) -> None:
+        """Note that a worker computes it and does well: what came before was not its doing."""
+        self._suspicions = self._losses = 0
+        self._stalled_since_s = None
 
     @property
     def may_be_outrun(self) -> bool:
@@ -69,38 +81,41 @@ class Setbacks:
         self.last_refusal = refusal
         if self._refusals > brakes.config.refusals_max:
             raise refusal
-        if brakes.budget.take(now_s, wait_s_max=0.0) is None:
+        if not brakes.budget.spend(now_s):
             raise refusal
+
+    def about_to_move(self, *, is_expected: bool = True) -> None:
+        """Note that it will `migrate` once its reader gets to that, or does not any more. Safe twice."""
+        if self._is_expected is not is_expected:
+            self._is_expected = is_expected
+            self._brakes.pace.expect(1 if is_expected else -1)
 
     def migrate(self, cause: PenstockError, now_s: float, output_tokens: int) -> float:
         """Count a move to another worker; returns how many seconds to wait before it.
 
         Raises:
-            Unavailable: it moved too often, is to be quarantined, or too much is tried again already.
+            Unavailable: it has been losing workers for too long without getting on, or is to be quarantined.
         """
-        if self._suspicions >= self._brakes.config.deaths_max:
+        request, brakes = self._request, self._brakes
+        self.about_to_move(is_expected=False)
+        if self._suspicions >= brakes.config.deaths_max:
             self._quarantine(cause, now_s)
-        request, brakes, retries = self._request, self._brakes, self._brakes.config
-        if self.migrations >= retries.migrations_max:
-            brakes.metrics.migrations.labels("too_many").inc()
+        if self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+        stalled_s = now_s - self._stalled_since_s
+        if stalled_s > brakes.migrations.stalled_s_max:
+            brakes.metrics.migrations.labels("stalled").inc()
             _log.warning(
                 "request_given_up",
                 request_id=request.request_id,
                 migrations=self.migrations,
+                stalled_s=stalled_s,
                 error=cause.message,
             )
             raise Unavailable(
-                f"request {request.request_id}: moved {self.migrations} times already as its servers failed, the"
-                " limit (router.retries.migrations_max); send it again",
+                f"request {request.request_id}: its servers failed again and again for {stalled_s:.0f} s, in which it got"
+                " next to nothing (at most router.migrations.stalled_s_max); send it again",
                 retry_after_s=1.0,
-            ) from cause
-        delay_s = brakes.budget.take(now_s, wait_s_max=retries.wait_s_max)
-        if delay_s is None:
-            brakes.metrics.migrations.labels("no_budget").inc()
-            raise Unavailable(
-                f"request {request.request_id}: its worker was lost, and so were too many others lately (retries"
-                f" are limited to {retries.per_s:g} a second); send it again",
-                retry_after_s=retries.wait_s_max,
             ) from cause
         brakes.metrics.migrations.labels("moved").inc()
         self.migrations += 1
@@ -111,7 +126,12 @@ class Setbacks:
             migrations=self.migrations,
             error=cause.message,
         )
-        return delay_s + brakes.rng.uniform(0, retries.jitter_s)
+        wait_s = brakes.pace.depart(now_s) + brakes.rng.uniform(0, brakes.migrations.jitter_s)
+        if self._losses:
+            backoff_s = _BACKOFF_S * 2.0 ** min(self._losses - 1, _DOUBLINGS_MAX)
+            wait_s += min(backoff_s, brakes.migrations.backoff_s_max)
+        self._losses += 1
+        return wait_s
 
     def _quarantine(self, cause: PenstockError, now_s: float) -> None:
         brakes, quarantine_s = self._brakes, self._brakes.config.quarantine_s

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.core.errors import Overloaded, RequestError, Unavailable
+from penstock.core.errors import DeadlineExceeded, Overloaded, RequestError, Unavailable
 from penstock.core.ids import RequestId
 from penstock.core.types import Request
 from penstock.router.brakes import Brakes
@@ -71,4 +71,12 @@ class Shared:
             f"model {request.adapter or request.model}: no worker was ready within {self.config.no_worker_wait_s:g} s; models"
             f" with ready workers: {models}; {advice}, or try again later",
             retry_after_s=1.0,
+        )
+
+    @staticmethod
+    def late(request: Request, output_tokens: int) -> DeadlineExceeded:
+        """Word that a request's time is up."""
+        return DeadlineExceeded(
+            f"request {request.request_id}: {request.deadline_s:g} s have passed and {output_tokens} of at most"
+            f" {request.sampling.max_tokens} tokens are there; allow more time or ask for fewer tokens"
         )

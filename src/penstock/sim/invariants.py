@@ -69,6 +69,7 @@ def _check_dispatcher_at_rest(dispatcher: Dispatcher, truth: dict[str, dict[tupl
     shared = dispatcher._shared
     assert not shared.requests, f"still open: {list(shared.requests)}"
     assert not shared.gate.num_held, f"{shared.gate.num_held} requests are still held"
+    shared.brakes.check_at_rest()
     views = dispatcher.workers()
     ready = {view.name for view in views if view.condition in {Condition.READY, Condition.PREFILL_ONLY}}
     assert ready == truth.keys(), f"ready are {sorted(ready)}, alive {sorted(truth)}"

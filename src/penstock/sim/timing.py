@@ -27,6 +27,8 @@ class Pace:
         self._factor = 1.0
         self.is_going = True
         """Whether the host does anything at all; `stop` and `go_on` say so."""
+        self.failing_steps = 0
+        """So many of the next steps fail, of engines that take each by itself."""
         self._going = asyncio.Event()
         self._going.set()
         self._watchers: list[Callable[[], None]] = []
@@ -120,6 +122,9 @@ class TimingRunner:
 
     async def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
         await self._pace.spend(self._price_s(plan, table))
+        if self._pace.failing_steps:
+            self._pace.failing_steps -= 1
+            raise RuntimeError("this step was to fail")
         token_ids = np.full(len(plan.slots), -1, dtype=np.int32)
         for row in np.flatnonzero(plan.samples).tolist():
             slot = plan.slots[row]

@@ -64,6 +64,7 @@ class Trial:
 
     `exact` engines take every step, others jump; workers send `kv_events` or not; routers hold requests past `hold_s`;
     with `host_blocks` engines compute slowly, and fetch slowly what their hosts have, and prompts are of several kinds.
+    Of exact engines' steps, `failed_steps` fail, each on any worker.
     With `prefillers` so many prefill workers compute all prompts but the shortest, and `workers` decode.
     """
 
@@ -76,6 +77,7 @@ class Trial:
     hold_s: float | None = None
     host_blocks: int = 0
     prefillers: int = 0
+    failed_steps: int = 0
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -200,6 +202,9 @@ async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
                     chaos.run(random_faults(rng, count=trial.faults, duration_s=trial.duration_s)),
                     name="chaos",
                 )
+                if trial.failed_steps:
+                    failures = _fail_steps(cluster, random.Random(rng.getrandbits(64)), trial)
+                    clients.create_task(failures, name="failing steps")
             await asyncio.sleep(_QUIET_S)
             checks.cancel()
         cluster.network.event_loss = 0.0
@@ -215,6 +220,19 @@ async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
         result.end_s = asyncio.get_running_loop().time()
     check_no_task_left()
     return result
+
+
+async def _fail_steps(cluster: SimCluster, rng: random.Random, trial: Trial) -> None:
+    """Have steps fail, at random moments on random workers; who gives up over that is replaced."""
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+    for number, at_s in enumerate(
+        sorted(rng.uniform(0.0, trial.duration_s) for _ in range(trial.failed_steps))
+    ):
+        await asyncio.sleep(start_s + at_s - loop.time())
+        if len(cluster.workers) < len(trial.roles):
+            await cluster.start(f"successor-{number}")
+        rng.choice(list(cluster.workers.values())).pace.failing_steps = 1
 
 
 @asynccontextmanager

@@ -1,7 +1,5 @@
 """The retry budget and the quarantine."""
 
-import pytest
-
 from penstock.core.ids import RequestId
 from penstock.core.types import Request, SamplingParams
 from penstock.core.wire import pack_tokens
@@ -20,23 +18,22 @@ def request(*token_ids: int, model: str = "m", salt: bytes = b"") -> Request:
     )
 
 
-def test_a_burst_is_free_and_then_retries_wait_their_turn():
-    budget = RetryBudget(RetryConfig(burst=3, per_s=2.0, wait_s_max=1.0))
-    waits = [budget.take(10.0, wait_s_max=1.0) for _ in range(6)]
-    assert waits == [0.0, 0.0, 0.0, 0.5, 1.0, None]
+def test_a_burst_is_free_and_then_tries_are_earned_with_time():
+    budget = RetryBudget(RetryConfig(burst=3, per_s=2.0))
+    assert [budget.spend(10.0) for _ in range(5)] == [True] * 3 + [False] * 2
     budget.check()
-    assert budget.take(11.0, wait_s_max=1.0) == pytest.approx(0.5)
-    assert budget.take(1000.0, wait_s_max=0.0) == 0.0
+    assert [budget.spend(11.0) for _ in range(3)] == [True, True, False]
+    assert [budget.spend(1000.0) for _ in range(4)] == [True] * 3 + [False]
     budget.check()
 
 
-def test_requests_earn_retries():
+def test_requests_earn_tries():
     budget = RetryBudget(RetryConfig(burst=2, per_s=0.0, per_request=0.5))
-    assert [budget.take(0.0, wait_s_max=5.0) for _ in range(3)] == [0.0, 0.0, None]
+    assert [budget.spend(0.0) for _ in range(3)] == [True, True, False]
     budget.earn()
-    assert budget.take(0.0, wait_s_max=5.0) is None
+    assert not budget.spend(0.0)
     budget.earn()
-    assert budget.take(0.0, wait_s_max=5.0) == 0.0
+    assert budget.spend(0.0)
     for _ in range(100):
         budget.earn()
     budget.check()

@@ -9,7 +9,7 @@ from penstock.router.config import RouterConfig
 def test_defaults_are_valid():
     config = RouterConfig()
     assert config.policy == "kv"
-    assert config.retries.migrations_max == 2
+    assert config.migrations.stalled_s_max == 60
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,8 @@ def test_defaults_are_valid():
         ),
         ({"retries": {"burst": 0}}, "graph.yaml: retries.burst: must be >= 1, got 0"),
         ({"polcy": "kv"}, "graph.yaml: polcy: unknown key; did you mean 'policy'?"),
-        ({"retries": {"migrations_max": 1}}, "lower deaths_max or raise migrations_max"),
+        ({"retries": {"migrations_max": 1}}, "graph.yaml: retries.migrations_max: unknown key"),
+        ({"migrations": {"spread_s": -1}}, "graph.yaml: migrations.spread_s: must be >= 0.0, got -1"),
     ],
 )
 def test_mistakes_are_named(data, message):

@@ -1,0 +1,51 @@
+"""When requests whose workers were lost go on elsewhere: some at once, the others one after the other.
+
+The pace follows what was lost: the more wait, the closer they come, so that a host with thousands of streams is made up
+for within seconds, and the loop has room for others between two of them. Nobody is refused: what waits is bounded by
+the requests that are open, and each of them has its own deadline.
+"""
+
+from collections import deque
+
+from penstock.router.config import MigrationConfig
+
+
+class Pace:
+    """Gives those that come one after the other their times to go. One event loop owns it."""
+
+    def __init__(self, config: MigrationConfig) -> None:
+        self._config = config
+        self.expected = 0
+        """Requests that are about to come for their time."""
+        self._at_once = float(config.at_once)
+        self._seen_s = 0.0
+        self._departures_s: deque[float] = deque()  # of those put off that have yet to go, in order
+
+    def expect(self, change: int) -> None:
+        """Note that one more request (1) is about to come for its time, or that one does not come (-1)."""
+        self.expected += change
+
+    def depart(self, now_s: float) -> float:
+        """Give one request its time to go; returns how many seconds it waits."""
+        at_once, spread_s = self._config.at_once, self._config.spread_s
+        if not spread_s:
+            return 0.0
+        waiting = self._departures_s
+        while waiting and waiting[0] <= now_s:
+            waiting.popleft()
+        if not waiting:
+            since_s = now_s - self._seen_s
+            self._at_once = min(self._at_once + since_s * at_once / spread_s, at_once)
+            self._seen_s = now_s
+            if self._at_once >= 1.0:
+                self._at_once -= 1.0
+                return 0.0
+        last_s = waiting[-1] if waiting else now_s
+        waiting.append(last_s + spread_s / max(len(waiting) + self.expected, at_once))
+        self._seen_s = waiting[-1]  # nothing is saved up while some wait
+        return waiting[-1] - now_s
+
+    def check(self) -> None:
+        assert self._at_once <= self._config.at_once, f"{self._at_once} may go at once"
+        assert self.expected >= 0, f"{self.expected} are expected"
+        assert list(self._departures_s) == sorted(self._departures_s), "one after the other"
