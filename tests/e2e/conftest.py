@@ -122,7 +122,10 @@ def deploy(runtime_dir: Path) -> Callable[..., None]:
     ) -> None:
         roles = {"aggregated": {"replicas": workers, "engine": "mock"} | (role or {})}
         frontend = {"port": 0, "processes": frontends, "drain_timeout_s": 10}
-        graph = Graph.model_validate({"model": "demo", "frontend": frontend, "roles": roles} | fields)
+        graph = Graph.model_validate(
+            {"model": "demo", "frontend": frontend, "roles": roles, "supervision": {"spare_processes": 0}}
+            | fields
+        )
 
         async def main() -> None:
             async with asyncio.timeout(timeout_s), site_of(graph, log_level) as site:

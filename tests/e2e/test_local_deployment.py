@@ -22,8 +22,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
 
 def graph_of(**fields):
     role = {"engine": "mock"} | fields.pop("role", {})
+    supervision = {"spare_processes": 0} | fields.pop("supervision", {})
     return Graph.model_validate(
-        {"model": "demo", "frontend": {"port": 0}, "roles": {"aggregated": role}} | fields
+        {"model": "demo", "frontend": {"port": 0}, "roles": {"aggregated": role}, "supervision": supervision}
+        | fields
     )
 
 

@@ -28,7 +28,7 @@ class Command:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", *arguments],
+            [sys.executable, "-m", "penstock", "serve", *arguments, "--set", "supervision.spare_processes=0"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

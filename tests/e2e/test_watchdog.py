@@ -21,7 +21,7 @@ from penstock.deploy.local import LocalDeployment
 from penstock.graph import Graph
 
 graph = Graph.model_validate({
-    "model": "demo", "frontend": {"port": 0}, "supervision": {"heartbeat_timeout_s": 1.0},
+    "model": "demo", "frontend": {"port": 0}, "supervision": {"heartbeat_timeout_s": 1.0, "spare_processes": 0},
     "roles": {"aggregated": {"engine": "mock"}},
 })
 
@@ -115,7 +115,7 @@ def test_what_hangs_is_killed_and_started_again_while_streams_go_on(deploy):
 
         await site.until(is_counted)
 
-    deploy(scenario, workers=2, frontends=2, supervision={"heartbeat_timeout_s": 2.0})
+    deploy(scenario, workers=2, frontends=2, supervision={"heartbeat_timeout_s": 2.0, "spare_processes": 0})
 
 
 def test_a_supervisor_that_was_stopped_blames_nobody_and_takes_along_what_its_workers_have_started(

@@ -22,12 +22,22 @@ class Served:
 
 @contextlib.contextmanager
 def served(*flags: str) -> Iterator[Served]:
-    """Run `penstock serve FLAGS --port 0` until the context ends.
+    """Run `penstock serve FLAGS --port 0` until the context ends, without spare processes: their start would be measured as well.
 
     Raises:
         Unavailable: it did not become ready, or did not stop with exit code 0.
     """
-    command = [sys.executable, "-m", "penstock", "serve", *flags, "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "serve",
+        *flags,
+        "--port",
+        "0",
+        "--set",
+        "supervision.spare_processes=0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own command
         watchdog = threading.Timer(_START_TIMEOUT_S, process.kill)
         watchdog.start()

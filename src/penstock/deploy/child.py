@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -44,7 +45,21 @@ class Child:
 
     @classmethod
     async def start(cls, assignment: Assignment, guard: GroupGuard) -> "Child":
-        """Start a process, and have a guard end its group should this process die first."""
+        """Start a process and tell it what to do; a guard ends its group should this process die first."""
+        child = await cls.spawn(guard, _environment(assignment))
+        child.assign(assignment)
+        return child
+
+    @classmethod
+    async def spare(cls, guard: GroupGuard, imports: Sequence[str]) -> "Child":
+        """Start a process that imports modules, then waits for a worker's assignment."""
+        return await cls.spawn(guard, _ONE_THREAD | os.environ, imports)
+
+    @classmethod
+    async def spawn(
+        cls, guard: GroupGuard, environment: Mapping[str, str], imports: Sequence[str] = ()
+    ) -> "Child":
+        """Start a process that waits for its assignment."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -59,17 +74,25 @@ class Child:
                     "-m",
                     "penstock.deploy.process",
                     str(theirs.fileno()),
+                    *imports,
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # Ctrl-C is the supervisor's to handle; and a group of its own
-                    env=_environment(assignment),
+                    env=environment,
                 )
             except BaseException:
                 writer.close()
                 raise
         guard.add(process.pid)  # before it knows what to do: it has started nothing
-        writer.write(msgspec.json.encode(assignment) + b"\n")
         return cls(process, reader, writer, guard)
+
+    def assign(self, assignment: Assignment) -> None:
+        """Tell it what to do, once."""
+        self._writer.write(msgspec.json.encode(assignment) + b"\n")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
 
     @property
     def pid(self) -> int:

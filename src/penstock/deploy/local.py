@@ -5,7 +5,7 @@ import itertools
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -24,16 +24,19 @@ from penstock.deploy.member import Member
 from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, ProcessFailed, WorkerJob
 from penstock.deploy.port import Port
 from penstock.deploy.process_cores import ProcessCores, usable_cores
+from penstock.deploy.spares import SpareProcesses
 from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
 from penstock.deploy.watchdog import turn_s
-from penstock.engine.registry import SIMULATED_ONLY
+from penstock.engine.registry import SIMULATED_ONLY, engine_modules
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts, say_empty
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.handshake import Identity
 
 Say = Callable[[str, str, str], None]
+Start = Callable[[Assignment], Awaitable[Child]]
 _SECRET_BYTES = 32
+_WORKER_MODULE = "penstock.deploy.worker_process"
 _WORKER_NAMES = {Role.AGGREGATED: "worker", Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _KILL_AFTER_S = 5.0  # what a process gets to end by itself beyond its own time to drain
 
@@ -72,6 +75,7 @@ class LocalDeployment:
         self._frontends: list[Member] = []
         self._has_started = False
         self._guard = GroupGuard()
+        self._spares = SpareProcesses(graph.supervision.spare_processes, _imports(self._roles), self._guard)
         self._untold: Counter[tuple[str, str]] = Counter()
         """Failures of processes, by name and reason, of which no frontend has heard."""
         self._context = self._run()
@@ -114,6 +118,7 @@ class LocalDeployment:
             expect_same_blocks(cards)
             common = await self._share(stack)
             await stack.enter_async_context(self._guard)
+            await stack.enter_async_context(self._spares)
             self._employ(common, port, cards, str(checkpoint.path))
             try:
                 async with asyncio.TaskGroup() as group:
@@ -122,6 +127,7 @@ class LocalDeployment:
                         for member in self.members:
                             await member.ready.wait()
                         self._has_started = True
+                        self._spares.refill()
                         yield
                     except BaseException:
                         self.kill()
@@ -183,12 +189,19 @@ class LocalDeployment:
                 partial(work, role, n, devices.get((role, n), 0)),
                 common,
                 self._cores.of_process(role, n),
+                self._spares.start,
             )
             for role, spec in self._roles.items()
             for n in range(spec.replicas)
         ]
         self._frontends = [
-            self._member(f"frontend-{n + 1}", front, common, self._cores.of_process())
+            self._member(
+                f"frontend-{n + 1}",
+                front,
+                common,
+                self._cores.of_process(),
+                partial(Child.start, guard=self._guard),
+            )
             for n in range(self.graph.frontend.processes)
         ]
         for group in (self._workers, self._frontends):
@@ -198,10 +211,17 @@ class LocalDeployment:
                 member.on_failure = self._note_failure
         for member in self._frontends:
             member.on_ready = self._tell_failures
+        for member in self._workers:
+            member.on_ready = self._refill_spares
 
     def _may_refuse(self, group: list[Member]) -> bool:
         """Tell whether settings that cannot work end the deployment: at its start always, whoever happened to be ready first."""
         return not self._has_started or _nobody_serves(group)
+
+    def _refill_spares(self) -> None:
+        """Have spares start once a worker is there again; at first they would be in the way of the others' start."""
+        if self._has_started:
+            self._spares.refill()
 
     def _note_failure(self, name: str, reason: str) -> None:
         self._untold[name, reason] += 1
@@ -222,12 +242,14 @@ class LocalDeployment:
             if int(path.stem.rpartition("_")[2]) not in living:
                 path.unlink()
 
-    def _member(self, name: str, job: Callable[[], Job], common: Common, cores: tuple[int, ...]) -> Member:
+    def _member(
+        self, name: str, job: Callable[[], Job], common: Common, cores: tuple[int, ...], start: Start
+    ) -> Member:
         return Member(
             name,
             lambda: Assignment(name=name, job=job(), common=common, cores=cores),
             self.graph.supervision,
-            start=partial(Child.start, guard=self._guard),
+            start=start,
             say=self._say,
         )
 
@@ -242,6 +264,12 @@ class LocalDeployment:
             await asyncio.wait([tasks[member] for member in members], timeout=patience_s + _KILL_AFTER_S)
             for member in members:
                 member.kill()
+
+
+def _imports(roles: dict[Role, RoleSpec]) -> tuple[str, ...]:
+    """Name what a process of any worker of these roles imports."""
+    engines = sorted({role.engine for role in roles.values()})
+    return (_WORKER_MODULE, *(module for engine in engines for module in engine_modules(engine)))
 
 
 def _nobody_serves(group: list[Member]) -> bool:

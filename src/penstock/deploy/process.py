@@ -1,16 +1,19 @@
-"""Where a child process begins: `python -m penstock.deploy.process FD`, FD being its end of a socket pair.
+"""Where a child process begins: `python -m penstock.deploy.process FD [MODULE...]`, FD being its end of a socket pair.
 
-Its supervisor sends one `Assignment` and hears how it goes. A child never outlives its supervisor: the kernel
+It imports the modules, if any, before it waits for what to do. Its supervisor sends one `Assignment` and hears how it goes. A child never outlives its supervisor: the kernel
 kills it with its parent, and the socket's end tells it should that be missed.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 
 import uvloop
 
@@ -30,6 +33,7 @@ _log = log.get_logger()
 def main() -> int:
     """Run one child process and return its exit code."""
     control = Control(int(sys.argv[1]))
+    _import(sys.argv[2:])
     assignment = control.assignment()
     if assignment is None:
         return EXIT_FAILED
@@ -50,6 +54,15 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - the end of this process, whatever it was
         return _fail(cause_of(error), tell)
     return 0
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import what a spare process will need; a module that fails does so again, with a report, once it is needed."""
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    if names:
+        _keep_what_is_loaded()
 
 
 def _keep_what_is_loaded() -> None:

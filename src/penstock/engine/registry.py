@@ -58,6 +58,11 @@ def create_engine(name: str, spec: EngineSpec) -> BatchedEngine:
     return engine
 
 
+def engine_modules(name: str) -> tuple[str, ...]:
+    """Name the modules that making an engine imports, for processes that do so before they are needed."""
+    return _MODULES.get(name, ())
+
+
 def engine_names() -> tuple[str, ...]:
     return tuple(_FACTORIES)
 
@@ -102,5 +107,6 @@ def _paged(spec: EngineSpec) -> BatchedEngine:
     return paged_engine(config, spec.scheduler, hash_key=spec.hash_key)
 
 
+_MODULES = {"paged": ("penstock.engine.paged.engine",)}
 _DTYPES = {"paged": ("auto", "float32", "bfloat16", "float16")}
 _FACTORIES: dict[str, Callable[[EngineSpec], BatchedEngine]] = {"mock": _mock, "paged": _paged}

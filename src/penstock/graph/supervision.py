@@ -20,5 +20,8 @@ class Supervision(Config):
     """The longest delay before a restart, in seconds."""
     healthy_after_s: float = pydantic.Field(default=30.0, gt=0)
     """Seconds of service after which earlier failures are forgotten."""
+    spare_processes: int = pydantic.Field(default=1, ge=0, le=64)
+    """Processes that have imported what workers need and wait to take the place of one that fails; about 300 MB each with the paged engine. 0: none, and a restart
+    takes as long as a start."""
     failed_starts_max: int = pydantic.Field(default=5, ge=1)
     """Failed starts in a row after which a process is given up."""

@@ -1,0 +1,51 @@
+"""A worker that fails is replaced by a process that has imported everything already."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def spares(site):
+    """Give the deployment's processes that wait to be workers."""
+    used = set(site.deployment.pids().values())
+    children = psutil.Process().children()
+    return [c for c in children if c.pid not in used and "penstock.deploy.process" in c.cmdline()]
+
+
+def test_a_spare_takes_the_place_of_a_worker_and_another_one_follows(deploy):
+    async def scenario(site):
+        async def is_spare():
+            return len(spares(site)) == 1
+
+        async def is_replaced():
+            return site.deployment.pids().get("worker-1", failed) != failed
+
+        async def is_back():
+            return (await site.workers()).get("worker-1", {}).get("pid") == site.deployment.pids().get(
+                "worker-1"
+            )
+
+        failed = site.deployment.pids()["worker-1"]
+        await site.until(is_spare)
+        (spare,) = spares(site)
+        site.kill("worker-1")
+        await site.until(is_replaced)
+        assert site.deployment.pids()["worker-1"] == spare.pid
+        await site.until(is_back)
+        assert len((await site.tell("hi", max_tokens=3))[0]) > 0
+
+        await site.until(
+            is_spare
+        )  # another one follows; should it end by itself, the next start does without
+        os.kill(spares(site)[0].pid, signal.SIGKILL)
+        failed = spare.pid
+        site.kill("worker-1")
+        await site.until(is_replaced)
+        await site.until(is_back)
+        await site.until(is_spare)
+
+    deploy(scenario, supervision={"spare_processes": 1})
