@@ -12,9 +12,9 @@ from penstock.bench.systems import CALCULATED, SIMULATED
 from penstock.cli import main
 from penstock.core.types import Role
 from penstock.graph import Overrides, Slo, load
+from penstock.perf.parallel import Parallel
 from penstock.perf.placement import Demand, Placement, place_aggregated
 from penstock.perf.profile import Profile, ProfiledModel
-from penstock.perf.roofline import Parallel
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.workload import WorkloadConfig
 

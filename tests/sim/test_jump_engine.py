@@ -11,10 +11,12 @@ from penstock.core.types import Request, SamplingParams, Tier
 from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.perf.factors import Factors
 from penstock.perf.hardware import find_hardware
 from penstock.perf.model_config import shape_of
+from penstock.perf.parallel import Parallel
 from penstock.perf.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
-from penstock.perf.roofline import Factors, Parallel, Roofline
+from penstock.perf.roofline import Roofline
 from penstock.perf.speculation import price_per_token
 from penstock.sim.engine import JumpEngine
 from penstock.sim.exact import ExactEngine

@@ -102,7 +102,15 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
         (["--set", "roles.aggregated.tokens_per_step=100"], "tokens_per_step: must be <= 32.0, got 100"),
         (
             ["--set", "roles.aggregated.tokens_per_step=3", "--set", "roles.aggregated.max_batch_tokens=600"],
-            "256 running requests x 3 tokens are 768 in a step, more than its max_batch_tokens of 600",
+            "256 running requests x 3 tokens to verify are 768 in a step, more than its max_batch_tokens of 600",
+        ),
+        (
+            ["--set", "roles.aggregated.tokens_per_step=2.5", "--set", "roles.aggregated.draft_tokens=1"],
+            "draft_tokens: must be >= 2, as 1 drafted and one that is sure cannot yield tokens_per_step 2.5, got 1",
+        ),
+        (
+            ["--set", "roles.aggregated.draft_tokens=3"],
+            "draft_tokens: must be left out where tokens_per_step is 1, got 3",
         ),
         (
             ["--set", "roles.aggregated.tokens_per_step=2", "--set", "roles.aggregated.engine=paged"],

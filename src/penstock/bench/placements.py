@@ -12,9 +12,11 @@ import numpy as np
 from penstock.bench.report import Report
 from penstock.bench.slower import SLOWER
 from penstock.core.errors import ConfigError
+from penstock.perf.factors import Factors
 from penstock.perf.hardware import find_hardware
+from penstock.perf.parallel import Parallel
 from penstock.perf.placement import Demand
-from penstock.perf.roofline import Factors, Parallel, Roofline
+from penstock.perf.roofline import Roofline
 from penstock.plan.answer import Answer, find_answer
 from penstock.plan.processes import Processes
 from penstock.plan.question import Question

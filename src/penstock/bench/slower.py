@@ -3,22 +3,26 @@
 from dataclasses import replace
 
 from penstock.core.errors import ConfigError
+from penstock.perf.factors import Factors
 from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
-from penstock.perf.roofline import Factors, Roofline
+from penstock.perf.roofline import Roofline
 from penstock.perf.speculation import price_per_token
 
 SLOWER = Factors(
-    gemm=0.62,
-    gemm_narrow=0.45,
-    gemm_half_rows=80.0,
+    gemm=0.64,
+    gemm_narrow=0.52,
+    gemm_half_rows=33.0,
     attention=0.55,
     bandwidth=0.78,
     kv_bandwidth=0.62,
+    all_reduce_bandwidth=0.46,
+    all_reduce_s=4.8e-6,
+    all_reduce_ramp_s=3.3e-6,
     collective_bandwidth=0.50,
     collective_s=18e-6,
     attention_s=8e-6,
-    layer_s=21e-6,
-    step_s=1.2e-3,
+    layer_s=44e-6,
+    step_s=0.32e-3,
 )
 """Each factor a seventh to a half worse than the fitted one, unevenly, so that no single correction makes up for it:
 steps take 1.2 to 1.45 times as long."""

@@ -8,8 +8,9 @@ from penstock.bench.slower import slower_profile
 from penstock.graph import Graph, Slo, build
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Dtype, Hardware, find_hardware
+from penstock.perf.parallel import Parallel
 from penstock.perf.placement import Placement, parallelisms
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.roofline import Roofline
 from penstock.perf.shape import ModelShape
 from penstock.sim.deployment import Deployment, plan_deployment
 

@@ -7,9 +7,10 @@ from penstock.graph.role import RoleSpec
 from penstock.perf.hardware import Dtype, find_hardware
 from penstock.perf.latency import LatencyModel
 from penstock.perf.model_config import load_shape
+from penstock.perf.parallel import Parallel
 from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.roofline import Roofline
 from penstock.perf.shape import ModelShape
 from penstock.perf.speculation import price_per_token
 
@@ -61,6 +62,7 @@ def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:
         kv_dtype=_dtype(role.kv_dtype),
         expert_dtype=_dtype(role.expert_dtype),
         tokens_per_step=role.tokens_per_step,
+        draft_tokens=role.draft_tokens,
     )
 
 

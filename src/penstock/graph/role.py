@@ -1,5 +1,6 @@
 """What the workers of one role are: how many, which engine, on what, with how much KV."""
 
+import math
 import re
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -91,6 +92,8 @@ class RoleSpec(Config):
     """Where the workers are, each at the next location of this list, over and over; the environment of a worker's process overrides it (`PENSTOCK_REGION`, `_ZONE`, `_RACK`, `_HOST`)."""
     tokens_per_step: float = pydantic.Field(default=1.0, ge=1, le=32)
     """Tokens that a decode step yields of each request on average: more than 1 where the engine speculates and drafts are accepted. Only simulated."""
+    draft_tokens: int | None = pydantic.Field(default=None, ge=0, le=31)
+    """Tokens that a decode step drafts for each request and verifies, accepted or not; None is the fewest that can yield `tokens_per_step`. Only simulated."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters by name, which clients ask for as they ask for a model; the mock engine takes any, the paged one has none yet."""
     adapters_per_worker: int | None = pydantic.Field(default=None, ge=1)
@@ -165,6 +168,27 @@ class RoleSpec(Config):
                 " speculation saves included; leave one of the two out"
             )
         return tokens_per_step
+
+    @pydantic.field_validator("draft_tokens")
+    @classmethod
+    def _check_drafts(cls, draft_tokens: int | None, info: pydantic.ValidationInfo) -> int | None:
+        yielded = info.data.get("tokens_per_step", 1.0)
+        if draft_tokens is not None and yielded > 1 + draft_tokens:
+            raise wrong(
+                f"must be >= {math.ceil(yielded) - 1}, as {draft_tokens} drafted and one that is sure cannot yield"
+                f" tokens_per_step {yielded:g}, got {draft_tokens}"
+            )
+        if draft_tokens and yielded == 1:
+            raise wrong(
+                f"must be left out where tokens_per_step is 1, got {draft_tokens}; say what drafts yield there"
+            )
+        return draft_tokens
+
+    @property
+    def verified_tokens(self) -> int:
+        """Tokens that a decode step computes for each request."""
+        drafted = math.ceil(self.tokens_per_step) - 1 if self.draft_tokens is None else self.draft_tokens
+        return 1 + drafted
 
     @pydantic.field_validator("weight_dtype", "expert_dtype", "kv_dtype", mode="before")
     @classmethod

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
 from penstock.perf.hardware import Hardware
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.parallel import Parallel
+from penstock.perf.roofline import Roofline
 from penstock.perf.shape import ModelShape
 
 PREFILL_BUSY = 0.8

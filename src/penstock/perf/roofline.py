@@ -1,8 +1,9 @@
 """Prices from first principles: a model's bytes and FLOPs over what the hardware can do.
 
 Each matrix product takes the smooth maximum of its arithmetic and its weight traffic; attention, collectives
-and launches are added. One set of factors holds for all models and devices. At a fixed batch a decode step is
-piecewise linear in context, which the simulator relies on.
+and launches are added. One set of factors holds for all models and devices. Steps that only decode follow each other
+through a pipeline without a gap; one that carries prompts ends when the last of their micro-batches has left it. At a
+fixed batch a decode step is piecewise linear in context, which the simulator relies on.
 """
 
 import heapq
@@ -11,78 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pydantic import Field, PositiveInt
-
-from penstock.core.config import Config
 from penstock.core.errors import ConfigError
 from penstock.core.types import Tier
 from penstock.perf.attention import Attention, causal_pairs
+from penstock.perf.collectives import Collectives
+from penstock.perf.factors import Factors
 from penstock.perf.hardware import Dtype, Hardware
 from penstock.perf.latency import Link
+from penstock.perf.parallel import Parallel
 from penstock.perf.product import Product
 from penstock.perf.shape import ModelShape
-
-_LOW_LATENCY_TOKENS = 256
-"""A device's tokens up to which an exchange takes the kernels that send every copy by itself."""
-
-
-class Parallel(Config):
-    """How one engine is spread over devices: `tp * pp * dp` of them, experts over `ep` of a stage's `tp * dp`."""
-
-    tp: PositiveInt = 1
-    """Tensor parallelism of attention and dense layers."""
-    pp: PositiveInt = 1
-    """Pipeline stages; a batch is cut into as many micro-batches."""
-    ep: PositiveInt = 1
-    """Devices that share a layer's experts out, each whole: a multiple of `tp` that divides `tp * dp`. 1 shards each
-    expert by `tp` instead."""
-    dp: PositiveInt = 1
-    """Copies of attention and dense layers, each with its own sequences and KV; with `ep` they share the experts
-    (wide expert parallelism), without they are engines side by side."""
-
-    @property
-    def devices(self) -> int:
-        return self.tp * self.pp * self.dp
-
-
-class Factors(Config):
-    """What is reached of the peaks, and what each launch and collective costs.
-
-    Fitted once, by least 8-norm of the log error, to all six reference tables together (8B and 70B, bf16 and
-    fp8, H100, H200 and GB200, TP 1 to 8; `tests/data/latency_tables.json`, aiconfigurator 0.12.0).
-    """
-
-    gemm: float = Field(default=0.75, gt=0, le=1)
-    """Of the peak, for 16- and 32-bit products of many rows."""
-    gemm_narrow: float = Field(default=0.58, gt=0, le=1)
-    """Of the peak, for 8- and 4-bit products."""
-    gemm_half_rows: float = Field(default=54.0, ge=0)
-    """Rows at which a product reaches half of that."""
-    attention: float = Field(default=0.82, gt=0, le=1)
-    """Of the 16-bit peak, for prefill attention."""
-    bandwidth: float = Field(default=0.92, gt=0, le=1)
-    """Of the memory's, for weights."""
-    kv_bandwidth: float = Field(default=0.92, gt=0, le=1)
-    """Of the memory's, for decode attention."""
-    collective_bandwidth: float = Field(default=0.75, gt=0, le=1)
-    """Of the link's, for all-reduce and all-to-all."""
-    collective_s: float = Field(default=13.6e-6, ge=0)
-    """Latency of one collective."""
-    attention_s: float = Field(default=7e-6, ge=0)
-    layer_s: float = Field(default=18.4e-6, ge=0)
-    """Launches of a layer that nothing hides."""
-    step_s: float = Field(default=0.89e-3, ge=0)
-    """Scheduling and sampling of a step."""
-    overlap: float = Field(default=4.0, ge=1)
-    """Exponent of the smooth maximum: 1 adds, infinity takes the larger."""
-    activation_passes: float = Field(default=12.0, ge=0)
-    """How often a layer moves its hidden states through memory."""
-    memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    """Of the device's memory, for weights and KV."""
-    storage_bytes_per_s: dict[Tier, float] = Field(
-        default={Tier.HOST: 40e9, Tier.DISK: 5e9, Tier.OBJECT: 1e9}
-    )
-    """Onboarding speed of lower tiers: PCIe 5.0 x16 as measured, an NVMe drive, one object-store stream."""
 
 
 @dataclass(slots=True)
@@ -96,7 +35,10 @@ class Roofline:
     kv_dtype: Dtype | None = None
     factors: Factors = field(default_factory=Factors)
     tokens_per_step: float = 1.0
-    """Tokens a decode step yields on average; above 1 with speculation, priced for the tokens yielded, not for those drafted."""
+    """Tokens a decode step yields on average; above 1 with speculation."""
+    draft_tokens: int | None = None
+    """Tokens that a step drafts for each sequence and verifies beside the one that is sure; None is the fewest that can
+    yield `tokens_per_step`. Each takes a further layer and the head to draft, as with multi-token prediction and EAGLE."""
     expert_dtype: Dtype | None = None
     """Of routed experts; None is `weight_dtype` where that is given, else the checkpoint's own, and what a model without
     experts has."""
@@ -113,6 +55,7 @@ class Roofline:
     """What a layer takes however few tokens there are."""
     _bytes_per_s: float = field(init=False, repr=False)
     """The memory's, as reached."""
+    _collectives: Collectives = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.shape.moe is not None:
@@ -125,8 +68,7 @@ class Roofline:
         wide = Dtype.FP8 if self.weight_dtype in {Dtype.FP8, Dtype.NVFP4, Dtype.MXFP4} else Dtype.BF16
         self.kv_dtype = self.kv_dtype or (Dtype.FP32 if self.weight_dtype is Dtype.FP32 else wide)
         self._check_parallel()
-        if self.tokens_per_step < 1:
-            raise ConfigError(f"tokens_per_step: must be >= 1, got {self.tokens_per_step}")
+        self._check_speculation()
         self._prepare(self.weight_dtype, self.kv_dtype)
 
     def _prepare(self, dtype: Dtype, kv_dtype: Dtype) -> None:
@@ -136,6 +78,9 @@ class Roofline:
         self._layers, self._dense_layers = shape.layers, shape.layers - shape.moe_layers
         self._launches_s = factors.layer_s + factors.attention_s
         self._bytes_per_s = hardware.bandwidth_bytes_per_s * factors.bandwidth
+        self._collectives = Collectives(
+            hardware, factors, self.parallel, shape.hidden, shape.hidden * self._wide_bytes
+        )
         self._attention = Attention(
             windows=tuple(Counter(shape.windows).items()),
             flops_per_pair=shape.attention_flops_per_pair(),
@@ -152,6 +97,17 @@ class Roofline:
         self._dense = self._product(attention + shape.ffn_params(shape.intermediate) / tp, dtype)
         self._shared = self._product(attention + shared / tp, dtype)
         self._head = self._product(shape.head_params() / tp, self._wide)
+
+    def _check_speculation(self) -> None:
+        if self.tokens_per_step < 1:
+            raise ConfigError(f"tokens_per_step: must be >= 1, got {self.tokens_per_step}")
+        if self.draft_tokens is None:
+            self.draft_tokens = math.ceil(self.tokens_per_step) - 1
+        if not self.tokens_per_step <= 1 + self.draft_tokens:
+            raise ConfigError(
+                f"draft_tokens: {self.draft_tokens} drafted and one that is sure yield {1 + self.draft_tokens} tokens at"
+                f" most, got tokens_per_step {self.tokens_per_step:g}; raise draft_tokens or lower it"
+            )
 
     def _remedy(self) -> str:
         if self.shape.moe is None:
@@ -225,21 +181,43 @@ class Roofline:
         return self.mixed_step_s((), batch, context_tokens)
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """Price one step; see `LatencyModel.mixed_step_s`."""
-        news = [new for new, _ in chunks]
-        new_tokens = sum(news)
-        if new_tokens + batch == 0:
+        """Price one step; see `LatencyModel.mixed_step_s`.
+
+        Sequences that decode are spread over as many micro-batches as a pipeline has stages: each starts its next token
+        when it leaves the last stage, so that nothing is idle and a token takes one pass. Prompts are cut into as many, or
+        go in one, whichever is sooner: of m micro-batches and p stages the last one leaves after m + p - 1 stages' times.
+        """
+        if not batch and not any(new for new, _ in chunks):
             return 0.0
-        queries = batch * self.tokens_per_step
+        pass_s, stage_s = self._pass_s(chunks, batch, context_tokens, 1)
+        pp = self.parallel.pp
+        if chunks and pp > 1:
+            idle_s = self._pass_s((), batch, context_tokens, 1)[1] if batch else 0.0
+            cut_s, stage_s = self._pass_s(chunks, batch, context_tokens, pp)
+            pass_s = min(pass_s, cut_s + (pp - 1) * (stage_s - idle_s))
+        return pass_s + self.factors.step_s
+
+    def _pass_s(
+        self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int, parts: int
+    ) -> tuple[float, float]:
+        """Say what a micro-batch takes through the whole pipeline, and in one stage; prompts are cut into so many parts."""
+        news = [new for new, _ in chunks]
+        assert self.draft_tokens is not None, "since construction"
+        queries = batch * (1 + self.draft_tokens)
         pp, copies = self.parallel.pp, self.parallel.pp * self.parallel.dp
-        rows = self._fullest(news) / pp + queries / copies
-        samples = max(len(chunks) / copies, min(len(chunks), 1) / pp) + queries / copies
-        seconds = self._layers_s(rows, (new_tokens + queries) / pp) + self._head.seconds(samples)
+        rows = self._fullest(news) / parts + queries / copies
+        prompts = max(len(chunks) / self.parallel.dp, min(len(chunks), 1)) / parts
+        seconds = self._layers_s(rows, sum(news) / parts + queries / pp)
+        seconds += self._head.seconds(prompts + queries / copies)
         if chunks:
-            seconds += self._prefill_attention_s(chunks) / pp
+            seconds += self._prefill_attention_s(chunks) / parts
         if batch:
-            seconds += self._attention.decode_s(queries / copies, batch / copies, context_tokens / copies)
-        return seconds + self._pipeline_s(rows) + self.factors.step_s
+            spread = batch / copies
+            seconds += self._attention.decode_s(queries / copies, spread, context_tokens / copies)
+            if self.draft_tokens:
+                seconds += self.draft_tokens * self._draft_s(spread, batch / pp, context_tokens / copies)
+        hop_s = self._collectives.hop_s(rows)
+        return seconds + (pp - 1) * hop_s, seconds / pp + hop_s
 
     def transfer_s(self, num_bytes: float, link: Link) -> float:
         reached = self.factors.collective_bandwidth
@@ -304,15 +282,24 @@ class Roofline:
 
     def _layers_s(self, rows: float, tokens: float) -> float:
         """Price all layers but their attention proper: `rows` on the fullest copy, of `tokens` on all copies."""
-        per_layer = self._launches_s + self._activations_s(rows)
-        if self.parallel.tp > 1:
-            per_layer += 2 * self._all_reduce_s(rows)
-        seconds = self._layers * per_layer
+        seconds = self._layers * self._each_layer_s(rows)
         seconds += self._dense_layers * self._dense.seconds(rows)
         if self.shape.moe is not None:
             moe_layers = self._layers - self._dense_layers
             seconds += moe_layers * (self._shared.seconds(rows) + self._experts_s(rows, tokens))
         return seconds
+
+    def _each_layer_s(self, rows: float) -> float:
+        """Price what layers with and without experts have: launches, hidden states, two all-reduces."""
+        return self._launches_s + self._activations_s(rows) + 2 * self._collectives.all_reduce_s(rows)
+
+    def _draft_s(self, rows: float, tokens: float, context_tokens: float) -> float:
+        """Price drafting a token for each sequence: one more layer, the head, and the layer's KV."""
+        seconds = self._each_layer_s(rows) + self._head.seconds(rows)
+        seconds += self._attention.decode_s(rows, rows, context_tokens) / self._layers
+        if self.shape.moe is None:
+            return seconds + self._dense.seconds(rows)
+        return seconds + self._shared.seconds(rows) + self._experts_s(rows, tokens)
 
     def _experts_s(self, rows: float, tokens: float) -> float:
         """Price one layer's routed experts: products with the experts that are hit, and the exchange of tokens.
@@ -334,7 +321,7 @@ class Roofline:
         params /= parallel.ep if parallel.ep > 1 else parallel.tp
         seconds = self._product(params, self.expert_dtype, loaded).seconds(pairs / hit)
         if parallel.ep > 1:
-            seconds += self._all_to_all_s(rows / parallel.tp)
+            seconds += self._collectives.all_to_all_s(moe, rows / parallel.tp)
         return seconds
 
     def _fullest(self, prompts: Sequence[float]) -> float:
@@ -359,43 +346,3 @@ class Roofline:
         for window, count in self._attention.windows:
             pairs += count * self._fullest([causal_pairs(new, cached, window) for new, cached in chunks])
         return self._attention.prefill_s(pairs)
-
-    def _link_bytes_per_s(self, devices: int) -> float:
-        """Give the slowest link among so many neighbours."""
-        fits = devices <= self.hardware.scale_up_devices
-        rate = self.hardware.scale_up_bytes_per_s if fits else self.hardware.scale_out_bytes_per_s
-        return rate * self.factors.collective_bandwidth
-
-    def _all_reduce_s(self, rows: float) -> float:
-        tp = self.parallel.tp
-        moved = rows * self.shape.hidden * self._wide_bytes * 2 * (tp - 1) / tp
-        return self.factors.collective_s + moved / self._link_bytes_per_s(tp)
-
-    def _all_to_all_s(self, tokens: float) -> float:
-        """Send each of a device's tokens to its experts in 8 bits and back in 16; NVLink and network work at once.
-
-        Few tokens cross the network once for each expert; many once for each NVLink domain that holds some of
-        their experts, to be handed on within it.
-
-        Source: DeepEP (DeepSeek, 2025), its low-latency and its normal kernels.
-        """
-        moe, ep = self.shape.moe, self.parallel.ep
-        assert moe is not None
-        token_bytes = tokens * self.shape.hidden * (1 + 2)
-        domain = min(ep, self.hardware.scale_up_devices)
-        rate = self.factors.collective_bandwidth * self.hardware.scale_up_bytes_per_s
-        within = moe.experts_per_token * (domain - 1) / domain * token_bytes / rate
-        domains = ep / domain
-        limit = min(domains, moe.expert_groups_per_token or domains)
-        reached = limit * (1 - (1 - 1 / limit) ** moe.experts_per_token)
-        rate = self.factors.collective_bandwidth * self.hardware.scale_out_bytes_per_s
-        copies = max(reached, moe.experts_per_token * min(1.0, _LOW_LATENCY_TOKENS / tokens))
-        across = copies * (1 - 1 / domains) * token_bytes / rate
-        return 2 * self.factors.collective_s + max(within, across)
-
-    def _pipeline_s(self, rows: float) -> float:
-        hops = self.parallel.pp - 1
-        if not hops:
-            return 0.0
-        moved = rows * self.shape.hidden * self._wide_bytes / self.parallel.tp
-        return hops * (self.factors.collective_s + moved / self._link_bytes_per_s(self.parallel.devices))

@@ -11,9 +11,10 @@ from functools import cached_property
 
 from penstock.core.errors import ConfigError
 from penstock.core.types import Role
+from penstock.perf.parallel import Parallel
 from penstock.perf.placement import Demand, Price
 from penstock.perf.pool import Pool, Prediction, Share, answers, keeps, prompts, whole
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.roofline import Roofline
 
 STEP_TOKENS = (
     64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16_384,

@@ -11,9 +11,11 @@ from penstock.demo import MODEL_DIR
 from penstock.graph import DEMO_MODEL, RoleSpec, Slo
 from penstock.graph.engine_prices import make_roofline
 from penstock.perf.catalogue import find_shape
+from penstock.perf.factors import Factors
 from penstock.perf.hardware import Hardware
+from penstock.perf.parallel import Parallel
 from penstock.perf.placement import Demand, parallelisms
-from penstock.perf.roofline import Factors, Parallel, Roofline
+from penstock.perf.roofline import Roofline
 from penstock.perf.search import LayoutSearch
 from penstock.perf.shape import ModelShape
 

@@ -11,11 +11,12 @@ from penstock.engine.scheduler_config import SchedulerConfig
 from penstock.graph import RoleSpec
 from penstock.graph.engine_prices import make_latency, make_roofline
 from penstock.graph.step_size import with_step_size
+from penstock.perf.factors import Factors
 from penstock.perf.hardware import Hardware, find_hardware
 from penstock.perf.latency import LatencyModel
 from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
-from penstock.perf.roofline import Factors, Roofline
+from penstock.perf.roofline import Roofline
 from penstock.perf.shape import ModelShape
 from penstock.perf.speculation import price_per_token
 from penstock.sim.cluster import SimEngine

@@ -229,11 +229,11 @@ def _check_batch(crew: Crew) -> None:
             f"{place}.max_batch_tokens: must be >= max_running_requests, a token of each in every step,"
             f" got {tokens} and {running}; raise it or lower {place}.max_running_requests"
         )
-    verified = running * spec.tokens_per_step
+    verified = running * spec.verified_tokens
     if verified > tokens:
         raise ConfigError(
-            f"{place}.tokens_per_step: {running} running requests x {spec.tokens_per_step:g} tokens are"
-            f" {verified:,g} in a step, more than its max_batch_tokens of {tokens}; raise that, or lower"
+            f"{place}.tokens_per_step: {running} running requests x {spec.verified_tokens} tokens to verify are"
+            f" {verified:,} in a step, more than its max_batch_tokens of {tokens}; raise that, or lower"
             f" {place}.max_running_requests"
         )
 

@@ -17,9 +17,10 @@ from penstock.core.types import ModelCard, Request, Role, SamplingParams, Tier
 from penstock.core.wire import HashArray, pack_tokens, unpack_tokens
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.perf.factors import Factors
 from penstock.perf.hardware import find_hardware
 from penstock.perf.model_config import shape_of
-from penstock.perf.roofline import Factors, Roofline
+from penstock.perf.roofline import Roofline
 from penstock.router.config import DisaggConfig, HoldConfig, RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.chaos import Chaos, Fault, random_faults

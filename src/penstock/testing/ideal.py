@@ -1,6 +1,6 @@
 """Factors of a roofline by which prices can be worked out by hand."""
 
-from penstock.perf.roofline import Factors
+from penstock.perf.factors import Factors
 
 IDEAL = Factors(
     gemm=1,
@@ -9,6 +9,9 @@ IDEAL = Factors(
     attention=1,
     bandwidth=1,
     kv_bandwidth=1,
+    all_reduce_bandwidth=1,
+    all_reduce_s=0,
+    all_reduce_ramp_s=0,
     collective_bandwidth=1,
     collective_s=0,
     attention_s=0,

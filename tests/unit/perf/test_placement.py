@@ -7,6 +7,7 @@ import pytest
 
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.parallel import Parallel
 from penstock.perf.placement import (
     PREFILL_BUSY,
     Demand,
@@ -15,7 +16,7 @@ from penstock.perf.placement import (
     place_decode,
     place_prefill,
 )
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.roofline import Roofline
 
 SMALL, R1 = find_shape("llama-3.1-8b"), find_shape("deepseek-r1")
 H100, GB200 = find_hardware("h100"), find_hardware("gb200")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from penstock.perf.parallel import Parallel
 from penstock.perf.placement import Demand
 from penstock.perf.pool import Pool, Share, answers, prompts, whole
 from penstock.perf.queueing import wait_s
-from penstock.perf.roofline import Parallel
 
 DEMAND = Demand(input_tokens=1000, output_tokens=101, ttft_s=1.0, itl_s=0.04)
 

@@ -10,8 +10,9 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.perf.hardware import Dtype, find_hardware
 from penstock.perf.model_config import shape_of
+from penstock.perf.parallel import Parallel
 from penstock.perf.profile import DecodePoint, LinearPrior, PrefillPoint, Profile, ProfiledModel
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.roofline import Roofline
 
 TABLES = json.loads((Path(__file__).parents[2] / "data" / "latency_tables.json").read_text())
 SIZES = {"70B": (8192, 28672, 64, 80), "8B": (4096, 14336, 32, 32)}

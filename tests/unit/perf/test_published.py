@@ -8,9 +8,10 @@ from penstock.core.types import Prices, Tier
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Dtype, find_hardware
 from penstock.perf.latency import LatencyModel
+from penstock.perf.parallel import Parallel
 from penstock.perf.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.roofline import Roofline
 
 PROFILES = Path(__file__).parents[3] / "examples" / "profiles"
 EIGHT = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"), Parallel())

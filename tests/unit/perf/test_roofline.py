@@ -12,10 +12,13 @@ from penstock.perf.attention import causal_pairs
 from penstock.perf.hardware import HARDWARE, Dtype, find_hardware
 from penstock.perf.latency import Link
 from penstock.perf.model_config import shape_of
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.parallel import Parallel
+from penstock.perf.roofline import Roofline
 from penstock.testing.ideal import IDEAL
 
 TABLES = json.loads((Path(__file__).parents[2] / "data" / "latency_tables.json").read_text())
+FITTED = {("h100_sxm", 1, "bf16"), ("h100_sxm", 4, "bf16"), ("h100_sxm", 2, "fp8")}
+"""What `tools/fit_roofline.py` fits to."""
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -76,9 +79,11 @@ def errors(table: dict) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "table", TABLES, ids=lambda t: f"{t['model'].split('/')[1]}-{t['system']}-tp{t['tp']}"
+    "table",
+    [table for table in TABLES if (table["system"], table["tp"], table["weights"]) not in FITTED],
+    ids=lambda t: f"{t['model'].split('/')[1]}-{t['system']}-tp{t['tp']}",
 )
-def test_one_set_of_factors_for_all_tables(table: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_that_no_factor_was_fitted_to(table: dict, capsys: pytest.CaptureFixture[str]) -> None:
     found = errors(table)
     with capsys.disabled():
         cells = "  ".join(f"{cell.removeprefix('decode ')} {error:+.0%}" for cell, error in found.items())
@@ -86,7 +91,7 @@ def test_one_set_of_factors_for_all_tables(table: dict, capsys: pytest.CaptureFi
     prefill = {c: e for c, e in found.items() if c.startswith("prefill") and int(c.split()[1]) >= 1024}
     decode = {c: e for c, e in found.items() if c.startswith("decode")}
     assert max(map(abs, prefill.values())) < 0.20, prefill
-    assert max(map(abs, decode.values())) < 0.25, decode
+    assert max(map(abs, decode.values())) < 0.15, decode
 
 
 def test_parameters_as_published() -> None:
@@ -203,14 +208,30 @@ def test_speculation_pays_while_weights_bound() -> None:
 
 
 def test_speculation_verifies_every_token_of_a_step() -> None:
-    """Two tokens for each of a batch are the arithmetic of a batch of twice the size, on the same KV."""
+    """Three drafted tokens and the sure one are the arithmetic of four times the batch, on the same KV, whatever they yield."""
     shape, h100, batch = shape_of(LLAMA_8B, name="8b"), find_hardware("h100"), 4096
-    speculative = Roofline(shape, h100, tokens_per_step=2.0, factors=IDEAL)
-    linear = 2 * 2 * batch * (shape.dense_params() + shape.head_params()) / 989e12
-    assert speculative.decode_step_s(batch, 0) == pytest.approx(linear, rel=0.01)
+    speculative = Roofline(shape, h100, tokens_per_step=2.0, draft_tokens=3, factors=IDEAL)
+    layers, head = shape.dense_params(), shape.head_params()
+    verified = 2 * 4 * batch * (layers + head) / 989e12
+    drafted = 3 * 2 * batch * (layers / 32 + head) / 989e12
+    assert speculative.decode_step_s(batch, 0) == pytest.approx(verified + drafted, rel=0.01)
     context = batch * 4096
     kv_s = speculative.decode_step_s(batch, context) - speculative.decode_step_s(batch, 0)
-    assert kv_s == pytest.approx(context * 131072 / 3.35e12, rel=0.01)
+    assert kv_s == pytest.approx(context * 131072 / 3.35e12 * (1 + 3 / 32), rel=0.01)
+
+
+def test_the_fewest_drafted_tokens_that_can_yield_so_many() -> None:
+    shape, h100 = shape_of(LLAMA_8B, name="8b"), find_hardware("h100")
+    for yielded, drafted in ((1.0, 0), (1.8, 1), (2.0, 1), (2.1, 2)):
+        usual = Roofline(shape, h100, tokens_per_step=yielded)
+        stated = Roofline(shape, h100, tokens_per_step=yielded, draft_tokens=drafted)
+        assert usual.decode_step_s(64, 64_000) == stated.decode_step_s(64, 64_000)
+    few, many = (Roofline(shape, h100, tokens_per_step=1.8, draft_tokens=drafted) for drafted in (1, 5))
+    assert few.decode_step_s(64, 64_000) < many.decode_step_s(64, 64_000)
+    with pytest.raises(
+        ConfigError, match="draft_tokens: 1 drafted and one that is sure yield 2 tokens at most"
+    ):
+        Roofline(shape, h100, tokens_per_step=2.5, draft_tokens=1)
 
 
 def test_bytes_take_the_time_of_their_link() -> None:

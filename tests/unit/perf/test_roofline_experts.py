@@ -6,7 +6,8 @@ from penstock.core.errors import ConfigError
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Dtype, Hardware, find_hardware
 from penstock.perf.model_config import shape_of
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.parallel import Parallel
+from penstock.perf.roofline import Roofline
 from penstock.testing.ideal import IDEAL
 
 R1 = find_shape("deepseek-r1")

@@ -7,9 +7,10 @@ import pytest
 from penstock.core.types import Role
 from penstock.perf.catalogue import find_shape
 from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.parallel import Parallel
 from penstock.perf.placement import Demand, parallelisms
 from penstock.perf.pool import Pool, whole
-from penstock.perf.roofline import Parallel, Roofline
+from penstock.perf.roofline import Roofline
 from penstock.perf.search import LayoutSearch
 
 DEMAND = Demand(input_tokens=1000, output_tokens=101, ttft_s=1.0, itl_s=0.03)
