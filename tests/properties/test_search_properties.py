@@ -6,8 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.perf.catalogue import find_shape
+from penstock.perf.demand import Demand
 from penstock.perf.hardware import find_hardware
-from penstock.perf.placement import Demand, parallelisms
+from penstock.perf.parallel import parallelisms
 from penstock.perf.roofline import Roofline
 from penstock.perf.search import LayoutSearch
 

@@ -1,27 +1,27 @@
 """The compared deployments: the search for the largest goodput, engines that differ from their model, a quick run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.bench.curves import WORKLOADS, curves
 from penstock.bench.goodput import Search
-from penstock.bench.slower import slower_profile
 from penstock.bench.systems import CALCULATED, SIMULATED
 from penstock.cli import main
 from penstock.core.types import Role
-from penstock.graph import Overrides, Slo, load
+from penstock.graph import Graph, Overrides, Slo, build, load
+from penstock.perf.demand import Demand
 from penstock.perf.parallel import Parallel
-from penstock.perf.placement import Demand, Placement, place_aggregated
-from penstock.perf.profile import Profile, ProfiledModel
+from penstock.perf.profile import Profile
+from penstock.plan.graph_text import graph_of
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.workload import WorkloadConfig
 
 ROOT = Path(__file__).parents[2]
 GRAPHS, PROFILES = ROOT / "examples" / "graphs", ROOT / "examples" / "profiles"
 BY_NAME = {system.name: system for system in SIMULATED}
-HUNDRED = Placement(parallel=Parallel(), batch=100, requests_per_s=1.0, latency_s=0.05)
 SLO = Slo(ttft_s=2.0, itl_s=0.05)
 
 
@@ -29,75 +29,79 @@ def short_answers(requests: int, rate_per_s: float) -> WorkloadConfig:
     return WorkloadConfig(requests=requests, rate_per_s=rate_per_s, input_tokens=2000, output_tokens=20)
 
 
+def one_worker(slo: Slo) -> Graph:
+    """A worker of 8B on one device, with a batch of up to a hundred."""
+    role = {"hardware": "h100", "engine": "mock", "max_running_requests": 100, "max_batch_tokens": 8292}
+    return build(
+        {"name": "one", "model": "llama-3.1-8b", "roles": {"aggregated": role}, "slo": slo.model_dump()}
+    )
+
+
 @pytest.mark.parametrize("estimate", [5.0, 60.0])
 def test_the_largest_goodput_is_found_from_any_estimate(estimate: float) -> None:
-    system = BY_NAME["8b-h100"]
-    graph = system.graph(HUNDRED, replicas=1, slo=SLO, step_tokens=8192)
+    graph = one_worker(SLO)
     deployment = plan_deployment(graph, beside=GRAPHS)
     found = Search(precision=0.1, requests_min=300).largest(deployment, short_answers, SLO, estimate)
-    prefill_s = system.price(Parallel()).prefill_s(2000)
+    prefill_s = deployment.crews[0].latency.prefill_s(2000)
     assert 0.5 < found.rate_per_s * prefill_s < 1
     assert 0.9 * found.rate_per_s <= found.good_per_s <= found.rate_per_s
 
 
 def test_no_goodput_where_no_request_can_meet_the_targets() -> None:
     impossible = Slo(ttft_s=0.001, itl_s=0.05)
-    system = BY_NAME["8b-h100"]
-    graph = system.graph(HUNDRED, replicas=1, slo=impossible, step_tokens=8192)
+    graph = one_worker(impossible)
     deployment = plan_deployment(graph, beside=GRAPHS)
     found = Search(precision=0.1, requests_min=20).largest(deployment, short_answers, impossible, 1.0)
     assert (found.rate_per_s, found.good_per_s) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("name", "parallel"), [("671b-gb200", Parallel(dp=32, ep=32)), ("70b-gb300", Parallel(tp=2))]
-)
-def test_the_other_engine_is_slower_at_everything(name: str, parallel: Parallel) -> None:
-    expected = BY_NAME[name].price(parallel)
-    profile = slower_profile(expected, batch_max=5000)
-    for point in profile.prefill:
-        assert 1.15 < point.seconds / expected.prefill_s(point.new_tokens) < 1.7
-    ratios = {
-        point.seconds / expected.decode_step_s(point.batch, point.batch * point.context)
-        for point in profile.decode
-    }
-    assert 1.15 < min(ratios) < max(ratios) < 1.7
-    assert max(ratios) > 1.05 * min(ratios), "not by one factor"
-    assert max(point.batch for point in profile.decode) >= 5000
-    model = ProfiledModel(profile, expected)
-    assert model.mixed_step_s([(2048, 0)], 1000, 2_000_000) > expected.mixed_step_s(
-        [(2048, 0)], 1000, 2_000_000
-    )
-
-
-@pytest.mark.parametrize(
-    ("file", "name"),
+    ("file", "name", "devices"),
     [
-        ("70b-h100-fp8-tp2-x4", "70b-h100"),
-        ("671b-h100-tp8-pp2-x2", "671b-h100"),
-        ("671b-gb200-nvl72-tp4-x18", "671b-gb200"),
-        ("671b-gb300-nvl72-tp2-x36", "671b-gb300"),
+        ("70b-h100-fp8-tp2-x4", "70b-h100", 8),
+        ("671b-h100-tp8-pp2-x2", "671b-h100", 32),
+        ("671b-gb200-nvl72-tp4-x18", "671b-gb200", 72),
+        ("671b-gb300-nvl72-tp2-x36", "671b-gb300", 72),
     ],
 )
-def test_shipped_graphs_are_what_the_search_finds(file: str, name: str) -> None:
+def test_shipped_graphs_keep_the_interactive_targets(file: str, name: str, devices: int) -> None:
     role = load(GRAPHS / f"{file}.yaml").roles.aggregated
     system = BY_NAME[name]
-    demand = Demand(input_tokens=2048, output_tokens=512, ttft_s=2.0, itl_s=0.05)
-    found = place_aggregated(system.price, system.choices(), demand)
+    question = system.ask(
+        Demand(input_tokens=2048, output_tokens=512, ttft_s=2.0, itl_s=0.05), devices=devices
+    )
     assert role is not None
-    assert found is not None
-    assert (role.hardware, role.weight_dtype, role.expert_dtype, role.kv_dtype) == (
-        system.hardware_name, system.weights, system.experts, system.kv,
-    )  # fmt: skip
-    assert found.parallel == Parallel(
+    assert {
+        "hardware": role.hardware,
+        "weight_dtype": role.weight_dtype,
+        "kv_dtype": role.kv_dtype,
+    }.items() <= ({"hardware": system.hardware_name} | system.formats).items()
+    spread = Parallel(
         tp=role.tensor_parallel, pp=role.pipeline_parallel, dp=role.data_parallel, ep=role.expert_parallel
     )
-    assert role.max_running_requests == found.batch
+    assert spread in {layout.crews[0].parallel for layout in question.search().aggregated()}
 
 
-def test_a_quick_run_reports_every_kind_of_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_column_runs_on_the_engines_that_its_router_expects() -> None:
+    """No handicap on some: ratios between hardware compare like with like."""
+    for name in ("70b-h100", "70b-gb200", "671b-h100"):
+        question = BY_NAME[name].ask(Demand(input_tokens=2048, output_tokens=512, ttft_s=2.0, itl_s=0.05))
+        layout = question.search().disaggregated()[0]
+        deployment = plan_deployment(graph_of(question, layout), beside=Path())
+        crews = {crew.role: crew for crew in deployment.crews}
+        for crew in layout.crews:
+            planned = crews[crew.role]
+            expected = question.price(crew.parallel)
+            assert planned.latency.decode_step_s(64, 64_000) == expected.decode_step_s(64, 64_000)
+
+
+def test_a_quick_run_reports_every_kind_of_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.bench.deployments.SIMULATED", [replace(BY_NAME["8b-h100"], devices=2)])
+    monkeypatch.setattr("penstock.bench.deployments._SCALES", (2,))
     out = tmp_path / "deployments.json"
-    arguments = ["bench", "deployments", "--quick", "--only", "8b-h100", "--profiles", str(PROFILES)]
+    arguments = ["bench", "deployments", "--quick", "--only", "8b-h100"]
     assert main([*arguments, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     figures = report["figures"]
@@ -105,31 +109,38 @@ def test_a_quick_run_reports_every_kind_of_figure(tmp_path: Path, capsys: pytest
     assert figures["8b-h100_fast_aggregated_tokens_per_joule"] == pytest.approx(tokens_per_s / 1275)
     usd = figures["8b-h100_fast_aggregated_usd_per_million_tokens"]
     assert usd == pytest.approx(3.0 / 3600 / tokens_per_s * 1e6)
-    assert figures["8b-h100_goodput_rps_per_gpu_x8"] > 0
-    assert report["config"]["placements"]["8b-h100_fast_aggregated"] == "tp1 batch 75"
-    assert "8b-h100 on 8" in capsys.readouterr().err
+    assert figures["8b-h100_goodput_rps_per_gpu_x2"] > 0
+    assert report["config"]["layouts"]["8b-h100_fast_aggregated"].startswith("2 aggregated (one device, ")
+    assert report["config"]["layouts"]["8b-h100_fast_disaggregated"].count("decode") == 1
+    assert (
+        figures["8b-h100_interactive_aggregated_tokens_per_s_per_gpu"]
+        >= figures["8b-h100_fast_aggregated_tokens_per_s_per_gpu"]
+    )
+    assert "8b-h100_goodput_rps_per_gpu_x2" in capsys.readouterr().err
 
 
-def test_curves_fall_with_what_each_user_gets() -> None:
+def test_curves_fall_with_what_each_user_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.bench.curves.CALCULATED", [s for s in CALCULATED if s.devices <= 16])
     targets = (20, 100)
     samples, placements = curves(targets)
     assert samples.pop("curve_tokens_per_s_per_user") == [20.0, 100.0]
-    assert len(samples) == len(placements) == len(WORKLOADS) * len(CALCULATED)
+    assert len(samples) == len(placements) == len(WORKLOADS) * 3
     for slow, fast in samples.values():
         assert slow > fast > 0
-    per_gpu = {name: samples[f"curve_1k_1k_{name}_tokens_per_s_per_gpu"] for name in ("h200-host", "gb200")}
-    ratios = [wide / host for wide, host in zip(per_gpu["gb200"], per_gpu["h200-host"], strict=True)]
-    assert ratios[0] < 10
-    assert ratios[1] > 30, "what is claimed of racks holds where each user gets much"
+    plain, mtp = (
+        samples[f"curve_1k_1k_{name}_tokens_per_s_per_gpu"] for name in ("h200-host", "h200-host-mtp")
+    )
+    assert mtp[1] > plain[1], "drafts pay where each user gets much"
 
 
-def test_curves_alone(tmp_path: Path) -> None:
+def test_curves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.bench.curves.CALCULATED", [s for s in CALCULATED if s.devices <= 16])
     out = tmp_path / "curves.json"
     assert main(["bench", "deployments", "--quick", "--only", "curves", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["figures"] == {}
-    assert "curve_8k_1k_gb300-mtp_tokens_per_s_per_gpu" in report["samples"]
-    assert "ep" in report["config"]["placements"]["curve_8k_1k_gb300-mtp"][1]
+    assert "curve_8k_1k_h200-host-mtp_tokens_per_s_per_gpu" in report["samples"]
+    assert "aggregated" in report["config"]["layouts"]["curve_8k_1k_h200-host-mtp"][1]
 
 
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.perf.demand import Demand
 from penstock.perf.hardware import find_hardware
-from penstock.perf.placement import Demand
 from penstock.plan.graph_text import graph_of
 from penstock.plan.question import Question
 from penstock.plan.trial import Effort, play, requests_of_run, try_layout
@@ -32,6 +32,15 @@ def test_the_simulator_finds_about_what_was_predicted(question, kind):
     assert proposal.seen.keeps(DEMAND)
     assert 0 < proposal.seen.kv_share < 1
     assert try_layout(question, layout, EFFORT) == proposal, "it repeats"
+
+
+def test_a_rate_that_is_known_to_do_is_where_the_search_goes_on(question):
+    layout = question.search().aggregated()[0]
+    known = try_layout(question, layout, EFFORT).seen
+    again = try_layout(question, layout, EFFORT, known)
+    assert again.seen.rate_per_s >= known.rate_per_s
+    hopeless = replace(known, rate_per_s=20 * known.rate_per_s)
+    assert try_layout(question, layout, replace(EFFORT, step=1.1), hopeless).seen == hopeless
 
 
 def test_too_much_is_seen(question):

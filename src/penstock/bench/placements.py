@@ -12,10 +12,10 @@ import numpy as np
 from penstock.bench.report import Report
 from penstock.bench.slower import SLOWER
 from penstock.core.errors import ConfigError
+from penstock.perf.demand import Demand
 from penstock.perf.factors import Factors
 from penstock.perf.hardware import find_hardware
 from penstock.perf.parallel import Parallel
-from penstock.perf.placement import Demand
 from penstock.perf.roofline import Roofline
 from penstock.plan.answer import Answer, find_answer
 from penstock.plan.processes import Processes
@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> Report:
         for devices in _DEVICES[:1] if options.quick else _DEVICES:
             for demand in _demands(quick=options.quick):
                 effort = _QUICK if options.quick else _EFFORT if demand == _MAIN else _SWEEP
-                found.add(find_answer(_ask(devices, demand), processes, effort=effort))
+                kept = list(found.stricter(devices, demand))
+                found.add(find_answer(_ask(devices, demand), processes, effort=effort, kept=kept))
     if options.plot is not None:
         options.plot.write_text(make_picture(list(found.charts())), encoding="utf-8")
     return Report(
@@ -87,8 +88,24 @@ class _Found:
     """Of each target and kind, what was simulated, the best first."""
     rates: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
     """By devices and targets in ms: requests a second and device, whole and apart."""
+    answers: list[Answer] = field(default_factory=list)
+
+    def stricter(self, devices: int, demand: Demand) -> Iterator[Proposal]:
+        """Yield the best simulated of either kind at each stricter target that was asked before: they keep this one, too."""
+        for answer in self.answers:
+            asked = answer.question.demand
+            if (
+                answer.question.devices == devices
+                and asked.ttft_s <= demand.ttft_s
+                and asked.itl_s <= demand.itl_s
+            ):
+                for apart in (False, True):
+                    best = answer.best_of(apart=apart)
+                    if best is not None and best.is_simulated:
+                        yield best
 
     def add(self, answer: Answer) -> None:
+        self.answers.append(answer)
         question, demand = answer.question, answer.question.demand
         targets = round(1e3 * demand.ttft_s), round(1e3 * demand.itl_s)
         key = f"x{question.devices}_ttft{targets[0]}ms_itl{targets[1]}ms"
@@ -137,14 +154,13 @@ class _Found:
             )
 
 
-def _demands(*, quick: bool) -> Iterator[Demand]:
-    yield _MAIN
+def _demands(*, quick: bool) -> list[Demand]:
+    """List what is asked, each after all that is stricter."""
     if quick:
-        return
-    for itl_ms in _ITL_MS:
-        yield replace(_MAIN, itl_s=itl_ms / 1e3)
-    for ttft_ms in _TTFT_MS:
-        yield replace(_MAIN, ttft_s=ttft_ms / 1e3)
+        return [_MAIN]
+    varied = [replace(_MAIN, itl_s=itl_ms / 1e3) for itl_ms in _ITL_MS]
+    varied += [replace(_MAIN, ttft_s=ttft_ms / 1e3) for ttft_ms in _TTFT_MS]
+    return sorted([_MAIN, *varied], key=lambda demand: (demand.ttft_s, demand.itl_s))
 
 
 def _ask(devices: int, demand: Demand) -> Question:

@@ -13,8 +13,8 @@ import msgspec
 
 from penstock.bench.report import Report
 from penstock.core.errors import Unavailable
+from penstock.perf.demand import Demand
 from penstock.perf.hardware import find_hardware
-from penstock.perf.placement import Demand
 from penstock.plan.question import Question
 
 _TARGET_S = 30.0

@@ -1,8 +1,14 @@
-"""How one engine is spread over devices."""
+"""How one engine is spread over devices, and the ways in use."""
+
+from collections.abc import Iterator
 
 from pydantic import PositiveInt
 
 from penstock.core.config import Config
+from penstock.perf.hardware import Hardware
+from penstock.perf.shape import ModelShape
+
+_WIDE_DEVICES = (4, 8, 16, 32, 64, 72, 144)
 
 
 class Parallel(Config):
@@ -22,3 +28,26 @@ class Parallel(Config):
     @property
     def devices(self) -> int:
         return self.tp * self.pp * self.dp
+
+
+def parallelisms(shape: ModelShape, hardware: Hardware, *, devices_max: int) -> Iterator[Parallel]:
+    """Yield the parallelisms in use for such a model: tensor, tensor x pipeline, and wide expert parallelism.
+
+    Tensor parallelism stays within an NVLink domain. Copies side by side that share nothing are replicas and
+    not yielded.
+    """
+    widest = min(hardware.scale_up_devices, shape.heads, devices_max, 16)
+    tensor = [1 << power for power in range(widest.bit_length())]
+    for tp in tensor:
+        yield Parallel(tp=tp)
+        if shape.moe is not None and 1 < tp <= shape.moe.num_experts:
+            yield Parallel(tp=tp, ep=tp)
+    for pp in (2, 4):
+        if tensor[-1] * pp <= devices_max:
+            yield Parallel(tp=tensor[-1], pp=pp)
+    if shape.moe is None:
+        return
+    for devices in _WIDE_DEVICES:
+        for tp in tensor:
+            if devices <= min(devices_max, shape.moe.num_experts) and devices % tp == 0 and devices > tp:
+                yield Parallel(tp=tp, dp=devices // tp, ep=devices)

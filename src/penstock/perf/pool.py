@@ -8,9 +8,10 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from penstock.perf.placement import Demand
+from penstock.perf.demand import Demand
 from penstock.perf.queueing import wait_s
 from penstock.perf.roofline import Roofline
+from penstock.perf.speculation import price_per_token
 
 _HOPELESS = 1e-5
 """Below this part of what could be at best, a rate is none."""
@@ -165,12 +166,12 @@ class Pool:
         A worker's time goes into steps that carry prompt tokens and steps that do not; a stream gets a token from each. One
         prompt a step while that is enough; else as many as come meanwhile, the price being linear in between.
         """
-        model = self.model
+        model = price_per_token(self.model)
         batch = level * fits if share.answer_tokens else 0.0
         decoding = max(round(batch), 1) if batch else 0
         context = round(decoding * share.context_tokens)
-        ranks = model.parallel.dp
-        budget = self.max_batch_tokens - math.ceil(decoding / ranks)
+        ranks = self.model.parallel.dp
+        budget = self.max_batch_tokens - math.ceil(decoding * self.model.verified_tokens / ranks)
         if budget < 1:
             return None
         chunk = min(budget, share.new_tokens)

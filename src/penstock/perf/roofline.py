@@ -154,6 +154,12 @@ class Roofline:
     # ---- LatencyModel -----------------------------------------------------------------------------------
 
     @property
+    def verified_tokens(self) -> int:
+        """Tokens that a decode step computes for each sequence."""
+        assert self.draft_tokens is not None, "since construction"
+        return 1 + self.draft_tokens
+
+    @property
     def kv_bytes_per_token(self) -> float:
         assert self.kv_dtype is not None
         return self.shape.kv_bytes_per_token(self.kv_dtype)
@@ -202,8 +208,7 @@ class Roofline:
     ) -> tuple[float, float]:
         """Say what a micro-batch takes through the whole pipeline, and in one stage; prompts are cut into so many parts."""
         news = [new for new, _ in chunks]
-        assert self.draft_tokens is not None, "since construction"
-        queries = batch * (1 + self.draft_tokens)
+        queries = batch * self.verified_tokens
         pp, copies = self.parallel.pp, self.parallel.pp * self.parallel.dp
         rows = self._fullest(news) / parts + queries / copies
         prompts = max(len(chunks) / self.parallel.dp, min(len(chunks), 1)) / parts
@@ -214,8 +219,8 @@ class Roofline:
         if batch:
             spread = batch / copies
             seconds += self._attention.decode_s(queries / copies, spread, context_tokens / copies)
-            if self.draft_tokens:
-                seconds += self.draft_tokens * self._draft_s(spread, batch / pp, context_tokens / copies)
+            if drafted := self.verified_tokens - 1:
+                seconds += drafted * self._draft_s(spread, batch / pp, context_tokens / copies)
         hop_s = self._collectives.hop_s(rows)
         return seconds + (pp - 1) * hop_s, seconds / pp + hop_s
 

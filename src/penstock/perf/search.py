@@ -11,10 +11,13 @@ from functools import cached_property
 
 from penstock.core.errors import ConfigError
 from penstock.core.types import Role
+from penstock.perf.demand import Demand
 from penstock.perf.parallel import Parallel
-from penstock.perf.placement import Demand, Price
 from penstock.perf.pool import Pool, Prediction, Share, answers, keeps, prompts, whole
 from penstock.perf.roofline import Roofline
+from penstock.perf.speculation import price_per_token
+
+Price = Callable[[Parallel], Roofline]
 
 STEP_TOKENS = (
     64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16_384,
@@ -270,8 +273,10 @@ class LayoutSearch:
 
         def keeps_target(found: _Found) -> bool:
             batch = math.ceil(found.prediction.batch)
-            new = min(found.max_batch_tokens - batch, demand.input_tokens)
-            step_s = model.mixed_step_s([(new, 0)], batch, round(batch * demand.context_tokens))
+            new = min(found.max_batch_tokens - batch * model.verified_tokens, demand.input_tokens)
+            step_s = price_per_token(model).mixed_step_s(
+                [(new, 0)], batch, round(batch * demand.context_tokens)
+            )
             return step_s <= demand.itl_s
 
         kept = list(filter(keeps_target, close))

@@ -59,6 +59,7 @@ def find_answer(
     *,
     effort: Effort = USUAL,
     with_curve: bool = False,
+    kept: Sequence[Proposal] = (),
     on_progress: OnProgress = lambda _done, _total: None,
 ) -> Answer:
     """Search, and simulate the layouts that promise most.
@@ -68,6 +69,7 @@ def find_answer(
         processes: that simulate.
         effort: of the simulations.
         with_curve: also search along the targets that users may have.
+        kept: simulated layouts that keep stricter targets, and so these: the search goes on from their rates.
         on_progress: told how many parts of the work are done, and of how many.
 
     Raises:
@@ -76,18 +78,26 @@ def find_answer(
     """
     search = question.search()
     kinds = search.aggregated(), search.disaggregated()
-    if not any(kinds):
+    if not any(kinds) and not kept:
         raise ConfigError(question.why_not())
+    known = {proposal.layout.crews: proposal for proposal in kept}
     tried = [layout for kind in kinds for layout in promising(question, kind, effort)]
     targets = user_targets(question) if with_curve else []
-    trials = [processes.submit(try_layout, question, layout, effort) for layout in tried]
+    trials = [
+        processes.submit(try_layout, question, each.layout, effort, each.seen) for each in known.values()
+    ]
+    trials += [
+        processes.submit(try_layout, question, layout, effort)
+        for layout in tried
+        if layout.crews not in known
+    ]
     points = [processes.submit(point_at, question, target) for target in targets]
     work = [*trials, *points]
     try:
         for done, _ in enumerate(as_completed(work), start=1):
             on_progress(done, len(work))
         found = [proposal for trial in trials if (proposal := trial.result()) is not None]
-        curve = tuple(point.result() for point in points)
+        curve = never_less([point.result() for point in points])
     except BrokenProcessPool as error:
         raise PenstockError(
             "a process that simulated was killed, perhaps as memory ran out; free some and try again"
@@ -132,6 +142,25 @@ def point_at(question: Question, user_tokens_per_s: float) -> Point:
         for kind in (search.aggregated(), search.disaggregated())
     )
     return Point(user_tokens_per_s, whole, apart)
+
+
+def never_less(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Carry forward what keeps a stricter target: it keeps a laxer one, whatever the search found there.
+
+    Args:
+        points: from the laxest target to the strictest.
+    """
+    kept: list[Point] = []
+    for point in reversed(points):
+        stricter = kept[-1] if kept else point
+        kept.append(
+            replace(
+                point,
+                whole_per_s=max(point.whole_per_s, stricter.whole_per_s),
+                apart_per_s=max(point.apart_per_s, stricter.apart_per_s),
+            )
+        )
+    return tuple(reversed(kept))
 
 
 def _rank(proposal: Proposal) -> tuple[float, int]:

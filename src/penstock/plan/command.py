@@ -13,8 +13,8 @@ from rich.table import Table
 
 from penstock.graph import DEMO_MODEL
 from penstock.perf.catalogue import known_shapes
+from penstock.perf.demand import Demand
 from penstock.perf.hardware import find_hardware
-from penstock.perf.placement import Demand
 from penstock.plan.answer import Answer, OnProgress, find_answer
 from penstock.plan.graph_text import graph_text
 from penstock.plan.page import make_page

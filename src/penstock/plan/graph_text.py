@@ -41,12 +41,12 @@ def graph_text(question: Question, layout: Layout, note: str) -> str:
 
 
 def _role(question: Question, crew: Crew) -> dict[str, Any]:
-    capacity = question.price(crew.parallel).kv_capacity_tokens
-    demand = question.demand
-    room = capacity // (demand.input_tokens + demand.output_tokens) // crew.parallel.dp
+    model, demand = question.price(crew.parallel), question.demand
+    room = model.kv_capacity_tokens // (demand.input_tokens + demand.output_tokens) // crew.parallel.dp
+    in_step = crew.max_batch_tokens // model.verified_tokens
     return question.role(
         crew.parallel,
         replicas=crew.workers,
         max_batch_tokens=crew.max_batch_tokens,
-        max_running_requests=max(min(room, crew.max_batch_tokens, _RUNNING_MAX), 1),
+        max_running_requests=max(min(room, in_step, _RUNNING_MAX), 1),
     )

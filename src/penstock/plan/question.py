@@ -11,10 +11,10 @@ from penstock.demo import MODEL_DIR
 from penstock.graph import DEMO_MODEL, RoleSpec, Slo
 from penstock.graph.engine_prices import make_roofline
 from penstock.perf.catalogue import find_shape
+from penstock.perf.demand import Demand
 from penstock.perf.factors import Factors
 from penstock.perf.hardware import Hardware
-from penstock.perf.parallel import Parallel
-from penstock.perf.placement import Demand, parallelisms
+from penstock.perf.parallel import Parallel, parallelisms
 from penstock.perf.roofline import Roofline
 from penstock.perf.search import LayoutSearch
 from penstock.perf.shape import ModelShape
@@ -31,6 +31,7 @@ class Question:
     devices: how many of `hardware` there are
     demand:  what each request asks, and the targets
     formats: `weight_dtype`, `expert_dtype` and `kv_dtype`, as in a graph
+    speculation: `tokens_per_step` and `draft_tokens`, likewise
     """
 
     model: str
@@ -38,6 +39,7 @@ class Question:
     devices: int
     demand: Demand
     formats: Mapping[str, str] = field(default_factory=dict)
+    speculation: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """See that there is an answer.
@@ -83,6 +85,7 @@ class Question:
             "hardware": self.hardware.name,
             **{name: degree for name, degree in spread.items() if degree > 1},
             **{name: dtype for name, dtype in self.formats.items() if dtype != "auto"},
+            **self.speculation,
             **fields,
         }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.perf.placement import Demand
+from penstock.perf.demand import Demand
 from penstock.perf.search import Layout
 from penstock.plan.graph_text import graph_of
 from penstock.plan.question import Question
@@ -77,12 +77,21 @@ def predicted(layout: Layout) -> Proposal:
     return Proposal(layout, seen, is_simulated=False)
 
 
-def try_layout(question: Question, layout: Layout, effort: Effort) -> Proposal | None:
-    """Simulate a layout at one rate after the other; None where it keeps the targets at none."""
+def try_layout(
+    question: Question, layout: Layout, effort: Effort, known: Seen | None = None
+) -> Proposal | None:
+    """Simulate a layout at one rate after the other; None where it keeps the targets at none.
+
+    Args:
+        question: what is asked.
+        layout: what answers it.
+        effort: how precisely.
+        known: a rate that is known to keep the targets, to go on from.
+    """
     deployment = plan_deployment(graph_of(question, layout), beside=Path())
-    best: Seen | None = None
+    best = known
     high = math.inf
-    rate_per_s = effort.begin * layout.rate_per_s
+    rate_per_s = effort.begin * layout.rate_per_s if known is None else effort.step * known.rate_per_s
     while rate_per_s > _SMALLEST * layout.rate_per_s:
         seen = play(deployment, question.demand, rate_per_s, effort.requests)
         if seen.keeps(question.demand):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from penstock.perf.demand import Demand
 from penstock.perf.parallel import Parallel
-from penstock.perf.placement import Demand
 from penstock.perf.pool import Pool, Share, answers, prompts, whole
 from penstock.perf.queueing import wait_s
 
@@ -21,6 +21,8 @@ class Linear:
     """An engine that takes 10 ms a step, 0.1 ms a prompt token and 0.1 ms a sequence."""
 
     kv_capacity_tokens: int = 1_000_000
+    tokens_per_step: float = 1.0
+    verified_tokens: int = 1
     parallel: Parallel = field(default_factory=Parallel)
 
     def mixed_step_s(self, chunks, batch, context_tokens):

@@ -6,9 +6,9 @@ import pytest
 
 from penstock.core.types import Role
 from penstock.perf.catalogue import find_shape
+from penstock.perf.demand import Demand
 from penstock.perf.hardware import Dtype, find_hardware
-from penstock.perf.parallel import Parallel
-from penstock.perf.placement import Demand, parallelisms
+from penstock.perf.parallel import Parallel, parallelisms
 from penstock.perf.pool import Pool, whole
 from penstock.perf.roofline import Roofline
 from penstock.perf.search import LayoutSearch
@@ -23,6 +23,8 @@ class Linear:
     parallel: Parallel = field(default_factory=Parallel)
     kv_capacity_tokens: int = 10_000_000
     kv_bytes_per_token: float = 1000.0
+    tokens_per_step: float = 1.0
+    verified_tokens: int = 1
 
     def mixed_step_s(self, chunks, batch, context_tokens):
         del batch, context_tokens
@@ -135,3 +137,38 @@ def test_weights_that_do_not_fit_are_not_tried():
     assert seen is not None
     for name in ("ttft_s", "itl_s", "kv_share"):
         assert getattr(seen, name) == pytest.approx(getattr(best.prediction, name), rel=0.03)
+
+
+def test_speculation_pays_where_users_get_much_and_not_where_batches_are_full():
+    shape, hardware = find_shape("llama-3.1-8b"), find_hardware("h100")
+
+    def rate(itl_s: float, tokens_per_step: float, draft_tokens: int) -> float:
+        found = LayoutSearch(
+            price=lambda parallel: Roofline(
+                shape, hardware, parallel, tokens_per_step=tokens_per_step, draft_tokens=draft_tokens
+            ),
+            choices=SINGLE,
+            devices=1,
+            demand=replace(DEMAND, itl_s=itl_s),
+            block_size=64,
+            link_bytes_per_s=lambda _one, _other: 50e9,
+        ).aggregated()
+        return found[0].rate_per_s if found else 0.0
+
+    assert rate(0.006, 1.8, 1) > 0 == rate(0.006, 1.0, 0)
+    few, many = (rate(0.03, 1.8, drafted) for drafted in (1, 7))
+    assert many < few, "drafts that are not accepted cost what they take to verify"
+
+
+def test_a_prompt_on_a_pipeline_is_not_promised_a_stage_s_time():
+    """On PP 2 a prompt of 3,000 takes 87 ms where TP 8 alone takes 109: neither keeps 60."""
+    shape, hardware = find_shape("llama-3.1-70b"), find_hardware("h100")
+    found = LayoutSearch(
+        price=lambda parallel: Roofline(shape, hardware, parallel, Dtype.FP8),
+        choices=(Parallel(tp=8), Parallel(tp=8, pp=2)),
+        devices=16,
+        demand=Demand(input_tokens=3000, output_tokens=150, ttft_s=0.06, itl_s=0.05),
+        block_size=64,
+        link_bytes_per_s=lambda _one, _other: 50e9,
+    )
+    assert found.aggregated() == []

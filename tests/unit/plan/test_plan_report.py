@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.perf.demand import Demand
 from penstock.perf.hardware import find_hardware
-from penstock.perf.placement import Demand
-from penstock.plan.answer import USUAL, Answer, Point, find_answer, promising, user_targets
+from penstock.plan.answer import USUAL, Answer, Point, find_answer, never_less, promising, user_targets
 from penstock.plan.page import make_page
 from penstock.plan.question import Question
 from penstock.plan.report import describe, make_report, rows
@@ -47,11 +47,15 @@ def test_rows_are_ranked_and_say_who_found_them(answer):
 class Contrary:
     """Processes whose simulator finds the less, the more was predicted, and that whole requests on two devices are too slow."""
 
-    def submit(self, _function, _question, layout, _effort):
+    def submit(self, _function, _question, layout, _effort, known=None):
+        """Finds no more for a layout that is known to keep stricter targets."""
         done = Future()
         seen = Seen(1000 / layout.rate_per_s, ttft_s=0.5, itl_s=0.005, kv_share=0.5)
         is_good = layout.is_apart or layout.crews[0].parallel.tp != 2
-        done.set_result(Proposal(layout, seen, is_simulated=True) if is_good else None)
+        if known is not None:
+            done.set_result(Proposal(layout, known, is_simulated=True))
+        else:
+            done.set_result(Proposal(layout, seen, is_simulated=True) if is_good else None)
         return done
 
 
@@ -63,6 +67,20 @@ def test_layouts_are_ranked_by_what_the_simulator_finds(question):
     assert seen == sorted(seen, reverse=True)
     predicted_per_s = [proposal.layout.rate_per_s for proposal in found]
     assert predicted_per_s == sorted(predicted_per_s)
+
+
+def test_what_keeps_stricter_targets_is_not_lost_at_laxer_ones(question):
+    strict = find_answer(replace(question, devices=2), Contrary()).proposals
+    best = replace(strict[0], seen=replace(strict[0].seen, rate_per_s=10 * strict[0].seen.rate_per_s))
+    laxer = replace(question, devices=2, demand=replace(question.demand, itl_s=0.02))
+    found = find_answer(laxer, Contrary(), kept=[best])
+    assert found.best == best
+    assert [proposal.layout.crews for proposal in found.proposals].count(best.layout.crews) == 1
+
+
+def test_a_curve_never_gives_less_at_a_laxer_target():
+    found = never_less([Point(10.0, 3.0, 5.0), Point(20.0, 4.0, 2.0), Point(30.0, 1.0, 3.0)])
+    assert found == (Point(10.0, 4.0, 5.0), Point(20.0, 4.0, 3.0), Point(30.0, 1.0, 3.0))
 
 
 def test_both_kinds_are_compared(answer):

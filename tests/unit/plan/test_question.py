@@ -6,9 +6,9 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.graph import build
+from penstock.perf.demand import Demand
 from penstock.perf.hardware import find_hardware
 from penstock.perf.parallel import Parallel
-from penstock.perf.placement import Demand
 from penstock.plan.graph_text import graph_data, graph_of, graph_text
 from penstock.plan.question import Question, spread
 
