@@ -8,6 +8,8 @@ TORCH_INDEX =
 PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
 	$(CXX) -std=c++20 -I"$$include" -include Python.h -include span -fsyntax-only -x c++ /dev/null 2>/dev/null && \
 	echo ON || echo OFF)
+# Processes that share the tests of `make test`.
+JOBS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
 FUZZ_RUNS = 5000
 FUZZ_SEED = 1
 WIRE_SECONDS = 300
@@ -54,7 +56,7 @@ demo: venv
 test:
 	@ci/install_packages
 	@$(MAKE) --no-print-directory venv $(NIXL_STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations
 
 # The longest first, and beside it the one that mostly waits, so that two jobs end together.
 check: test-unit test-conformance test-other test-engine types lint floors

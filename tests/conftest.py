@@ -1,11 +1,17 @@
 """Order and settings of all tests."""
 
+import fcntl
 import os
 import shutil
+from collections.abc import Generator
 
 import hypothesis
 import pytest
 import structlog
+from folder_durations import FolderDurations
+
+_PROCESS = os.environ.get("PYTEST_XDIST_WORKER")
+"""Which of several processes this one is that share the tests; None where it is the only one, or shares them out."""
 
 hypothesis.settings.register_profile(
     "penstock",
@@ -21,9 +27,36 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("penstock")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--folder-durations",
+        action="store_true",
+        help="at the end, say how long the tests of each folder took",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.folder_durations and _PROCESS is None:
+        config.pluginmanager.register(FolderDurations())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow tests last: what is quickly known to be broken is quickly said."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    """Run slow tests last, since what is quickly known to be broken is quickly said, and those that want to be alone after all others."""
+    items.sort(key=lambda item: (_has(item, "slow") or _has(item, "alone"), _has(item, "alone")))
+
+
+def _has(item: pytest.Item, marker: str) -> bool:
+    return item.get_closest_marker(marker) is not None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let no other process of this run test anything while a test runs that wants to be alone."""
+    if _PROCESS is None:
+        return (yield)
+    with (item.config.rootpath / "pyproject.toml").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if _has(item, "alone") else fcntl.LOCK_SH)
+        return (yield)
 
 
 _PACKAGES = {"chromium": "chromium", "curl": "curl", "ip": "iproute2", "openssl": "openssl"}

@@ -20,6 +20,7 @@ def run(name: str, *flags: str, out: Path) -> dict:
     return report
 
 
+@pytest.mark.alone
 def test_mock(tmp_path: Path) -> None:
     report = run("mock", out=tmp_path / "mock.json")
     figures = report["figures"]

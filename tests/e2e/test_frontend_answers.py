@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
 from frontend_site import HI, IDS, TEXT, TOKENIZER, Answer, chat, http, run, serving
 
 from penstock.core.types import Delta, FinishReason, Request, TokenLogprob
@@ -235,6 +236,7 @@ def test_http_1_0_gets_its_stream_without_chunks() -> None:
     run(test)
 
 
+@pytest.mark.alone
 def test_answers_are_sent_without_delay() -> None:
     async def test() -> None:
         async with serving() as site:

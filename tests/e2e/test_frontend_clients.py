@@ -16,6 +16,7 @@ from penstock.frontend.sse_response import SseResponse
 from penstock.testing.dispatcher import speak
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("abrupt", [True, False])
 def test_a_client_that_goes_away_before_the_first_token_cancels(stream: bool, abrupt: bool) -> None:
@@ -33,6 +34,7 @@ def test_a_client_that_goes_away_before_the_first_token_cancels(stream: bool, ab
     run(test)
 
 
+@pytest.mark.alone
 def test_a_client_that_goes_away_in_a_stream_cancels_every_choice() -> None:
     async def test() -> None:
         async with serving(speak(IDS * 100, pause_s=0.005)) as site:

@@ -23,7 +23,7 @@ LATE_S = 0.3
 SIZE_BYTES = 32 << 20
 FOLDER = Path(__file__).parent
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "root")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "root")]
 
 
 class Cable:

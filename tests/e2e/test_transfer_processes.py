@@ -35,7 +35,7 @@ IDLE_SHARE_MAX = 0.005
 SIZE_BYTES = 64 << 20
 LISTEN = {"unix": "unix", "tcp": "tcp://127.0.0.1:0"}
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 _ALL_BUT_NIXL = tuple(made.name for made in default_transports(TransferConfig()) if made.name != "nixl")
