@@ -14,6 +14,7 @@ from penstock.bench.report import Report
 from penstock.bench.served import served
 
 _REQUESTS, _QUICK_REQUESTS = 10_000, 500
+_BURST, _QUICK_BURST = 500, 50
 _SPEEDUP = 1000.0
 
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> Report:
     ]
     flags += ["--frontend-processes", str(options.frontend_processes)]
     with served(*flags) as deployment:
-        report = serve.run(_load(options, deployment.url, deployment.model, requests))
+        report = serve.run(_load(options, deployment.url, deployment.model, requests, burst=True))
     with _canned(options.output_tokens) as url:
         limit = serve.run(_load(options, url, "canned", requests))
     figures = {f"mock_{name}": value for name, value in report.figures.items()}
@@ -70,7 +71,9 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-def _load(options: argparse.Namespace, url: str, model: str, requests: int) -> argparse.Namespace:
+def _load(
+    options: argparse.Namespace, url: str, model: str, requests: int, *, burst: bool = False
+) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     load = parser.parse_args(
@@ -90,6 +93,8 @@ def _load(options: argparse.Namespace, url: str, model: str, requests: int) -> a
         ]
     )
     load.quick = False
+    if burst:
+        load.burst = _QUICK_BURST if options.quick else _BURST
     return load
 
 

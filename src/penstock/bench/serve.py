@@ -15,6 +15,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from penstock.bench.burst import measure_burst
 from penstock.bench.client import Address, Client
 from penstock.bench.exchange import Exchange, Failure
 from penstock.bench.load import Planned, poisson, replay, run_load, steady
@@ -32,6 +33,8 @@ _QUICK_CONCURRENCY = 4
 _QUICK_TOKENS = 16
 _UNKNOWN_SCALE = Scale(overhead_tokens=0.0, tokens_per_word=1.3)
 """For a server that does not count: what common English words take with usual vocabularies."""
+_BURST_TOKENS = 64  # in and out, where a trace says how many the other requests have
+_CONCURRENCY_WITH_BURST_MAX = 256  # --rate and --trace name no number of requests under way
 _REFRESH_S = 0.25
 _ENDPOINTS = {"chat": "chat/completions", "completions": "completions"}
 
@@ -79,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="O",
         help="of each answer (default 64; the most, with --trace)",
     )
+    load.add_argument(
+        "--burst",
+        type=_count,
+        metavar="N",
+        help="then measure N requests at once on new connections and on standing ones, beside --concurrency others",
+    )
     load.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default 0)")
     load.add_argument("--seed", type=int, default=0, help="of prompts and moments (default 0)")
 
@@ -113,14 +122,16 @@ def run(options: argparse.Namespace) -> Report:
     load = _settle(options, rows)
     _allow_many_connections()
     cpu_s = time.process_time()
-    tally: Tally = uvloop.run(_measure(options, address, load, rows))
+    tally, scale = uvloop.run(_measure(options, address, load, rows))
     cpu_s = time.process_time() - cpu_s
-    figures = tally.figures()
+    figures, samples = tally.figures(), dict(tally.samples())
     if figures["duration_s"]:
         figures["client_cpu_cores"] = cpu_s / figures["duration_s"]
-    return Report(
-        name="serve", config=load, samples=tally.samples(), figures=figures, problems=tally.problems()
-    )
+    if options.burst:
+        burst_figures, burst_samples = uvloop.run(_measure_burst(options, address, load, scale))
+        figures |= burst_figures
+        samples |= burst_samples
+    return Report(name="serve", config=load, samples=samples, figures=figures, problems=tally.problems())
 
 
 def _settle(options: argparse.Namespace, rows: list[TraceRow]) -> dict[str, Any]:
@@ -152,21 +163,23 @@ def _settle(options: argparse.Namespace, rows: list[TraceRow]) -> dict[str, Any]
         "slo_itl_s": options.slo_itl,
         "timeout_s": options.timeout,
         "quickack": options.quickack,
+        "burst": options.burst,
         "quick": quick,
     }
 
 
 async def _measure(
     options: argparse.Namespace, address: Address, load: dict[str, Any], rows: list[TraceRow]
-) -> Tally:
-    client = Client(address, timeout_s=options.timeout, quickack=options.quickack, api_key=options.api_key)
+) -> tuple[Tally, Scale]:
+    client = _client(options, address)
     tally = Tally(Slo(options.slo_ttft, options.slo_itl))
 
     async def send(planned: Planned, due_s: float | None) -> None:
         tally.add(await client.send(_body(load, planned), due_s))
 
     try:
-        prompts = Prompts(options.seed, await _probe(client, load))
+        scale = await _probe(client, load)
+        prompts = Prompts(options.seed, scale)
         with _progress(load["requests"]) as progress:
             async with asyncio.TaskGroup() as tasks:
                 shown = tasks.create_task(_show(progress, tally))
@@ -179,7 +192,29 @@ async def _measure(
                 shown.cancel()
     finally:
         client.close()
-    return tally
+    return tally, scale
+
+
+async def _measure_burst(
+    options: argparse.Namespace, address: Address, load: dict[str, Any], scale: Scale
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    prompts = Prompts(options.seed, scale)
+
+    def make_body(number: int) -> bytes:
+        prompt = prompts.unique(number, load["input_tokens"] or _BURST_TOKENS)
+        return _body(load, Planned(prompt, load["output_tokens"] or _BURST_TOKENS))
+
+    return await measure_burst(
+        lambda: _client(options, address),
+        make_body,
+        size=options.burst,
+        concurrency=min(load["concurrency"], _CONCURRENCY_WITH_BURST_MAX),
+        quick=load["quick"],
+    )
+
+
+def _client(options: argparse.Namespace, address: Address) -> Client:
+    return Client(address, timeout_s=options.timeout, quickack=options.quickack, api_key=options.api_key)
 
 
 def _plan(load: dict[str, Any], prompts: Prompts, rows: list[TraceRow]) -> Iterator[Planned]:

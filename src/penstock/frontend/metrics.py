@@ -4,6 +4,7 @@ With several frontend processes on one port, set PROMETHEUS_MULTIPROC_DIR to an 
 them before they start: then any of them answers for all.
 """
 
+import errno
 import os
 from typing import Literal
 
@@ -41,6 +42,12 @@ class FrontendMetrics:
             "penstock_frontend_refused_bodies",
             "Requests refused before they had come whole: too late, too large, or no room for more.",
             ["reason"],
+            registry=registry,
+        )
+        self._accept_failures = Counter(
+            "penstock_frontend_accept_failures",
+            "Times that no connection could be accepted, by the system's error; EMFILE is: out of descriptors.",
+            ["error"],
             registry=registry,
         )
         self._ttft = Histogram(
@@ -81,6 +88,9 @@ class FrontendMetrics:
 
     def refused_body(self, reason: Literal["headers_late", "body_late", "size", "room"]) -> None:
         self._refused_bodies.labels(reason).inc()
+
+    def accept_failed(self, error: OSError) -> None:
+        self._accept_failures.labels(errno.errorcode.get(error.errno or 0, "unknown")).inc()
 
     def answered(self, route: str, code: int) -> None:
         self._requests.labels(route, str(code)).inc()

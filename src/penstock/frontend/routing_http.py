@@ -9,8 +9,10 @@ import pydantic
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
+from penstock.core.address import Address
 from penstock.core.config import Config
 from penstock.core.errors import ConfigError, PenstockError, RequestError
+from penstock.core.listening import Listener, listen
 from penstock.core.log import get_logger
 from penstock.frontend.body_error import body_error
 from penstock.frontend.explaining import Why, why_latest, why_one
@@ -72,6 +74,7 @@ class RoutingServer:
         self._config = config
         self._registry = registry
         self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
 
     async def start(self) -> tuple[str, int]:
         """Listen.
@@ -99,19 +102,24 @@ class RoutingServer:
         )
         runner = self._runner = web.AppRunner(app, access_log=None)
         await runner.setup()
+        server = runner.server
+        assert server is not None  # it is set up
         try:
-            await web.TCPSite(runner, config.host, config.port).start()
-        except OSError as error:
+            self._listener, bound = await listen(server, Address(host=config.host, port=config.port))
+        except ConfigError as error:
             await self.close()
             raise ConfigError(
-                f"router: cannot listen on {config.host} port {config.port}: {error.strerror or error}; stop what listens"
+                f"router: cannot listen on {config.host} port {config.port}: {_reason(error)}; stop what listens"
                 " there, or choose another with --port"
             ) from error
-        host, port = runner.addresses[0][:2]
-        return host, port
+        return bound.host, bound.port
 
     async def close(self) -> None:
         """Stop listening and end what is under way. Safe twice."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+            await listener.wait_closed()
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -157,6 +165,11 @@ class RoutingServer:
     async def _metrics(self, _: web.Request) -> web.Response:
         text = generate_latest(self._registry)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _reason(error: ConfigError) -> str:
+    cause = error.__cause__
+    return (cause.strerror if isinstance(cause, OSError) else None) or error.message
 
 
 async def _read(request: web.Request, kind: type[_Body]) -> _Body:

@@ -7,13 +7,13 @@ import socket
 from aiohttp import web
 
 from penstock.core.errors import ConfigError
+from penstock.core.listening import Listener
 from penstock.core.log import get_logger
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.connection import Connection
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http import HttpSurface
 
-_BACKLOG = 1024
 _CLOSE_TIMEOUT_S = 1.0  # for connections of requests that were ended; they have nothing left to wait for
 
 _log = get_logger()
@@ -33,7 +33,7 @@ class FrontendServer:
         self._share_port = share_port
         self._surface = HttpSurface(frontend)
         self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
+        self._listening: Listener | None = None
 
     async def start(self) -> tuple[str, int]:
         """Listen.
@@ -58,7 +58,8 @@ class FrontendServer:
         server = self._runner.server
         assert server is not None  # it is set up
         loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(
+        self._listening = Listener(
+            [listener],
             lambda: Connection(
                 server,
                 refuse=self._surface.refuse,
@@ -69,8 +70,7 @@ class FrontendServer:
                 logger=quiet,
                 keepalive_timeout_s=config.keepalive_timeout_s,
             ),
-            sock=listener,
-            backlog=_BACKLOG,
+            on_failure=self._frontend.metrics.accept_failed,
         )
         host, port = listener.getsockname()[:2]
         _log.info("frontend_listening", host=host, port=port)
@@ -84,6 +84,7 @@ class FrontendServer:
         self._surface.draining = True
         if self._listening is not None:
             self._listening.close()
+            await self._listening.wait_closed()
         await asyncio.sleep(0)  # connections accepted already get to start their requests
         loop = asyncio.get_running_loop()
         began_s = loop.time()

@@ -12,7 +12,7 @@ from penstock.core.address import Address
 from penstock.core.channel import FrameChannel
 from penstock.core.errors import ConfigError, Overloaded, PenstockError, ProtocolError
 from penstock.core.ids import WorkerId
-from penstock.core.listening import listen, remove_socket
+from penstock.core.listening import Listener, listen, remove_socket
 from penstock.core.log import get_logger
 from penstock.core.types import Instance, InstanceChange
 from penstock.runtime import handshake
@@ -71,7 +71,7 @@ class LocalHub:
         self.clients: set[_Client] = set()
         self._leases: dict[WorkerId, _Lease] = {}
         self._bound = _checked(Address.parse(listen, source="hub"), identity)
-        self._sockets: asyncio.Server | None = None
+        self._sockets: Listener | None = None
 
     async def start(self) -> None:
         """Listen.
@@ -90,8 +90,10 @@ class LocalHub:
         """Say goodbye to every client; they keep what they know. Safe twice."""
         if self._sockets is None:
             return
-        self._sockets.close()
+        sockets, self._sockets = self._sockets, None
+        sockets.close()
         remove_socket(self._bound)
+        await sockets.wait_closed()  # who was accepted before is a client now
         for lease in self._leases.values():
             lease.timer.cancel()
         self._leases.clear()
@@ -107,8 +109,6 @@ class LocalHub:
                 client.channel.abort("it did not take what was buffered")
                 await client.channel.closed.wait()
         self.table.close()
-        await self._sockets.wait_closed()
-        self._sockets = None
 
     def register(self, owner: "_Client", instance: Instance) -> None:
         worker_id = instance.worker_id

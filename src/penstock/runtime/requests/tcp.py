@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from penstock.core.address import Address
 from penstock.core.errors import ConfigError, WorkerLost
-from penstock.core.listening import dial, listen, remove_socket
+from penstock.core.listening import Listener, dial, listen, remove_socket
 from penstock.core.types import Instance
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.handshake import Identity
@@ -86,7 +86,7 @@ class TcpServer:
 
     def __init__(
         self,
-        sockets: asyncio.Server,
+        sockets: Listener,
         peers: set[FrontendPeer],
         bound: Address,
         address: str,
@@ -101,6 +101,7 @@ class TcpServer:
     async def close(self) -> None:
         self._sockets.close()
         remove_socket(self._bound)
+        await self._sockets.wait_closed()  # who was accepted before is a peer now
         peers = tuple(self._peers)
         for peer in peers:
             peer.finish("the worker closes")
@@ -112,4 +113,3 @@ class TcpServer:
             for peer in peers:
                 peer.channel.abort("it did not take what was buffered (close_timeout_s)")
                 await peer.channel.closed.wait()
-        await self._sockets.wait_closed()

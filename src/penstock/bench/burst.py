@@ -1,0 +1,92 @@
+"""A burst of requests on new connections, against the same burst on connections that stand, beside a load.
+
+Whoever accepts slowly while it streams makes newcomers wait: their first token is late only on new connections.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from penstock.bench.client import Client
+from penstock.bench.exchange import Exchange
+from penstock.core.errors import Unavailable
+
+_ROUNDS, _QUICK_ROUNDS = 3, 1
+_SETTLE_S = 1.0  # the load runs so long before each burst
+
+MakeClient = Callable[[], Client]
+MakeBody = Callable[[int], bytes]
+
+
+async def measure_burst(
+    make_client: MakeClient, make_body: MakeBody, *, size: int, concurrency: int, quick: bool
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Send bursts beside a closed loop of requests.
+
+    Args:
+        make_client: makes one without connections.
+        make_body: makes the body of a request, another one for each number.
+        size: requests in a burst, all sent at once.
+        concurrency: requests of the load under way all the time.
+        quick: one burst of each kind instead of three.
+
+    Returns:
+        Figures, and the seconds to the first token behind them.
+
+    Raises:
+        Unavailable: a request of a burst failed.
+    """
+    numbers = itertools.count()
+    seconds: dict[str, list[float]] = {"standing_ttft_s": [], "burst_ttft_s": []}
+    load, standing = make_client(), make_client()
+
+    async def keep_busy() -> None:
+        while True:
+            await load.send(make_body(next(numbers)))
+
+    async def burst(client: Client) -> list[Exchange]:
+        return await asyncio.gather(*(client.send(make_body(next(numbers))) for _ in range(size)))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            await burst(standing)  # opens its connections
+            busy = [group.create_task(keep_busy()) for _ in range(concurrency)]
+            for _ in range(_QUICK_ROUNDS if quick else _ROUNDS):
+                await asyncio.sleep(_SETTLE_S)
+                seconds["standing_ttft_s"] += _ttfts(await burst(standing))
+                await asyncio.sleep(_SETTLE_S)
+                new = make_client()
+                try:
+                    seconds["burst_ttft_s"] += _ttfts(await burst(new))
+                finally:
+                    new.close()
+            for task in busy:
+                task.cancel()
+    except* Unavailable as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        load.close()
+        standing.close()
+    return _figures(seconds), seconds
+
+
+def _ttfts(exchanges: list[Exchange]) -> list[float]:
+    failed = [exchange for exchange in exchanges if exchange.failure is not None]
+    if failed:
+        raise Unavailable(
+            f"--burst: {len(failed)} of {len(exchanges)} requests failed: {failed[0].failure}: {failed[0].message}"
+        )
+    return [exchange.first_token_s - exchange.due_s for exchange in exchanges if exchange.first_token_s]
+
+
+def _figures(seconds: dict[str, list[float]]) -> dict[str, float]:
+    figures: dict[str, Any] = {}
+    for name, values in seconds.items():
+        kind = name.removesuffix("_s")
+        for percent in (50, 99):
+            figures[f"{kind}_p{percent}_ms"] = float(np.percentile(values, percent)) * 1e3
+    figures["burst_over_standing_ttft_p99"] = figures["burst_ttft_p99_ms"] / figures["standing_ttft_p99_ms"]
+    return figures
