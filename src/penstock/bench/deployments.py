@@ -29,7 +29,7 @@ _SCALED = ("8b-h100", "70b-h100", "671b-h100")
 _SCALES = (8, 16, 32)
 _SHARED_TOKENS, _PREFIX_GROUPS = 1024, 64
 _CURVES = "curves"
-_EFFORT = Effort(requests=1000, precision=0.08, step=1.15, layouts=2, requests_max=10_000_000)
+_EFFORT = Effort(requests=1000, precision=0.08, step=1.15, layouts=3, requests_max=10_000_000)
 _SEARCH = Search(precision=0.06, step=1.12, requests_min=1000)
 _QUICK_EFFORT = Effort(requests=60, precision=0.5, step=1.5, layouts=1, begin=0.6)
 _QUICK_SEARCH = Search(precision=0.5, requests_min=60, requests_max=60)

@@ -110,17 +110,23 @@ def find_answer(
 
 
 def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> list[Layout]:
-    """Choose those to be simulated, fewer where runs are long: of each way to spread the model the best by prediction, then the next."""
+    """Choose those to be simulated, fewer where runs are long: of each way to spread the model the best by prediction, then the next.
+
+    The best with data-parallel ranks and the best without come first: prediction overrates the former (decision 0030).
+    """
     if not layouts:
         return []
     requests = requests_of_run(question.demand, layouts[0].rate_per_s, effort.requests)
     work = _RUNS * requests * weight(question.demand)
     count = min(int(effort.requests_max / work), effort.layouts)
     alike: Counter[tuple[object, ...]] = Counter()
+    families: set[bool] = set()
     ordered = []
     for number, layout in enumerate(layouts):
         key = (*(crew.parallel for crew in layout.crews), layout.local > 0)
-        ordered.append((alike[key], number))
+        has_ranks = any(crew.parallel.dp > 1 for crew in layout.crews)
+        ordered.append((alike[key] if has_ranks in families else -1, number))
+        families.add(has_ranks)
         alike[key] += 1
     return [layouts[number] for _, number in sorted(ordered)[:count]]
 

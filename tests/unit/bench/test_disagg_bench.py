@@ -17,7 +17,14 @@ from penstock.worker.step_log import LoggedStep
 
 
 def point(chunk, itl, ttft, tokens=100.0):
-    return Point(chunk=chunk, itl_p99_ms=itl, ttft_p99_ms=ttft, output_tokens_per_s=tokens)
+    return Point(
+        chunk=chunk,
+        itl_p99_ms=itl,
+        itl_p999_ms=2 * itl,
+        itl_max_ms=3 * itl,
+        ttft_p99_ms=ttft,
+        output_tokens_per_s=tokens,
+    )
 
 
 def step(at_s, **tokens):
@@ -145,6 +152,18 @@ class TestFigures:
         assert found["chunk_aggregated_strict"] == 64
         assert found["itl_p99_ratio_strict"] == pytest.approx(4)
         assert found["output_tokens_ratio_strict"] == pytest.approx(2)
+        assert next(iter(found)) == "itl_p99_ratio_strict", "what was promised leads"
+
+    def test_every_side_tells_its_p999_and_its_longest_stall(self):
+        turns = [
+            dataclasses.replace(side, itl_s=np.array([0.01] * 9_995 + [0.2] * 5))
+            for side in self.side([1, 1])
+        ]
+        found = figures.curve([figures.point_of(64, turns)])
+        assert found["itl_p99_ms_aggregated_c64"] == pytest.approx(10)
+        assert found["itl_max_ms_aggregated_c64"] == pytest.approx(200)
+        assert found["itl_p999_ms_aggregated_c64"] == pytest.approx(10)
+        assert figures.of_side("a", turns)["itl_max_ms_a"] == pytest.approx(200)
 
     def test_the_streams_alone_are_the_limit(self):
         found = figures.limits(point(64, 40, 2000), self.side([10, 8, 50]))

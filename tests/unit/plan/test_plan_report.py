@@ -137,6 +137,22 @@ def test_the_best_of_each_spread_are_simulated(question):
     assert len({(*(crew.parallel for crew in layout.crews), layout.local > 0) for layout in apart}) == 3
 
 
+def test_the_best_without_data_parallel_ranks_is_simulated_where_all_better_ones_have_them():
+    demand = Demand(input_tokens=2048, output_tokens=512, ttft_s=2.0, itl_s=0.05)
+    wide = Question(
+        model="deepseek-r1",
+        hardware=find_hardware("h100"),
+        devices=32,
+        demand=demand,
+        formats={"weight_dtype": "fp8"},
+    )
+    layouts = wide.search().aggregated()
+    first, second = promising(wide, layouts, replace(USUAL, layouts=2, requests_max=10**9))
+    assert first == layouts[0]
+    assert first.crews[0].parallel.dp > 1
+    assert second == next(layout for layout in layouts if layout.crews[0].parallel.dp == 1)
+
+
 def test_what_would_take_too_long_is_not_simulated(question):
     layout = question.search().aggregated()[0]
     assert promising(question, [replace(layout, rate_per_s=1e5)], USUAL) == []

@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> Report:
     points = [figures.point_of(chunk, measured) for chunk, measured in together.items()]
     best = best_chunk(points, level.ttft_p99_ms)
     whole = figures.point_of(WHOLE, measured[WHOLE])
-    rows = [Row("1 prefill, 1 decode", level), Row("the same, none late", strict)]
+    rows = [Row("1 prefill, 1 decode, none late", strict), Row("the same, a few late", level)]
     if alone is not None:
         rows.append(Row("the same, no prompts", figures.point_of(_ALONE, alone), remark="limit"))
     rows += [
@@ -111,9 +111,9 @@ def run(options: argparse.Namespace) -> Report:
     if options.plot is not None:
         _write_plot(options.plot, plot.draw(level, strict, points, best))
     found = (
-        figures.compared(apart, together[best.chunk])
+        figures.strict(measured[_STRICT], best_chunk(points, strict.ttft_p99_ms))
+        | figures.compared(apart, together[best.chunk])
         | {"chunk_aggregated": best.chunk}
-        | figures.strict(measured[_STRICT], best_chunk(points, strict.ttft_p99_ms))
         | figures.curve(points)
         | figures.of_side("aggregated_whole", measured[WHOLE])
         | figures.hand_over(stage.quiet_hand_over_s, apart, moved_bytes, memcpy)
@@ -196,9 +196,14 @@ def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, 
 
 
 def _problems(found: dict[str, float]) -> list[str]:
-    problems = []
-    if found["itl_p99_ratio"] < _RATIO_WANTED:
-        problems.append(f"ITL p99 is {found['itl_p99_ratio']:.2g} times as low, expected {_RATIO_WANTED:g}")
+    problems = [
+        f"{said}ITL p99 is {found[name]:.2g} times as low, expected {_RATIO_WANTED:g}"
+        for name, said in (
+            ("itl_p99_ratio_strict", "where no token may be late, "),
+            ("itl_p99_ratio", ""),
+        )
+        if found[name] < _RATIO_WANTED
+    ]
     if found["output_tokens_ratio"] < 1:
         problems.append(f"{found['output_tokens_ratio']:.3g} times the output tokens/s, expected 1 or more")
     return problems

@@ -10,6 +10,9 @@ class Point:
 
     chunk: int
     itl_p99_ms: float
+    itl_p999_ms: float
+    itl_max_ms: float
+    """The longest stall of a stream."""
     ttft_p99_ms: float
     output_tokens_per_s: float
 

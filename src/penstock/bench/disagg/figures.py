@@ -22,6 +22,8 @@ def point_of(chunk: int, turns: Turns) -> Point:
     return Point(
         chunk=chunk,
         itl_p99_ms=_middle(turns, lambda turn: _ms(turn.itl_s, 99)),
+        itl_p999_ms=_middle(turns, lambda turn: _ms(turn.itl_s, 99.9)),
+        itl_max_ms=_middle(turns, lambda turn: _ms(turn.itl_s, 100)),
         ttft_p99_ms=_middle(turns, lambda turn: _ms(turn.ttft_s, 99)),
         output_tokens_per_s=_middle(turns, lambda turn: turn.output_tokens_per_s),
     )
@@ -62,12 +64,12 @@ def of_side(name: str, turns: Turns) -> dict[str, float]:
 def strict(side: Turns, opponent: Point) -> dict[str, float]:
     """Give the figures of the disaggregated side of which no token may be late, and its ratio to its own opponent."""
     figures = of_side("disaggregated_strict", side)
-    return figures | {
-        "chunk_aggregated_strict": opponent.chunk,
+    return {
         "itl_p99_ratio_strict": opponent.itl_p99_ms / figures["itl_p99_ms_disaggregated_strict"],
         "output_tokens_ratio_strict": figures["output_tokens_per_s_disaggregated_strict"]
         / opponent.output_tokens_per_s,
-    }
+        "chunk_aggregated_strict": opponent.chunk,
+    } | figures
 
 
 def limits(best: Point, alone: Turns) -> dict[str, float]:
@@ -80,7 +82,7 @@ def curve(points: Sequence[Point]) -> dict[str, float]:
     return {
         f"{name}_aggregated_c{point.chunk}": getattr(point, name)
         for point in points
-        for name in ("itl_p99_ms", "ttft_p99_ms", "output_tokens_per_s")
+        for name in ("itl_p99_ms", "itl_p999_ms", "itl_max_ms", "ttft_p99_ms", "output_tokens_per_s")
     }
 
 

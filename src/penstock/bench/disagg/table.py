@@ -8,7 +8,7 @@ from rich.table import Table
 
 from penstock.bench.disagg.choice import Point
 
-_COLUMNS = ("workers", "chunk", "ITL p99 ms", "TTFT p99 ms", "tokens/s", "")
+_COLUMNS = ("workers", "chunk", "ITL p99 ms", "p99.9", "longest", "TTFT p99 ms", "tokens/s", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +31,10 @@ def print_table(rows: Sequence[Row]) -> None:
     Console().print(table)
 
 
-def _numbers(point: Point) -> tuple[str, str, str]:
-    return f"{point.itl_p99_ms:,.1f}", f"{point.ttft_p99_ms:,.0f}", f"{point.output_tokens_per_s:,.0f}"
+def _numbers(point: Point) -> tuple[str, ...]:
+    itl_ms = (point.itl_p99_ms, point.itl_p999_ms, point.itl_max_ms)
+    return (
+        *(f"{value:,.1f}" for value in itl_ms),
+        f"{point.ttft_p99_ms:,.0f}",
+        f"{point.output_tokens_per_s:,.0f}",
+    )
