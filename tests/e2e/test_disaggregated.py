@@ -12,6 +12,7 @@ ALWAYS = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
 
 
 def roles(prefill=1, decode=1, **role):
+    role = {"kv_blocks": 1000} | role  # all of it is taken at the start
     return {"prefill": {"replicas": prefill} | role, "decode": {"replicas": decode} | role}
 
 

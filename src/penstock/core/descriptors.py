@@ -209,11 +209,15 @@ class RangePairs:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """What a transfer takes, as a straight line: seconds, seconds for each range, bytes per second."""
+    """What a transfer takes, as a straight line: seconds, seconds for each range, bytes per second.
+
+    `setup_s` is what the first one takes beyond that, where the way is not got ready before.
+    """
 
     start_s: float
     range_s: float
     bytes_per_s: float
+    setup_s: float = 0.0
 
     def seconds(self, num_bytes: int, ranges: int) -> float:
         return self.start_s + self.range_s * ranges + num_bytes / self.bytes_per_s

@@ -50,6 +50,7 @@ def engine_spec(
         vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
         eos_token_ids=checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,
+        sharing_engines=_sharing(graph, role),
         scheduler=next(
             (schedulers[name] for name, each in present.items() if each is role), _scheduler(role)
         ),
@@ -59,6 +60,15 @@ def engine_spec(
         hash_key=hash_key,
         mock=role.mock,
     )
+
+
+def _sharing(graph: Graph, role: RoleSpec) -> int:
+    """Count the engines that take memory where those of a role do: a device is one engine's, the host all others'."""
+    if role.hardware != "cpu":
+        return 1
+    roles = graph.roles.present().values()
+    hosted = sum(each.replicas for each in roles if each.engine == role.engine and each.hardware == "cpu")
+    return max(1, hosted)
 
 
 def _device(role: RoleSpec, index: int, core: int | None) -> str:

@@ -34,6 +34,8 @@ class EngineSpec:
     eos_token_ids: tuple[int, ...] = ()
     kv_blocks: int | None = None
     """None is the engine's own choice."""
+    sharing_engines: int = 1
+    """Those that take their memory from this machine at the same time, this one included."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """What it takes on at once."""
     schedulers: Mapping[Role, SchedulerConfig] = field(default_factory=dict)
@@ -101,6 +103,7 @@ def _paged(spec: EngineSpec) -> BatchedEngine:
         "dtype": spec.dtype,
         "block_size": spec.block_size,
         "kv_blocks": spec.kv_blocks,
+        "sharing_engines": spec.sharing_engines,
         "context_length": spec.context_length,
     }
     config = PagedConfig.parse(settings, source="engine paged")

@@ -324,7 +324,7 @@ class TransferAgent:
         """
         there = self._met.find(peer)
         seconds = [
-            way.speeds.seconds(op, way.channel.cost(op), num_bytes, ranges)
+            way.speeds.seconds(op, way.channel.cost(op), num_bytes, ranges) + way.setup_left_s(op)
             for way in there.ways.values()
             if remote is None or way.channel.refusal(op, (), (remote.info,)) is None
         ]

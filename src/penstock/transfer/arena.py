@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 from weakref import WeakSet, finalize
@@ -60,13 +61,17 @@ class Arena:
         _open.add(self)
 
     @classmethod
-    def create(cls, size_bytes: int, *, prefault: bool = True) -> Self:
+    def create(
+        cls, size_bytes: int, *, prefault: bool = True, before_taking: Callable[[int], object] | None = None
+    ) -> Self:
         """Make an arena; it is all zeros.
 
         Args:
             size_bytes: at least 1.
             prefault: take all its memory now. Else the first touch of each page does, and a host without that
                 memory ends the process then.
+            before_taking: called again and again while memory is taken, with the bytes that are still lacking; what it
+                raises ends it. A host that has too little ends a process instead of refusing.
 
         Raises:
             ValueError: size_bytes < 1.
@@ -85,10 +90,13 @@ class Arena:
             raise _too_large(size_bytes, error) from error
         if prefault:
             try:
-                arena.touch()
+                arena.touch(before_taking)
             except OSError as error:
                 arena.close()
                 raise _too_large(size_bytes, error) from error
+            except BaseException:
+                arena.close()
+                raise
             arena.is_resident = True
         return arena
 
@@ -122,8 +130,11 @@ class Arena:
                 return arena
         return None
 
-    def touch(self) -> None:
+    def touch(self, before: Callable[[int], object] | None = None) -> None:
         """Look up all pages now, for a fifth of what their first touch takes, one by one. On any thread; ends when closed.
+
+        Args:
+            before: called before each part, with the bytes that are left.
 
         Raises:
             OSError: the host does not have that much memory.
@@ -132,6 +143,8 @@ class Arena:
         for start in range(0, whole.size, _TOUCHED_BYTES):
             if not self._closing.alive:
                 return
+            if before is not None:
+                before(whole.size - start)
             part = whole[start : start + _TOUCHED_BYTES]
             number = _advise(part, _MADV_POPULATE_READ)
             if number == errno.EINVAL:

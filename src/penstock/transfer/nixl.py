@@ -54,7 +54,10 @@ _CONTACT = b"1"
 _QUESTIONS_MAX = 256
 """Of one link, unanswered."""
 _READ, _WRITE = TransferOp.READ, TransferOp.WRITE
-_SAME_HOST = TransferCost(start_s=2e-4, range_s=1e-6, bytes_per_s=8e9)
+_SETUP_S = 1.0
+"""Measured as that of `shm`: 0.5 to 2 s, most of it loading NIXL on both sides."""
+_SAME_HOST = TransferCost(start_s=2e-4, range_s=1e-6, bytes_per_s=8e9, setup_s=_SETUP_S)
+"""Between hosts it is loaded when agents meet."""
 _COSTS = {
     "same host": {_READ: _SAME_HOST, _WRITE: _SAME_HOST},
     "rdma": dict.fromkeys((_READ, _WRITE), TransferCost(start_s=1e-4, range_s=2e-7, bytes_per_s=20e9)),
@@ -72,8 +75,7 @@ class NixlTransport:
 
     name = NAME
     checksums = False
-    setup_s = 1.0
-    """Measured as that of `shm`: 0.5 to 2 s, most of it loading NIXL on both sides."""
+    setup_s = _SETUP_S
 
     def __init__(
         self, find: Callable[[], object] = find_module, bindings: Callable[[], Any] = load_bindings

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.core.descriptors import Descriptors, RangePairs, Region, RegionInfo, TransferOp
+from penstock.core.descriptors import Descriptors, Region, RegionInfo, TransferOp
 from penstock.core.errors import PeerLost, TransferRefused
 from penstock.seams import TransferChannel
 from penstock.transfer.links import AgentLink
@@ -19,6 +19,24 @@ class Way:
     channel: TransferChannel
     checksums: bool
     speeds: Speeds = field(default_factory=Speeds)
+    is_set_up: bool = field(init=False)
+    """Whether it has moved anything, or needs no setting up."""
+    _forgone_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.is_set_up = not any(self.channel.cost(op).setup_s for op in TransferOp)
+
+    def forgo(self, op: TransferOp, other_s: float, num_bytes: int, ranges: int) -> None:
+        """Hear that a transfer goes another way, which takes so long; it loses what this one would be quicker once it is set up."""
+        own_s = self.speeds.seconds(op, self.channel.cost(op), num_bytes, ranges)
+        self._forgone_s += max(0.0, other_s - own_s)
+
+    def setup_left_s(self, op: TransferOp) -> float:
+        """What the next transfer is charged for setting it up: less what others have lost by not using it.
+
+        So all of them together lose at most one set-up before it is used, and it is not kept from use for ever (decision 35).
+        """
+        return 0.0 if self.is_set_up else max(0.0, self.channel.cost(op).setup_s - self._forgone_s)
 
 
 class Peer:
@@ -134,10 +152,3 @@ class Peer:
                 " that has it"
             )
         return info
-
-
-def expected_seconds(ways: Sequence[Way], op: TransferOp, pairs: RangePairs) -> dict[str, float]:
-    """Estimate a transfer for each of these."""
-    return {
-        way.name: way.speeds.seconds(op, way.channel.cost(op), pairs.total_bytes, len(pairs)) for way in ways
-    }

@@ -95,12 +95,17 @@ class PreparedTransfer:
         pairs = self.pairs
         num_bytes, num_ranges = pairs.total_bytes, len(pairs.lengths)
         expected: dict[str, float] = {}
-        way, least_s = ways[0], float("inf")
+        way, least_s, cold = ways[0], float("inf"), None
         for able in ways:
             seconds = able.speeds.seconds(op, able.channel.cost(op), num_bytes, num_ranges)
+            if not able.is_set_up:
+                cold = able
+                seconds += able.setup_left_s(op)
             expected[able.name] = seconds
             if seconds < least_s:
                 way, least_s = able, seconds
+        if cold is not None and cold is not way:
+            cold.forgo(op, least_s, num_bytes, num_ranges)
         telemetry = Telemetry(num_bytes, self.num_ranges, way.name, expected, refusals)
         move = self._move(op, way, way.checksums if checksum is None else checksum)
         handle = TransferHandle(telemetry)

@@ -129,6 +129,7 @@ class RunningTransfers:
             moved = self._counters.read_bytes if op is TransferOp.READ else self._counters.written_bytes
             add(moved, way.name, telemetry.num_bytes)
             pairs = posting.prepared.pairs
+            way.is_set_up = True
             way.speeds.learn(
                 op, way.channel.cost(op), pairs.total_bytes, len(pairs.lengths), telemetry.wire_s
             )

@@ -22,6 +22,8 @@ class PagedConfig(Config):
     """KV blocks to keep; None is as many as `kv_memory_bytes` holds."""
     kv_memory_bytes: int | None = pydantic.Field(default=None, ge=1)
     """Memory for KV blocks where `kv_blocks` is not given; None is 1 GiB on a CPU and 85 % of what is free on a GPU."""
+    sharing_engines: int = pydantic.Field(default=1, ge=1)
+    """Engines that take their memory from this machine at the same time, this one included; only the default of `kv_memory_bytes` depends on it."""
     context_length: int | None = pydantic.Field(default=None, ge=1)
     """Tokens a request may have, prompt and output; None is the model's own limit."""
     threads: int = pydantic.Field(default=1, ge=1)

@@ -1,16 +1,22 @@
-"""The KV blocks' memory: block-first, so that a block of all layers is one contiguous slab to copy or send."""
+"""The KV blocks' memory: block-first, so that a block of all layers is one contiguous slab to copy or send.
+
+On a CPU it is an arena of `penstock.transfer`, which other processes of the host map, so that they copy blocks straight
+from and to it.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, TransferError
 from penstock.core.kv_layout import KvLayout
+from penstock.transfer import Arena
 
 _CPU_DEFAULT_BYTES = 1 << 30
 _GPU_DEFAULT_FRACTION = 0.85
 _SPARE_BLOCKS = 1
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +41,24 @@ class KvMemory:
     """
 
     def __init__(self, shape: KvShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        """Take all of the memory, now: a prompt must find its blocks, and not that the machine has no more.
+
+        Raises:
+            ConfigError: there is not so much.
+        """
         self.shape = shape
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.spare_block = num_blocks
         self.device = device
-        self.storage = torch.zeros(
+        sizes = (
             num_blocks + _SPARE_BLOCKS, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim,
-            dtype=shape.dtype, device=device,
         )  # fmt: skip
+        self._arena = _take(shape.block_bytes(block_size), num_blocks) if device.type == "cpu" else None
+        if self._arena is None:
+            self.storage = torch.zeros(sizes, dtype=shape.dtype, device=device)
+        else:
+            self.storage = torch.frombuffer(self._arena.array, dtype=shape.dtype).view(sizes)
         self.layout = KvLayout(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
@@ -58,6 +73,11 @@ class KvMemory:
         """By layer: keys and values as views of (num_blocks + 1, block_size, num_kv_heads, head_dim)."""
         self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in self.by_token]
         """By layer: the same as views of (num_blocks + 1, a block's elements), for gathering whole blocks."""
+
+    def close(self) -> None:
+        """Let go of the memory; what others have mapped of it is theirs until they let go. Safe twice."""
+        if self._arena is not None:
+            self._arena.close()
 
 
 class Gather:
@@ -80,16 +100,28 @@ class Gather:
 
 
 def plan_blocks(
-    block_bytes: int, *, kv_blocks: int | None, kv_memory_bytes: int | None, device: torch.device
+    block_bytes: int,
+    *,
+    kv_blocks: int | None,
+    kv_memory_bytes: int | None,
+    device: torch.device,
+    sharing_engines: int = 1,
 ) -> int:
     """Decide how many blocks to keep.
+
+    Args:
+        block_bytes: of one.
+        kv_blocks: how many were asked for.
+        kv_memory_bytes: else, what they may take.
+        device: where they lie.
+        sharing_engines: that take their memory there at the same time.
 
     Raises:
         ConfigError: they do not fit into memory, or the memory allowed holds fewer than two.
     """
     free_bytes = free_memory_bytes(device)
     if kv_blocks is None:
-        budget = kv_memory_bytes or _default_budget(device, free_bytes)
+        budget = kv_memory_bytes or _default_budget(device, free_bytes // sharing_engines)
         if budget < 2 * block_bytes:
             raise ConfigError(
                 f"kv_memory_bytes: {budget} hold fewer than two KV blocks of {block_bytes} bytes;"
@@ -112,13 +144,45 @@ def free_memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
+    group = _CONTROL_GROUP
     try:
         limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
+        used = int((group / "memory.current").read_text()) - _reclaimable_bytes(group)
     except (OSError, ValueError):  # no control groups of version 2, or no limit
         return available
     return min(available, max(0, limit - used))
+
+
+def _reclaimable_bytes(group: Path) -> int:
+    """Files that were read and not lately used, such as weights: the kernel drops them for who needs memory."""
+    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(fields.get("inactive_file", 0))
+
+
+def _take(block_bytes: int, num_blocks: int) -> Arena:
+    """Take shared memory for blocks, as long as there is enough for all of them.
+
+    Raises:
+        ConfigError: there is not, or no more.
+    """
+    size_bytes = (num_blocks + _SPARE_BLOCKS) * block_bytes
+    host = torch.device("cpu")
+
+    def check(lacking_bytes: int) -> None:
+        free_bytes = free_memory_bytes(host)
+        if free_bytes < lacking_bytes:
+            raise ConfigError(
+                f"kv_blocks: {num_blocks} blocks of {block_bytes} bytes: {lacking_bytes / 2**30:.2f} of"
+                f" {size_bytes / 2**30:.2f} GiB are still to be taken, and other processes have left {free_bytes / 2**30:.2f};"
+                " lower kv_blocks, or free memory"
+            )
+
+    try:
+        return Arena.create(size_bytes, before_taking=check)
+    except TransferError as error:
+        raise ConfigError(
+            f"kv_blocks: {num_blocks} blocks of {block_bytes} bytes: {error.message}"
+        ) from error
 
 
 def _default_budget(device: torch.device, free_bytes: int) -> int:

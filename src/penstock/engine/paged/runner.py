@@ -104,6 +104,7 @@ class PagedRunner:
             kv_blocks=config.kv_blocks,
             kv_memory_bytes=config.kv_memory_bytes,
             device=model.device,
+            sharing_engines=config.sharing_engines,
         )
         memory = KvMemory(model.kv_shape, num_blocks, config.block_size, model.device)
         eos_token_ids = end_tokens_within(model.vocab_size, checkpoint.eos_token_ids)
@@ -161,7 +162,9 @@ class PagedRunner:
 
     def close(self) -> None:
         """Release the model and the memory."""
-        self._parts = None
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.memory.close()
 
     @property
     def _loaded(self) -> _Loaded:

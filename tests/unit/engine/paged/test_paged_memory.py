@@ -1,8 +1,13 @@
 """KV blocks as bytes, and how many of them are kept."""
 
+import os
+
+import numpy as np
 import pytest
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, TransferError
+from penstock.transfer import Arena
+from penstock.transfer import arena as arena_module
 
 torch = pytest.importorskip("torch")
 
@@ -70,3 +75,62 @@ def test_too_much_or_too_little(monkeypatch, settings, message):
 
 def test_free_memory_of_this_machine():
     assert 1 << 20 < free_memory_bytes(CPU) < 1 << 50
+
+
+def test_blocks_on_a_cpu_lie_in_memory_that_other_processes_can_map():
+    memory = KvMemory(SHAPE, 4, 4, CPU)
+    arena = Arena.around(memory.storage.data_ptr(), memory.storage.nbytes)
+    assert arena is not None
+    assert arena.is_resident, "taken when it was made"
+    assert (arena.address, arena.size_bytes) == (memory.storage.data_ptr(), memory.storage.nbytes)
+    assert not os.get_inheritable(arena.fd), "programs that this process starts do not keep it"
+    assert not memory.storage.any()
+    memory.storage[3] = 1
+    other = np.frombuffer(os.pread(arena.fd, BLOCK_BYTES, 3 * BLOCK_BYTES), np.uint8)
+    assert other.any(), "what one writes, the other one sees"
+    memory.close()
+    memory.close()
+    assert Arena.around(memory.storage.data_ptr(), 1) is None
+    assert memory.storage[3].float().mean() == 1, "whoever has it still may read it"
+
+
+def test_memory_that_others_take_meanwhile_is_an_error_and_not_the_end_of_a_process(monkeypatch):
+    free = iter([1 << 30, 40 << 20, 30 << 20, 9 << 20])
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda _: next(free))
+    message = r"^kv_blocks: 49152 blocks of 768 bytes: 0\.02 of 0\.04 GiB are still to be taken, .* left 0\.01; lower kv_blocks"
+    assert plan_blocks(BLOCK_BYTES, kv_blocks=49_152, kv_memory_bytes=None, device=CPU) == 49_152
+    before = len(arena_module._open)
+    with pytest.raises(ConfigError, match=message):
+        KvMemory(SHAPE, 49_152, 4, CPU)
+    assert len(arena_module._open) == before, "what had been taken was given back"
+
+
+def test_a_host_that_gives_no_memory_is_a_line(monkeypatch):
+    def refuse(size_bytes, **_):
+        raise TransferError(f"an arena of {size_bytes} bytes: no; make it smaller or free memory")
+
+    monkeypatch.setattr(Arena, "create", refuse)
+    with pytest.raises(ConfigError, match=r"^kv_blocks: 4 blocks of 768 bytes: an arena of 3840 bytes: no;"):
+        KvMemory(SHAPE, 4, 4, CPU)
+
+
+def test_engines_that_start_together_share_what_is_free(monkeypatch):
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda _: 100_000)
+    blocks = [
+        plan_blocks(1000, kv_blocks=None, kv_memory_bytes=None, device=CPU, sharing_engines=engines)
+        for engines in (1, 2, 5)
+    ]
+    assert blocks == [50, 25, 10]
+
+
+def test_files_that_were_read_are_free_memory_of_a_control_group(monkeypatch, tmp_path):
+    for name, text in (
+        ("memory.max", "9000000"),
+        ("memory.current", "8000000"),
+        ("memory.stat", "inactive_file 5000000\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(memory_module, "_CONTROL_GROUP", tmp_path)
+    assert free_memory_bytes(CPU) == 6_000_000
+    (tmp_path / "memory.max").write_text("max")
+    assert free_memory_bytes(CPU) > 6_000_000
