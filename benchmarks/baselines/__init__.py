@@ -12,3 +12,9 @@ BASELINES = {
     "weighted-scores": "baselines.weighted_scores:WeightedScores",
 }
 """What to give as a policy, with this directory's parent on the path."""
+
+ABLATIONS = {
+    f"kv-without-{what}": f"baselines.ablations:KvWithout{what.capitalize()}"
+    for what in ("hold", "queue", "memory", "prefill", "pace", "slowdown", "followers", "room")
+} | {"product-with-hold": "baselines.ablations:ProductWithHold"}
+"""Parts of `kv`, to see what each gives: no baselines unless asked for."""

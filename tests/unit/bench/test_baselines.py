@@ -7,9 +7,10 @@ columns that are not zero, who is chosen, and in a comment the cost (or score) o
 from pathlib import Path
 
 import pytest
-from baselines import BASELINES
+from baselines import ABLATIONS, BASELINES
 from baselines.explore_exploit import ExploreExploit
 
+from penstock.router.chooser import Chooser
 from penstock.router.policies import choose, make_policy
 from penstock.testing.routing_policy import RoutingPolicySuite, make_context
 
@@ -286,3 +287,40 @@ class TestSuite(RoutingPolicySuite):
 
     def make(self):
         return make_policy(BASELINES[self.name])
+
+
+BUSY = {
+    "running_requests": [9, 3, 30], "waiting_requests": [2, 0, 5], "active_blocks": [900, 300, 1100],
+    "queued_prefill_tokens": [4000, 100, 9000], "own_prefill_tokens": [4000, 100, 9000], "own_requests": [11, 3, 35],
+    "overlap_blocks": [9, 0, 4], "request_rate_per_s": 5.0, "mean_output_tokens": 200.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in ABLATIONS if name.startswith("kv-")])
+def test_an_ablation_is_kv_less_one_term(name):
+    context, kv, less = make(**BUSY), make_policy("kv"), make_policy(ABLATIONS[name])
+    named = dict(zip(kv.term_names, kv.terms(context), strict=True))
+    left_out = named.get(name.removeprefix("kv-without-"), 0)
+    assert less.costs(context) == pytest.approx(kv.costs(context) - left_out)
+    if name != "kv-without-hold":
+        assert left_out.any(), "it says something here"
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_all_but_one_hold_requests_by_what_kv_knows_of_waiting(name):
+    context, kv = make(**BUSY), make_policy("kv")
+    own, chooser = Chooser(kv).choose(context, 0).terms, Chooser(make_policy(ABLATIONS[name]))
+    if name == "kv-without-hold":
+        assert chooser.wait_terms == []
+    else:
+        terms = chooser.choose(context, 0).terms
+        for row, kv_row in zip(chooser.wait_terms, Chooser(kv).wait_terms, strict=True):
+            assert terms[row] == pytest.approx(own[kv_row])
+
+
+def test_product_with_hold_has_the_prices_of_product():
+    context = make(**BUSY)
+    policy = make_policy(ABLATIONS["product-with-hold"])
+    assert policy.terms(context).sum(axis=0) == pytest.approx(
+        make_policy(BASELINES["product"]).costs(context)
+    )

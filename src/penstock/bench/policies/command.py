@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="names, or module:Class, with commas between (default: all but session, which is kv with sessions)",
     )
     parser.add_argument(
+        "--ablations",
+        action="store_true",
+        help="kv, product, and kv without each of its terms, kv without holding, product with it, instead of --policies",
+    )
+    parser.add_argument(
         "--cells", metavar="PATTERNS", help="only these cells, such as S/*/80,M/8b-bf16/* (default: all)"
     )
     parser.add_argument("--again", metavar="NAMES", help="play these policies anew, whatever --state knows")
@@ -137,12 +142,16 @@ def _policies(options: argparse.Namespace) -> dict[str, str]:
     `session` is no baseline unless asked for: where a request has no session it is `kv` itself.
     """
     sys.path.insert(0, str(options.baselines.resolve()))
-    known = {name: name for name in POLICIES} | importlib.import_module("baselines").BASELINES
-    names = (
-        options.policies.split(",")
-        if options.policies
-        else [name for name in known if name != SessionAffinity.name]
-    )
+    baselines = importlib.import_module("baselines")
+    known = {name: name for name in POLICIES} | baselines.BASELINES | baselines.ABLATIONS
+    if options.ablations and options.policies:
+        raise ConfigError("--ablations: names its own policies; leave --policies out")
+    if options.ablations:
+        names = [SUBJECT, "product", *baselines.ABLATIONS]
+    elif options.policies:
+        names = options.policies.split(",")
+    else:
+        names = [name for name in known if name != SessionAffinity.name and name not in baselines.ABLATIONS]
     found = {name: known.get(name, name) for name in names}
     for policy in found.values():
         make_policy(policy)

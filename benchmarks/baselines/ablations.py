@@ -1,0 +1,91 @@
+"""What `kv` is made of, taken apart: without each of its terms, without holding requests, and `product` with it.
+
+Holding goes by the rows `queue` and `memory` of a policy's terms, which stay in all but the one that holds nothing: what is left
+out of the price is taken off in a row of its own.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baselines.product import Product
+from penstock.router.predicted_seconds import PredictedSeconds
+from penstock.seams import RoutingContext
+
+_TERMS = PredictedSeconds.term_names
+
+
+class KvWithout:
+    """The prices of `kv` less one term."""
+
+    left_out: ClassVar[str]
+    name: ClassVar[str]
+    term_names: ClassVar[tuple[str, ...]] = (*_TERMS, "left_out")
+
+    def costs(self, context: RoutingContext) -> NDArray[np.float64]:
+        summed: NDArray[np.float64] = self.terms(context).sum(axis=0)
+        return summed
+
+    def terms(self, context: RoutingContext) -> NDArray[np.float64]:
+        terms = PredictedSeconds().terms(context)
+        return np.vstack([terms, -terms[_TERMS.index(self.left_out)]])
+
+
+class KvWithoutQueue(KvWithout):
+    name = "kv-without-queue"
+    left_out = "queue"
+
+
+class KvWithoutMemory(KvWithout):
+    name = "kv-without-memory"
+    left_out = "memory"
+
+
+class KvWithoutPrefill(KvWithout):
+    name = "kv-without-prefill"
+    left_out = "prefill"
+
+
+class KvWithoutPace(KvWithout):
+    name = "kv-without-pace"
+    left_out = "pace"
+
+
+class KvWithoutSlowdown(KvWithout):
+    name = "kv-without-slowdown"
+    left_out = "slowdown"
+
+
+class KvWithoutFollowers(KvWithout):
+    name = "kv-without-followers"
+    left_out = "followers"
+
+
+class KvWithoutRoom(KvWithout):
+    name = "kv-without-room"
+    left_out = "room"
+
+
+class KvWithoutHold:
+    """The prices of `kv` without the terms that they are made of: who does not say what waits holds nothing."""
+
+    name: ClassVar[str] = "kv-without-hold"
+
+    def costs(self, context: RoutingContext) -> NDArray[np.float64]:
+        return PredictedSeconds().costs(context)
+
+
+class ProductWithHold:
+    """The prices of `product`, with what `kv` knows of waiting beside them, by which requests are held as `kv` has them held."""
+
+    name: ClassVar[str] = "product-with-hold"
+    term_names: ClassVar[tuple[str, ...]] = ("queue", "memory", "rest")
+
+    def costs(self, context: RoutingContext) -> NDArray[np.float64]:
+        return Product().costs(context)
+
+    def terms(self, context: RoutingContext) -> NDArray[np.float64]:
+        known = PredictedSeconds().terms(context)
+        queue, memory = known[_TERMS.index("queue")], known[_TERMS.index("memory")]
+        return np.stack([queue, memory, Product().costs(context) - queue - memory])
