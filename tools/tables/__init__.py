@@ -1,0 +1,1 @@
+"""What stands in each table of the docs, made from benchmarks/results."""

@@ -1,0 +1,95 @@
+"""Streams beside long prompts: what the two sides of `penstock bench disagg` have, the strict comparison first."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tables.read import figure, link, report, table, text
+
+_STRICT, _LATE = "strict", ""
+
+
+class _Run(NamedTuple):
+    file: str
+    said: str
+    has_both: bool = True
+    """Whether a run has a side of which 0.005 may be late beside the strict one; else its one side is strict."""
+
+
+RUNS = (
+    _Run("disagg", "latest run"),
+    _Run("disagg_second", "other prompts"),
+    _Run("disagg_third", "third"),
+    _Run("disagg_strict", "earlier", has_both=False),
+    _Run("disagg_own_cores", "earlier still", has_both=False),
+    _Run("disagg_even", "prompts come evenly"),
+    _Run("disagg_long_prompts", "4,150 to 4,550 tokens, 80 % busy", has_both=False),
+)
+
+
+class Side(NamedTuple):
+    """One comparison: the disaggregated side and the best chunk of two workers that do both."""
+
+    ratio: float | None
+    tokens_ratio: float | None
+    chunk: int | None
+    apart: tuple[float | None, ...]
+    together: tuple[float | None, ...]
+    """ITL p99, p99.9 and longest stall in ms, TTFT p99 in s."""
+
+
+def side(run: _Run, kind: str) -> Side:
+    is_plain = kind == _LATE or not run.has_both
+    end = "" if is_plain else "_strict"
+    chunk = figure(run.file, f"chunk_aggregated{end}")
+    if chunk is None:
+        return Side(None, None, None, (None,) * 4, (None,) * 4)
+    return Side(
+        figure(run.file, f"itl_p99_ratio{end}"),
+        figure(run.file, f"output_tokens_ratio{end}"),
+        round(chunk),
+        _seen(run.file, f"disaggregated{end}"),
+        _seen(run.file, f"aggregated_c{chunk:.0f}"),
+    )
+
+
+def _seen(file: str, name: str) -> tuple[float | None, ...]:
+    """Give what a side saw; of a chunk whose tail an older report does not tell, by its samples."""
+    itl_s = report(file)["samples"].get(f"itl_s_{name}", ())
+    told = [figure(file, f"itl_{what}_ms_{name}") for what in ("p99", "p999", "max")]
+    if len(itl_s):
+        told = [
+            np.percentile(itl_s, percentile) * 1e3 if value is None else value
+            for value, percentile in zip(told, (99, 99.9, 100), strict=True)
+        ]
+    return (*told, figure(file, f"ttft_p99_ms_{name}", 1e-3))
+
+
+def comparisons() -> Iterator[str]:
+    """Each run, strict first, then with a few late tokens."""
+
+    def rows() -> Iterator[list[str]]:
+        for kind, said in ((_STRICT, "none"), (_LATE, "0.005")):
+            for run in RUNS:
+                if kind == _LATE and not run.has_both:
+                    continue
+                found = side(run, kind)
+                pairs = zip(found.apart, found.together, strict=True)
+                yield [
+                    said,
+                    link(run.said, run.file),
+                    f"**{text(found.ratio, '.2f')}**",
+                    *(f"{text(ours)}, {text(theirs)}" for ours, theirs in pairs),
+                    text(found.chunk, ",d") if found.chunk else "-",
+                    text(found.tokens_ratio, ".2f"),
+                ]
+
+    head = [
+        "tokens that may be late", "run", "ITL p99 times as low", "ITL p99, ms: ours, theirs", "p99.9", "longest stall",
+        "TTFT p99, s", "their chunk", "output tokens",
+    ]  # fmt: skip
+    return table(head, rows())
+
+
+TABLES = {"disagg": comparisons}

@@ -1,0 +1,226 @@
+"""Routing policies side by side."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from statistics import fmean
+
+from tables.read import report, table, text
+
+POLICIES = {
+    "kv": "kv",
+    "product": "baselines.product:Product",
+    "thresholds": "baselines.prefix_then_load:PrefixThenLoad",
+    "explore-exploit": "baselines.explore_exploit:ExploreExploit",
+    "linear-blocks": "baselines.linear_blocks:LinearBlocks",
+    "weighted-scores": "baselines.weighted_scores:WeightedScores",
+    "least-loaded": "least-loaded",
+    "round-robin": "round-robin",
+}
+_ABLATIONS = {
+    "kv": "kv",
+    "without hold": "baselines.ablations:KvWithoutHold",
+    "queue": "baselines.ablations:KvWithoutQueue",
+    "memory": "baselines.ablations:KvWithoutMemory",
+    "prefill": "baselines.ablations:KvWithoutPrefill",
+    "pace": "baselines.ablations:KvWithoutPace",
+    "slowdown": "baselines.ablations:KvWithoutSlowdown",
+    "followers": "baselines.ablations:KvWithoutFollowers",
+    "room": "baselines.ablations:KvWithoutRoom",
+    "product": "baselines.product:Product",
+    "product, held": "baselines.ablations:ProductWithHold",
+}
+LOADS = (30, 60, 80, 95, 110)
+_MODELS = {"70b-fp8": "70B", "8b-bf16": "8B"}
+_LENGTHS = (5_000, 20_000, 50_000)
+_LENGTH_CELL = "S/70b-fp8/80"
+
+
+@cache
+def mean(file: str, cell: str, policy: str, metric: str) -> float | None:
+    """Give the mean over the seeds; None where it was not played."""
+    values = report(file)["samples"].get(f"{cell} {policy} {metric}")
+    return fmean(values) if values else None
+
+
+def cells(kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the cells of both workloads on deployments that end in `kind`, and how to call them."""
+    for workload in "SM":
+        for model, said in _MODELS.items():
+            for load in LOADS:
+                yield f"{workload}/{model}{kind}/{load}", f"{workload} {said}, {load} %"
+
+
+def by_cell(
+    metric: str, kind: str, loads: Sequence[int] = LOADS, form: str = ",.0f"
+) -> Callable[[], Iterator[str]]:
+    """Make the table of one metric in ms: a row for each cell, the least in bold."""
+
+    def rows() -> Iterator[list[str]]:
+        for cell, said in cells(kind):
+            if int(cell.rpartition("/")[2]) not in loads:
+                continue
+            values = [mean("policies", cell, policy, metric) for policy in POLICIES.values()]
+            known = [value for value in values if value is not None]
+            if known:
+                least = min(known)
+                yield [
+                    said,
+                    *(
+                        f"**{text(1e3 * value, form)}**"
+                        if value == least
+                        else text(value and 1e3 * value, form)
+                        for value in values
+                    ),
+                ]
+
+    return lambda: table(["cell", *POLICIES], rows())
+
+
+def geomean(
+    workload: str, kind: str, other: str, loads: Sequence[int], metric: str = "ttft_mean_s"
+) -> float | None:
+    """Give `kv` over another policy, geometric mean over both models and these loads."""
+    logs = []
+    for model in _MODELS:
+        for load in loads:
+            cell = f"{workload}/{model}{kind}/{load}"
+            own, its = mean("policies", cell, "kv", metric), mean("policies", cell, POLICIES[other], metric)
+            if own and its:
+                logs.append(math.log(own / its))
+    return math.exp(fmean(logs)) if logs else None
+
+
+_WORKLOADS = (("S", "S", ""), ("M", "M", ""), ("S, host tier", "S", "-host"), ("M, host tier", "M", "-host"))
+
+
+def over_others(loads: Sequence[int]) -> Callable[[], Iterator[str]]:
+    others = [name for name in POLICIES if name != "kv"]
+
+    def rows() -> Iterator[list[str]]:
+        for said, workload, kind in _WORKLOADS:
+            yield [said, *(text(geomean(workload, kind, other, loads), ".2f") for other in others)]
+
+    return lambda: table(["workload", *others], rows())
+
+
+def split() -> Iterator[str]:
+    """`kv` over the best single baseline, at loads that it carries and beyond."""
+
+    def rows() -> Iterator[list[str]]:
+        for metric, said in (("ttft_mean_s", "TTFT"), ("itl_mean_s", "TPOT"), ("e2e_mean_s", "end to end")):
+            for loads, when in (((30, 60, 80), "up to 80 %"), ((95,), "95 %"), ((110,), "110 %")):
+                yield [
+                    f"{said}, {when}",
+                    *(
+                        text(geomean(workload, kind, "product", loads, metric), ".2f")
+                        for _, workload, kind in _WORKLOADS
+                    ),
+                ]
+
+    return table(["mean over `product`'s", *(said for said, *_ in _WORKLOADS)], rows())
+
+
+def round_robin() -> Iterator[str]:
+    """Mean TTFT of round-robin and of least-loaded over that of `kv`, by load."""
+
+    def rows() -> Iterator[list[str]]:
+        for workload in "SM":
+            for model, said in _MODELS.items():
+                row = [f"{workload} {said}"]
+                for load in LOADS[:4]:
+                    cell = f"{workload}/{model}/{load}"
+                    own = mean("policies", cell, "kv", "ttft_mean_s")
+                    others = [
+                        mean("policies", cell, name, "ttft_mean_s")
+                        for name in ("round-robin", "least-loaded")
+                    ]
+                    row.append(
+                        ", ".join(text(other / own if own and other else None, ".1f") for other in others)
+                    )
+                yield row
+
+    return table(
+        ["round-robin, least-loaded: times the TTFT of `kv`", *(f"{load} %" for load in LOADS[:4])], rows()
+    )
+
+
+def by_length() -> Iterator[str]:
+    """The same by how long a run is, at 80 %."""
+
+    def rows() -> Iterator[list[str]]:
+        for policy in ("kv", "round-robin", "least-loaded"):
+            row = [f"`{policy}`"]
+            for length in _LENGTHS:
+                value = mean(f"policies_length_{length}", _LENGTH_CELL, policy, "ttft_mean_s")
+                row.append(text(value and 1e3 * value, ",.0f"))
+            yield row
+
+    return table(["requests of a run; mean TTFT in ms", *(f"{length:,}" for length in _LENGTHS)], rows())
+
+
+def ablations() -> Iterator[str]:
+    """Mean TTFT in ms of `kv` less its parts."""
+    found = report("policies_ablations")["config"].get("cells", [])
+
+    def rows() -> Iterator[list[str]]:
+        for cell in found:
+            workload, model, load = cell.split("/")
+            values = [
+                mean("policies_ablations", cell, policy, "ttft_mean_s") for policy in _ABLATIONS.values()
+            ]
+            yield [
+                f"{workload} {_MODELS[model]}, {load} %",
+                *(text(value and 1e3 * value, ",.0f") for value in values),
+            ]
+
+    return table(["cell", *_ABLATIONS], rows())
+
+
+def routers() -> Iterator[str]:
+    """First tokens with four frontends over those with one."""
+    figures = report("routers")["figures"]
+
+    def rows() -> Iterator[list[str]]:
+        for workload in "SM":
+            for model, said in _MODELS.items():
+                row = [f"{workload}, {said}"]
+                for load in (60, 80, 95):
+                    key = f"{workload}/{model}/{load} ttft"
+                    row.append(
+                        ", ".join(text(figures.get(f"{key}_{what}_ratio"), ".2f") for what in ("mean", "p99"))
+                    )
+                yield row
+
+    return table(["", "60 % of saturation", "80 %", "95 %"], rows())
+
+
+def saturation() -> Iterator[str]:
+    """Requests a second that the best policy just sustains, in the run of the cells and in that of several frontends."""
+    figures, several = report("policies")["figures"], report("routers")["config"].get("saturation_rps", {})
+
+    def rows() -> Iterator[list[str]]:
+        for workload in "SM":
+            for model, said in _MODELS.items():
+                rates = [figures.get(f"saturation_rps {workload}/{model}{kind}") for kind in ("", "-host")]
+                yield [
+                    f"{workload} {said}",
+                    *(text(rate) for rate in (*rates, several.get(f"{workload}/{model}"))),
+                ]
+
+    return table(["saturation, requests/s", "devices only", "host tier", "in `bench routers`"], rows())
+
+
+TABLES = {
+    "policies-saturation": saturation,
+    "policies-ratios-carried": over_others((30, 60, 80)),
+    "policies-split": split,
+    "policies-round-robin": round_robin,
+    "policies-length": by_length,
+    "policies-ttft": by_cell("ttft_mean_s", ""),
+    "policies-ttft-host": by_cell("ttft_mean_s", "-host"),
+    "policies-tpot": by_cell("itl_mean_s", "", (60, 80, 95), ",.1f"),
+    "policies-e2e": by_cell("e2e_mean_s", "", (60, 80, 95)),
+    "policies-ablations": ablations,
+    "routers": routers,
+}

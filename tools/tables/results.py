@@ -1,0 +1,255 @@
+"""The figures that claims are made of, each beside what it was held against."""
+
+from collections.abc import Iterator
+
+from tables.disagg import RUNS, Side, side
+from tables.policies import geomean, mean
+from tables.read import figure, link, of, ratio, several, table, text
+
+_SHAPES = ("1x128MiB", "2048x32KiB", "512x256KiB", "128x1MiB")
+_MAIN = "ttft1000ms_itl30ms"
+_HEADLINE = "S/70b-fp8/80"
+_THREE = RUNS[:3]
+
+
+def _engines() -> Iterator[list[str]]:
+    yield [
+        "`hash_tokens_per_s`, 8,192 tokens, block size 16, one core",
+        of("hashing", "hash_tokens_per_s", ",.0f", 1e-6) + " million",
+        of("hashing", "hash_twin_tokens_per_s", ".2f", 1e-6) + " million, its Python twin",
+        of("hashing", "hash_speedup_over_twin", ",.0f"), "300 million", link("hashing"),
+    ]  # fmt: skip
+    for blocks, aim in ((190, "30 us"), (760, "")):
+        yield [
+            f"`pool_request_us_{blocks}_blocks`, CPU time, blocks evicted included",
+            of("pool", f"pool_request_us_{blocks}_blocks", ",.0f") + " us",
+            of("pool", f"pool_twin_request_us_{blocks}_blocks", ",.0f") + " us, its Python twin",
+            of("pool", f"pool_speedup_over_twin_{blocks}_blocks", ".1f"), aim, link("pool"),
+        ]  # fmt: skip
+    speed = of("engine", "engine_tokens_per_s_c32", ",.0f")
+    yield [
+        "`engine_tokens_per_s_c32`, 5 M parameters, fp32, one thread", speed,
+        of("engine", "generate_tokens_per_s", ",.0f") + ", a plain `generate` loop",
+        of("engine", "engine_speedup_c32", ".1f"), "5 times", link("engine"),
+    ]  # fmt: skip
+    http, own = (figure("engine", key) for key in ("paged_http_tokens_per_s_c32", "engine_tokens_per_s_c32"))
+    yield [
+        "`paged_http_tokens_per_s_c32`, the same through HTTP", text(http, ",.0f"), f"{speed}, the engine in process",
+        text(ratio(http, own), ".2f"), "1,700", link("engine"),
+    ]  # fmt: skip
+    yield [
+        "`decode_step_ms_idle_blocks`, with many idle blocks", of("engine", "decode_step_ms_idle_blocks", ".2f"),
+        of("engine", "decode_step_ms_free_blocks", ".2f") + ", with free ones",
+        of("engine", "decode_step_idle_blocks_ratio", ".2f"), "no growth", link("engine"),
+    ]  # fmt: skip
+    for said, name in (
+        ("`mock_requests_per_s`, 2 workers, 64 at once, 64 tokens each", "mock"),
+        ("the same with the workers at the modelled GPU's speed", "mock_modelled_speed"),
+    ):
+        duration = of(name, "mock_duration_s", ".1f")
+        yield [
+            said, f"{of(name, 'mock_requests_per_s', ',.0f')}, so 10,000 in {duration} s",
+            of(name, "canned_requests_per_s", ",.0f") + ", a server with one canned answer",
+            of(name, "fraction_of_limit", ".2f"), "10,000 in 60 s", link(name),
+        ]  # fmt: skip
+    yield [
+        "`cancel_to_free_ms_p99`, 200 clients that hang up", of("cancel", "cancel_to_free_ms_p99", ",.0f") + " ms",
+        of("cancel", "ask_ms_p99", ".1f") + " ms, asking the worker", "", "100 ms", link("cancel"),
+    ]  # fmt: skip
+    for latency in ("ttft", "itl"):
+        yield [
+            f"`profile_{latency}_median_error`, 12 points kept back, demo model",
+            of("profile", f"profile_{latency}_median_error", ".1f", 100) + " %", "", "", "15 %", link("profile"),
+        ]  # fmt: skip
+
+
+def _simulator() -> Iterator[list[str]]:
+    workers = ("w8", "w64", "w512")
+    yield [
+        "`router_lookups_per_s_w8`, `w64`, `w512`: 64 blocks each, 1,000,000 pairs",
+        several("router", [f"router_lookups_per_s_{w}" for w in workers], ",.0f"),
+        several("router", [f"peer_lookups_per_s_{w}" for w in workers], ",.0f") + ", Dynamo 1.6.1's tree on one core",
+        several("router", [f"router_lookups_vs_peer_{w}" for w in workers], ".1f"),
+        "400,000, 400,000, 300,000; 4 times the peer", link("router"),
+    ]  # fmt: skip
+    rate = "simulate_requests_per_wall_s"
+    others = f"16: {of('simulate', f'{rate}_b16', ',.0f')}; 512: {of('simulate', f'{rate}_b512', ',.0f')}"
+    yield [
+        f"`{rate}_b64`, Mooncake trace, 8 workers", f"{of('simulate', f'{rate}_b64', ',.0f')} ({others})", "", "",
+        "3,000 with the native index", link("simulate"),
+    ]  # fmt: skip
+    yield [
+        f"`{rate}_apart`, every prompt handed over", of("simulate", f"{rate}_apart", ",.0f"), "", "", "", link("simulate"),
+    ]  # fmt: skip
+    yield [
+        "`simulate_scale_s`, 100,000 requests on 1,000 workers (8 workers)",
+        f"{of('simulate', 'simulate_scale_s', ',.0f')} s ({of('simulate', 'simulate_scale_s_w8', ',.0f')} s)", "", "",
+        "180 s (60 s)", link("simulate"),
+    ]  # fmt: skip
+
+
+def _deployments() -> Iterator[list[str]]:
+    key = "interactive_disaggregated_tokens_per_s_per_gpu"
+    rack, host = (figure(f"deployments_671b-{name}", f"671b-{name}_{key}") for name in ("gb200", "h100"))
+    yield [
+        f"`671b-gb200_{key}`, DeepSeek-R1's shape on 32, 20 tokens/s a user, both pools simulated", text(rack, ",.0f"),
+        f"{text(host, ',.0f')}, on {link('H100', 'deployments_671b-h100')}", text(ratio(rack, host), ".1f"),
+        "30 as published, found at more tokens/s a user: [deployments](deployments.md)",
+        link("671b-gb200", "deployments_671b-gb200"),
+    ]  # fmt: skip
+    for devices, aim in (
+        (8, "1.3 as published: [why](disaggregation.md#what-it-is-worth)"),
+        (16, "2, as published"),
+    ):
+        whole, apart = (
+            figure("placements", f"{kind}_rps_per_gpu_x{devices}_{_MAIN}")
+            for kind in ("aggregated", "disaggregated")
+        )
+        yield [
+            f"`disaggregated_rps_per_gpu_x{devices}_{_MAIN}`, 70B fp8 on {devices} H100, 3,000 in and 150 out, simulated",
+            text(apart, ".2f"), f"{text(whole, '.2f')}, whole requests", text(ratio(apart, whole), ".2f"), aim,
+            link("placements"),
+        ]  # fmt: skip
+    plan = "llama-3.1-70b_h100_x16"
+    yield [
+        f"`plan_s_{plan}`, the command with all its files", of("plan", f"plan_s_{plan}", ".1f") + " s",
+        of("plan", f"search_s_{plan}", ".2f") + " s, the latency model's search alone", "", "30 s", link("plan"),
+    ]  # fmt: skip
+
+
+def _disagg() -> Iterator[list[str]]:
+    def told(sides: list[Side], index: int) -> list[str]:
+        return [", ".join(text(getattr(s, who)[index]) for s in sides) for who in ("apart", "together")]
+
+    files = ", ".join(link(run.file) for run in _THREE)
+    for kind, name, said, aim in (
+        (
+            "strict",
+            "itl_p99_ms_disaggregated_strict",
+            "none may be late",
+            "3: missed, [why](#prefill-and-decode-apart)",
+        ),
+        ("", "itl_p99_ms_disaggregated", "0.005 of the tokens may be late", "3"),
+    ):
+        sides = [side(run, kind) for run in _THREE]
+        chunks = ", ".join(text(s.chunk, ",d") if s.chunk else "-" for s in sides)
+        ours, theirs = told(sides, 0)
+        yield [
+            f"`{name}`, streams beside prompts of 2,100 to 2,600 tokens, Poisson arrivals, real processes; {said}; three runs",
+            f"{ours} ms", f"{theirs} ms, 2 workers that do both, their best chunk ({chunks})",
+            ", ".join(text(s.ratio, ".1f") for s in sides), aim, files,
+        ]  # fmt: skip
+        for what, index in (("p99.9", 1), ("longest stall", 2)):
+            ours, theirs = told(sides, index)
+            yield [f"the same runs, {what}", f"{ours} ms", f"{theirs} ms", "", "", "as above"]
+    even = RUNS[5]
+    strict, late = side(even, "strict"), side(even, "")
+    yield [
+        "the same with prompts that come evenly (`--arrivals even`), one turn of 40 s: none may be late; 0.005",
+        f"{text(strict.apart[0])}; {text(late.apart[0])} ms", f"{text(strict.together[0])}; {text(late.together[0])} ms",
+        f"{text(strict.ratio, '.2f')}; {text(late.ratio, '.1f')}", "", link(even.file),
+    ]  # fmt: skip
+    tokens = [
+        [figure(run.file, f"output_tokens_per_s_{who}") for run in _THREE]
+        for who in ("disaggregated", "aggregated")
+    ]
+    yield [
+        "`output_tokens_per_s_disaggregated`, the three runs, 0.005 late", ", ".join(text(v, ",.0f") for v in tokens[0]),
+        ", ".join(text(v, ",.0f") for v in tokens[1]),
+        ", ".join(text(ratio(a, b), ".2f") for a, b in zip(*tokens, strict=True)), "1", "as above",
+    ]  # fmt: skip
+    moved = [[of(run.file, key, ".2g") for run in _THREE] for key in ("hand_over_ms", "hand_over_ms_p50_loaded", "hand_over_memcpy_ms")]  # fmt: skip
+    yield [
+        "`hand_over_ms`, 12 MB of KV, nothing beside it (`hand_over_ms_p50_loaded`: beside 12 streams), the same",
+        f"{', '.join(moved[0])} ms ({', '.join(moved[1])})", f"{', '.join(moved[2])} ms, one thread's copy",
+        ", ".join(of(run.file, "hand_over_over_memcpy", ".0f") for run in _THREE), "", "as above",
+    ]  # fmt: skip
+    yield ["`role_change_s`", of("disagg", "role_change_s", ".2f") + " s", "", "", "1", link("disagg")]
+
+
+def _policies() -> Iterator[list[str]]:
+    worst, middle = (of("routers", f"routers_ttft_p99_ratio_{what}", ".2f") for what in ("worst", "geomean"))
+    yield [
+        "`routers_ttft_p99_ratio_worst`, 4 frontends, simulated", f"{worst} (geometric mean {middle})",
+        "1, one frontend", worst, "1.15", link("routers"),
+    ]  # fmt: skip
+    for load, when in (
+        (60, "60 %, which round-robin carries"),
+        (80, "80 %, which it does not, so that the ratio grows with the run"),
+    ):
+        cell = f"S/70b-fp8/{load}"
+        own, turn = (mean("policies", cell, name, "ttft_mean_s") for name in ("kv", "round-robin"))
+        yield [
+            f"mean TTFT of `kv` over round-robin's, S, 70B on 16 H100, {when}, simulated", text(own) + " s", text(turn) + " s",
+            text(ratio(turn, own), ".1f"), "3" if load == 80 else "", link("policies"),
+        ]  # fmt: skip
+    for metric, said, aim in (
+        ("e2e_mean_s", "end to end, round-robin", "2"),
+        ("ttft_mean_s", "TTFT, least-loaded", "1.5"),
+    ):
+        other = said.rpartition(" ")[2]
+        own, its = (mean("policies", _HEADLINE, name, metric) for name in ("kv", other))
+        yield [f"the same at 80 %, {said}", text(own) + " s", text(its) + " s", text(ratio(its, own), ".2f"), aim, link("policies")]  # fmt: skip
+    for loads, when in (((30, 60, 80), "up to 80 %"), ((95,), "95 %")):
+        found = [geomean(workload, kind, "product", loads) for workload in "SM" for kind in ("", "-host")]
+        yield [
+            f"mean TTFT of `kv` over that of the best single baseline, `product`, {when} of saturation: S, S host tier, M, M host tier",
+            "`kv`", "`product`", ", ".join(text(value, ".2f") for value in found), "0.90 over all loads", link("policies"),
+        ]  # fmt: skip
+    yield [
+        "`cells_near_best_share`; `overload_ttft_over_best_worst`, at 110 %",
+        f"{of('policies', 'cells_near_best_share', '.0f', 100)} % of the cells; {of('policies', 'overload_ttft_over_best_worst', '.2f')}",
+        "the best baseline of each", "", "0.90; 1", link("policies"),
+    ]  # fmt: skip
+    troubles = [of("policies_troubles", f"{name}_ttft_over_calm_worst", ".2f") for name in ("slow-worker", "fast-worker", "late-loads")]  # fmt: skip
+    yield [
+        "mean TTFT of `kv` with the first worker 1.5 times as slow as its model, twice as fast, or load reports 200 ms late; at 80 %, simulated",
+        "at most " + ", ".join(troubles) + " times", "1, as expected", ", ".join(troubles), "1.20",
+        link("troubles", "policies_troubles"),
+    ]  # fmt: skip
+
+
+def _transfer() -> Iterator[list[str]]:
+    def speeds(backend: str, way: str) -> str:
+        return several("transfer", [f"{backend}_{way}_{shape}_gb_per_s" for shape in _SHAPES], ".2g")
+
+    def over(backend: str, way: str, peer: str) -> str:
+        return several("transfer", [f"{backend}_{way}_{shape}_over_{peer}" for shape in _SHAPES], ".2g")
+
+    shapes = "1 x 128 MiB, 2,048 x 32 KiB, 512 x 256 KiB, 128 x 1 MiB"
+    for backend, peer, said, aims in (
+        ("shm", "nixl", "NIXL over UCX", ("1", "1")),
+        ("tcp", "nixl_tcp", "NIXL over TCP", ("0.8", "2.5")),
+    ):
+        for way, aim in zip(("write", "read"), aims, strict=True):
+            yield [
+                f"`{backend}_{way}_..._gb_per_s`: {shapes}", speeds(backend, way), f"{speeds(peer, way)}, {said}",
+                over(backend, way, peer), aim, link("transfer"),
+            ]  # fmt: skip
+    yield [
+        "`shm_write_..._over_memcpy`; `shm_read_...`, one thread", "", "",
+        f"{over('shm', 'write', 'memcpy')}; {over('shm', 'read', 'memcpy')}", "0.9; 0.8 for 32 KiB", link("transfer"),
+    ]  # fmt: skip
+    keys = [f"file_{way}_{shape}" for shape in ("128x1MiB", "512x256KiB") for way in ("write", "read")]
+    yield [
+        "`file_write_128x1MiB_over_fio`, `file_read_...`; the same with 256 KiB",
+        several("transfer", [f"{key}_gb_per_s" for key in keys], ".2g") + " GB/s", "fio with O_DIRECT",
+        several("transfer", [f"{key}_over_fio" for key in keys], ".2g"), "0.85; 0.8", link("transfer"),
+    ]  # fmt: skip
+    yield [
+        "`shm_4KiB_us`; `post_prepared_2048_us`; `register_prepare_8192_ms`; `metadata_one_slab_bytes`",
+        "; ".join(
+            of("transfer", key, ".3g") + unit
+            for key, unit in (("shm_4KiB_us", " us"), ("post_prepared_2048_us", " us"), ("register_prepare_8192_ms", " ms"), ("metadata_one_slab_bytes", ""))
+        ),
+        "", "", "20; 60; 2; 512", link("transfer"),
+    ]  # fmt: skip
+
+
+def rows() -> Iterator[str]:
+    parts = (_engines, _simulator, _deployments, _disagg, _policies, _transfer)
+    head = ["figure", "result", "compared with", "ratio", "aim", "file"]
+    return table(head, (row for part in parts for row in part()))
+
+
+TABLES = {"results": rows}
