@@ -146,7 +146,7 @@ async def site_of(graph: Graph, log_level: str = "warning") -> AsyncIterator[Sit
 
     async with (
         LocalDeployment(graph, log_level=log_level, say=say) as deployment,
-        aiohttp.ClientSession() as http,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {deployment.admin_token}"}) as http,
     ):
         site = Site(deployment, http, said)
         async with site.client:

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import openai
 import uvloop
 from tokenizers import Tokenizer
 
 from penstock.core.types import FinishReason
+from penstock.frontend.access import Access
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.server import FrontendServer
@@ -20,6 +21,8 @@ TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
 TEXT = "the quick brown fox jumps 你好 🎉"
 IDS = TOKENIZER.encode(TEXT).ids
 STOP_TOKEN = 0
+TOKEN = "the-admin-token"
+ADMIN = f"Authorization: Bearer {TOKEN}"
 HI = [{"role": "user", "content": "hello"}]
 SPEAK = speak([*IDS, STOP_TOKEN], finish=FinishReason.STOP)
 
@@ -84,10 +87,18 @@ def chat(**fields: object) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving(
-    script: Script = SPEAK, dispatcher: ScriptedDispatcher | None = None, **config
+    script: Script = SPEAK,
+    dispatcher: ScriptedDispatcher | None = None,
+    api_keys: Sequence[str] = (),
+    **config,
 ) -> AsyncIterator[Site]:
     dispatcher = dispatcher or ScriptedDispatcher(script)
-    frontend = Frontend(FrontendConfig(port=0, **config), dispatcher, hash_key=bytes(16))
+    frontend = Frontend(
+        FrontendConfig(port=0, **config),
+        dispatcher,
+        hash_key=bytes(16),
+        access=Access(api_keys=api_keys, admin_token=TOKEN),
+    )
     server = FrontendServer(frontend)
     _, port = await server.start()
     site = Site(dispatcher, frontend, server, port)

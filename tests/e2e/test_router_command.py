@@ -18,6 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.cli import main
+from penstock.deploy.state import load_admin_token
 from penstock.frontend.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.router.routing_service import RoutingService
 
@@ -346,7 +347,8 @@ def test_the_example_gateway_between_two_plain_servers(runtime_dir):
             async with http.get(f"{router}/workers") as answer:
                 assert [worker["open_requests"] for worker in (await answer.json())["workers"]] == [0, 0]
             for server in (first, second):
-                async with http.get(f"{server}/admin/workers") as answer:
+                admin = {"Authorization": f"Bearer {load_admin_token()}"}
+                async with http.get(f"{server}/admin/workers", headers=admin) as answer:
                     (worker,) = (await answer.json())["workers"]
                 assert worker["predicted"] is True, "its own frontend has to guess, too"
                 assert worker["event_sequence"] is None

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock.deploy.state import load_admin_token
+
 pytestmark = pytest.mark.slow
 
 MODEL = "penstock-demo"
@@ -79,7 +81,8 @@ def serve(runtime_dir):
 
 
 def get(url):
-    with urllib.request.urlopen(url, timeout=10) as response:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {load_admin_token()}"})
+    with urllib.request.urlopen(request, timeout=10) as response:
         return response.read().decode()
 
 

@@ -6,6 +6,8 @@ import json
 import psutil
 import pytest
 
+from penstock.deploy.state import load_admin_token
+
 pytestmark = pytest.mark.slow
 
 STREAMS = 6
@@ -20,7 +22,7 @@ class Door:
         self.writer = writer
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> None:
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {load_admin_token()}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         self.writer.write(head.encode() + body)
         await self.writer.drain()
 

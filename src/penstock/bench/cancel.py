@@ -18,6 +18,7 @@ from penstock.bench.prompts import text
 from penstock.bench.report import Report
 from penstock.bench.served import Served, served
 from penstock.core.errors import Unavailable
+from penstock.deploy.state import load_admin_token
 
 _DISCONNECTS, _QUICK_DISCONNECTS = 200, 20
 _FREE_TIMEOUT_S = 10.0
@@ -85,11 +86,12 @@ class _Admin:
     def __init__(self, deployment: Served) -> None:
         parts = urlsplit(deployment.url)
         self._http = HTTPConnection(parts.hostname or "", parts.port, timeout=_FREE_TIMEOUT_S)
+        self._headers = {"Authorization": f"Bearer {load_admin_token()}"}
         self.last_s = 0.0
 
     def held(self) -> int:
         begin_s = perf_counter()
-        self._http.request("GET", "/admin/workers")
+        self._http.request("GET", "/admin/workers", headers=self._headers)
         answer = msgspec.json.decode(self._http.getresponse().read(), type=_Workers)
         self.last_s = perf_counter() - begin_s
         loads = [worker.load for worker in answer.workers if worker.load is not None]

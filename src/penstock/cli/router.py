@@ -8,6 +8,7 @@ from penstock.cli.flags import add_log_level, add_set
 _FLAGS = {
     "--host": ("host", "HOST", "address to listen on (default 127.0.0.1)"),
     "--port": ("port", "P", "port to listen on; 0 takes a free one (default 8100)"),
+    "--api-key-file": ("api_key_file", "FILE", "API keys, one a line; PENSTOCK_API_KEY has one, too"),
     "--policy": ("service.router.policy", "NAME", "how a server is chosen (default kv)"),
     "--block-size": ("service.block_size", "N", "tokens in a block of the servers' caches (default 16)"),
 }

@@ -26,6 +26,11 @@ FLAGS = {
     "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
     "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),
     "--port": ("frontend.port", "P", "port to listen on; 0 takes a free one (default 8000)"),
+    "--api-key-file": (
+        "frontend.api_key_file",
+        "FILE",
+        "API keys, one a line; PENSTOCK_API_KEY has one, too",
+    ),
     "--frontend-processes": ("frontend.processes", "N", "processes that share the port (default 1)"),
     "--policy": ("router.policy", "NAME", "how a worker is chosen, such as kv or least-loaded (default kv)"),
 }

@@ -2,12 +2,16 @@
 
 import http.client
 import json
+import os
 import urllib.error
 import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.core.address import Address
 from penstock.core.errors import ConfigError, RequestError, Unavailable
+from penstock.deploy.state import ADMIN_TOKEN_VARIABLE, admin_token_path, load_admin_token
+from penstock.frontend.access import API_KEY_VARIABLE
 
 _TIMEOUT_S = 10.0
 
@@ -27,10 +31,13 @@ def ask(base: str, path: str, *, body: bytes | None = None, timeout_s: float = _
     """Get an answer, or with a body of JSON post it.
 
     Raises:
+        ConfigError: the admin token's file cannot be used.
         RequestError: the server refuses; with its status, and what it says. `param` is None where it is no Penstock.
         Unavailable: nobody answers there.
     """
     headers = {} if body is None else {"Content-Type": "application/json"}
+    if secret := _secret_for(base, path):
+        headers["Authorization"] = f"Bearer {secret}"
     request = urllib.request.Request(base + path, data=body, headers=headers)  # noqa: S310 - checked
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - checked
@@ -42,6 +49,18 @@ def ask(base: str, path: str, *, body: bytes | None = None, timeout_s: float = _
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise Unavailable(f"--url: {base}: nobody answers ({reason}); is it started?") from error
+
+
+def _secret_for(base: str, path: str) -> str:
+    """Give what to prove oneself by. The token in this user's file is sent to no other machine."""
+    if not path.startswith("/admin/"):
+        return os.environ.get(API_KEY_VARIABLE, "").strip()
+    if given := os.environ.get(ADMIN_TOKEN_VARIABLE, "").strip():
+        return given
+    host = urlsplit(base).hostname or ""
+    if not Address(host=host).is_local or not admin_token_path().exists():
+        return ""
+    return load_admin_token()
 
 
 def _error_of(error: urllib.error.HTTPError) -> tuple[str, str | None]:

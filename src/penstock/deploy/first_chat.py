@@ -3,11 +3,13 @@
 import aiohttp
 import msgspec
 
+from penstock.deploy.state import admin_token_path
+
 QUESTION = "What is Penstock?"
 _TIMEOUT_S = 120.0
 
 
-async def chat_once(url: str, model: str) -> None:
+async def chat_once(url: str, model: str, api_key: str | None = None) -> None:
     """Ask one question, print the answer as it comes, and print what to try next.
 
     A failure is printed, not raised: the deployment is up all the same.
@@ -19,17 +21,18 @@ async def chat_once(url: str, model: str) -> None:
         "stream": True,
         "max_tokens": 200,
     }
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
             session.post(f"{url}/v1/chat/completions", json=body) as response,
         ):
             async for line in response.content:
                 print(_text_of(line), end="", flush=True)  # noqa: T201
     except (aiohttp.ClientError, TimeoutError) as error:
         print(f"(no answer: {error or type(error).__name__})", end="")  # noqa: T201
-    print(f"\n{what_next(url, model)}", flush=True)  # noqa: T201
+    print(f"\n{what_next(url, model, asks_key=api_key is not None)}", flush=True)  # noqa: T201
 
 
 def _text_of(line: bytes) -> str:
@@ -43,20 +46,21 @@ def _text_of(line: bytes) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
 
 
-def what_next(url: str, model: str) -> str:
-    """Word the next steps, ready to be pasted."""
+def what_next(url: str, model: str, *, asks_key: bool = False) -> str:
+    """Word the next steps, ready to be pasted; KEY stands for an API key, where the server asks for one."""
+    key = " -H 'Authorization: Bearer KEY'" if asks_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What does the router do?"}}]}}'
     return f"""
 Try next, in another terminal:
 
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'
 
   from openai import OpenAI          # pip install openai
-  client = OpenAI(base_url="{url}/v1", api_key="none")
+  client = OpenAI(base_url="{url}/v1", api_key="{"KEY" if asks_key else "none"}")
   question = [{{"role": "user", "content": "What is a KV cache?"}}]
   for chunk in client.chat.completions.create(model="{model}", messages=question, stream=True):
       print(chunk.choices[0].delta.content or "", end="")
 
-  curl {url}/admin/workers           # who serves, and with what load
+  curl -H "Authorization: Bearer $(cat {admin_token_path()})" {url}/admin/workers   # who serves, and with what load
   curl {url}/metrics                 # Prometheus
 """

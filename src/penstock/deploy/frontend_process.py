@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 from penstock.deploy.control import Control
 from penstock.deploy.location import location_here
 from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
+from penstock.frontend.access import Access
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.server import FrontendServer
 from penstock.graph import Graph
@@ -50,7 +51,10 @@ async def run_frontend(
         hash_key=common.hash_key,
         registry=registry,
     )
-    frontend = Frontend(config, dispatcher, hash_key=common.hash_key, registry=registry, rng=rng)
+    access = Access(api_keys=common.api_keys, admin_token=common.admin_token)
+    frontend = Frontend(
+        config, dispatcher, hash_key=common.hash_key, access=access, registry=registry, rng=rng
+    )
     async with discovery, dispatcher:
         # Others may share the port: who takes requests while it knows of no worker refuses what they could serve.
         await _unless(stopping, dispatcher.looked(), timeout_s=graph.router.connect_timeout_s)

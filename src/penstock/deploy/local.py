@@ -5,7 +5,7 @@ import itertools
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, Proce
 from penstock.deploy.port import Port
 from penstock.deploy.process_cores import ProcessCores, usable_cores
 from penstock.deploy.spares import SpareProcesses
-from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
+from penstock.deploy.state import RuntimeDirectory, load_admin_token, load_hash_key, state_dir
 from penstock.deploy.watchdog import turn_s
 from penstock.engine.registry import SIMULATED_ONLY, engine_modules
+from penstock.frontend.access import load_api_keys
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts, say_empty
 from penstock.runtime.discovery.hub import LocalHub
@@ -64,10 +65,13 @@ class LocalDeployment:
             ConfigError: the graph asks for what this version cannot run.
         """
         self._roles = runnable_roles(graph)
+        self._api_keys = load_api_keys(graph.frontend.api_key_file)
         self._cores = ProcessCores(self._roles, usable_cores() if graph.worker.own_cores else None)
         self.graph = graph
         self.url = ""
         """Where it answers, once entered."""
+        self.admin_token = ""
+        """What `/admin` asks for, once entered."""
         self.hub: LocalHub
         self._log_level = log_level
         self._say: Say = say or (lambda *_: None)
@@ -79,6 +83,11 @@ class LocalDeployment:
         self._untold: Counter[tuple[str, str]] = Counter()
         """Failures of processes, by name and reason, of which no frontend has heard."""
         self._context = self._run()
+
+    @property
+    def api_key(self) -> str | None:
+        """One that the API takes; None where it asks for none."""
+        return self._api_keys[0] if self._api_keys else None
 
     @property
     def members(self) -> list[Member]:
@@ -107,7 +116,10 @@ class LocalDeployment:
         async with AsyncExitStack() as stack:
             port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
             self.url = port.url
+            self.admin_token = load_admin_token()
             self._say("penstock", "starting", f"model {served_name(self.graph)}")
+            for line in say_open(port, self._api_keys):
+                self._say("penstock", "warning", line)
             for line in say_empty(self.graph.roles):
                 self._say("penstock", "starting", line)
             checkpoint = await asyncio.to_thread(open_checkpoint, self.graph)
@@ -156,6 +168,8 @@ class LocalDeployment:
             hash_key=hash_key,
             log_level=self._log_level,
             supervisor_pid=os.getpid(),
+            admin_token=self.admin_token,
+            api_keys=self._api_keys,
             heartbeat_interval_s=turn_s(self.graph.supervision),
         )
 
@@ -270,6 +284,15 @@ def _imports(roles: dict[Role, RoleSpec]) -> tuple[str, ...]:
     """Name what a process of any worker of these roles imports."""
     engines = sorted({role.engine for role in roles.values()})
     return (_WORKER_MODULE, *(module for engine in engines for module in engine_modules(engine)))
+
+
+def say_open(port: Port, api_keys: Sequence[str]) -> Iterator[str]:
+    """Say so if whoever reaches this machine may use the API."""
+    if not api_keys and not port.is_loopback:
+        yield (
+            f"{port.host} port {port.number} answers whoever reaches it: no API key is set;"
+            " give --api-key-file or PENSTOCK_API_KEY"
+        )
 
 
 def _nobody_serves(group: list[Member]) -> bool:

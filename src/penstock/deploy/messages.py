@@ -44,7 +44,7 @@ Job = WorkerJob | FrontendJob
 class Common(Wire, frozen=True):
     """What all processes of one run know: `secret` proves that they belong to it.
 
-    They say that they are there every `heartbeat_interval_s`.
+    They say that they are there every `heartbeat_interval_s`. `admin_token` and `api_keys` are what frontends ask of clients.
     """
 
     graph_json: str
@@ -55,6 +55,8 @@ class Common(Wire, frozen=True):
     log_level: str
     supervisor_pid: int
     heartbeat_interval_s: float
+    admin_token: str = ""
+    api_keys: tuple[str, ...] = ()
 
 
 class Assignment(Wire, frozen=True):

@@ -45,6 +45,11 @@ class Port:
         host = f"[{address}]" if address.version == 6 else str(address)
         return f"http://{host}:{self.number}"
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
+
     def close(self) -> None:
         self._socket.close()
 

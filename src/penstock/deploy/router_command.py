@@ -7,8 +7,10 @@ import signal
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from penstock.core.address import Address
 from penstock.deploy.location import location_here
 from penstock.deploy.serve import say
+from penstock.frontend.access import Access, load_api_keys
 from penstock.frontend.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.router.routing_service import RoutingService
 
@@ -32,8 +34,15 @@ async def _serve(config: RoutingHttpConfig) -> None:
     router = router.model_copy(update={"location": location_here(router.location)})
     service_config = config.service.model_copy(update={"router": router})
     async with RoutingService(rng=random.Random(), config=service_config, registry=registry) as service:
-        server = RoutingServer(service, config, registry)
+        api_keys = load_api_keys(config.api_key_file)
+        server = RoutingServer(service, config, registry, Access(api_keys=api_keys))
         host, port = await server.start()
+        if not api_keys and not Address(host=host).is_local:
+            say(
+                "router",
+                "warning",
+                f"{host} port {port} answers whoever reaches it: no API key is set; give --api-key-file or PENSTOCK_API_KEY",
+            )
         try:
             say(
                 "router",

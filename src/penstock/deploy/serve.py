@@ -31,7 +31,7 @@ async def _serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
             stopping.is_started = True
             say("penstock", "ready", f"{deployment.url}  model {served_name(graph)}  Ctrl-C stops")
             if first_chat:
-                await _chat_until(stopping.told, deployment.url, served_name(graph))
+                await _chat_until(stopping.told, deployment)
             await stopping.told.wait()
             say("penstock", "stopping", "finishes what is under way; Ctrl-C again ends it at once")
     except asyncio.CancelledError:
@@ -40,12 +40,13 @@ async def _serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
     say("penstock", "stopped")
 
 
-async def _chat_until(told: asyncio.Event, url: str, model: str) -> None:
+async def _chat_until(told: asyncio.Event, deployment: LocalDeployment) -> None:
     """Send the first chat; whoever is told to stop meanwhile does not wait for its answer."""
     from penstock.deploy.first_chat import chat_once  # noqa: PLC0415 - with an HTTP client
 
+    chat = chat_once(deployment.url, served_name(deployment.graph), deployment.api_key)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(chat_once(url, model)), group.create_task(told.wait())]
+        tasks = [group.create_task(chat), group.create_task(told.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()

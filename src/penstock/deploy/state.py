@@ -7,21 +7,27 @@ import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import KEY_BYTES
 
+ADMIN_TOKEN_VARIABLE = "PENSTOCK_ADMIN_TOKEN"  # noqa: S105 - its name
+_TOKEN_BYTES = 32
+
 
 def state_dir(name: str) -> Path:
-    """Return where deployment `name` keeps what must survive a restart.
+    """Return where deployment `name` keeps what must survive a restart."""
+    return _state_parent() / name
 
-    PENSTOCK_STATE_DIR names the parent, else XDG_STATE_HOME/penstock, else ~/.local/state/penstock.
-    """
+
+def _state_parent() -> Path:
+    """PENSTOCK_STATE_DIR, else XDG_STATE_HOME/penstock, else ~/.local/state/penstock."""
     if given := os.environ.get("PENSTOCK_STATE_DIR"):
-        return Path(given) / name
+        return Path(given)
     home = os.environ.get("XDG_STATE_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "state") / "penstock" / name
+    return (Path(home) if home else Path.home() / ".local" / "state") / "penstock"
 
 
 def load_hash_key(directory: Path) -> bytes:
@@ -33,13 +39,7 @@ def load_hash_key(directory: Path) -> bytes:
         ConfigError: the directory cannot be used, or the file is damaged.
     """
     path = directory / "hash_key"
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        key = _read_or_create(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {(error.strerror or str(error)).lower()}; set PENSTOCK_STATE_DIR to a directory you can write"
-        ) from error
+    key = _read_or_create(path, lambda: secrets.token_bytes(KEY_BYTES))
     if len(key) != KEY_BYTES:
         raise ConfigError(
             f"{path}: must hold {KEY_BYTES} bytes, has {len(key)}; delete it, and a new one is made"
@@ -47,18 +47,51 @@ def load_hash_key(directory: Path) -> bytes:
     return key
 
 
-def _read_or_create(path: Path) -> bytes:
+def admin_token_path() -> Path:
+    """Where the admin token of this user's deployments is, for them and for commands."""
+    return _state_parent() / "admin_token"
+
+
+def load_admin_token() -> str:
+    """Give PENSTOCK_ADMIN_TOKEN, else the token of this user's deployments, making one the first time.
+
+    Raises:
+        ConfigError: the file cannot be used, is damaged, or others may read it.
+    """
+    if given := os.environ.get(ADMIN_TOKEN_VARIABLE, "").strip():
+        return given
+    path = admin_token_path()
+    content = _read_or_create(path, lambda: secrets.token_urlsafe(_TOKEN_BYTES).encode())
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(
+            f"{path}: others may read or write it (mode {path.stat().st_mode & 0o777:o}); chmod 600 it"
+        )
+    token = content.decode("ascii", "replace").strip()
+    if len(token) < _TOKEN_BYTES or not token.isprintable():
+        raise ConfigError(
+            f"{path}: holds no token of at least {_TOKEN_BYTES} characters; delete it, and a new one is made"
+        )
+    return token
+
+
+def _read_or_create(path: Path, make: Callable[[], bytes]) -> bytes:
     """Let the first of several deployments that start at once win: a file appears whole or not at all."""
-    if not path.exists():
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".hash_key-", delete=False) as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-        try:
-            os.link(file.name, path)  # NamedTemporaryFile made it with mode 0600
-        except FileExistsError:
-            pass
-        finally:
-            Path(file.name).unlink()
-    return path.read_bytes()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+                file.write(make())
+            try:
+                os.link(file.name, path)  # NamedTemporaryFile made it with mode 0600
+            except FileExistsError:
+                pass
+            finally:
+                Path(file.name).unlink()
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {(error.strerror or str(error)).lower()}; set PENSTOCK_STATE_DIR to a directory you can write"
+        ) from error
 
 
 class RuntimeDirectory:

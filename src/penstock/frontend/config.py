@@ -23,6 +23,8 @@ class FrontendConfig(Config):
     """Address to listen on; 0.0.0.0 is every interface."""
     port: int = pydantic.Field(default=8000, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""
+    api_key_file: str | None = None
+    """A file of API keys, one a line; then `/v1` asks for one as a bearer token, as it does where PENSTOCK_API_KEY is set."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
     """Largest request body, after decompression; a larger one gets 413."""
     receive: ReceiveConfig = ReceiveConfig()

@@ -37,6 +37,16 @@ class ContextLengthError(_RefusalError):
     code = "context_length_exceeded"
 
 
+class ApiKeyError(_RefusalError):
+    code = "invalid_api_key"
+    status = 401
+
+
+class AdminTokenError(_RefusalError):
+    code = "invalid_admin_token"
+    status = 401
+
+
 class ForbiddenError(_RefusalError):
     code = "forbidden"
     status = 403

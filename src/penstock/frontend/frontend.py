@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from penstock.core.clock import wall_time_s
 from penstock.core.types import ModelCard
+from penstock.frontend.access import Access
 from penstock.frontend.admission import Admission, Slot
 from penstock.frontend.body import BodyReader
 from penstock.frontend.completion import Completion
@@ -65,6 +66,7 @@ class Frontend:
         dispatcher: RequestDispatcher,
         *,
         hash_key: bytes,
+        access: Access | None = None,
         registry: CollectorRegistry | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -74,12 +76,14 @@ class Frontend:
             config: the frontend's settings.
             dispatcher: the way to the workers.
             hash_key: the deployment's, for block hashes.
+            access: who may ask; None is an open API and a closed `/admin`.
             registry: what /metrics shows, the dispatcher's figures too if it has the same; None makes one.
             rng: for ids and seeds; None takes one seeded by the system.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, of no use
         self.config = config
         self.dispatcher = dispatcher
+        self.access = access or Access()
         self.metrics = FrontendMetrics(registry if registry is not None else CollectorRegistry())
         self.admission = Admission(
             inflight_max=config.inflight_max,

@@ -4,7 +4,6 @@ No logic of its own: `Frontend` understands and prepares, `Completion` runs. A c
 its handler, and with it the request on its workers, before the first token as well as after.
 """
 
-import ipaddress
 import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +20,6 @@ from penstock.frontend.admission import Slot
 from penstock.frontend.body_error import body_error
 from penstock.frontend.connection import Connection
 from penstock.frontend.errors import (
-    ForbiddenError,
     MethodError,
     ReceiveTimeoutError,
     UnknownPathError,
@@ -37,7 +35,6 @@ _REQUEST_ID = "X-Request-Id"
 _REQUEST_ID_CHARACTERS_MAX = 128
 _CLIENT_GONE = 499  # as nginx counts a client that closed before its answer's end
 _REASON_CHARACTERS_MAX = 300
-_FORWARDED = ("Forwarded", "X-Forwarded-For")
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # each request runs in a context of its own
 _log = get_logger()
@@ -87,14 +84,18 @@ class HttpSurface:
         route = resource.canonical if resource is not None else "unknown"
         code = _CLIENT_GONE
         try:
-            response = await self._answer(request, handler)
+            response = await self._answer(request, handler, route)
             code = response.outcome if isinstance(response, SseResponse) else response.status
         finally:
             self._frontend.metrics.answered(route, code)
         return response
 
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, handler: Handler, route: str) -> web.StreamResponse:
         try:
+            if route.startswith("/v1/"):
+                self._frontend.access.check_api(request.headers)
+            elif route.startswith("/admin/"):
+                self._frontend.access.check_admin(request.headers)
             return await handler(request)
         except PenstockError as error:
             if isinstance(error, ReceiveTimeoutError):
@@ -214,19 +215,15 @@ class HttpSurface:
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _explain_latest(self, request: web.Request) -> web.Response:
-        _check_local(request)
         return json_response(encode(why_latest(self._frontend.dispatcher, request)))
 
     async def _explain_one(self, request: web.Request) -> web.Response:
-        _check_local(request)
         return json_response(encode(why_one(self._frontend.dispatcher, request)))
 
-    async def _workers(self, request: web.Request) -> web.Response:
-        _check_local(request)
+    async def _workers(self, _: web.Request) -> web.Response:
         return json_response(encode({"pid": os.getpid(), "workers": self._frontend.dispatcher.workers()}))
 
     async def _change_role(self, request: web.Request) -> web.Response:
-        _check_local(request)
         if request.content_type != "application/json":  # of a page of some other site, the browser asks first
             raise RequestError(
                 f"Content-Type: must be application/json, got {request.content_type}", http_status=415
@@ -262,6 +259,8 @@ def error_response(error: PenstockError, allow: str | None = None) -> web.Respon
     response = json_response(encode(error_answer(error)), error.http_status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if error.http_status == HTTPStatus.UNAUTHORIZED:
+        response.headers["WWW-Authenticate"] = "Bearer"
     if allow is not None:
         response.headers["Allow"] = allow
     return response
@@ -271,19 +270,3 @@ def _unexpected(request: web.Request) -> PenstockError:
     """Log the failure being handled, and say no more of it to the client than that it happened."""
     _log.exception("request_failed", path=request.path, request_id=_request_id.get())
     return PenstockError("the server failed on this request; its log says more")
-
-
-def _check_local(request: web.Request) -> None:
-    """Refuse whoever is not on this machine (403)."""
-    if not _is_local(request):
-        raise ForbiddenError(f"{request.path} is for this machine only; ask from it, by 127.0.0.1")
-
-
-def _is_local(request: web.Request) -> bool:
-    """Tell whether the peer is on this machine, and is not a proxy that speaks for somebody else."""
-    if any(name in request.headers for name in _FORWARDED):
-        return False
-    try:
-        return ipaddress.ip_address(request.remote or "").is_loopback
-    except ValueError:
-        return False

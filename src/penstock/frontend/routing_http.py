@@ -14,6 +14,7 @@ from penstock.core.config import Config
 from penstock.core.errors import ConfigError, PenstockError, RequestError
 from penstock.core.listening import Listener, listen
 from penstock.core.log import get_logger
+from penstock.frontend.access import Access
 from penstock.frontend.body_error import body_error
 from penstock.frontend.explaining import Why, why_latest, why_one
 from penstock.frontend.headers import ITL_MS, TTFT_MS, asks_why, target_s
@@ -24,6 +25,7 @@ from penstock.router.routing_service import RoutingService, RoutingServiceConfig
 
 _NAME_CHARACTERS_MAX = 128
 _SESSION_CHARACTERS_MAX = 256
+_OPEN = ("/health", "/metrics")
 _log = get_logger()
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -34,7 +36,9 @@ class RoutingHttpConfig(Config):
     """Where the service listens, and what it routes by."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every interface. There is no authentication."""
+    """Address to listen on; 0.0.0.0 is every interface. """
+    api_key_file: str | None = None
+    """A file of API keys, one a line; then all but `/health` and `/metrics` asks for one as a bearer token, as where PENSTOCK_API_KEY is set."""
     port: int = pydantic.Field(default=8100, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
@@ -67,9 +71,14 @@ class RoutingServer:
     """Serves one `RoutingService` until `close`."""
 
     def __init__(
-        self, service: RoutingService, config: RoutingHttpConfig, registry: CollectorRegistry
+        self,
+        service: RoutingService,
+        config: RoutingHttpConfig,
+        registry: CollectorRegistry,
+        access: Access | None = None,
     ) -> None:
-        """Prepare; `registry` is what /metrics shows."""
+        """Prepare; `registry` is what /metrics shows, without `access` it is open."""
+        self._access = access or Access()
         self._service = service
         self._config = config
         self._registry = registry
@@ -86,7 +95,7 @@ class RoutingServer:
             ConfigError: the port is taken, or the address is not this machine's.
         """
         config = self._config
-        app = web.Application(middlewares=[_answer], client_max_size=config.body_bytes_max)
+        app = web.Application(middlewares=[_answer, self._check], client_max_size=config.body_bytes_max)
         app.add_routes(
             [
                 web.post("/route", self._route),
@@ -123,6 +132,12 @@ class RoutingServer:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in _OPEN:
+            self._access.check_api(request.headers)
+        return await handler(request)
 
     async def _route(self, request: web.Request) -> web.Response:
         body, is_asked_why = await _read(request, _RouteBody), asks_why(request.headers)

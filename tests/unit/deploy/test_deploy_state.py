@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
+from penstock.deploy.state import (
+    RuntimeDirectory,
+    admin_token_path,
+    load_admin_token,
+    load_hash_key,
+    state_dir,
+)
 
 
 def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -40,6 +46,27 @@ def test_a_damaged_key_or_directory_is_one_line(tmp_path: Path) -> None:
         load_hash_key(tmp_path)
     with pytest.raises(ConfigError, match=r"not a directory; set PENSTOCK_STATE_DIR"):
         load_hash_key(tmp_path / "hash_key" / "below")
+
+
+def test_the_admin_token_is_made_once_for_a_user_and_private(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path / "state"))
+    token = load_admin_token()
+    assert len(token) >= 32
+    assert load_admin_token() == token == admin_token_path().read_text()
+    assert stat.S_IMODE(admin_token_path().stat().st_mode) == 0o600
+    admin_token_path().chmod(0o640)
+    with pytest.raises(
+        ConfigError, match=r"admin_token: others may read or write it \(mode 640\); chmod 600 it"
+    ):
+        load_admin_token()
+    admin_token_path().chmod(0o600)
+    admin_token_path().write_text("short")
+    with pytest.raises(ConfigError, match="delete it, and a new one is made"):
+        load_admin_token()
+    monkeypatch.setenv("PENSTOCK_ADMIN_TOKEN", "given")
+    assert load_admin_token() == "given"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ import socket
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.deploy.local import say_open
 from penstock.deploy.port import Port
 
 
@@ -38,3 +39,12 @@ def test_the_url_is_one_that_can_be_reached() -> None:
         assert port.url == f"http://127.0.0.1:{port.number}"
     with Port("localhost", 0) as port:
         assert port.url.startswith("http://")
+
+
+def test_an_open_port_that_others_reach_is_said() -> None:
+    with Port("127.0.0.1", 0) as port:
+        assert list(say_open(port, [])) == []
+    with Port("0.0.0.0", 0) as port:
+        assert list(say_open(port, ["key"])) == []
+        (line,) = say_open(port, [])
+        assert line.startswith(f"0.0.0.0 port {port.number} answers whoever reaches it: no API key is set")

@@ -1,0 +1,26 @@
+"""Commands that ask a running deployment: what they prove themselves by, and to whom."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.admin import _secret_for
+from penstock.deploy.state import load_admin_token
+
+
+def test_the_token_of_this_user_goes_to_this_machine_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    assert _secret_for("http://127.0.0.1:8000", "/admin/explain") == "", "commands make none"
+    token = load_admin_token()
+    for base in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8000"):
+        assert _secret_for(base, "/admin/explain/x") == token
+    for base in ("http://192.0.2.7:8000", "http://example.com", "http://127.0.0.1.example.com"):
+        assert _secret_for(base, "/admin/explain/x") == ""
+    assert _secret_for("http://127.0.0.1:8100", "/explain") == ""
+    monkeypatch.setenv("PENSTOCK_API_KEY", "key")
+    assert _secret_for("http://127.0.0.1:8100", "/explain") == "key"
+    monkeypatch.setenv("PENSTOCK_ADMIN_TOKEN", "given")
+    assert _secret_for("http://example.com", "/admin/explain") == "given"
