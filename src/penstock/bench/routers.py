@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.bench.policies.arena import Files, default_jobs
+from penstock.bench.policies.cells import read_rates
 from penstock.bench.policies.game import Place, figures, prepare_process
 from penstock.bench.policies.workload import RECORDED, SYNTHETIC, Workload
 from penstock.bench.report import Report
@@ -25,12 +26,12 @@ from penstock.sim.simulate import simulate
 from penstock.sim.trace import read_trace
 
 SATURATION_RPS = {
-    (SYNTHETIC, "70b-fp8"): 20.0,
-    (SYNTHETIC, "8b-bf16"): 32.0,
-    (RECORDED, "70b-fp8"): 6.2,
-    (RECORDED, "8b-bf16"): 12.4,
+    (SYNTHETIC, "70b-fp8"): 18.9,
+    (SYNTHETIC, "8b-bf16"): 31.3,
+    (RECORDED, "70b-fp8"): 6.95,
+    (RECORDED, "8b-bf16"): 14.3,
 }
-"""Requests a second that one router just sustains over 6,000 requests: a little more, and first tokens fall behind."""
+"""Requests a second that one router just sustains, as `penstock bench policies` finds them; a later run's with `--saturation`."""
 LOADS = (60, 80, 95)
 """In per cent of saturation."""
 WORSE_MAX = 1.15
@@ -64,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
+    )
+    parser.add_argument(
+        "--saturation",
+        metavar="RATES",
+        help="requests/s that one router sustains, such as S/8b-bf16=31.9,M/8b-bf16=9, as `bench policies` finds them",
     )
     parser.add_argument(
         "--examples",
@@ -121,13 +127,19 @@ def _runs(options: argparse.Namespace) -> Iterator[tuple[tuple[str, int, int], R
         cells = [cell for cell in cells if cell[0] != RECORDED]
     if options.quick:
         cells = cells[-1:]
+    saturation = _saturation(options)
     requests, seeds = (_QUICK_REQUESTS, 1) if options.quick else (options.requests, options.seeds)
     for name, deployment, load in cells:
-        rate_per_s = SATURATION_RPS[name, deployment] * load / 100
+        rate_per_s = saturation[f"{name}/{deployment}"] * load / 100
         for seed, routers in product(range(1, seeds + 1), (1, options.routers)):
             workload = Workload(name, requests, seed, options.trace if name == RECORDED else None)
             run = Run(files.place(deployment), workload, rate_per_s, routers)
             yield (f"{name}/{deployment}/{load}", routers, seed), run
+
+
+def _saturation(options: argparse.Namespace) -> dict[str, float]:
+    usual = {"/".join(place): rate for place, rate in SATURATION_RPS.items()}
+    return usual | read_rates(options.saturation or "")
 
 
 def _report(found: Mapping[str, Mapping[int, list[float]]], options: argparse.Namespace) -> Report:
@@ -152,7 +164,7 @@ def _report(found: Mapping[str, Mapping[int, list[float]]], options: argparse.Na
             "requests": _QUICK_REQUESTS if options.quick else options.requests,
             "seeds": 1 if options.quick else options.seeds,
             "trace": None if options.trace is None else options.trace.name,
-            "saturation_rps": {"/".join(key): rate for key, rate in SATURATION_RPS.items()},
+            "saturation_rps": _saturation(options),
             "quick": options.quick,
         },
         figures=named,

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.bench.policies import cells, command, game, summary, workload
 from penstock.bench.policies.arena import Arena, Files, Results
-from penstock.bench.policies.cells import Cell, Effort
+from penstock.bench.policies.cells import Cell, Effort, read_rates
 from penstock.bench.policies.ledger import Ledger
 from penstock.bench.policies.plot import draw
 from penstock.bench.policies.saturation import find_saturation
@@ -340,9 +340,9 @@ class TestArena:
 
     @pytest.mark.parametrize("text", ["S/8b-bf16", "S/8b-bf16=", "S/8b-bf16=-1", "S/9b=3", "S/8b-bf16=nan"])
     def test_a_saturation_that_is_none_is_refused(self, text):
-        assert command._rates("S/8b-bf16=31.9,M/70b-fp8=4") == {"S/8b-bf16": 31.9, "M/70b-fp8": 4.0}
+        assert read_rates("S/8b-bf16=31.9,M/70b-fp8=4") == {"S/8b-bf16": 31.9, "M/70b-fp8": 4.0}
         with pytest.raises(ConfigError, match="expected NAME=RATE"):
-            command._rates(text)
+            read_rates(text)
 
     def test_a_second_run_plays_nothing_and_comes_to_the_same(self, play):
         first, played = play([LOW])

@@ -22,11 +22,19 @@ def test_every_cell_is_played_with_one_router_and_with_several():
     runs = dict(routers._runs(parse("--seeds", "2", "--routers", "3", "--requests", "70")))
     assert len(runs) == 2 * 3 * 2 * 2  # deployments, loads, seeds, one router and three
     run = runs["S/8b-bf16/80", 3, 2]
-    assert (run.rate_per_s, run.routers) == (pytest.approx(0.8 * 32), 3)
+    assert (run.rate_per_s, run.routers) == (pytest.approx(0.8 * 31.3), 3)
     assert (run.workload.requests, run.workload.seed, run.workload.trace) == (70, 2, None)
     with_trace = dict(routers._runs(parse("--trace", "t.jsonl")))
     assert with_trace["M/70b-fp8/95", 1, 1].workload.trace == Path("t.jsonl")
     assert len(dict(routers._runs(parse("--quick")))) == 2
+
+
+def test_loads_are_parts_of_the_saturation_that_is_said():
+    runs = dict(routers._runs(parse("--saturation", "S/8b-bf16=40")))
+    assert runs["S/8b-bf16/80", 1, 1].rate_per_s == pytest.approx(32)
+    assert runs["S/70b-fp8/80", 1, 1].rate_per_s == pytest.approx(0.8 * 18.9)
+    with pytest.raises(ConfigError, match="--saturation: 'S/9b=1'"):
+        list(routers._runs(parse("--saturation", "S/9b=1")))
 
 
 def test_ratios_are_of_means_over_the_seeds_and_a_high_one_is_a_problem():

@@ -1,5 +1,6 @@
 """What is compared: cells of workload, deployment, load and trouble, and how often each is played."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -98,3 +99,24 @@ def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
             names = ", ".join(cell.name for cell in cells)
             raise ConfigError(f"--cells: {pattern!r} matches none of {names}; workload M needs --trace")
     return [c for c in cells if not patterns or any(fnmatchcase(c.name, p) for p in patterns)]
+
+
+def read_rates(text: str) -> dict[str, float]:
+    """Read `S/8b-bf16=31.9,...`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    known = {f"{workload}/{deployment}" for workload in (SYNTHETIC, RECORDED) for deployment in DEPLOYMENTS}
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, rate = part.partition("=")
+        try:
+            found[name] = float(rate)
+        except ValueError:
+            found[name] = 0.0
+        if name not in known or not 0 < found[name] < math.inf:
+            raise ConfigError(
+                f"--saturation: {part!r}: expected NAME=RATE with a rate > 0 and one of {', '.join(sorted(known))}"
+            )
+    return found

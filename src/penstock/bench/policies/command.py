@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import importlib
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from rich.table import Table
 
 from penstock.bench.arguments import add_directory
 from penstock.bench.policies.arena import Arena, Files, Results, default_jobs
-from penstock.bench.policies.cells import DEPLOYMENTS, Effort, all_cells, select
+from penstock.bench.policies.cells import Effort, all_cells, read_rates, select
 from penstock.bench.policies.ledger import Ledger
 from penstock.bench.policies.plot import draw
 from penstock.bench.policies.summary import METRICS, Summary, summarise
-from penstock.bench.policies.workload import RECORDED, SYNTHETIC
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.router.policies import POLICIES, make_policy
@@ -165,29 +163,8 @@ def _effort(options: argparse.Namespace) -> Effort:
         seeds=options.seeds,
         headline_seeds=options.seeds + 2,
         tolerance=_TOLERANCE,
-        saturation_rps=_rates(options.saturation or ""),
+        saturation_rps=read_rates(options.saturation or ""),
     )
-
-
-def _rates(text: str) -> dict[str, float]:
-    """Read `S/8b-bf16=31.9,...`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    known = {f"{workload}/{deployment}" for workload in (SYNTHETIC, RECORDED) for deployment in DEPLOYMENTS}
-    found: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, _, rate = part.partition("=")
-        try:
-            found[name] = float(rate)
-        except ValueError:
-            found[name] = 0.0
-        if name not in known or not 0 < found[name] < math.inf:
-            raise ConfigError(
-                f"--saturation: {part!r}: expected NAME=RATE with a rate > 0 and one of {', '.join(sorted(known))}"
-            )
-    return found
 
 
 def _report(summary: Summary, results: Results, options: argparse.Namespace, effort: Effort) -> Report:
