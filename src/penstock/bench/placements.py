@@ -140,7 +140,7 @@ class _Found:
         for devices in sorted({devices for devices, *_ in self.rates}):
             yield Chart(
                 f"Requests/s a GPU, {devices} H100",
-                "70B fp8, 3,000 in and 150 out, over the target between tokens in ms (p90), first token within 1 s",
+                "70B fp8, 3,000 in and 150 out, over the target of TPOT in ms (p90), first token within 1 s",
                 np.array(samples[f"itl_ms_x{devices}"]),
                 [
                     Line("whole requests", np.array(samples[f"aggregated_rps_per_gpu_x{devices}"]), 0),
@@ -202,7 +202,7 @@ def _parts() -> Iterator[tuple[str, float]]:
 def _say(proposal: Proposal) -> str:
     seen = proposal.seen
     return (
-        f"{name_layout(proposal.layout)}: {seen.rate_per_s:.4g} requests/s, TTFT {seen.ttft_s:.3f} s, ITL {1e3 * seen.itl_s:.1f} ms,"
+        f"{name_layout(proposal.layout)}: {seen.rate_per_s:.4g} requests/s, TTFT {seen.ttft_s:.3f} s, TPOT {1e3 * seen.itl_s:.1f} ms,"
         f" predicted {proposal.layout.rate_per_s:.4g} requests/s"
     )
 

@@ -10,7 +10,7 @@ from penstock.plan.trial import Proposal
 from penstock.sim.charts import say_s
 
 _HEAD = (
-    "#", "deployment", "GPUs", "requests/s", "requests/s a GPU", "tokens/s a GPU", "TTFT", "ITL", "KV headroom", "by",
+    "#", "deployment", "GPUs", "requests/s", "requests/s a GPU", "tokens/s a GPU", "TTFT", "TPOT", "KV headroom", "by",
 )  # fmt: skip
 
 
@@ -19,7 +19,7 @@ def describe(answer: Answer) -> str:
     question, demand = answer.question, answer.question.demand
     return (
         f"{question.model} on {question.devices} {question.hardware.name}, {demand.input_tokens:,} tokens in and"
-        f" {demand.output_tokens:,} out, TTFT p{demand.percentile:g} <= {say_s(demand.ttft_s)}, ITL p{demand.percentile:g} <="
+        f" {demand.output_tokens:,} out, TTFT p{demand.percentile:g} <= {say_s(demand.ttft_s)}, TPOT p{demand.percentile:g} <="
         f" {say_s(demand.itl_s)}\n{gain(answer)}"
     )
 

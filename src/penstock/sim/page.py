@@ -9,7 +9,7 @@ from penstock.sim.document import chart_grid, make_document
 from penstock.sim.figures import Run, overall_charts, total_charts, worker_charts
 from penstock.sim.summary import Row, summarize
 
-_TILES = ("TTFT, p50", "TTFT, p99", "ITL, p50", "goodput", "output", "KV hit ratio", "energy", "cost")
+_TILES = ("TTFT, p50", "TTFT, p99", "TPOT, p50", "goodput", "output", "KV hit ratio", "energy", "cost")
 _PAIR_WIDTH_PX = 380
 
 
@@ -55,7 +55,7 @@ def _several(runs: Sequence[Run], rows: list[Row]) -> str:
 
 def _about(run: Run) -> str:
     graph, deployment = run.deployment.graph, run.deployment
-    slo = "" if run.slo is None else f", targets: TTFT {say_s(run.slo.ttft_s)}, ITL {say_s(run.slo.itl_s)}"
+    slo = "" if run.slo is None else f", targets: TTFT {say_s(run.slo.ttft_s)}, TPOT {say_s(run.slo.itl_s)}"
     yields = [crew.spec.tokens_per_step for crew in deployment.answering]
     speculation = "" if max(yields) == 1 else f", {max(yields):g} tokens a decode step"
     link = f"; {deployment.link}" if deployment.link else ""

@@ -45,7 +45,7 @@ class _Figure:
     is_optional: bool = False
 
 
-_LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("end to end", "e2e_s"))
+_LATENCIES = (("TTFT", "ttft_s"), ("TPOT", "itl_s"), ("end to end", "e2e_s"))
 _FIGURES = (
     _Figure("requests", ("requests",), ""),
     _Figure("completed", ("completed",), "", 1),

@@ -37,7 +37,7 @@ def test_rows_are_ranked_and_say_who_found_them(answer):
     assert len(head) == len(first) == len(second)
     assert dict(zip(head, first, strict=True)) | {"deployment": ""} == {
         "#": "1", "deployment": "", "GPUs": "4", "requests/s": "40", "requests/s a GPU": "10", "tokens/s a GPU": "1e+03",
-        "TTFT": "800 ms", "ITL": "8 ms", "KV headroom": "75%", "by": "simulation",
+        "TTFT": "800 ms", "TPOT": "8 ms", "KV headroom": "75%", "by": "simulation",
     }  # fmt: skip
     assert "prefill (" in first[1]
     assert "decode (" in first[1]

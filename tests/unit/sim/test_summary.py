@@ -78,7 +78,7 @@ def test_beside_others_the_best_is_marked_and_differences_are_told():
         ("1.5", "+200 %", False),
     ]
     assert [found[f"TTFT, {part}"].unit for part in ("mean", "p50", "p90")] == ["s", "s", "s"]
-    assert found["ITL, mean"].unit == "ms"
+    assert found["TPOT, mean"].unit == "ms"
     assert [(c.difference, c.is_best) for c in found["output"].cells] == [("", False), ("+20 %", True)]
     assert [(c.difference, c.is_best) for c in found["cost"].cells] == [("", False), ("-50 %", True)]
     assert [(c.value, c.difference) for c in found["KV hit ratio"].cells] == [("36.6", ""), ("-", "")]
