@@ -40,4 +40,4 @@ def test_each_request_lands_where_its_adapter_is(deploy):
             "type": "invalid_request_error", "param": "model", "code": "model_not_found",
         }  # fmt: skip
 
-    deploy(scenario, workers=2, role=ADAPTERS)
+    deploy(scenario, workers=2, role=ADAPTERS, frontend={"port": 0, "explains": True})

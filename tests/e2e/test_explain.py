@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 MODEL = "penstock-demo"
 LONG = "Tell me about rivers. " * 40
+EXPLAINS = {"port": 0, "explains": True}
 WHY = {"X-Penstock-Explain": "1"}
 HELLO = [{"role": "user", "content": LONG}]
 
@@ -80,7 +81,7 @@ def test_the_openai_client_gets_the_reasons_and_so_does_the_command(deploy, caps
             code, said = await explain(capsys, "x", "--url", url)
             assert (code, text in said) == (expected, True), said
 
-    deploy(scenario, workers=2)
+    deploy(scenario, workers=2, frontend=EXPLAINS)
 
 
 def test_any_of_several_processes_is_found_and_one_may_keep_silent(deploy, capsys):
@@ -93,7 +94,7 @@ def test_any_of_several_processes_is_found_and_one_may_keep_silent(deploy, capsy
             code, text = await explain(capsys, answer.id, "--url", site.url)
             assert (code, f"{answer.id}-0" in text) == (0, True), text
 
-    deploy(scenario, frontend={"port": 0, "processes": 2, "explains": False})
+    deploy(scenario, frontend={"port": 0, "processes": 2})
 
 
 def test_a_log_of_a_deployment_is_replayed(deploy, capfd, monkeypatch, tmp_path):
@@ -102,7 +103,7 @@ def test_a_log_of_a_deployment_is_replayed(deploy, capfd, monkeypatch, tmp_path)
     async def scenario(site):
         await asyncio.gather(*(site.tell(f"{n % 3} {LONG}", max_tokens=4) for n in range(12)))
 
-    deploy(scenario, workers=3, log_level="debug")
+    deploy(scenario, workers=3, log_level="debug", frontend=EXPLAINS)
     file = tmp_path / "log.jsonl"
     file.write_text(capfd.readouterr().err)
     assert main(["explain", "--replay", str(file)]) == 0
@@ -146,7 +147,13 @@ def test_decisions_with_prefill_workers_are_told_and_replayed(deploy, capfd, mon
 
     each = {"replicas": 2, "engine": "mock"}
     router = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
-    deploy(scenario, roles={"prefill": each, "decode": each}, router=router, log_level="debug")
+    deploy(
+        scenario,
+        roles={"prefill": each, "decode": each},
+        router=router,
+        log_level="debug",
+        frontend=EXPLAINS,
+    )
     ((code, printed),) = told
     assert code == 0
     assert "prompt by a prefill worker: not compared by cost" in printed.out

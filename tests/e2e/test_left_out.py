@@ -61,7 +61,7 @@ def test_a_worker_past_its_threshold_gets_nothing_new_though_it_holds_the_prefix
 
         await site.until(is_calm, timeout_s=5)
 
-    deploy(scenario, workers=2, router={"busy_kv_share": 0.003})
+    deploy(scenario, workers=2, router={"busy_kv_share": 0.003}, frontend={"port": 0, "explains": True})
 
 
 def test_a_worker_told_to_stop_gets_nothing_new_and_ends_its_streams_itself(deploy):
@@ -84,4 +84,4 @@ def test_a_worker_told_to_stop_gets_nothing_new_and_ends_its_streams_itself(depl
 
         await site.until(is_back)
 
-    deploy(scenario, workers=2)
+    deploy(scenario, workers=2, frontend={"port": 0, "explains": True})

@@ -37,8 +37,8 @@ class FrontendConfig(Config):
     """Header that names the tenant for which a request is counted where requests wait (docs/routing.md)."""
     priority_header: str = pydantic.Field(default="X-Priority", pattern=r"^[A-Za-z0-9-]+$")
     """Header that says `high`, `normal` or `low`, for requests that wait (docs/routing.md)."""
-    explains: bool = True
-    """Whether a client may ask, by `X-Penstock-Explain: 1`, why its request went where it did; answers name workers."""
+    explains: bool = False
+    """Whether a client may ask, by `X-Penstock-Explain: 1`, why its request went where it did; such answers name workers and tell their load."""
     choices_max: int = pydantic.Field(default=128, ge=1)
     """Most choices of one request: prompts times n."""
     request_timeout_s: float = pydantic.Field(default=600.0, gt=0)

@@ -159,6 +159,7 @@ class Decisions:
     def __init__(self, config: ExplainConfig) -> None:
         self._config = config
         self._kept: deque[Decision] = deque()
+        self._by_id: dict[str, deque[Decision]] = {}  # under a request's id, and under that of its answer
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -173,28 +174,47 @@ class Decisions:
         """Add the latest; the oldest goes where there is no room."""
         kept, config = self._kept, self._config
         kept.append(decision)
+        for key in _keys(decision.request_id):
+            self._by_id.setdefault(key, deque()).append(decision)
         self._num_bytes += decision.num_bytes
         while len(kept) > 1 and (len(kept) > config.decisions_max or self._num_bytes > config.bytes_max):
-            self._num_bytes -= kept.popleft().num_bytes
+            self._forget(kept.popleft())
 
     def of(self, request_id: str, now_s: float) -> tuple[Explanation, ...]:
         """Explain the decisions about a request, oldest first: about one choice, or under an answer's id about all."""
-        first = f"{request_id}-"
-        found = [d for d in self._kept if d.request_id == request_id or d.request_id.startswith(first)]
-        return self._explained(found, now_s)
+        return self._explained(list(self._by_id.get(request_id, ())), now_s)
 
     def latest(self, most: int, now_s: float) -> tuple[Explanation, ...]:
         """Explain the latest decisions, oldest first."""
         return self._explained(list(self._kept)[-most:], now_s)
 
     def check(self) -> None:
-        """Raise AssertionError where more is kept than allowed, or miscounted."""
+        """Raise AssertionError where more is kept than allowed, or miscounted, or not found."""
+        indexed = [decision for found in self._by_id.values() for decision in found]
+        assert sorted(map(id, indexed)) == sorted(
+            id(decision) for decision in self._kept for _ in _keys(decision.request_id)
+        ), "decisions: index"
+        assert all(self._by_id.values()), "decisions: an empty place in the index"
         assert self._num_bytes == sum(decision.num_bytes for decision in self._kept), "decisions: bytes"
         assert len(self._kept) <= self._config.decisions_max, f"{len(self._kept)} decisions: past the bound"
         assert len(self._kept) <= 1 or self._num_bytes <= self._config.bytes_max, (
             f"{self._num_bytes} bytes of decisions: past the bound"
         )
 
+    def _forget(self, oldest: Decision) -> None:
+        self._num_bytes -= oldest.num_bytes
+        for key in _keys(oldest.request_id):
+            found = self._by_id[key]
+            found.popleft()  # the oldest of all is the oldest there
+            if not found:
+                del self._by_id[key]
+
     def _explained(self, decisions: list[Decision], now_s: float) -> tuple[Explanation, ...]:
         most = self._config.candidates_max
         return tuple(decision.explain(now_s, most) for decision in decisions)
+
+
+def _keys(request_id: str) -> tuple[str, ...]:
+    """Give what a decision is asked for by: its request's id, and its answer's, which has the number of a choice less."""
+    answer_id, _, choice = request_id.rpartition("-")
+    return (request_id, answer_id) if answer_id and choice.isdecimal() else (request_id,)

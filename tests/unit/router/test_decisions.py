@@ -189,12 +189,34 @@ def test_time_spent_is_taken_from_the_target_for_the_first_token():
 def test_old_decisions_go(bound):
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
         for number in range(9):
-            await decide(dispatcher, f"r{number}")
+            await decide(dispatcher, f"r-{number}")
             dispatcher.check()
-        assert [d.request_id for d in dispatcher.latest_decisions(99)] == ["r6", "r7", "r8"]
-        assert dispatcher.explain("r5") == ()
+        assert [d.request_id for d in dispatcher.latest_decisions(99)] == ["r-6", "r-7", "r-8"]
+        assert dispatcher.explain("r-5") == ()
+        assert len(dispatcher.explain("r")) == 3
 
     play(scene, 2, RouterConfig(explain=ExplainConfig(**bound)))
+
+
+def test_decisions_are_found_by_request_and_by_answer_without_looking_at_others():
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+        for request_id in ("chat-a-0", "chat-a-1", "chat-b-0", "chat-a-12", "plain"):
+            async with dispatcher.open(make_request(request_id)):
+                pass
+
+        def found(request_id: str) -> list[str]:
+            return [explanation.request_id for explanation in dispatcher.explain(request_id)]
+
+        assert found("chat-a") == ["chat-a-0", "chat-a-1", "chat-a-12"]
+        assert found("chat-a-1") == ["chat-a-1"]
+        assert found("plain") == ["plain"]
+        assert found("chat") == found("chat-a-") == found("") == [], "that is nobody's id"
+        decisions = dispatcher._shared.router._decisions
+        kept, decisions._kept = decisions._kept, None  # whoever scans them fails
+        assert found("chat-b") == ["chat-b-0"]
+        decisions._kept = kept
+
+    play(scene)
 
 
 def test_none_are_kept_where_none_are_wanted():
