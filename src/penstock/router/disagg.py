@@ -15,6 +15,7 @@ from penstock.core.types import Tier
 from penstock.router.chooser import Choice, Chooser
 from penstock.router.cold_links import Foregone
 from penstock.router.config import DisaggConfig
+from penstock.router.hand_over_pairs import Kinds
 from penstock.router.late_tokens import Allowance
 from penstock.router.policies import cheapest, recomputed_blocks, uncached_tokens
 from penstock.seams import RoutingContext
@@ -81,7 +82,7 @@ class Apart:
     `prefillers` (num_slots,) may compute its prompt, and whose turn that is `prompt_turn` says; `blocks` of it move to who
     answers, which takes `block_s` (num_slots,) seconds for each from the one of them that costs least, and `link_s`
     (num_slots,) for the first use of a link where any is charged, both beyond what passes while the prompt is computed:
-    to those whose kind, of `kinds` (num_slots,), fits the prefill worker's by `fits` (producers' kinds, takers' kinds).
+    to those whose kind and host, of `numbers` and `hosts` (num_slots,), fit the prefill worker's by `fits`, as `Kinds` has them.
     `allowance` says what steps of those who answer may be late beside what the sums say, None for none.
     """
 
@@ -90,14 +91,15 @@ class Apart:
     blocks: int
     block_s: NDArray[np.float64]
     link_s: NDArray[np.float64] | None
-    kinds: NDArray[np.intp]
+    numbers: NDArray[np.intp]
+    hosts: NDArray[np.intp]
     fits: NDArray[np.bool_]
     allowance: Allowance | None
     config: DisaggConfig
 
     def move(self, prefiller: int) -> Move:
         """Say what moving it takes once the worker in this slot has computed it."""
-        takers: NDArray[np.bool_] = self.fits[self.kinds[prefiller]][self.kinds]
+        takers = Kinds(self.numbers, self.hosts, self.fits).takers(prefiller)
         return Move(prefiller, self.blocks, self.block_s, takers, self.link_s)
 
     def prompt(self, context: RoutingContext) -> RoutingContext:

@@ -1,11 +1,14 @@
 """Which workers of a model can hand prompts over to which others, why not, and what reaching each other first takes them.
 
 A pair fits where both keep KV alike and one can read the other's memory. What decides that is the same for nearly all
-workers of a deployment, so that it is worked out once for each two kinds of worker, when somebody asks.
+workers of a deployment but for the host, of which only counts whether it is the same one. So it is worked out once for each
+two kinds of worker, on one host and on two, when somebody asks.
 """
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,7 +28,7 @@ _REASONS_MAX = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """What decides whether a worker fits another one; `key` is the same for equal ones."""
+    """What decides whether a worker fits another one, beside their hosts; `key` is the same for equal ones."""
 
     key: bytes
     identity: tuple[int, bytes]
@@ -39,27 +42,29 @@ class _Kind:
             ranks = tuple(msgspec.structs.replace(rank, num_blocks=1) for rank in layout.ranks)
             layout = msgspec.structs.replace(layout, ranks=ranks)
         names = identity(instance.card)
-        key = msgspec.msgpack.encode((names, layout, instance.exchange))
-        return cls(key, names, layout, instance.exchange)
+        exchange = instance.exchange
+        ways = None if exchange is None else (exchange.transports, exchange.listens)
+        return cls(msgspec.msgpack.encode((names, layout, ways)), names, layout, exchange)
 
 
-def _unfit(producer: _Kind, taker: _Kind) -> str | None:
+def _unfit(producer: _Kind, taker: _Kind, *, same_host: bool) -> str | None:
     """Say why prompts cannot be handed over from one to the other; None if they can."""
     (size_there, salt_there), (size_here, salt_here) = producer.identity, taker.identity
     if size_there != size_here:
         return f"blocks of {size_there} tokens there, of {size_here} here"
     if salt_there != salt_here:
         return "other weights, number formats or engine: their cards have different salts"
-    return _unreachable(producer, taker) or _unlike(producer.layout, taker.layout)
+    unreachable = _unreachable(producer, taker, same_host=same_host)
+    return unreachable or _unlike(producer.layout, taker.layout)
 
 
-def _unreachable(producer: _Kind, taker: _Kind) -> str | None:
+def _unreachable(producer: _Kind, taker: _Kind, *, same_host: bool) -> str | None:
     here, there = taker.exchange, producer.exchange
     if here is None or there is None:
         return "one of the two moves no KV"
-    if here.host != there.host and "tcp" not in there.listens:
+    if not same_host and "tcp" not in there.listens:
         return "they are on different hosts, and the one that has the KV listens on no tcp:// address"
-    if not _common(here, there):
+    if not _common(here, there, same_host=same_host):
         return f"no transport in common: {_listed(there.transports)} there, {_listed(here.transports)} here"
     return None
 
@@ -72,36 +77,60 @@ def _unlike(there: KvLayout | None, here: KvLayout | None) -> str | None:
     return mismatch(there, here)
 
 
-def _common(here: KvExchange, there: KvExchange) -> set[str]:
+def _common(here: KvExchange, there: KvExchange, *, same_host: bool) -> set[str]:
     """Name the transports that might move KV between the two."""
     common = set(here.transports) & set(there.transports)
-    return common if here.host == there.host else common - _WITHIN_A_HOST
+    return common if same_host else common - _WITHIN_A_HOST
 
 
-def _setup_s(producer: _Kind, taker: _Kind) -> float:
+def _setup_s(producer: Instance, taker: Instance) -> float:
     """Say what it takes until KV first moves from one to the other, which fits it; nothing where neither keeps memory for it.
 
     Between hosts an agent prepares every transport when it connects; within one the slow ones wait until nothing else will do.
     """
     here, there = taker.exchange, producer.exchange
-    if here is None or there is None or producer.layout is None:
+    if here is None or there is None or producer.engine.kv_layout is None:
         return 0.0
-    common = _common(here, there)
+    same_host = here.host == there.host
+    common = _common(here, there, same_host=same_host)
     if there.listens != _WITHIN_A_PROCESS:
         common = common.difference(_WITHIN_A_PROCESS)
     said = zip(here.transports, here.setups_s, strict=False)
     taken_s = [seconds for name, seconds in said if name in common and 0 <= seconds < math.inf]
-    which = min if here.host == there.host else max
+    which = min if same_host else max
     return which(taken_s, default=0.0)
+
+
+class Kinds(NamedTuple):
+    """Who fits whom: the kind and the host of the worker in each slot, (num_slots,) each.
+
+    `fits` is (2, producers' kinds, takers' kinds): on two hosts, and on one.
+    """
+
+    numbers: NDArray[np.intp]
+    hosts: NDArray[np.intp]
+    fits: NDArray[np.bool_]
+
+    def takers(self, producer: int) -> NDArray[np.bool_]:
+        """Mask (num_slots,) those who can take over from the worker in this slot."""
+        apart, together = self.fits[:, self.numbers[producer]]
+        if (apart == together).all():
+            return np.asarray(apart[self.numbers], dtype=np.bool_)
+        on_host = self.hosts == self.hosts[producer]
+        return np.asarray(np.where(on_host, together[self.numbers], apart[self.numbers]), dtype=np.bool_)
 
 
 @dataclass(slots=True)
 class _Group:
-    """How many workers are of a kind, and the name of one of them."""
+    """The workers of a kind: how many there are on each host, and one of them."""
 
     kind: _Kind
-    name: str
-    count: int = 0
+    first: Instance
+    hosts: Counter[bytes | None] = field(default_factory=Counter)
+
+    @property
+    def count(self) -> int:
+        return self.hosts.total()
 
 
 class HandOverPairs:
@@ -112,12 +141,15 @@ class HandOverPairs:
         self._workers: dict[int, tuple[Instance, _Kind]] = {}  # by slot
         self._kinds: list[_Kind] = []
         self._numbers: NDArray[np.intp] | None = None  # (num_slots,) into these; None once somebody changed
+        self._hosts: NDArray[np.intp] = np.zeros(1, dtype=np.intp)  # (num_slots,), likewise
+        self._num_hosts = 0
         self._groups: dict[tuple[bool, bytes], _Group] | None = None  # likewise
-        self.fits: NDArray[np.bool_] = np.zeros((1, 1), dtype=np.bool_)
-        """(producers' kinds, takers' kinds), as numbered when `kinds` was last asked for."""
+        self._fits: NDArray[np.bool_] = np.zeros((2, 1, 1), dtype=np.bool_)  # on two hosts and on one
         self._all_fit = False  # each of these with each
-        self._setups_s: dict[int, NDArray[np.float64] | None] = {}  # by producers' kind, likewise
-        self._reasons: dict[tuple[bytes, bytes], str | None] = {}  # by both kinds' keys, why they do not fit
+        self._setups_s: dict[int, NDArray[np.float64] | None] = {}  # by producer's slot, likewise
+        self._reasons: dict[
+            tuple[bytes, bytes, bool], str | None
+        ] = {}  # why kinds do not fit, on two hosts or one
 
     def put(self, slot: int, instance: Instance) -> None:
         """Take in a worker, or what discovery says anew about one."""
@@ -129,29 +161,19 @@ class HandOverPairs:
         del self._workers[slot]
         self._numbers = self._groups = None
 
-    def kinds(self, num_slots: int) -> NDArray[np.intp]:
-        """Number the kinds of workers: (num_slots,); slots without a worker have the first one's. Not to be written to."""
+    def kinds(self, num_slots: int) -> Kinds:
+        """Number the kinds of workers and their hosts; slots without a worker have the first ones. Not to be written to."""
         if self._numbers is None or len(self._numbers) != num_slots:
-            self._numbers = np.zeros(num_slots, dtype=np.intp)
-            numbers: dict[bytes, int] = {}
-            self._kinds = []
-            for slot, (_, kind) in self._workers.items():
-                if kind.key not in numbers:
-                    numbers[kind.key] = len(numbers)
-                    self._kinds.append(kind)
-                self._numbers[slot] = numbers[kind.key]
-            fits = [[self._reason(one, other) is None for other in self._kinds] for one in self._kinds]
-            self.fits = np.array(fits, dtype=np.bool_)
-            self._all_fit = bool(self.fits.all())
-            self._setups_s.clear()
-        return self._numbers
+            self._number(num_slots)
+            assert self._numbers is not None, "just made"
+        return Kinds(self._numbers, self._hosts, self._fits)
 
     def takers(self, producer: int | None, num_slots: int) -> NDArray[np.bool_]:
         """Mask (num_slots,) those who can take over what the worker in this slot has computed; all where nobody is (any more)."""
         kinds = self.kinds(num_slots)
         if producer is None or producer not in self._workers:
             return np.ones(num_slots, dtype=np.bool_)
-        return np.asarray(self.fits[kinds[producer]][kinds], dtype=np.bool_)
+        return kinds.takers(producer)
 
     def setups_s(self, producer: int, num_slots: int) -> NDArray[np.float64] | None:
         """Say what it takes each taker until it first reads the KV of the worker in this slot, in seconds.
@@ -163,25 +185,26 @@ class HandOverPairs:
         kinds = self.kinds(num_slots)
         if producer not in self._workers:
             return None
-        number = int(kinds[producer])
-        if number not in self._setups_s:
-            one = self._kinds[number]
-            by_kind = np.array([_setup_s(one, other) for other in self._kinds]) * self.fits[number]
+        if producer not in self._setups_s:
+            one, _ = self._workers[producer]
+            fitting = kinds.takers(producer)
             setups_s = np.zeros(num_slots)
             for slot, (instance, _) in self._workers.items():
-                if instance.role is not Role.PREFILL:
-                    setups_s[slot] = by_kind[kinds[slot]]
-            self._setups_s[number] = setups_s if setups_s.any() else None
-        return self._setups_s[number]
+                if fitting[slot] and instance.role is not Role.PREFILL:
+                    setups_s[slot] = _setup_s(one, instance)
+            self._setups_s[producer] = setups_s if setups_s.any() else None
+        return self._setups_s[producer]
 
     def producers(self, ready: NDArray[np.bool_], takers: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Mask those of `ready` (num_slots,) whose prompts one of `takers` (num_slots,) can take over."""
-        kinds = self.kinds(len(ready))
+        numbers, hosts, _ = self.kinds(len(ready))
         if self._all_fit and np.count_nonzero(takers):
             return ready
-        present = np.bincount(kinds[takers], minlength=len(self._kinds)) > 0
-        fits = np.asarray((self.fits & present).any(axis=1))
-        return np.logical_and(ready, fits[kinds])
+        at = hosts[takers] * len(self._kinds) + numbers[takers]
+        here = np.bincount(at, minlength=self._num_hosts * len(self._kinds)).reshape(self._num_hosts, -1)
+        elsewhere = here.sum(axis=0) - here  # (hosts, kinds), as is `here`
+        fits_by_host = ((elsewhere > 0) @ self._fits[0].T) | ((here > 0) @ self._fits[1].T)
+        return np.asarray(ready & fits_by_host[hosts, numbers], dtype=np.bool_)
 
     def problem(self, slot: int) -> str | None:
         """Say why the worker in this slot hands no prompt over, or takes none; None where it can, or nobody is there to."""
@@ -194,22 +217,51 @@ class HandOverPairs:
                 if hands_over
                 else None
             )
-        reasons = [
-            self._reason(kind, group.kind) if hands_over else self._reason(group.kind, kind)
-            for group in others
-        ]
-        if None in reasons:
-            return None
+        host = _host(instance)
+        for group in others:
+            on_host = group.hosts[host]
+            for same_host, count in ((True, on_host), (False, group.count - on_host)):
+                if count and self._reason_between(kind, group.kind, hands_over, same_host=same_host) is None:
+                    return None
+        first = others[0].first
+        reason = self._reason_between(kind, others[0].kind, hands_over, same_host=_host(first) == host)
         does = "go on with its prompts" if hands_over else "hand it prompts"
         count = sum(group.count for group in others)
-        return f"none of {count} workers can {does}; {others[0].name}: {reasons[0]}"
+        return f"none of {count} workers can {does}; {first.name}: {reason}"
 
     def check(self) -> None:
         """Raise AssertionError where too much is remembered, or kinds and workers disagree."""
         assert len(self._reasons) <= _REASONS_MAX, f"{len(self._reasons)} pairs of kinds: past the bound"
         if self._numbers is not None:
-            for slot, (_, kind) in self._workers.items():
+            for slot, (instance, kind) in self._workers.items():
                 assert self._kinds[self._numbers[slot]].key == kind.key, f"slot {slot}: its kind"
+                alike = [s for s, (other, _) in self._workers.items() if _host(other) == _host(instance)]
+                assert alike == [s for s in self._workers if self._hosts[s] == self._hosts[slot]], (
+                    f"slot {slot}: its host"
+                )
+
+    def _number(self, num_slots: int) -> None:
+        self._numbers, self._hosts = np.zeros(num_slots, dtype=np.intp), np.zeros(num_slots, dtype=np.intp)
+        numbers: dict[bytes, int] = {}
+        hosts: dict[bytes | None, int] = {}
+        self._kinds = []
+        for slot, (instance, kind) in self._workers.items():
+            if kind.key not in numbers:
+                numbers[kind.key] = len(numbers)
+                self._kinds.append(kind)
+            self._numbers[slot] = numbers[kind.key]
+            self._hosts[slot] = hosts.setdefault(_host(instance), len(hosts))
+        self._num_hosts = max(len(hosts), 1)
+        fits = [
+            [
+                [self._reason(one, other, same_host=same_host) is None for other in self._kinds]
+                for one in self._kinds
+            ]
+            for same_host in (False, True)
+        ]
+        self._fits = np.array(fits, dtype=np.bool_).reshape(2, len(self._kinds), len(self._kinds))
+        self._all_fit = bool(self._fits.all())
+        self._setups_s.clear()
 
     def _grouped(self) -> "dict[tuple[bool, bytes], _Group]":
         """Group workers by whether they hand over, and by kind."""
@@ -217,16 +269,24 @@ class HandOverPairs:
             self._groups = {}
             for instance, kind in self._workers.values():
                 key = instance.role is Role.PREFILL, kind.key
-                self._groups.setdefault(key, _Group(kind, instance.name)).count += 1
+                self._groups.setdefault(key, _Group(kind, instance)).hosts[_host(instance)] += 1
         return self._groups
 
-    def _reason(self, producer: _Kind, taker: _Kind) -> str | None:
-        key = producer.key, taker.key
+    def _reason_between(self, one: _Kind, other: _Kind, hands_over: bool, *, same_host: bool) -> str | None:  # noqa: FBT001
+        producer, taker = (one, other) if hands_over else (other, one)
+        return self._reason(producer, taker, same_host=same_host)
+
+    def _reason(self, producer: _Kind, taker: _Kind, *, same_host: bool) -> str | None:
+        key = producer.key, taker.key, same_host
         if key not in self._reasons:
             if len(self._reasons) >= _REASONS_MAX:
                 self._reasons.clear()
-            self._reasons[key] = _unfit(producer, taker)
+            self._reasons[key] = _unfit(producer, taker, same_host=same_host)
         return self._reasons[key]
+
+
+def _host(instance: Instance) -> bytes | None:
+    return None if instance.exchange is None else instance.exchange.host
 
 
 def _listed(names: tuple[str, ...]) -> str:

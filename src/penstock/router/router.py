@@ -131,14 +131,16 @@ class Router:
             return quote(context, self._chooser.choose(context, tie))
         prompt = self._chooser.choose(prompt_alone(context, prefillers, self._prompt_turn), tie)
         block_s, link_s = self._moves.after(pool, context, prompt, len(hashes))
+        kinds = pool.pairs.kinds(len(eligible))
         apart = Apart(
             prefillers=prefillers,
             prompt_turn=self._prompt_turn,
             blocks=len(hashes),
             block_s=block_s,
             link_s=link_s,
-            kinds=pool.pairs.kinds(len(eligible)),
-            fits=pool.pairs.fits,
+            numbers=kinds.numbers,
+            hosts=kinds.hosts,
+            fits=kinds.fits,
             allowance=self.fleet.late_tokens.allowance(context, self.fleet.loads.peers),
             config=self._config.disagg,
         )

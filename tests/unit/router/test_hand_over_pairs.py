@@ -7,6 +7,7 @@ import pytest
 from penstock.core.kv_exchange import KvExchange
 from penstock.core.kv_layout import KvLayout
 from penstock.core.types import EngineInfo, Instance, Role
+from penstock.router import hand_over_pairs
 from penstock.router.hand_over_pairs import HandOverPairs
 from penstock.testing.cluster import small_card
 
@@ -154,3 +155,40 @@ def test_set_ups_are_of_those_who_take_prompts_over():
     assert found.setups_s(7, 5) is None, "nobody is there"
     nothing = pairs(worker("p", exchange, layout=None), worker("d", exchange, layout=None))
     assert nothing.setups_s(0, 2) is None, "neither keeps memory for KV: nothing is read"
+
+
+def test_many_hosts_are_no_more_kinds_than_one(monkeypatch):
+    """What is worked out does not grow with the square of the hosts."""
+    asked = []
+    unfit = hand_over_pairs._unfit
+    monkeypatch.setattr(hand_over_pairs, "_unfit", lambda *args, **kw: asked.append(1) or unfit(*args, **kw))
+    found = pairs()
+    for slot in range(200):
+        exchange = costly("shm", "tcp", host=b"%d" % (slot // 2), listens=("unix",) if slot < 8 else ("tcp",))
+        found.put(slot, worker(f"{'pd'[slot % 2]}{slot}", exchange))
+    everybody = np.ones(200, dtype=np.bool_)
+    decoders = np.arange(200) % 2 == 1
+    assert (found.takers(0, 200) & decoders).tolist() == mask(1, of=200).tolist(), (
+        "it is read on its host only"
+    )
+    assert (found.takers(100, 200) & decoders).tolist() == decoders.tolist()
+    assert found.producers(everybody, mask(1, of=200)).nonzero()[0].tolist() == [0, 1, *range(8, 200)]
+    assert found.producers(everybody, mask(51, of=200)).tolist() == (np.arange(200) >= 8).tolist()
+    assert all(found.problem(slot) is None for slot in range(200))
+    assert len(asked) <= 8, "two kinds, each with each, on one host and on two"
+    found.remove(1)
+    assert "listens on no tcp" in found.problem(0)
+    found.check()
+
+
+def test_who_is_alone_on_its_host_is_read_from_others_only():
+    found = pairs(
+        worker("p0", costly("shm", "tcp", host=b"a")), worker("d0", costly("shm", "tcp", host=b"b"))
+    )
+    found.put(2, worker("d1", costly("shm", host=b"a")))
+    assert found.takers(0, 3)[1:].tolist() == [True, True]
+    assert found.producers(mask(0, of=3), mask(2, of=3)).tolist() == mask(0, of=3).tolist()
+    found.put(2, worker("d1", costly("shm", host=b"c")))
+    assert found.takers(0, 3)[1:].tolist() == [True, False]
+    assert not found.producers(mask(0, of=3), mask(2, of=3)).any()
+    found.check()

@@ -31,8 +31,9 @@ def apart(link_s, left_s=None, **config):
         blocks=BLOCKS,
         block_s=np.full(3, 1e-4),
         link_s=None if link_s is None else np.array(link_s),
-        kinds=np.zeros(3, dtype=np.intp),
-        fits=np.ones((1, 1), dtype=np.bool_),
+        numbers=np.zeros(3, dtype=np.intp),
+        hosts=np.zeros(3, dtype=np.intp),
+        fits=np.ones((2, 1, 1), dtype=np.bool_),
         allowance=None if left_s is None else Allowance(np.array(left_s), np.full(3, 10.0), np.ones(3)),
         config=DisaggConfig(**config),
     )
