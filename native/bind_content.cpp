@@ -24,8 +24,8 @@ void remove(Content& content, nb::handle hashes, nb::handle tier) {
     content.remove(buffer.view(), parse_tier(tier));
 }
 
-nb::list runs(const Content& content) {
-    const auto [hashes, runs] = content.runs();
+nb::list next(ContentWalk& walk, std::size_t steps) {
+    const auto [hashes, runs] = walk.next(steps);
     return as_list(hashes, runs);
 }
 
@@ -43,14 +43,17 @@ void check(const Content& content) {
 void bind_content(nb::module_& module);
 
 void bind_content(nb::module_& module) {
+    nb::class_<ContentWalk>(module, "ContentWalk")
+        .def("next", &next, "steps"_a)
+        .def_prop_ro("is_done", &ContentWalk::is_done);
     nb::class_<Content>(module, "Content")
         .def(nb::init<>())
         .def("__len__", &Content::size)
         .def_prop_ro("unknown_removals", &Content::unknown_removals)
         .def("store", &store, "hashes"_a, "parent"_a.none(), "tier"_a)
         .def("remove", &remove, "hashes"_a, "tier"_a)
-        .def("clear", &Content::clear)
-        .def("runs", &runs)
+        .def("clear", [](Content& content) { content.clear(); })
+        .def("walk", &Content::walk)
         .def("check", &check);
 }
 

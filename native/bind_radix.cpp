@@ -155,7 +155,11 @@ class LockedTree : GuardedTree {
     }
 
     void clear(std::uint32_t worker) {
-        write(SIZE_MAX, [&] { tree_.clear(worker); });
+        write(0, [&] { tree_.clear(worker); });
+    }
+
+    bool reclaim(std::size_t blocks) {
+        return write(blocks, [&] { return tree_.reclaim(blocks); });
     }
 
     void grow(std::uint32_t num_slots) {
@@ -268,6 +272,7 @@ void bind_radix(nb::module_& module) {
         .def("store", &LockedTree::store, "worker"_a, "hashes"_a, "parent"_a = nb::none(), "tier"_a = "device")
         .def("remove", &LockedTree::remove, "worker"_a, "hashes"_a, "tier"_a = "device")
         .def("clear", &LockedTree::clear, "worker"_a)
+        .def("reclaim", &LockedTree::reclaim, "blocks"_a)
         .def("match", &LockedTree::match, "hashes"_a)
         .def("match_many", &LockedTree::match_many, "queries"_a)
         .def("match_packed_tokens", &LockedTree::match_tokens, "tokens"_a, "block_size"_a, "first"_a, "key"_a)

@@ -1,7 +1,7 @@
 #include "content.hpp"
 
 #include <algorithm>
-#include <ranges>
+#include <utility>
 
 namespace penstock {
 namespace {
@@ -13,7 +13,6 @@ constexpr std::size_t kWindow = 16; // blocks whose cache lines are fetched side
 void Content::store(HashView hashes, std::optional<std::uint64_t> parent, std::size_t tier) {
     for (std::size_t begin = 0; begin < hashes.size(); begin += kWindow) {
         const std::size_t end = std::min(begin + kWindow, hashes.size());
-        blocks_.reserve(end - begin);
         for (std::size_t i = begin; i < end; ++i) {
             blocks_.prefetch(hashes[i]);
         }
@@ -44,51 +43,97 @@ void Content::remove(HashView hashes, std::size_t tier) {
             if (left.has_copies()) {
                 block->copies = left;
             } else {
-                blocks_.erase(*block);
+                blocks_.erase(hashes[i]);
             }
         }
     }
 }
 
-std::pair<std::vector<std::uint64_t>, std::vector<Run>> Content::runs() const {
-    std::vector<bool> has_child(blocks_.num_slots());
-    blocks_.for_each([&](std::uint64_t, const Block& block) {
-        if (const Block* parent = block.parent ? blocks_.find(*block.parent) : nullptr) {
-            has_child[blocks_.slot_of(*parent)] = true;
+ContentWalk Content::walk() { return ContentWalk(blocks_.view()); }
+
+std::vector<std::shared_ptr<void>> Content::clear() { return blocks_.clear(); }
+
+ContentWalk::ContentWalk(BucketMap<Block> blocks) : blocks_(std::move(blocks)) {
+    offsets_.reserve(blocks_.num_maps());
+    std::size_t num_slots = 0;
+    for (std::size_t map = 0; map < blocks_.num_maps(); ++map) {
+        offsets_.push_back(num_slots);
+        num_slots += blocks_.map(map).num_slots();
+    }
+    has_child_.resize(num_slots);
+    is_said_.resize(num_slots);
+}
+
+std::size_t ContentWalk::number(std::uint64_t key, const Block& block) const {
+    const std::size_t map = blocks_.map_of(key);
+    return offsets_[map] + blocks_.map(map).slot_of(block);
+}
+
+// Go on to the next block of all, whose end is the end of a pass.
+void ContentWalk::next_block() {
+    const FlatMap<Block>& map = blocks_.map(map_);
+    if (slot_ == map.num_slots()) {
+        slot_ = 0;
+        if (++map_ == blocks_.num_maps()) {
+            map_ = 0;
+            pass_ = static_cast<Pass>(static_cast<int>(pass_) + 1);
         }
-    });
+        return;
+    }
+    const auto [key, block] = map.slot(slot_++);
+    if (block->vacant()) {
+        return;
+    }
+    if (pass_ == Pass::kMark) {
+        if (const Block* parent = block->parent ? blocks_.find(*block->parent) : nullptr) {
+            has_child_[number(*block->parent, *parent)] = true;
+        }
+    } else if (!is_said_[number(key, *block)] && (pass_ == Pass::kOthers || !has_child_[number(key, *block)])) {
+        climbing_ = {key, block};
+    }
+}
+
+// From a block up to the first that is said already, or has no parent here.
+void ContentWalk::climb() {
+    const auto [key, block] = climbing_;
+    climbing_ = {};
+    if (is_said_[number(key, *block)]) {
+        return;
+    }
+    is_said_[number(key, *block)] = true;
+    path_.emplace_back(key, block);
+    if (block->parent) {
+        climbing_ = {*block->parent, blocks_.find(*block->parent)};
+    }
+}
+
+void ContentWalk::say(std::vector<std::uint64_t>& hashes, std::vector<Run>& runs) {
+    const auto [key, block] = path_.back();
+    path_.pop_back();
+    if (hashes.empty() || block->parent != hashes.back() || block->copies.bits() != latest_.bits()) {
+        Run& run = runs.emplace_back(Run{block->parent, 0, {}});
+        for (std::size_t tier = 0; tier < kTiers; ++tier) {
+            run.copies[tier] = block->copies.copies(tier);
+        }
+    }
+    hashes.push_back(key);
+    runs.back().end = hashes.size();
+    latest_ = block->copies;
+}
+
+std::pair<std::vector<std::uint64_t>, std::vector<Run>> ContentWalk::next(std::size_t steps) {
     std::vector<std::uint64_t> hashes;
-    std::vector<Run> found;
-    hashes.reserve(size());
-    std::vector<bool> is_said(blocks_.num_slots());
-    std::vector<std::pair<std::uint64_t, const Block*>> path;
-    Holding latest{std::uint32_t{0}};
-    const auto say_down_to = [&](std::uint64_t key, const Block* block) {
-        for (path.clear(); block != nullptr && !is_said[blocks_.slot_of(*block)];) {
-            is_said[blocks_.slot_of(*block)] = true;
-            path.emplace_back(key, block);
-            key = block->parent.value_or(0);
-            block = block->parent ? blocks_.find(key) : nullptr;
+    std::vector<Run> runs;
+    for (; steps > 0 && !is_done(); --steps) {
+        if (climbing_.second != nullptr) {
+            climb();
+        } else if (!path_.empty()) {
+            say(hashes, runs);
+        } else {
+            next_block();
         }
-        for (const auto& [hash, said] : path | std::views::reverse) {
-            if (hashes.empty() || said->parent != hashes.back() || said->copies.bits() != latest.bits()) {
-                Run& run = found.emplace_back(Run{said->parent, 0, {}});
-                for (std::size_t tier = 0; tier < kTiers; ++tier) {
-                    run.copies[tier] = said->copies.copies(tier);
-                }
-            }
-            hashes.push_back(hash);
-            found.back().end = hashes.size();
-            latest = said->copies;
-        }
-    };
-    blocks_.for_each([&](std::uint64_t key, const Block& block) {
-        if (!has_child[blocks_.slot_of(block)]) {
-            say_down_to(key, &block);
-        }
-    });
-    blocks_.for_each([&](std::uint64_t key, const Block& block) { say_down_to(key, &block); }); // parents in a circle
-    return {std::move(hashes), std::move(found)};
+    }
+    return {std::move(hashes), std::move(runs)};
 }
 
 void Content::check() const {

@@ -74,20 +74,11 @@ class FlatMap {
         erase_at(at);
     }
 
-    // Erase what has this value, which `find` has given.
-    void erase(const Value& value) { erase_at(slot_of(value)); }
-
     // Make room, so that this many insertions keep pointers valid.
     void reserve(std::size_t more) {
         if ((size_ + more) * 4 > slots_.size() * 3) {
             rehash(std::bit_ceil((size_ + more) * 4 / 3 + 8));
         }
-    }
-
-    // Give all memory back.
-    void clear() {
-        slots_ = std::vector<Slot>();
-        size_ = 0;
     }
 
     // Call with (key, value) of every entry, in no order. The call must not insert or erase.
@@ -111,6 +102,9 @@ class FlatMap {
 
     // Slots are numbered below `num_slots`; a value is in the same one until the next change.
     std::size_t num_slots() const { return slots_.size(); }
+    std::pair<std::uint64_t, const Value*> slot(std::size_t index) const {
+        return {slots_[index].key, &slots_[index].value};
+    }
     std::size_t slot_of(const Value& value) const {
         const auto* slot = reinterpret_cast<const std::byte*>(&value) - offsetof(Slot, value);
         return static_cast<std::size_t>(reinterpret_cast<const Slot*>(slot) - slots_.data());

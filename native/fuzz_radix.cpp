@@ -223,7 +223,16 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const bool nonsense = kind >= 6; // any parent may be told; then depths have no meaning
     const std::size_t pairs_max = input.below(3) == 0 ? 1'000'000 : input.below(40) + 1;
     const std::uint32_t clock_max = 20 + input.below(40);
-    penstock::RadixTree tree(pairs_max, input.below(4), {.clock_max = clock_max, .leaves_min = input.below(3) + 1});
+    const penstock::RadixLimits limits{
+        .clock_max = clock_max, .leaves_min = input.below(3) + 1, .hub_children = input.below(4) + 2};
+    penstock::RadixTree tree(pairs_max, input.below(4), limits);
+    bool reclaiming = false;
+    const auto reclaim_all = [&] {
+        while (tree.reclaim(1)) {
+            tree.check();
+        }
+        reclaiming = false;
+    };
     Straightforward model(pairs_max);
     while (!input.is_empty()) {
         const std::uint32_t worker = input.below(9);
@@ -243,6 +252,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                     parent = names.key(input.below(90));
                 }
                 hashes.erase(hashes.begin(), hashes.begin() + static_cast<std::ptrdiff_t>(skip));
+                if (pairs_max < 1'000'000) {
+                    reclaim_all(); // so that both evict the same
+                }
                 tree.store(worker, view(hashes), parent, tier);
                 model.store(worker, hashes, parent, tier);
                 break;
@@ -256,8 +268,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                 model.remove(worker, hashes, tier);
                 break;
             case 5:
+                if (input.below(3) == 0) {
+                    reclaiming = tree.reclaim(input.below(20));
+                    break;
+                }
                 tree.clear(worker);
                 model.clear(worker);
+                reclaiming = true;
                 break;
             default:
                 if (!nonsense) {
@@ -266,11 +283,15 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         }
         tree.check();
         const penstock::RadixStats stats = tree.stats();
-        require(stats.nodes == model.blocks.size() && stats.pairs == model.pairs(), "the sizes");
+        require(stats.pairs == model.pairs(), "the pairs");
+        require(stats.nodes == model.blocks.size() || (reclaiming && stats.nodes > model.blocks.size()), "the nodes");
         require(stats.evicted_pairs == model.evicted_pairs, "evictions");
         require(stats.unknown_removals == model.unknown_removals, "unknown removals");
         require(stats.contradictions == model.contradictions, "contradictions");
     }
+    compare_contents(tree, model);
+    reclaim_all();
+    require(tree.stats().nodes == model.blocks.size(), "the nodes, once all is reclaimed");
     compare_contents(tree, model);
     return 0;
 }

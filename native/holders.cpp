@@ -31,10 +31,13 @@ HoldersId HoldersTable::with(HoldersId id, Holding holding) {
         sum -= digest(Holding(*at));
     }
     scratch_.insert(scratch_.end(), at + replaces, old.end());
+    return find_or_add_scratch(sum);
+}
+
+HoldersId HoldersTable::find_or_add_scratch(std::uint64_t sum) {
     if (scratch_.empty()) {
         return kNobody;
     }
-
     Indexed& indexed = by_digest_.find_or_insert(sum);
     if (!indexed.vacant() && std::ranges::equal(entries(indexed.id), scratch_)) {
         return indexed.id;
@@ -42,7 +45,7 @@ HoldersId HoldersTable::with(HoldersId id, Holding holding) {
     HoldersId fresh;
     if (free_.empty()) {
         fresh = static_cast<HoldersId>(sets_.size());
-        sets_.emplace_back();
+        sets_.grow(sets_.size() + 1);
     } else {
         fresh = free_.back();
         free_.pop_back();
@@ -78,7 +81,7 @@ void HoldersTable::release(HoldersId id) {
 }
 
 std::size_t HoldersTable::bytes() const {
-    return sets_.capacity() * sizeof(Set) + entries_bytes_ + by_digest_.bytes() +
+    return sets_.bytes() + entries_bytes_ + by_digest_.bytes() +
            free_.capacity() * sizeof(HoldersId);
 }
 

@@ -10,7 +10,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "flat_map.hpp"
+#include "bucket_map.hpp"
+#include "chunked.hpp"
 
 namespace penstock {
 
@@ -64,7 +65,7 @@ class HoldersTable {
   public:
     static constexpr HoldersId kNobody = 0;
 
-    HoldersTable() : sets_(1) {}
+    HoldersTable() { sets_.grow(1); }
 
     std::span<const std::uint64_t> entries(HoldersId id) const {
         const Set& set = sets_[id];
@@ -82,6 +83,20 @@ class HoldersTable {
     // Give the set with this holding in place of the worker's present one; without copies, with none. The caller
     // must `retain` it before it releases any other.
     HoldersId with(HoldersId id, Holding holding);
+
+    // Give the set with those only whose entry `is_kept`; likewise.
+    template <class IsKept>
+    HoldersId filtered(HoldersId id, const IsKept& is_kept) {
+        scratch_.clear();
+        std::uint64_t sum = 0;
+        for (const std::uint64_t entry : entries(id)) {
+            if (is_kept(entry)) {
+                scratch_.push_back(entry);
+                sum += digest(Holding(entry));
+            }
+        }
+        return find_or_add_scratch(sum);
+    }
 
     void retain(HoldersId id) { ++sets_[id].references; }
     void release(HoldersId id);
@@ -104,9 +119,11 @@ class HoldersTable {
 
     static std::uint64_t digest(Holding holding);
 
-    std::vector<Set> sets_; // the first is nobody's
+    HoldersId find_or_add_scratch(std::uint64_t sum);
+
+    Chunked<Set, 64> sets_; // the first is nobody's
     std::vector<HoldersId> free_;
-    FlatMap<Indexed> by_digest_;
+    BucketMap<Indexed> by_digest_;
     std::size_t entries_bytes_ = 0;
     std::vector<std::uint64_t> scratch_;
 };

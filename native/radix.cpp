@@ -21,8 +21,8 @@ constexpr std::size_t kWindow = 16; // blocks whose cache lines are fetched side
 // change of their set is worked out once.
 class RadixTree::Transition {
   public:
-    Transition(HoldersTable& table, std::uint32_t worker, std::size_t tier, bool stores)
-        : table_(table), tier_(tier), stores_(stores), before_(worker), after_(worker) {}
+    Transition(HoldersTable& table, std::uint32_t tenant, std::size_t tier, bool stores)
+        : table_(table), tier_(tier), stores_(stores), before_(tenant), after_(tenant) {}
     Transition(const Transition&) = delete;
     Transition& operator=(const Transition&) = delete;
 
@@ -81,8 +81,8 @@ void RadixTree::grow(std::uint32_t num_slots) {
         throw std::length_error("num_slots: must be <= " + std::to_string(kSlotsMax) + ", got " +
                                 std::to_string(num_slots) + "; divide the workers among several trees");
     }
-    if (num_slots > workers_.size()) {
-        workers_.resize(num_slots);
+    while (tenant_of_.size() < num_slots) {
+        tenant_of_.push_back(new_tenant(static_cast<std::uint32_t>(tenant_of_.size())));
     }
 }
 
@@ -95,8 +95,8 @@ void RadixTree::grow_to_hold(std::uint32_t worker) {
 }
 
 RadixStats RadixTree::stats() const {
-    const std::size_t bytes = places_.bytes() + holders_.bytes() + chunks_.size() * kChunkNodes * sizeof(Node) +
-                              workers_.capacity() * sizeof(Worker) + leaves_.capacity() * sizeof(Leaf);
+    const std::size_t bytes = places_.bytes() + holders_.bytes() + nodes_.bytes() +
+                              tenants_.capacity() * sizeof(Tenant) + leaves_.capacity() * sizeof(Leaf);
     return {nodes_held_, pairs_, evicted_pairs_, unknown_removals_, contradictions_, bytes};
 }
 
@@ -105,16 +105,20 @@ void RadixTree::store(std::uint32_t worker, HashView hashes, std::optional<std::
     if (hashes.size() == 0) {
         return;
     }
+    if (!going_.empty()) {
+        purge_chain(hashes, parent);
+    }
+    const std::uint32_t tenant = tenant_of_[worker];
     const std::uint32_t stamp = tick();
     const Place told_first = parent ? find_or_add_place(*parent) : Place{};
     NodeId told = told_first.node;
-    bool told_held = holders_.contains(told_first.holders, worker);
+    bool told_held = holders_.contains(told_first.holders, tenant);
     {
-        Transition transition(holders_, worker, tier, true);
+        Transition transition(holders_, tenant, tier, true);
         for (std::size_t begin = 0; begin < hashes.size(); begin += kWindow) {
             const std::size_t count = std::min(kWindow, hashes.size() - begin);
-            places_.reserve(count);
             for (std::size_t i = 0; i < count; ++i) {
+                places_.reserve(hashes[begin + i], kWindow);
                 places_.prefetch(hashes[begin + i]);
             }
             std::array<Place*, kWindow> places;
@@ -135,15 +139,15 @@ void RadixTree::store(std::uint32_t worker, HashView hashes, std::optional<std::
                     ++nodes_held_;
                     link(id, told);
                 } else if (node(id).parent != told) {
-                    note_contradiction(worker, place.holders);
+                    note_contradiction(tenant, place.holders);
                 }
                 node(id).stamp = stamp;
                 transition.starts_at(place.holders);
                 transition.apply(place.holders);
                 if (!transition.before().has_copies()) {
-                    add_pair(worker, id, told_held && node(id).parent == told);
+                    add_pair(tenant, id, told_held && node(id).parent == told);
                 }
-                count_lower(worker, transition.before(), transition.after());
+                count_lower(tenant, transition.before(), transition.after());
                 told = id;
                 told_held = true;
             }
@@ -153,24 +157,28 @@ void RadixTree::store(std::uint32_t worker, HashView hashes, std::optional<std::
         free_node(told_first.node);
     }
     evict();
+    if (!going_.empty()) {
+        reclaim(2 * hashes.size()); // so that what is to be reclaimed has a bound, whatever else is called
+    }
 }
 
 void RadixTree::remove(std::uint32_t worker, HashView hashes, std::size_t tier) {
     grow_to_hold(worker);
+    const std::uint32_t tenant = tenant_of_[worker];
     const std::size_t count = hashes.size();
     for (std::size_t i = 0; i < std::min(kWindow, count); ++i) {
         places_.prefetch(hashes[i]);
     }
     const bool last_first = is_chain(hashes);
     const auto key_at = [&](std::size_t i) { return hashes[last_first ? count - 1 - i : i]; };
-    Transition transition(holders_, worker, tier, false);
+    Transition transition(holders_, tenant, tier, false);
     for (std::size_t begin = 0; begin < count; begin += kWindow) {
         const std::size_t end = std::min(begin + kWindow, count);
         for (std::size_t i = begin; i < end; ++i) {
             places_.prefetch(key_at(i));
         }
         for (std::size_t i = begin; i < end; ++i) {
-            if (const Place* place = places_.find(key_at(i))) {
+            if (const Place* place = std::as_const(places_).find(key_at(i))) {
                 __builtin_prefetch(&node(place->node));
             }
         }
@@ -184,9 +192,9 @@ void RadixTree::remove(std::uint32_t worker, HashView hashes, std::size_t tier) 
             const bool forgotten = place->holders == HoldersTable::kNobody;
             const NodeId id = place->node;
             if (!transition.after().has_copies()) {
-                drop_pair(worker, id);
+                drop_pair(tenant, id);
             }
-            count_lower(worker, transition.before(), transition.after());
+            count_lower(tenant, transition.before(), transition.after());
             if (forgotten) {
                 forget(id);
             }
@@ -204,120 +212,62 @@ bool RadixTree::is_chain(HashView hashes) const {
     return first != nullptr && second != nullptr && node(second->node).parent == first->node;
 }
 
-void RadixTree::clear(std::uint32_t worker) {
-    if (worker >= workers_.size()) {
-        return;
-    }
-    Worker& cleared = workers_[worker];
-    set_irregular(cleared, 0, false);
-    if (cleared.held == 0) {
-        return;
-    }
-    pairs_ -= cleared.held;
-    lower_pairs_ -= cleared.lower;
-    cleared.held = cleared.lower = 0;
-
-    const auto num_sets = static_cast<HoldersId>(holders_.num_ids());
-    std::vector<HoldersId> without(num_sets); // itself where the worker is not in it
-    for (HoldersId id = 0; id < num_sets; ++id) {
-        without[id] = id;
-        if (holders_.contains(id, worker)) {
-            without[id] = holders_.with(id, Holding(worker));
-            holders_.retain(id);
-            holders_.retain(without[id]);
-        }
-    }
-    std::vector<NodeId> gone;
-    places_.for_each([&](std::uint64_t, Place& place) {
-        const HoldersId rest = without[place.holders];
-        if (rest != place.holders) {
-            holders_.retain(rest);
-            holders_.release(place.holders);
-            place.holders = rest;
-            if (rest == HoldersTable::kNobody) {
-                gone.push_back(place.node);
-            }
-        }
-    });
-    for (HoldersId id = 0; id < num_sets; ++id) {
-        if (without[id] != id) {
-            holders_.release(id);
-            holders_.release(without[id]);
-        }
-    }
-    nodes_held_ -= gone.size();
-    for (const NodeId id : gone) {
-        unlink(id); // all of them, before any is freed
-    }
-    for (const NodeId id : gone) {
-        if (node(id).first_child == kNone) {
-            free_node(id);
-        } else {
-            node(id).stamp = 0;
-        }
-    }
-    drop_empty_storage();
-}
-
-void RadixTree::drop_empty_storage() {
-    if (places_.size() == 0) {
-        places_.clear();
-        chunks_ = decltype(chunks_)();
-        nodes_used_ = 0;
-        free_nodes_ = kNone;
-        leaves_ = std::vector<Leaf>();
-        leaves_until_ = 0;
-    }
-}
-
-void RadixTree::add_pair(std::uint32_t worker_slot, NodeId id, bool parent_held) {
-    Worker& worker = workers_[worker_slot];
+void RadixTree::add_pair(std::uint32_t tenant_id, NodeId id, bool parent_held) {
+    Tenant& tenant = tenants_[tenant_id];
     ++pairs_;
-    ++worker.held;
+    ++tenant.held;
     const NodeId parent = node(id).parent;
-    const bool is_hole = !parent_held && parent != kNone && !holds(worker_slot, parent);
-    const std::uint32_t filled = worker.holes > 0 ? held_children(worker_slot, id) : 0;
+    if (parent != id) {
+        count_child(parent, tenant_id, true);
+    }
+    const bool is_hole = !parent_held && parent != kNone && !holds(tenant_id, parent);
+    const std::uint32_t filled = tenant.holes > 0 ? held_children(tenant_id, id) : 0;
     if (is_hole || filled > 0) {
-        set_irregular(worker, worker.holes + is_hole - filled, worker.contradicted);
+        set_irregular(tenant, tenant.holes + is_hole - filled, tenant.contradicted);
     }
 }
 
-void RadixTree::drop_pair(std::uint32_t worker_slot, NodeId id) {
-    Worker& worker = workers_[worker_slot];
+void RadixTree::drop_pair(std::uint32_t tenant_id, NodeId id) {
+    Tenant& tenant = tenants_[tenant_id];
     --pairs_;
-    --worker.held;
+    --tenant.held;
     const NodeId parent = node(id).parent;
-    const bool was_hole = worker.holes > 0 && parent != kNone && parent != id && !holds(worker_slot, parent);
-    const std::uint32_t opened = held_children(worker_slot, id);
+    if (parent != id) {
+        count_child(parent, tenant_id, false);
+    }
+    const bool was_hole = tenant.holes > 0 && parent != kNone && parent != id && !holds(tenant_id, parent);
+    const std::uint32_t opened = held_children(tenant_id, id);
     if (was_hole || opened > 0) {
-        set_irregular(worker, worker.holes - was_hole + opened, worker.contradicted);
+        set_irregular(tenant, tenant.holes - was_hole + opened, tenant.contradicted);
     }
 }
 
-void RadixTree::set_irregular(Worker& worker, std::uint32_t holes, bool contradicted) {
-    irregular_workers_ -= worker.irregular();
-    worker.holes = holes;
-    worker.contradicted = contradicted;
-    irregular_workers_ += worker.irregular();
+void RadixTree::set_irregular(Tenant& tenant, std::uint32_t holes, bool contradicted) {
+    irregular_workers_ -= tenant.irregular();
+    tenant.holes = holes;
+    tenant.contradicted = contradicted;
+    irregular_workers_ += tenant.irregular();
 }
 
-void RadixTree::count_lower(std::uint32_t worker, Holding before, Holding after) {
+void RadixTree::count_lower(std::uint32_t tenant, Holding before, Holding after) {
     const bool was = before.has_copies() && before.best_tier() != 0;
     const bool is = after.has_copies() && after.best_tier() != 0;
     if (was != is) {
         const std::uint32_t change = is ? 1 : UINT32_MAX; // that is, plus or minus one
-        workers_[worker].lower += change;
+        tenants_[tenant].lower += change;
         lower_pairs_ = is ? lower_pairs_ + 1 : lower_pairs_ - 1;
     }
 }
 
 // A hash names its prefix, so two parents are an engine's error. Who is right is not known: all are walked.
-void RadixTree::note_contradiction(std::uint32_t worker, HoldersId holders) {
+void RadixTree::note_contradiction(std::uint32_t tenant_id, HoldersId holders) {
     ++contradictions_;
-    set_irregular(workers_[worker], workers_[worker].holes, true);
+    set_irregular(tenants_[tenant_id], tenants_[tenant_id].holes, true);
     for (const std::uint64_t entry : holders_.entries(holders)) {
-        Worker& holder = workers_[worker_of(entry)];
-        set_irregular(holder, holder.holes, true);
+        if (!is_gone(entry)) {
+            Tenant& holder = tenants_[worker_of(entry)];
+            set_irregular(holder, holder.holes, true);
+        }
     }
 }
 

@@ -13,10 +13,12 @@
 #include <optional>
 #include <span>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "flat_map.hpp"
+#include "bucket_map.hpp"
+#include "chunked.hpp"
 #include "holders.hpp"
 
 namespace penstock {
@@ -56,6 +58,8 @@ struct RadixStats {
 struct RadixLimits {
     std::uint32_t clock_max = UINT32_MAX / 2; // stamps are renumbered when the clock arrives there
     std::size_t leaves_min = 1024;            // leaves looked up at once for eviction, at least
+    std::size_t nodes_looked_at = 65'536;     // for that; of more nodes not all are
+    std::uint32_t hub_children = 64;          // of a node with so many, shares are counted; with half, no more
 };
 
 // Blocks of one worker, chained and held alike.
@@ -66,13 +70,18 @@ struct Run {
 };
 
 // The tree itself. `match` may run in several threads at once; all else needs the tree alone.
+//
+// Each call takes time by what it is told or asked, and not by how much the tree holds. What a cleared worker held is
+// ignored at once and reclaimed bit by bit: `reclaim` does some of it, and so does each `store`.
 class RadixTree {
   public:
     RadixTree(std::size_t pairs_max, std::uint32_t num_slots, RadixLimits limits = {});
 
-    std::uint32_t num_slots() const { return static_cast<std::uint32_t>(workers_.size()); }
+    std::uint32_t num_slots() const { return static_cast<std::uint32_t>(tenant_of_.size()); }
     std::size_t pairs_max() const { return pairs_max_; }
-    std::size_t held_blocks(std::uint32_t worker) const { return worker < workers_.size() ? workers_[worker].held : 0; }
+    std::size_t held_blocks(std::uint32_t worker) const {
+        return worker < num_slots() ? tenants_[tenant_of_[worker]].held : 0;
+    }
     RadixStats stats() const;
 
     // Raises std::length_error past `kSlotsMax`.
@@ -81,6 +90,9 @@ class RadixTree {
     void store(std::uint32_t worker, HashView hashes, std::optional<std::uint64_t> parent, std::size_t tier);
     void remove(std::uint32_t worker, HashView hashes, std::size_t tier);
     void clear(std::uint32_t worker);
+
+    // Look at this many blocks, or a few more, for what cleared workers held, and forget it. Gives whether there is more.
+    bool reclaim(std::size_t blocks);
 
     // Whether any block lies at best below the device: then `match` has tiers to tell of.
     bool has_lower_tiers() const { return lower_pairs_ != 0; }
@@ -103,6 +115,7 @@ class RadixTree {
     static constexpr NodeId kNone = UINT32_MAX;
 
     // 28 bytes a node. One that nobody holds is kept while it is the parent of another: it has no parent itself.
+    // What a first child has for `previous` is how many children its parent has.
     struct Node {
         std::uint32_t key_low;
         std::uint32_t key_high;
@@ -119,13 +132,21 @@ class RadixTree {
         HoldersId holders = HoldersTable::kNobody;
         bool vacant() const { return node == kNone; }
     };
-    struct Worker {
+    // Who has a slot from one `clear` to the next; sets of holders name tenants. Those of before are ignored wherever
+    // they still stand.
+    struct Tenant {
+        std::uint32_t slot = kGone;
         std::uint32_t held = 0;
         std::uint32_t holes = 0; // its blocks whose parent it does not hold
         std::uint32_t lower = 0; // its blocks that are not on the device
         bool contradicted = false; // what it holds was told with two parents: holes may be miscounted
 
         bool irregular() const { return holes != 0 || contradicted; }
+    };
+    // Of a tenant, how many children of a node with many it holds; there are none of 0.
+    struct Share {
+        std::uint32_t tenant;
+        std::uint32_t children;
     };
     struct Leaf {
         std::uint32_t stamp;
@@ -134,13 +155,16 @@ class RadixTree {
     };
     class Transition;
     class Matching;
+    class Purge;
 
-    Node& node(NodeId id) { return chunks_[id / kChunkNodes][id % kChunkNodes]; }
-    const Node& node(NodeId id) const { return chunks_[id / kChunkNodes][id % kChunkNodes]; }
+    Node& node(NodeId id) { return nodes_[id]; }
+    const Node& node(NodeId id) const { return nodes_[id]; }
+    bool is_gone(std::uint64_t entry) const { return tenants_[worker_of(entry)].slot == kGone; }
     HoldersId holders_of(std::uint64_t key) const;
     bool is_chain(HashView hashes) const;
-    bool holds(std::uint32_t worker, NodeId id) const;
-    std::uint32_t held_children(std::uint32_t worker, NodeId id) const;
+    bool holds(std::uint32_t tenant, NodeId id) const;
+    std::uint32_t num_children(NodeId id) const;
+    std::uint32_t held_children(std::uint32_t tenant, NodeId id) const;
 
     void grow_to_hold(std::uint32_t worker);
     std::uint32_t tick();
@@ -151,26 +175,43 @@ class RadixTree {
     void link(NodeId child, NodeId parent);
     void unlink(NodeId child);
     void forget(NodeId id);
-    void note_contradiction(std::uint32_t worker, HoldersId holders);
-    void add_pair(std::uint32_t worker, NodeId id, bool parent_held);
-    void drop_pair(std::uint32_t worker, NodeId id);
-    void count_lower(std::uint32_t worker, Holding before, Holding after);
-    void set_irregular(Worker& worker, std::uint32_t holes, bool contradicted);
+    bool is_hub(NodeId id) const;
+    void make_hub(NodeId id);
+    void count_child(NodeId parent, std::uint32_t tenant, bool is_more);
+    void note_contradiction(std::uint32_t tenant, HoldersId holders);
+    void add_pair(std::uint32_t tenant, NodeId id, bool parent_held);
+    void drop_pair(std::uint32_t tenant, NodeId id);
+    void count_lower(std::uint32_t tenant, Holding before, Holding after);
+    void set_irregular(Tenant& tenant, std::uint32_t holes, bool contradicted);
+    std::uint32_t new_tenant(std::uint32_t slot);
+    void check_shares(NodeId id) const;
+    void purge_chain(HashView hashes, std::optional<std::uint64_t> parent);
     void drop_empty_storage();
 
     void evict();
     std::uint64_t oldest_leaf();
     void gather_leaves();
+    std::uint32_t old_stamp() const;
+    void gather_some_leaves();
     void push_leaf(NodeId id);
 
+    static constexpr std::uint32_t kGone = UINT32_MAX;
     static constexpr std::size_t kChunkNodes = 4096;
 
     std::size_t pairs_max_;
     RadixLimits limits_;
-    std::vector<Worker> workers_;
-    FlatMap<Place> places_;
+    std::vector<std::uint32_t> tenant_of_; // by slot
+    std::vector<Tenant> tenants_;
+    std::vector<std::uint32_t> free_tenants_;
+    std::vector<std::uint32_t> going_;      // tenants that the sweep under way has reclaimed once it ends
+    std::vector<std::uint32_t> going_next_; // those that the next one has
+    NodeId sweep_at_ = 0;
+    NodeId sweep_end_ = 0;
+    std::vector<std::shared_ptr<void>> dropped_; // memory to be given back
+    BucketMap<Place> places_;
     HoldersTable holders_;
-    std::vector<std::unique_ptr<Node[]>> chunks_;
+    Chunked<Node, kChunkNodes> nodes_;
+    std::unordered_map<NodeId, std::vector<Share>> hubs_; // shares in the order of the tenants
     NodeId nodes_used_ = 0;
     NodeId free_nodes_ = kNone; // chained by `next`
     std::size_t nodes_held_ = 0;
@@ -180,8 +221,10 @@ class RadixTree {
     std::size_t evicted_pairs_ = 0;
     std::size_t unknown_removals_ = 0;
     std::size_t contradictions_ = 0;
-    std::vector<Leaf> leaves_; // a heap, youngest at the end: all leaves stamped up to `leaves_until_`, and stale ones
+    std::vector<Leaf> leaves_; // a heap, youngest at the end: leaves stamped up to `leaves_until_`, and stale ones
     std::uint32_t leaves_until_ = 0;
+    bool leaves_complete_ = true; // all of those are there
+    NodeId leaves_at_ = 0;        // where the next ones are looked for
     alignas(64) mutable std::atomic<std::uint32_t> clock_ = 0; // matches write it, so nothing they read lies beside it
 };
 

@@ -6,10 +6,14 @@
 
 namespace penstock {
 
-std::pair<std::vector<std::uint64_t>, std::vector<Run>> RadixTree::runs(std::uint32_t worker) const {
+std::pair<std::vector<std::uint64_t>, std::vector<Run>> RadixTree::runs(std::uint32_t slot) const {
     std::vector<std::uint64_t> hashes;
     std::vector<Run> found;
-    const std::size_t held = held_blocks(worker);
+    const std::size_t held = held_blocks(slot);
+    if (held == 0) {
+        return {};
+    }
+    const std::uint32_t worker = tenant_of_[slot];
     hashes.reserve(held);
     std::vector<bool> is_done(nodes_used_);
     std::vector<NodeId> waiting;
@@ -63,7 +67,7 @@ std::pair<std::vector<std::uint64_t>, std::vector<Run>> RadixTree::runs(std::uin
 
 void RadixTree::check() const {
     std::vector<std::uint32_t> references(holders_.num_ids());
-    std::vector<Worker> expected(workers_.size());
+    std::vector<Tenant> expected(tenants_.size());
     std::vector<std::uint32_t> children(nodes_used_);
     std::size_t held = 0;
     places_.for_each([&](std::uint64_t key, const Place& place) {
@@ -78,20 +82,24 @@ void RadixTree::check() const {
         ++references[place.holders];
         for (const std::uint64_t entry : holders_.entries(place.holders)) {
             const Holding holding(entry);
-            require(holding.worker() < workers_.size(), "holders: each has a slot");
-            Worker& worker = expected[holding.worker()];
+            require(holding.worker() < tenants_.size(), "holders: each is, or was, a tenant");
+            Tenant& worker = expected[holding.worker()];
             ++worker.held;
             worker.lower += holding.best_tier() != 0;
             worker.holes += here.parent != kNone && !holds(holding.worker(), here.parent);
         }
         NodeId previous = kNone;
+        std::uint32_t count = 0;
         for (NodeId child = here.first_child; child != kNone; child = node(child).next) {
-            require(node(child).parent == place.node && node(child).previous == previous,
+            require(node(child).parent == place.node && (previous == kNone || node(child).previous == previous),
                     "children: linked both ways");
             ++children[child];
+            ++count;
             previous = child;
         }
-        if (is_held && here.first_child == kNone && here.stamp <= leaves_until_) {
+        require(num_children(place.node) == count, "children: the first one counts them");
+        check_shares(place.node);
+        if (leaves_complete_ && is_held && here.first_child == kNone && here.stamp <= leaves_until_) {
             require(std::ranges::find(leaves_, Leaf{here.stamp, key}) != leaves_.end(),
                     "leaves: the old ones can be found for eviction");
         }
@@ -99,15 +107,25 @@ void RadixTree::check() const {
     std::size_t pairs = 0;
     std::size_t lower_pairs = 0;
     std::size_t irregular_workers = 0;
-    for (std::size_t slot = 0; slot < workers_.size(); ++slot) {
-        const Worker& worker = workers_[slot];
-        require(worker.held == expected[slot].held, "workers: the blocks held are counted");
-        require(worker.lower == expected[slot].lower, "workers: the blocks off the device are counted");
-        require(worker.holes == expected[slot].holes, "workers: the holes are counted");
+    std::size_t gone = 0;
+    for (std::size_t id = 0; id < tenants_.size(); ++id) {
+        const Tenant& worker = tenants_[id];
+        if (worker.slot == kGone) {
+            const bool is_going = std::ranges::count(going_, id) + std::ranges::count(going_next_, id) == 1;
+            require(is_going != (std::ranges::count(free_tenants_, id) == 1), "tenants: gone, or to be had again");
+            require(is_going || expected[id].held == 0, "tenants: nothing is left of those to be had again");
+            ++gone;
+            continue;
+        }
+        require(tenant_of_[worker.slot] == id, "tenants: each has a slot");
+        require(worker.held == expected[id].held, "workers: the blocks held are counted");
+        require(worker.lower == expected[id].lower, "workers: the blocks off the device are counted");
+        require(worker.holes == expected[id].holes, "workers: the holes are counted");
         pairs += worker.held;
         lower_pairs += worker.lower;
         irregular_workers += worker.irregular();
     }
+    require(gone + num_slots() == tenants_.size(), "tenants: one has each slot");
     require(pairs == pairs_ && pairs <= pairs_max_, "pairs: counted, and within the bound");
     require(lower_pairs == lower_pairs_, "pairs: those off the device are counted");
     require(irregular_workers == irregular_workers_, "workers: the irregular ones are counted");
@@ -121,6 +139,26 @@ void RadixTree::check() const {
     }
     require(places_.size() + free_nodes == nodes_used_, "nodes: each is in use or free");
     holders_.check(references);
+}
+
+void RadixTree::check_shares(NodeId id) const {
+    require(hubs_.contains(id) == is_hub(id), "hubs: those with many children");
+    if (!is_hub(id)) {
+        return;
+    }
+    std::vector<std::uint32_t> counts(tenants_.size());
+    for (NodeId child = node(id).first_child; child != kNone; child = node(child).next) {
+        if (child != id) {
+            for (const std::uint64_t entry : holders_.entries(holders_of(node(child).key()))) {
+                ++counts[worker_of(entry)];
+            }
+        }
+    }
+    for (const Share& share : hubs_.at(id)) {
+        require(share.children != 0 && share.children == std::exchange(counts[share.tenant], 0),
+                "hubs: each share is counted");
+    }
+    require(std::ranges::all_of(counts, [](std::uint32_t count) { return count == 0; }), "hubs: everyone has a share");
 }
 
 }  // namespace penstock

@@ -45,11 +45,11 @@ class RadixTree::Matching {
         const std::size_t num_slots = depths_.size();
         bool any_lower = false;
         for (const std::uint64_t entry : tree_.holders_.entries(at(0))) {
-            const std::uint32_t worker = worker_of(entry);
-            if (worker < num_slots) {
-                const bool lower = tree_.workers_[worker].lower > 0;
+            const Tenant& tenant = tree_.tenants_[worker_of(entry)];
+            if (tenant.slot < num_slots) {
+                const bool lower = tenant.lower > 0;
                 any_lower |= lower;
-                tiers[worker] = lower ? 0 : depths_[worker];
+                tiers[tenant.slot] = lower ? 0 : depths_[tenant.slot];
             }
         }
         for (std::size_t begin = 0, end = 0; any_lower && begin < deepest_; begin = end) {
@@ -59,11 +59,11 @@ class RadixTree::Matching {
             }
             for (const std::uint64_t entry : tree_.holders_.entries(holders)) {
                 const Holding holding(entry);
-                const std::uint32_t worker = holding.worker();
-                if (worker < num_slots && tree_.workers_[worker].lower > 0) {
-                    const auto depth = static_cast<std::size_t>(depths_[worker]);
+                const Tenant& tenant = tree_.tenants_[holding.worker()];
+                if (tenant.slot < num_slots && tenant.lower > 0) {
+                    const auto depth = static_cast<std::size_t>(depths_[tenant.slot]);
                     const std::size_t counted = std::min(depth, end) - std::min(depth, begin);
-                    tiers[holding.best_tier() * num_slots + worker] += static_cast<std::int32_t>(counted);
+                    tiers[holding.best_tier() * num_slots + tenant.slot] += static_cast<std::int32_t>(counted);
                 }
             }
         }
@@ -72,27 +72,28 @@ class RadixTree::Matching {
   private:
     HoldersId at(std::size_t position) const { return tree_.holders_of(hashes_[position]); }
 
-    void set_depth(std::uint32_t worker, std::size_t depth) {
-        depths_[worker] = static_cast<std::int32_t>(depth);
+    void set_depth(std::uint32_t tenant, std::size_t depth) {
+        depths_[tree_.tenants_[tenant].slot] = static_cast<std::int32_t>(depth);
         deepest_ = std::max(deepest_, depth);
     }
 
-    bool is_searched(std::uint32_t worker) const {
-        return worker < depths_.size() && (tree_.irregular_workers_ == 0 || !tree_.workers_[worker].irregular());
+    bool is_searched(std::uint32_t tenant_id) const {
+        const Tenant& tenant = tree_.tenants_[tenant_id];
+        return tenant.slot < depths_.size() && !tenant.irregular();
     }
 
-    // Call with each searched worker that is among `some` and not among `others`, until a call gives false.
+    // Call with each searched tenant that is among `some` and not among `others`, until a call gives false.
     template <class Call>
     void for_each_lost(HoldersId some, HoldersId others, const Call& call) const {
         const std::span<const std::uint64_t> rest = tree_.holders_.entries(others);
         auto other = rest.begin();
         for (const std::uint64_t entry : tree_.holders_.entries(some)) {
-            const std::uint32_t worker = worker_of(entry);
-            while (other != rest.end() && worker_of(*other) < worker) {
+            const std::uint32_t tenant = worker_of(entry);
+            while (other != rest.end() && worker_of(*other) < tenant) {
                 ++other;
             }
-            const bool kept = other != rest.end() && worker_of(*other) == worker;
-            if (!kept && is_searched(worker) && !call(worker)) {
+            const bool kept = other != rest.end() && worker_of(*other) == tenant;
+            if (!kept && is_searched(tenant) && !call(tenant)) {
                 return;
             }
         }
@@ -105,8 +106,8 @@ class RadixTree::Matching {
             return;
         }
         if (high - low == 1) {
-            for_each_lost(low_holders, high_holders, [&](std::uint32_t worker) {
-                set_depth(worker, high);
+            for_each_lost(low_holders, high_holders, [&](std::uint32_t tenant) {
+                set_depth(tenant, high);
                 return true;
             });
             return;
@@ -127,27 +128,27 @@ class RadixTree::Matching {
     void walk_irregular(HoldersId first_holders) {
         std::vector<std::uint32_t> walking;
         for (const std::uint64_t entry : tree_.holders_.entries(first_holders)) {
-            const std::uint32_t worker = worker_of(entry);
-            if (worker < depths_.size() && tree_.workers_[worker].irregular()) {
-                walking.push_back(worker);
+            const Tenant& tenant = tree_.tenants_[worker_of(entry)];
+            if (tenant.slot < depths_.size() && tenant.irregular()) {
+                walking.push_back(worker_of(entry));
             }
         }
         HoldersId previous = first_holders;
         for (std::size_t position = 1; position < hashes_.size() && !walking.empty(); ++position) {
             const HoldersId holders = at(position);
             if (holders != previous) {
-                std::erase_if(walking, [&](std::uint32_t worker) {
-                    if (tree_.holders_.contains(holders, worker)) {
+                std::erase_if(walking, [&](std::uint32_t tenant) {
+                    if (tree_.holders_.contains(holders, tenant)) {
                         return false;
                     }
-                    set_depth(worker, position);
+                    set_depth(tenant, position);
                     return true;
                 });
                 previous = holders;
             }
         }
-        for (const std::uint32_t worker : walking) {
-            set_depth(worker, hashes_.size());
+        for (const std::uint32_t tenant : walking) {
+            set_depth(tenant, hashes_.size());
         }
     }
 

@@ -1,11 +1,13 @@
 """The native account of what a worker holds beside its Python twin."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.content import ContentPython
+from penstock.core.content import Content, ContentPython
 from penstock.core.native import native
 from penstock.core.types import Tier
 from penstock.core.wire import pack_hashes, unpack_hashes
@@ -48,7 +50,7 @@ def check_order(blocks):
 
 @given(st.lists(CHANGES, max_size=30))
 def test_equal_changes_leave_equal_content(changes):
-    contents = native.Content(), ContentPython()
+    contents = Content(), ContentPython()
     for name, *arguments in changes:
         for content in contents:
             getattr(content, name)(*arguments)
@@ -61,7 +63,7 @@ def test_equal_changes_leave_equal_content(changes):
         assert len(told(content)) == len(content)
 
 
-@pytest.mark.parametrize("kind", [native and native.Content, ContentPython])
+@pytest.mark.parametrize("kind", [Content, ContentPython])
 def test_a_tree_is_told_in_as_many_runs_as_it_has_ends(kind):
     content = kind()
     trunk = np.random.default_rng(0).integers(0, 2**64, 300, dtype=np.uint64)
@@ -75,7 +77,43 @@ def test_a_tree_is_told_in_as_many_runs_as_it_has_ends(kind):
     assert len(content.runs()) == 6
 
 
-@pytest.mark.parametrize("kind", [native and native.Content, ContentPython])
+@given(st.lists(CHANGES, max_size=30), st.lists(CHANGES, max_size=30), st.integers(1, 20))
+def test_a_walk_tells_what_there_was_when_it_began(before, after, steps):
+    for content in (Content(), ContentPython()):
+        for name, *arguments in before:
+            getattr(content, name)(*arguments)
+        expected = told(content)
+        walk = content.walk()
+        said = []
+        changes = iter(after)
+        while not walk.is_done:
+            runs = walk.next(steps)
+            assert sum(len(packed) // 8 for packed, _, _ in runs) <= steps
+            said += runs
+            for name, *arguments in [change for change in [next(changes, None)] if change]:
+                getattr(content, name)(*arguments)
+                content.check()
+        walked = told(SimpleNamespace(runs=lambda said=said: said))
+        assert walked == expected
+        check_order(walked)
+
+
+def test_a_walk_of_much_takes_many_small_steps():
+    content = Content()
+    for seed in range(1000):
+        content.store(np.random.default_rng(seed).integers(0, 2**64, 50, dtype=np.uint64), None, Tier.DEVICE)
+    walk = content.walk()
+    content.clear()
+    told_blocks = calls = 0
+    while not walk.is_done:
+        count = sum(len(packed) // 8 for packed, _, _ in walk.next(4096))
+        assert count <= 4096
+        told_blocks, calls = told_blocks + count, calls + 1
+    assert told_blocks == 50_000
+    assert calls > 40
+
+
+@pytest.mark.parametrize("kind", [Content, ContentPython])
 def test_copies_past_the_bound_do_not_count(kind):
     content = kind()
     for _ in range(4_100):

@@ -58,7 +58,104 @@ def test_memory_is_given_back_once_all_is_cleared():
     assert tree.stats().num_bytes > 4_000_000
     tree.clear(0)
     tree.clear(1)
-    assert tree.stats().num_bytes < empty + 1_000
+    while tree.reclaim(10_000):
+        tree.check()
+    assert tree.stats().num_bytes < empty + 5_000
+    tree.check()
+
+
+def test_a_cleared_worker_is_ignored_at_once_and_reclaimed_by_as_much_as_was_asked_for():
+    tree = RadixTree(None, 2)
+    hashes = random_hashes(50_000)
+    tree.store(0, hashes)
+    tree.store(1, hashes[:10])
+    tree.clear(0)
+    assert tree.match(hashes).depths.tolist() == [0, 10]
+    assert (tree.held_blocks(0), tree.stats().pairs, tree.stats().nodes) == (0, 10, 50_000)
+    calls = 0
+    more = True
+    while more:
+        before = tree.stats().nodes
+        more = tree.reclaim(1000)
+        calls += 1
+        assert before - tree.stats().nodes <= 1016
+    assert tree.stats().nodes == 10
+    assert 45 <= calls <= 60
+    tree.check()
+
+
+def test_what_is_stored_again_while_it_is_reclaimed_stays():
+    tree, twin = RadixTree(None, 4), RadixTreePython(None, 4)
+    hashes = random_hashes(5_000)
+    for each in (tree, twin):
+        for worker in range(3):
+            each.store(worker, hashes)
+        for _ in range(3):  # tenants come and go before the first is reclaimed
+            for worker in range(3):
+                each.clear(worker)
+                each.reclaim(500)
+                each.store(worker, hashes[: 1000 * (worker + 1)])
+    while tree.reclaim(500):
+        tree.check()
+    assert tree.stats()[:-1] == twin.stats()[:-1]
+    np.testing.assert_array_equal(tree.match(hashes).depths, twin.match(hashes).depths)
+
+
+def test_stores_alone_reclaim_what_was_cleared():
+    tree = RadixTree(None, 2)
+    tree.store(0, random_hashes(50_000))
+    tree.clear(0)
+    for seed in range(500):
+        tree.store(1, random_hashes(64, seed + 1))
+    assert tree.stats().nodes == 500 * 64
+    tree.check()
+
+
+def test_a_block_with_many_children_costs_no_more_than_others():
+    """Its holders' shares are counted as they change; the check compares them with the children there are."""
+    tree, twin = RadixTree(None, 3), RadixTreePython(None, 3)
+    hub, leaves = random_hashes(3), random_hashes(500, 1)
+    for each in (tree, twin):
+        for worker in range(3):
+            each.store(worker, hub)
+            for leaf in leaves[worker * 100 : worker * 100 + 200]:
+                each.store(worker, leaf.reshape(1), parent=int(hub[-1]))
+        each.remove(1, hub[-1:])
+        each.clear(2)
+        for leaf in leaves[:180]:
+            each.remove(0, leaf.reshape(1))
+    while tree.reclaim(100):
+        tree.check()
+    for query in [np.append(hub, leaf) for leaf in leaves]:
+        np.testing.assert_array_equal(tree.match(query).depths, twin.match(query).depths)
+    assert tree.stats()[:-1] == twin.stats()[:-1]
+
+
+def test_workers_may_be_cleared_more_often_than_there_are_numbers():
+    tree = RadixTree(None, 3)
+    tree.store(2, random_hashes(200_000))
+    tree.clear(2)
+    hashes = random_hashes(1, 1)
+    for _ in range(70_000):
+        tree.store(0, hashes)
+        tree.clear(0)
+    tree.store(1, hashes)
+    assert tree.match(hashes).depths.tolist() == [0, 1, 0]
+    tree.check()
+
+
+def test_a_large_index_evicts_what_is_old():
+    tree = RadixTree(200_000, 1)
+    prompts = random_hashes(400_000).reshape(-1, 8)
+    for index, prompt in enumerate(prompts):
+        tree.store(0, prompt)
+        if index % 100 == 0:
+            tree.match(prompts[0])  # in use all the time
+    depths = np.array([tree.match(prompt).depths[0] for prompt in prompts])
+    assert depths[0] == 8
+    assert tree.stats().pairs == 200_000
+    newest = len(prompts) // 4  # half of what there is room for
+    assert depths[-newest:].mean() > 7.9
     tree.check()
 
 

@@ -55,12 +55,15 @@ class RadixMachine(RuleBasedStateMachine):
     def start(self, pairs_max):
         self.native, self.twin = RadixTree(pairs_max), RadixTreePython(pairs_max)
         self.bounded = pairs_max is not None
+        self.reclaiming = False
         self.copies: Counter[tuple[int, int, Tier]] = Counter()
 
     @rule(target=stored, slot=SLOTS, node=NODES, skip=st.integers(0, 3), tier=TIERS)
     def store(self, slot, node, skip, tier):
         path = chain_to(node)
         skip = min(skip, len(path) - 1)
+        if self.bounded:
+            self.reclaim_all()  # so that both evict the same
         for tree in (self.native, self.twin):
             tree.store(slot, array(path[skip:]), path[skip - 1] if skip else None, tier)
         self.copies.update((slot, h, tier) for h in path[skip:])
@@ -90,8 +93,19 @@ class RadixMachine(RuleBasedStateMachine):
     def clear(self, slot):
         for tree in (self.native, self.twin):
             tree.clear(slot)
+        self.reclaiming = True
         for key in [key for key in self.copies if key[0] == slot]:
             del self.copies[key]
+
+    @rule(blocks=st.integers(1, 20))
+    def reclaim(self, blocks):
+        self.reclaiming = self.native.reclaim(blocks)
+
+    @rule()
+    def reclaim_all(self):
+        while self.native.reclaim(1):
+            self.native.check()
+        self.reclaiming = False
 
     @rule(node=NODES, skip=st.integers(0, 2), beyond=st.lists(UNKNOWN, max_size=2))
     def match(self, node, skip, beyond):
@@ -128,7 +142,8 @@ class RadixMachine(RuleBasedStateMachine):
         self.native.check()
         self.twin.check()
         ours, twins = self.native.stats(), self.twin.stats()
-        assert ours[:-1] == twins[:-1]
+        assert ours[1:-1] == twins[1:-1]
+        assert ours.nodes == twins.nodes or (self.reclaiming and ours.nodes > twins.nodes)
         assert contents(self.native) == contents(self.twin)
         for slot in range(self.twin.num_slots):
             assert self.native.held_blocks(slot) == self.twin.held_blocks(slot)
@@ -148,9 +163,13 @@ class NonsenseMachine(RuleBasedStateMachine):
     @initialize(pairs_max=st.none() | st.integers(1, 10))
     def start(self, pairs_max):
         self.native, self.twin = RadixTree(pairs_max), RadixTreePython(pairs_max)
+        self.bounded = pairs_max is not None
+        self.reclaiming = False
 
     @rule(slot=st.integers(0, 3), hashes=HASHES, parent=PARENTS, tier=TIERS)
     def store(self, slot, hashes, parent, tier):
+        if self.bounded:
+            self.reclaim_all()
         for tree in (self.native, self.twin):
             tree.store(slot, array(hashes), parent, tier)
 
@@ -163,12 +182,21 @@ class NonsenseMachine(RuleBasedStateMachine):
     def clear(self, slot):
         for tree in (self.native, self.twin):
             tree.clear(slot)
+        self.reclaiming = True
+
+    @rule()
+    def reclaim_all(self):
+        while self.native.reclaim(1):
+            self.native.check()
+        self.reclaiming = False
 
     @invariant()
     def agrees(self):
         self.native.check()
         self.twin.check()
-        assert self.native.stats()[:-1] == self.twin.stats()[:-1]
+        ours, twins = self.native.stats(), self.twin.stats()
+        assert ours[1:-1] == twins[1:-1]
+        assert ours.nodes == twins.nodes or (self.reclaiming and ours.nodes > twins.nodes)
         # Where parents go in a circle, one of them comes first: compared are the copies.
         assert copies(self.native) == copies(self.twin)
 

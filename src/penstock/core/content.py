@@ -1,6 +1,8 @@
 """What one worker holds: the copies of each block by tier, and the block before it."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.native import native
 from penstock.core.radix_calls import Copies, Hashes
@@ -10,10 +12,61 @@ from penstock.core.wire import PackedHashes, pack_hashes
 
 __all__ = ["Content", "ContentPython"]
 
+Runs = list[tuple[PackedHashes, int | None, Copies]]
+"""Chains of blocks held alike: hashes, parent, copies by tier."""
+
 _TIERS = tuple(Tier)
+_ALL = 1 << 62
 
 
-class ContentPython:
+class Walk(Protocol):
+    """All that a worker held at one moment, told bit by bit however that changes meanwhile, parents before children."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def next(self, steps: int) -> Runs:
+        """Go on by so many steps, each of which looks at one block; gives what there is to tell by then."""
+        ...
+
+
+class _Content(Protocol):
+    def walk(self) -> Walk: ...
+
+
+class ContentCalls:
+    """Calls that either content answers alike."""
+
+    def runs(self: _Content) -> Runs:
+        """Give all of it at once."""
+        return self.walk().next(_ALL)
+
+
+class ContentWalkPython:
+    """The Python twin of the native walk: it looks at everything when it begins."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._blocks = _single(runs)
+        self._left = sum(len(hashes) // 8 for hashes, _, _ in runs)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left
+
+    def next(self, steps: int) -> Runs:
+        runs: Runs = []
+        for block_hash, parent, copies in islice(self._blocks, min(steps, self._left)):
+            self._left -= 1
+            if runs and runs[-1][0][-8:] == parent and runs[-1][2] == copies:
+                runs[-1] = (PackedHashes(runs[-1][0] + block_hash), *runs[-1][1:])
+            else:
+                runs.append(
+                    (block_hash, None if parent is None else int.from_bytes(parent, "little"), copies)
+                )
+        return runs
+
+
+class ContentPython(ContentCalls):
     """A map and nothing beside it, as nobody looks for prefixes here. One task owns it.
 
     Engines may store equal blocks more than once and remove each copy on its own, so that copies count; beyond 4,095
@@ -56,8 +109,11 @@ class ContentPython:
         self._copies.clear()
         self._parents.clear()
 
-    def runs(self) -> list[tuple[PackedHashes, int | None, Copies]]:
-        """Give chains of blocks held alike, parents before children: hashes, parent, copies by tier."""
+    def walk(self) -> Walk:
+        """Begin to tell what there is now."""
+        return ContentWalkPython(self._all_runs())
+
+    def _all_runs(self) -> Runs:
         runs: list[tuple[list[int], int | None, Copies]] = []
         parents, said = self._parents, dict.fromkeys(self._parents, False)
         ends = self._parents.keys() - set(self._parents.values())
@@ -87,12 +143,26 @@ class ContentPython:
             )
 
 
+def _single(runs: Runs) -> Iterator[tuple[PackedHashes, bytes | None, Copies]]:
+    """Give each block of some runs: its hash, that before it, and its copies."""
+    for hashes, first_parent, copies in runs:
+        parent = None if first_parent is None else first_parent.to_bytes(8, "little")
+        for at in range(0, len(hashes), 8):
+            block_hash = PackedHashes(hashes[at : at + 8])
+            yield block_hash, parent, copies
+            parent = block_hash
+
+
 def _changed(copies: Copies, tier: Tier, by: int) -> Copies:
     at = _TIERS.index(tier)
     return (*copies[:at], min(copies[at] + by, COPIES_MAX), *copies[at + 1 :])
 
 
-if TYPE_CHECKING or native is None:  # noqa: SIM108 - a type, for mypy
+if TYPE_CHECKING or native is None:
     Content = ContentPython
 else:
-    Content = native.Content
+
+    class Content(ContentCalls, native.Content):
+        """Does what its twin says."""
+
+        __doc__ = ContentPython.__doc__

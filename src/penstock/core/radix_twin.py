@@ -109,7 +109,11 @@ class RadixTreePython(RadixCalls):
                 self._drop_pair(worker, block_hash)
 
     def clear(self, worker: int) -> None:
-        """Forget all that a worker holds."""
+        """Forget all that a worker holds.
+
+        It counts and matches no more from now on. The native tree takes time for what it is told or asked, and not for all
+        that it holds: its `nodes` and bytes go down as that is reclaimed.
+        """
         if worker >= self.num_slots:
             return
         held, self._held[worker] = self._held[worker], {}
@@ -126,6 +130,16 @@ class RadixTreePython(RadixCalls):
                 gone.append(block_hash)
         for block_hash in gone:  # once all are out, so that no parent among them is taken for a leaf
             self._unlink(block_hash)
+
+    def reclaim(self, blocks: int) -> bool:  # noqa: ARG002 - the native tree's share of work
+        """Look at this many blocks for what cleared workers held; each `store` does some of it, too.
+
+        Until that is done, blocks before those do not count as leaves.
+
+        Returns:
+            Whether there is more to reclaim.
+        """
+        return False
 
     def match(self, hashes: Hashes) -> PrefixMatch:
         """Count, per worker, the leading blocks it holds in any tier; nothing after the first missing one."""
