@@ -65,9 +65,10 @@ class EventPlaneMachine(RuleBasedStateMachine):
         for event in events:
             self.mirror.apply(event)
 
-    def replace(self, worker_id, events):
-        self.mirror = ContentMirror()
-        self.apply(worker_id, events)
+    def replace(self, worker_id, part):
+        if part.chunk == 0:
+            self.mirror = ContentMirror()
+        self.apply(worker_id, part.events)
 
     def publish(self, event):
         self.publisher.publish([event])
@@ -129,7 +130,7 @@ class EventPlaneMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule()
     def answer(self):
-        self.flight += self.publisher.events_after(self.asked.pop(0))
+        self.flight += filter(None, self.publisher.events_after(self.asked.pop(0)))
 
     @precondition(lambda self: self.asked)
     @rule()
@@ -150,7 +151,7 @@ class EventPlaneMachine(RuleBasedStateMachine):
                 while self.flight:
                     self.do(self.subscriber.push, self.flight.pop(0))
                 while self.asked:
-                    self.flight += self.publisher.events_after(self.asked.pop(0))
+                    self.flight += filter(None, self.publisher.events_after(self.asked.pop(0)))
             if self.subscriber.synced:
                 break
             self.wait(31)

@@ -177,7 +177,7 @@ class Connector:
         subscriber = member.subscriber = sink.subscriber = EventSubscriber(
             connection,
             apply=apply,
-            replace=lambda _, events: self._indexer.replace(member.slot, events, block_size),
+            replace=lambda _, part: self._indexer.replace(member.slot, part, block_size),
             on_fault=lambda fault: self._metrics.event_faults.labels(fault).inc(),
             rng=self._rng,
         )

@@ -1,10 +1,11 @@
 """The prefix index, kept by what workers say of their blocks; of those that say nothing, by what was sent there."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import assert_never
 
 from penstock.core.radix import RadixTree
-from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, EventSnapshot, KvEvent
 from penstock.core.wire import PackedHashes, unpack_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import IndexGauges, RouterMetrics
@@ -12,12 +13,15 @@ from penstock.router.predictions import Predictions
 from penstock.runtime.events.subscriber import EventFault
 
 _HASH_BYTES = 8
+_RECLAIMED_AT_ONCE = 1024
+"""Blocks looked at in one turn of the event loop for what lost workers held: 0.2 ms on a shared AMD EPYC."""
 
 
 class Indexer:
     """Keeps a tree in step with workers, by slot. Who may speak for a slot is the caller's business.
 
-    A slot is either told of or guessed about, from `forget` to `forget`.
+    A slot is either told of or guessed about, from `forget` to `forget`. What a worker held is forgotten at once and
+    reclaimed over the next turns of the event loop, which owns this.
     """
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
@@ -27,6 +31,7 @@ class Indexer:
         )
         self._metrics = metrics
         self._gauges = IndexGauges(metrics, self.tree.stats)
+        self._reclaiming: asyncio.Handle | None = None
 
     def apply(self, slot: int, events: Sequence[KvEvent], block_size: int) -> int:
         """Apply one batch of events, in order.
@@ -49,20 +54,22 @@ class Indexer:
                 case BlockRemoved():
                     self.tree.remove(slot, event.block_hashes, event.tier)
                 case AllBlocksCleared():
-                    self.tree.clear(slot)
+                    self._clear(slot)
                 case _:
                     assert_never(event)
         self._gauges.events += len(events) - left_out
         self._gauges.note()
         return left_out
 
-    def replace(self, slot: int, events: Sequence[BlockStored], block_size: int) -> None:
-        """Forget what a worker held and store a snapshot, but what of it cannot be stored."""
-        self.tree.clear(slot)
-        for event in events:
+    def replace(self, slot: int, part: EventSnapshot, block_size: int) -> None:
+        """Store a part of a snapshot, but what of it cannot be stored; with the first part, forget what the worker held."""
+        if part.chunk == 0:
+            self._clear(slot)
+        for event in part.events:
             if self._fits(event, block_size):
                 self._store(slot, event)
-        self._metrics.event_snapshots.inc()
+        if part.last:
+            self._metrics.event_snapshots.inc()
         self._gauges.note()
 
     def sent(self, slot: int, block_hashes: PackedHashes) -> None:
@@ -72,7 +79,7 @@ class Indexer:
 
     def forget(self, slot: int) -> None:
         """Forget what a worker held: it is gone."""
-        self.tree.clear(slot)
+        self._clear(slot)
         self._predictions.forget(slot)
         self._gauges.note()
 
@@ -80,6 +87,16 @@ class Indexer:
         """Raise AssertionError where a part is broken."""
         self.tree.check()
         self._predictions.check()
+
+    def _clear(self, slot: int) -> None:
+        self.tree.clear(slot)
+        if self._reclaiming is None:
+            self._reclaiming = asyncio.get_running_loop().call_soon(self._reclaim)
+
+    def _reclaim(self) -> None:
+        """Do a bounded part of the work, and the rest in later turns of the loop."""
+        has_more = self.tree.reclaim(_RECLAIMED_AT_ONCE)
+        self._reclaiming = asyncio.get_running_loop().call_soon(self._reclaim) if has_more else None
 
     def _fits(self, event: KvEvent, block_size: int) -> bool:
         """Say whether an event can be applied, and count why not."""

@@ -12,7 +12,7 @@ class EventConfig(Config):
     """Event batches (one per engine step) kept for subscribers that lack the latest ones; with 0 they get all there is."""
     replay_hashes_max: int = Field(default=262_144, ge=1)
     """Block hashes in all kept batches together."""
-    snapshot_chunk_hashes: int = Field(default=8192, ge=1)
+    snapshot_chunk_hashes: int = Field(default=2048, ge=1)
     """Block hashes in one chunk of a snapshot."""
     snapshot_hashes_max: int = Field(default=16_777_216, ge=1)
     """Block hashes a subscriber accepts in one snapshot."""

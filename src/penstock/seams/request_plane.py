@@ -1,6 +1,7 @@
 """How frontends and workers talk: each side as the other sees it, and what carries it."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from penstock.core.errors import PenstockError, WorkerLost
@@ -57,8 +58,11 @@ class WorkerService(Protocol):
         """Abort whatever this frontend had asked for: it is gone."""
         ...
 
-    def events_after(self, sequence: int | None) -> Sequence[EventMessage]:
-        """Replay what a subscriber lacks: the batches after `sequence`, or a snapshot (None, or too long ago)."""
+    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
+        """Replay what a subscriber lacks: the batches after `sequence`, or a snapshot (None, or too long ago).
+
+        Messages are made as they are read. None among them says that enough was done for one turn of the event loop.
+        """
         ...
 
     def subscribe(self, sink: "EventSink") -> None:
@@ -67,8 +71,8 @@ class WorkerService(Protocol):
 
     def unsubscribe(self, sink: "EventSink") -> None: ...
 
-    def read_file(self, sha256: str) -> bytes | None:
-        """Give a model card's file by its content hash; None if it is not one of this worker's."""
+    def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
+        """Read a model card's file by its content hash; None if it is not one of this worker's."""
         ...
 
     def change_role(self, role: Role, answer: Answer) -> None:

@@ -218,7 +218,8 @@ class _Link:
 
     def subscribe(self, after_sequence: int | None) -> None:
         for message in self.server.service.events_after(after_sequence):
-            self.push_event(message)
+            if message is not None:
+                self.push_event(message)
         self.server.service.subscribe(self)
 
     def _submit(self, request: Request) -> None:
@@ -345,7 +346,7 @@ class SimConnection:
         await link.network.reach(frontend, worker)
         if not link.frontend_up:
             raise WorkerLost(f"worker {self.worker_id}: the connection has ended; fetch from another worker")
-        content = link.server.service.read_file(sha256)
+        content = await link.server.service.read_file(sha256)
         if content is None:
             raise missing_file(sha256)
         file = FileReceiver(sha256, link.server.config.file_bytes_max)

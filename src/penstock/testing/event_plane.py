@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar
 
 from penstock.core.ids import WorkerId
-from penstock.core.types import BlockStored, EventBatch, EventMessage, EventSnapshot, KvEvent, Tier
+from penstock.core.types import EventBatch, EventMessage, EventSnapshot, KvEvent, Tier
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import ContentMirror
 from penstock.runtime.events.subscriber import EventFault, EventSubscriber
@@ -50,10 +50,11 @@ class Follower:
         for event in events:
             self.mirror.apply(event)
 
-    def replace(self, worker_id: WorkerId, events: Sequence[BlockStored]) -> None:
-        self.snapshots += 1
-        self.mirror = ContentMirror()
-        self.apply(worker_id, events)
+    def replace(self, worker_id: WorkerId, part: EventSnapshot) -> None:
+        self.snapshots += part.last
+        if part.chunk == 0:
+            self.mirror = ContentMirror()
+        self.apply(worker_id, part.events)
 
     async def until_at(self, sequence: int) -> None:
         """Wait until it is in step with the worker's batch `sequence`."""

@@ -7,7 +7,7 @@ worker serves in the test's process and in another one.
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -156,7 +156,7 @@ class ScriptedWorker:
         for request_id in [r for r, live in self._live.items() if live.sink is sink]:
             del self._live[request_id]
 
-    def events_after(self, sequence: int | None) -> Sequence[EventMessage]:
+    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
         return self.publisher.events_after(sequence)
 
     def subscribe(self, sink: EventSink) -> None:
@@ -168,8 +168,13 @@ class ScriptedWorker:
             self._subscribers.remove(sink)
         self.publisher.unsubscribe(sink)
 
-    def read_file(self, sha256: str) -> bytes | None:
-        return {FILE_SHA256: FILE, WRONG_SHA256: b"something else", EMPTY_SHA256: b""}.get(sha256)
+    def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
+        """Read it within a tick."""
+        loop = asyncio.get_running_loop()
+        content: asyncio.Future[bytes | None] = loop.create_future()
+        files = {FILE_SHA256: FILE, WRONG_SHA256: b"something else", EMPTY_SHA256: b""}
+        loop.call_soon(content.set_result, files.get(sha256))
+        return content
 
     def change_role(self, role: Role, answer: Answer) -> None:
         """Become a decode worker after a tick, refuse to become an aggregated one, and never answer about prefill."""

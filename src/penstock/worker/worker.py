@@ -5,7 +5,7 @@ KV events, load reports, deadlines, draining and death.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -89,7 +89,7 @@ class Worker:
             plane: where to listen.
             identity: the worker's name and number.
             card: the model as a frontend has to know it; a smaller context of the engine's is put in.
-            read_file: gives a card's file by its content hash, such as `ModelFiles.read`.
+            read_file: gives a card's file by its content hash, such as `ModelFiles.read`; called in a thread.
             prices: what the engine's work takes, for routers; None where nobody can tell.
             adapters: LoRA adapters that the engine runs requests with.
             config: times and bounds.
@@ -239,7 +239,7 @@ class Worker:
                 self._abort(self._frontends.requests[request_id])
             self._computing.disown(frontend)
 
-    def events_after(self, sequence: int | None) -> Sequence[EventMessage]:
+    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
         return self.publisher.events_after(sequence)
 
     def subscribe(self, sink: EventSink) -> None:
@@ -248,8 +248,8 @@ class Worker:
     def unsubscribe(self, sink: EventSink) -> None:
         self.publisher.unsubscribe(sink)
 
-    def read_file(self, sha256: str) -> bytes | None:
-        return self._read_file(sha256)
+    def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
+        return asyncio.get_running_loop().run_in_executor(None, self._read_file, sha256)
 
     def change_role(self, role: Role, answer: Answer) -> None:
         standing = self._standing

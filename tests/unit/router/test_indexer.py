@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventSnapshot
 from penstock.core.wire import PackedHashes, pack_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
@@ -36,7 +36,8 @@ def test_what_cannot_be_is_left_out_and_counted_and_the_rest_applied(event, faul
         assert indexer.tree.match(HASHES).depths.tolist() == [2]
         assert indexer.apply(0, [AllBlocksCleared()], SIZE) == 0
         if isinstance(event, BlockStored):
-            indexer.replace(0, [stored(HASHES[:3]), event], SIZE)
+            events = (stored(HASHES[:3]), event)
+            indexer.replace(0, EventSnapshot(sequence=2, chunk=0, last=True, events=events), SIZE)
             assert indexer.tree.match(HASHES).depths.tolist() == [3]
         indexer.check()
         count = registry.get_sample_value("penstock_router_event_faults_total", {"fault": fault})

@@ -1,8 +1,11 @@
+import asyncio
+
 from penstock.core.types import BlockStored, EventBatch
 from penstock.core.wire import pack_hashes
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.feed import EventFeed
 from penstock.runtime.events.publisher import EventPublisher
+from penstock.sim.loop import run_virtual
 
 
 class Outlet:
@@ -58,7 +61,14 @@ def test_what_a_full_connection_missed_is_read_again_from_the_ring():
     assert sequences(outlet)[-1] == 11
 
 
-def test_where_the_ring_is_too_short_a_snapshot_takes_its_place():
+def test_where_the_ring_is_too_short_a_snapshot_takes_its_place_a_message_a_turn():
+    async def main():
+        await too_short_a_ring()
+
+    run_virtual(main())
+
+
+async def too_short_a_ring():
     publisher, outlet = EventPublisher(EventConfig(replay_batches_max=2, snapshot_chunk_hashes=4)), Outlet(1)
     feed = EventFeed(publisher, outlet)
     feed.subscribe(0)
@@ -68,6 +78,11 @@ def test_where_the_ring_is_too_short_a_snapshot_takes_its_place():
     publish(publisher, 11)
     outlet.room = 100
     feed.pump()
+    sent = len(outlet.sent)
+    while outlet.sent[-1].sequence < 11:
+        await asyncio.sleep(0)
+        assert len(outlet.sent) <= sent + 2, "a part of the snapshot, or its last and the tail"
+        sent = len(outlet.sent)
     snapshot = [m for m in outlet.sent if not isinstance(m, EventBatch)]
     assert [(m.chunk, m.sequence) for m in snapshot] == [(0, 10), (1, 10), (2, 10)]
     assert sequences(outlet) == [1, 10, 10, 10, 11]

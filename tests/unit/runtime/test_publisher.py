@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventSnapshot, Tier
@@ -20,6 +21,10 @@ class Sink:
 
     def push_event(self, message):
         self.messages.append(message)
+
+
+def said(publisher, after):
+    return [message for message in publisher.events_after(after) if message is not None]
 
 
 def replayed(messages):
@@ -60,9 +65,9 @@ def test_the_tail_is_replayed():
     publisher = EventPublisher()
     for block_hash in range(1, 6):
         publisher.publish([stored(block_hash)])
-    assert [message.sequence for message in publisher.events_after(3)] == [4, 5]
-    assert publisher.events_after(5) == []
-    assert [message.sequence for message in publisher.events_after(0)] == [1, 2, 3, 4, 5]
+    assert [message.sequence for message in said(publisher, 3)] == [4, 5]
+    assert said(publisher, 5) == []
+    assert [message.sequence for message in said(publisher, 0)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("after", [None, 2, 6, 100, -7])
@@ -70,7 +75,7 @@ def test_who_cannot_be_served_from_the_ring_gets_a_snapshot(after):
     publisher = EventPublisher(EventConfig(replay_batches_max=2))
     for block_hash in range(1, 6):
         publisher.publish([stored(block_hash)])
-    (snapshot,) = publisher.events_after(after)
+    (snapshot,) = said(publisher, after)
     assert isinstance(snapshot, EventSnapshot)
     assert snapshot.sequence == 5
     assert snapshot.last
@@ -81,8 +86,8 @@ def test_without_a_ring_who_lacks_anything_gets_a_snapshot():
     publisher = EventPublisher(EventConfig(replay_batches_max=0))
     publisher.publish([stored(1)])
     publisher.publish([stored(2)])
-    assert publisher.events_after(2) == []
-    (snapshot,) = publisher.events_after(1)
+    assert said(publisher, 2) == []
+    (snapshot,) = said(publisher, 1)
     assert isinstance(snapshot, EventSnapshot)
     publisher.check()
 
@@ -91,24 +96,24 @@ def test_the_ring_is_bounded_by_hashes_too():
     publisher = EventPublisher(EventConfig(replay_hashes_max=10))
     publisher.publish([stored(*range(6))])
     publisher.publish([stored(*range(6, 12))])
-    assert isinstance(publisher.events_after(0)[0], EventSnapshot)
-    assert len(publisher.events_after(1)) == 1
+    assert isinstance(said(publisher, 0)[0], EventSnapshot)
+    assert len(said(publisher, 1)) == 1
     publisher.publish([AllBlocksCleared()])
-    assert len(publisher.events_after(1)) == 2
+    assert len(said(publisher, 1)) == 2
     publisher.publish([stored(*range(20, 40))])
-    assert isinstance(publisher.events_after(3)[0], EventSnapshot), "a batch larger than the ring is not kept"
+    assert isinstance(said(publisher, 3)[0], EventSnapshot), "a batch larger than the ring is not kept"
     publisher.check()
 
 
 def test_an_empty_worker_has_a_snapshot():
-    assert EventPublisher().events_after(None) == [EventSnapshot(sequence=0, chunk=0, last=True, events=())]
+    assert said(EventPublisher(), None) == [EventSnapshot(sequence=0, chunk=0, last=True, events=())]
 
 
 def test_a_snapshot_says_chains_in_one_piece():
     publisher = EventPublisher()
     publisher.publish([stored(1, 2, 3)])
     publisher.publish([stored(4, parent=3)])
-    (snapshot,) = publisher.events_after(None)
+    (snapshot,) = said(publisher, None)
     assert snapshot.events == (stored(1, 2, 3, 4),)
 
 
@@ -117,7 +122,7 @@ def test_a_snapshot_puts_parents_first_even_where_they_came_later():
     publisher.publish([stored(1, 2, 3), stored(9, parent=2), stored(10, parent=9)])
     publisher.publish([removed(1)])
     publisher.publish([stored(1)])
-    snapshot = publisher.events_after(None)
+    snapshot = said(publisher, None)
     assert replayed(snapshot).counts() == publisher.mirror.counts()
 
 
@@ -125,7 +130,7 @@ def test_a_block_whose_parent_is_gone_names_it_still():
     publisher = EventPublisher()
     publisher.publish([stored(1, 2)])
     publisher.publish([removed(1)])
-    (snapshot,) = publisher.events_after(None)
+    (snapshot,) = said(publisher, None)
     assert snapshot.events == (stored(2, parent=1),)
 
 
@@ -135,7 +140,7 @@ def test_copies_are_counted():
     publisher.publish([stored(1, 2)])
     publisher.publish([removed(2)])
     assert publisher.mirror.counts() == {(1, Tier.DEVICE): 2, (2, Tier.DEVICE): 1}
-    assert replayed(publisher.events_after(None)).counts() == publisher.mirror.counts()
+    assert replayed(said(publisher, None)).counts() == publisher.mirror.counts()
     publisher.publish([removed(2), removed(1)])
     assert publisher.mirror.counts() == {(1, Tier.DEVICE): 1}
     publisher.check()
@@ -152,7 +157,7 @@ def test_tiers_are_kept_apart():
         (2, Tier.HOST): 1,
         (3, Tier.HOST): 1,
     }
-    assert replayed(publisher.events_after(None)).counts() == publisher.mirror.counts()
+    assert replayed(said(publisher, None)).counts() == publisher.mirror.counts()
     publisher.publish([AllBlocksCleared()])
     assert publisher.mirror.counts() == {}
     publisher.check()
@@ -170,7 +175,7 @@ def test_chunks_are_of_the_size_asked_for_and_lose_nothing():
     publisher = EventPublisher(EventConfig(snapshot_chunk_hashes=4))
     publisher.publish([stored(*range(1, 11))])
     publisher.publish([stored(*range(20, 23)), stored(30), stored(31, parent=30, tier=Tier.DISK)])
-    chunks = publisher.events_after(None)
+    chunks = said(publisher, None)
     assert [chunk.chunk for chunk in chunks] == list(range(len(chunks)))
     assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(sum(len(unpack_hashes(e.block_hashes)) for e in chunk.events) <= 4 for chunk in chunks)
@@ -180,5 +185,53 @@ def test_chunks_are_of_the_size_asked_for_and_lose_nothing():
 def test_hashes_of_64_bits_survive():
     publisher = EventPublisher()
     publisher.publish([stored(2**64 - 1, 2**63, parent=2**63 + 1)])
-    (snapshot,) = publisher.events_after(None)
+    (snapshot,) = said(publisher, None)
     assert snapshot.events == (stored(2**64 - 1, 2**63, parent=2**63 + 1),)
+
+
+def test_a_long_snapshot_is_made_a_bounded_part_at_a_time():
+    publisher = EventPublisher()
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        publisher.publish([stored(*rng.integers(0, 2**63, 100).tolist())])
+    made = list(publisher.events_after(None))
+    assert len(made) > 20, "most turns only look at blocks"
+    assert all(len(message.events) <= 512 for message in made if message is not None)
+    assert replayed(filter(None, made)).counts() == publisher.mirror.counts()
+
+
+def test_blocks_that_do_not_hang_together_come_in_more_and_smaller_messages():
+    publisher = EventPublisher()
+    publisher.publish([stored(block_hash) for block_hash in range(1, 3000)])
+    made = said(publisher, None)
+    assert max(len(message.events) for message in made) == 512
+    assert replayed(made).counts() == publisher.mirror.counts()
+
+
+def test_those_who_read_a_snapshot_at_once_share_it_and_go_on_with_the_tail():
+    publisher = EventPublisher(EventConfig(snapshot_chunk_hashes=10))
+    publisher.publish([stored(*range(1, 101))])
+    first = publisher.events_after(None)
+    begun = next(message for message in first if message is not None)
+    content = publisher.mirror.counts()
+    publisher.publish([stored(200), removed(*range(1, 50))])
+    second = said(publisher, None)
+    assert second[0] is begun, "made once"
+    assert {message.sequence for message in second} == {1}
+    assert replayed(second).counts() == content, "as it was when the first reader came"
+    assert [begun, *filter(None, first)] == second
+    assert [message.sequence for message in publisher.events_after(1)] == [2]
+    del first, begun, second
+    (fresh, *_) = said(publisher, None)
+    assert fresh.sequence == 2, "nobody read the other one any more"
+
+
+def test_a_shared_snapshot_is_not_given_once_the_tail_after_it_is_lost():
+    publisher = EventPublisher(EventConfig(replay_batches_max=2, snapshot_chunk_hashes=1))
+    publisher.publish([stored(1, 2, 3)])
+    reader = publisher.events_after(None)
+    next(reader)
+    for number in range(4, 7):
+        publisher.publish([stored(number)])
+    assert {message.sequence for message in said(publisher, None)} == {4}
+    assert {message.sequence for message in reader if message is not None} == {1}

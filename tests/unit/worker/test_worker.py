@@ -374,7 +374,7 @@ def test_events_are_numbered_and_replayed():
         await settle()
         assert sink.events == [EventBatch(sequence=1, events=(stored,))]
         assert list(stage.worker.events_after(0)) == sink.events
-        (snapshot,) = stage.worker.events_after(None)
+        (snapshot,) = filter(None, stage.worker.events_after(None))
         assert isinstance(snapshot, EventSnapshot)
         stage.worker.unsubscribe(sink)
         stage.engine.step(events=[stored])
@@ -386,8 +386,8 @@ def test_events_are_numbered_and_replayed():
 
 def test_files_are_read_by_hash():
     async def scene(stage: Stage) -> None:
-        assert stage.worker.read_file("abc") == b"content"
-        assert stage.worker.read_file("other") is None
+        assert await stage.worker.read_file("abc") == b"content"
+        assert await stage.worker.read_file("other") is None
 
     play(scene)
 

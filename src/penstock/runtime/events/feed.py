@@ -1,10 +1,11 @@
 """Brings one subscriber of a worker's events up to date, as fast as its connection takes them.
 
 It holds no events of its own: what a full connection could not take is read again from the worker's replay
-ring, or as a snapshot where the ring is too short.
+ring, or as a snapshot where the ring is too short. A snapshot goes out one message in a turn of the event loop.
 """
 
-from collections import deque
+import asyncio
+from collections.abc import Iterator
 from typing import Protocol
 
 from penstock.core.types import EventBatch, EventMessage
@@ -26,7 +27,8 @@ class EventFeed:
     def __init__(self, service: WorkerService, outlet: EventOutlet) -> None:
         self._service = service
         self._outlet = outlet
-        self._pending: deque[EventMessage] = deque()
+        self._pending: Iterator[EventMessage | None] | None = None
+        self._turn: asyncio.Handle | None = None
         self._sent: int | None = None  # the sequence that the subscriber has once all sent so far has arrived
         self._behind = False
         self._subscribed = False
@@ -35,26 +37,34 @@ class EventFeed:
         """Send what comes after this sequence (None: a snapshot), and go on; again resyncs."""
         self._sent = after_sequence
         self._behind = False
-        self._pending = deque(self._service.events_after(after_sequence))
+        self._pending = self._service.events_after(after_sequence)
         if not self._subscribed:
             self._subscribed = True
             self._service.subscribe(self)
         self.pump()
 
     def push_event(self, message: EventMessage) -> None:
-        if self._pending or self._behind or not self._outlet.writable:
+        if self._pending is not None or self._behind or not self._outlet.writable:
             self._behind = True
         else:
             self._send(message)
 
     def pump(self) -> None:
-        """Send what the connection has room for."""
-        while self._outlet.writable:
-            if self._pending:
-                self._send(self._pending.popleft())
+        """Send what the connection has room for, and of a snapshot no more than one message in a turn of the loop."""
+        while self._outlet.writable and self._turn is None:
+            if self._pending is not None:
+                try:
+                    message = next(self._pending)
+                except StopIteration:
+                    self._pending = None
+                    continue
+                if message is not None:
+                    self._send(message)
+                if not isinstance(message, EventBatch):
+                    self._turn = asyncio.get_running_loop().call_soon(self._go_on)
             elif self._behind:
                 self._behind = False
-                self._pending.extend(self._service.events_after(self._sent))
+                self._pending = self._service.events_after(self._sent)
             else:
                 return
 
@@ -62,8 +72,15 @@ class EventFeed:
         if self._subscribed:
             self._subscribed = False
             self._service.unsubscribe(self)
-        self._pending.clear()
+        self._pending = None
         self._behind = False
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+
+    def _go_on(self) -> None:
+        self._turn = None
+        self.pump()
 
     def _send(self, message: EventMessage) -> None:
         self._outlet.send_event(message)

@@ -4,6 +4,7 @@ Workers are the truth. Whoever follows one asks for the batches after the last i
 too short it gets a snapshot of the mirror, stamped with the sequence it stands for.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -16,15 +17,13 @@ from penstock.core.types import (
     BlockStored,
     EventBatch,
     EventMessage,
-    EventSnapshot,
     KvEvent,
     Tier,
 )
-from penstock.core.wire import PackedHashes, unpack_hashes
+from penstock.core.wire import unpack_hashes
 from penstock.runtime.config import EventConfig
+from penstock.runtime.events.snapshot import Snapshot
 from penstock.seams import EventSink
-
-_HASH_BYTES = 8
 
 _log = get_logger()
 
@@ -64,26 +63,12 @@ class ContentMirror:
             case AllBlocksCleared():
                 self._content.clear()
 
-    def stored(self, hashes_max: int) -> Iterator[BlockStored]:
-        """Say the whole content as events, parents before children, each of at most `hashes_max` hashes."""
-        for hashes, parent, copies in self._content.runs():
-            for tier, count in zip(Tier, copies, strict=True):
-                for _ in range(count):
-                    yield from self._parts(hashes, parent, tier, hashes_max)
+    def snapshot(self, sequence: int, chunk_hashes: int) -> Snapshot:
+        """Begin to say the whole content, of which `sequence` is the latest batch; later events do not show in it."""
+        return Snapshot(self._content.walk(), sequence, self._block_size, chunk_hashes)
 
     def check(self) -> None:
         self._content.check()
-
-    def _parts(
-        self, hashes: PackedHashes, parent: int | None, tier: Tier, hashes_max: int
-    ) -> Iterator[BlockStored]:
-        step = hashes_max * _HASH_BYTES
-        for start in range(0, len(hashes), step):
-            packed = PackedHashes(hashes[start : start + step])
-            yield BlockStored(
-                block_hashes=packed, parent_block_hash=parent, block_size=self._block_size, tier=tier
-            )
-            parent = int.from_bytes(packed[-_HASH_BYTES:], "little")
 
 
 class EventPublisher:
@@ -98,6 +83,7 @@ class EventPublisher:
         """With the hashes of each."""
         self._ring_hashes = 0
         self._sinks: list[EventSink] = []
+        self._snapshot: weakref.ref[Snapshot] | None = None  # the latest, while somebody reads it
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Number one step's events and push them to every subscriber; nothing for no events."""
@@ -112,13 +98,18 @@ class EventPublisher:
         for sink in tuple(self._sinks):
             sink.push_event(batch)
 
-    def events_after(self, sequence: int | None) -> list[EventMessage]:
-        """Give what a subscriber that has applied `sequence` lacks: the tail, or a snapshot and no tail."""
+    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
+        """Give what a subscriber that has applied `sequence` lacks: the tail, or a snapshot and no tail.
+
+        Returns:
+            Messages that are made as they are read, and None wherever enough was done for one turn of the event loop.
+            Those who read snapshots at the same time share one; what came after it they ask for then.
+        """
         if sequence == self.sequence:
-            return []
+            return iter(())
         if sequence is None or not self._first_kept() <= sequence + 1 <= self.sequence:
-            return self._snapshot()
-        return [batch for batch, _ in islice(self._ring, sequence + 1 - self._first_kept(), None)]
+            return self._current_snapshot().messages()
+        return iter([batch for batch, _ in islice(self._ring, sequence + 1 - self._first_kept(), None)])
 
     def subscribe(self, sink: EventSink) -> None:
         if sink not in self._sinks:
@@ -148,24 +139,14 @@ class EventPublisher:
         while len(ring) > config.replay_batches_max or self._ring_hashes > config.replay_hashes_max:
             self._ring_hashes -= ring.popleft()[1]
 
-    def _snapshot(self) -> list[EventMessage]:
-        limit = self.config.snapshot_chunk_hashes
-        chunks: list[list[BlockStored]] = [[]]
-        room = limit
-        for event in self.mirror.stored(limit):
-            size = len(event.block_hashes) >> 3
-            if size > room and chunks[-1]:
-                chunks.append([])
-                room = limit
-            chunks[-1].append(event)
-            room -= size
-        _log.debug("snapshot_made", sequence=self.sequence, blocks=len(self.mirror), chunks=len(chunks))
-        return [
-            EventSnapshot(
-                sequence=self.sequence, chunk=index, last=index == len(chunks) - 1, events=tuple(events)
-            )
-            for index, events in enumerate(chunks)
-        ]
+    def _current_snapshot(self) -> Snapshot:
+        """Give the one that somebody else still reads, if all that came since can be had, or begin one."""
+        snapshot = None if self._snapshot is None else self._snapshot()
+        if snapshot is None or not self._first_kept() <= snapshot.sequence + 1:
+            snapshot = self.mirror.snapshot(self.sequence, self.config.snapshot_chunk_hashes)
+            self._snapshot = weakref.ref(snapshot)
+            _log.debug("snapshot_begun", sequence=self.sequence, blocks=len(self.mirror))
+        return snapshot
 
 
 def _num_hashes(batch: EventBatch) -> int:

@@ -11,12 +11,12 @@ from enum import StrEnum
 
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types import BlockStored, EventBatch, EventMessage, EventSnapshot, KvEvent
+from penstock.core.types import EventBatch, EventMessage, EventSnapshot, KvEvent
 from penstock.runtime.config import EventConfig
 from penstock.seams import Connection
 
 Apply = Callable[[WorkerId, Sequence[KvEvent]], None]
-Replace = Callable[[WorkerId, Sequence[BlockStored]], None]
+Replace = Callable[[WorkerId, EventSnapshot], None]
 
 _log = get_logger()
 
@@ -36,7 +36,8 @@ class EventSubscriber:
     """Keeps one worker's content in step with its events. One task owns it; `push` never blocks.
 
     Messages may come late, twice, out of order or not at all: content is only ever changed by the next batch
-    in order or by a whole snapshot that is not older, so it always equals what the worker held at `sequence`.
+    in order or by the next part of a snapshot, so it always equals what the worker held at `sequence`. Parts are applied as
+    they come, a bounded amount of work each: from the first to the last there is no sequence, and content is a part.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class EventSubscriber:
         Args:
             connection: where to ask; its events go to `push`.
             apply: called with the events of each batch, in order.
-            replace: called with a whole snapshot: forget this worker's blocks, then store these.
+            replace: called with each part of a snapshot, in order: store its blocks; with the first, forget this worker's
+                before.
             rng: for the jitter.
             on_fault: called with what is wrong with messages or their order.
             config: bounds and delays.
         """
         self.sequence: int | None = None
-        """The last batch applied; None before the first snapshot."""
+        """The last batch applied; None before the first snapshot, and while one is applied."""
         self.resyncs = 0
         """How often a gap, or a doubt, made it ask again."""
         self._connection = connection
@@ -69,7 +71,6 @@ class EventSubscriber:
         self._rng = rng
         self._on_fault = on_fault
         self._config = config or EventConfig()
-        self._parts: list[BlockStored] = []
         self._parts_hashes = 0
         self._parts_of: int | None = None  # the sequence of the snapshot under way
         self._next_chunk = 0
@@ -124,7 +125,9 @@ class EventSubscriber:
         self._cancel()
 
     def _on_batch(self, batch: EventBatch) -> None:
-        if self.sequence is None or batch.sequence > self.sequence + 1:
+        if self._parts_of is not None and batch.sequence <= self._parts_of and self.sequence is None:
+            self._on_fault(EventFault.REPEATED)  # or is in the snapshot under way
+        elif self.sequence is None or batch.sequence > self.sequence + 1:
             self._on_gap(batch.sequence)
         elif batch.sequence == self.sequence + 1:
             self.sequence = batch.sequence
@@ -134,7 +137,7 @@ class EventSubscriber:
             self._on_fault(EventFault.REPEATED)
 
     def _on_snapshot(self, snapshot: EventSnapshot) -> None:
-        if self.sequence is not None and snapshot.sequence < self.sequence + (not self._in_doubt):
+        if self.sequence is not None and snapshot.sequence <= self.sequence and not self._in_doubt:
             self._on_fault(EventFault.REPEATED)  # or overtaken
             return
         if snapshot.chunk == 0:
@@ -155,19 +158,16 @@ class EventSubscriber:
             )
             self._drop_parts()
             return
-        self._parts.extend(snapshot.events)
+        self.sequence = snapshot.sequence if snapshot.last else None
+        self._replace(self._connection.worker_id, snapshot)
         if snapshot.last:
-            self.sequence = snapshot.sequence
-            parts = self._parts
             self._drop_parts()
-            self._replace(self._connection.worker_id, parts)
             self._in_doubt = False  # whatever is wrong with it: more than the whole cannot be had
             self._settle()
-        elif self._timer is not None:
+        else:
             self._arm(self._config.resync_timeout_s_max)  # it is coming: no need to ask meanwhile
 
     def _drop_parts(self) -> None:
-        self._parts = []
         self._parts_hashes = 0
         self._parts_of = None
         self._next_chunk = 0

@@ -73,6 +73,7 @@ class FrontendPeer:
         self._outbox: Outbox | None = None  # there once the client has been accepted
         self._load: WorkerLoad | None = None
         self._feed = EventFeed(service, self)
+        self._reads: dict[int, asyncio.Future[bytes | None]] = {}
         self._files: deque[tuple[int, Iterator[tuple[bytes, bool]]]] = deque()
         self._finishing: str | None = None
 
@@ -161,6 +162,9 @@ class FrontendPeer:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._peers.discard(self)
+        reads, self._reads = self._reads, {}
+        for read in reads.values():
+            read.cancel()
         if self._outbox is not None:
             _log.info("frontend_disconnected", process=self.process, peer=self.channel.peer, reason=reason)
             self._feed.close()
@@ -208,18 +212,31 @@ class FrontendPeer:
             self.channel.close(self._finishing)
 
     def _on_fetch(self, fetch: Fetch) -> None:
-        if len(self._files) >= FETCHES_MAX:
+        if len(self._files) + len(self._reads) >= FETCHES_MAX:
             error = Overloaded(
                 f"{FETCHES_MAX} files are on their way on this connection; wait for one of them"
             )
             self._refuse_fetch(fetch, error)
             return
-        content = self._service.read_file(fetch.sha256)
-        if content is None:
-            self._refuse_fetch(fetch, missing_file(fetch.sha256))
+        if fetch.fetch_id in self._reads:
+            raise ProtocolError(f"fetch {fetch.fetch_id}: it is under way already; the peer is broken")
+        read = self._reads[fetch.fetch_id] = self._service.read_file(fetch.sha256)
+        read.add_done_callback(partial(self._on_read, fetch))
+
+    def _on_read(self, fetch: Fetch, read: asyncio.Future[bytes | None]) -> None:
+        """Send what was read, unless its frontend has gone."""
+        if self._reads.pop(fetch.fetch_id, None) is not read or read.cancelled() or not self.channel.is_open:
             return
-        self._files.append((fetch.fetch_id, chunks(content)))
-        self._send_files()
+        content = None if read.exception() is not None else read.result()
+        if content is not None:
+            self._files.append((fetch.fetch_id, chunks(content)))
+            self._send_files()
+        elif self.channel.writable:
+            self.channel.send(
+                FetchChunk(fetch_id=fetch.fetch_id, last=True, error=missing_file(fetch.sha256).to_info())
+            )
+        else:
+            self.channel.abort("the peer does not even read that there is no such file")
 
     def _answer(self, call_id: int, error: PenstockError | None) -> None:
         self.channel.send(RoleChanged(call_id=call_id, error=None if error is None else error.to_info()))

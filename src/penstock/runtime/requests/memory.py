@@ -149,7 +149,8 @@ class _Link:
 
     def subscribe(self, after_sequence: int | None) -> None:
         for message in self.server.service.events_after(after_sequence):
-            self.push_event(message)
+            if message is not None:
+                self.push_event(message)
         self.server.service.subscribe(self)
 
     def change_role(self, role: Role, call_id: int) -> None:
@@ -217,7 +218,7 @@ class MemoryConnection:
         await asyncio.sleep(0)
         if not self._link.up:
             raise WorkerLost(f"worker {self.worker_id}: the connection has ended; fetch from another worker")
-        content = self._link.server.service.read_file(sha256)
+        content = await self._link.server.service.read_file(sha256)
         if content is None:
             raise missing_file(sha256)
         file = FileReceiver(sha256, self._link.server.config.file_bytes_max)

@@ -1,0 +1,94 @@
+"""All that a worker held at one moment, as messages that are made when they are read, a bounded amount of work at a time."""
+
+from collections.abc import Iterator
+
+from penstock.core.content import Runs, Walk
+from penstock.core.types import BlockStored, EventSnapshot, Tier
+from penstock.core.wire import PackedHashes
+
+_HASH_BYTES = 8
+_STEPS_AT_ONCE = 4096
+"""Blocks of a worker's content that are looked at in one go: 0.5 ms on a shared AMD EPYC."""
+_EVENTS_MAX = 512
+"""Events in one message and made in one go, where blocks hang together so little that each needs its own."""
+
+
+class Snapshot:
+    """Read by any number of subscribers at once, who share the work. One task owns it."""
+
+    def __init__(self, walk: Walk, sequence: int, block_size: int, chunk_hashes: int) -> None:
+        """Say what `walk` tells.
+
+        Args:
+            walk: begun when `sequence` was the latest batch.
+            sequence: what the snapshot stands for.
+            block_size: of the blocks.
+            chunk_hashes: how many a message may have.
+        """
+        self.sequence = sequence
+        self._walk = walk
+        self._block_size = block_size
+        self._chunk_hashes = chunk_hashes
+        self._said: list[EventSnapshot] = []
+        self._open: list[BlockStored] = []  # of the next message
+        self._room = chunk_hashes
+        self._events = self._make_events()
+        self._is_whole = False
+
+    def messages(self) -> Iterator[EventSnapshot | None]:
+        """Give all messages, and None wherever enough was done for one turn of the event loop."""
+        index = 0
+        while True:
+            if index < len(self._said):
+                yield self._said[index]
+                index += 1
+            elif self._is_whole:
+                return
+            else:
+                self._go_on()
+                if index == len(self._said):
+                    yield None
+
+    def _go_on(self) -> None:
+        """Do a part of the work: at most one message comes of it."""
+        for count, event in enumerate(self._events, 1):
+            if event is None:
+                return
+            size = len(event.block_hashes) // _HASH_BYTES
+            is_full = bool(self._open) and (size > self._room or len(self._open) >= _EVENTS_MAX)
+            if is_full:
+                self._close(last=False)
+            self._open.append(event)
+            self._room -= size
+            if is_full or count >= _EVENTS_MAX:
+                return
+        self._close(last=True)
+        self._is_whole = True
+
+    def _close(self, *, last: bool) -> None:
+        self._said.append(
+            EventSnapshot(sequence=self.sequence, chunk=len(self._said), last=last, events=tuple(self._open))
+        )
+        self._open = []
+        self._room = self._chunk_hashes
+
+    def _make_events(self) -> Iterator[BlockStored | None]:
+        """Give all events, parents before children, and None where enough was looked at in one go."""
+        while not self._walk.is_done:
+            yield from self._events_of(self._walk.next(_STEPS_AT_ONCE))
+            yield None
+
+    def _events_of(self, runs: Runs) -> Iterator[BlockStored]:
+        for hashes, parent, copies in runs:
+            for tier, count in zip(Tier, copies, strict=True):
+                for _ in range(count):
+                    yield from self._parts(hashes, parent, tier)
+
+    def _parts(self, hashes: PackedHashes, parent: int | None, tier: Tier) -> Iterator[BlockStored]:
+        step = self._chunk_hashes * _HASH_BYTES
+        for start in range(0, len(hashes), step):
+            packed = PackedHashes(hashes[start : start + step])
+            yield BlockStored(
+                block_hashes=packed, parent_block_hash=parent, block_size=self._block_size, tier=tier
+            )
+            parent = int.from_bytes(packed[-_HASH_BYTES:], "little")
