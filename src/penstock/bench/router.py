@@ -17,6 +17,7 @@ import numpy as np
 
 import penstock
 from penstock.bench import index_case
+from penstock.bench.index_steps import longest_steps_s
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
@@ -73,6 +74,9 @@ def run(options: argparse.Namespace) -> Report:
     ):
         samples[f"{name}_s"] = measured
         figures[f"{name}_{'us' if scale == 1e6 else 'ms'}"] = statistics.median(measured) * scale
+    for name, seconds in longest_steps_s(pairs, options.seed).items():
+        samples[f"longest_step_{name}_s"] = [seconds]
+        figures[f"longest_step_{name}_ms"] = seconds * 1e3
     samples["match_many_two_threads"] = _two_threads(repeats, pairs, options.seed)
     figures["match_many_two_threads"] = statistics.median(samples["match_many_two_threads"])
     return Report(
