@@ -132,14 +132,15 @@ def test_a_reader_that_stalls_before_the_last_event_is_cut_off_too(monkeypatch: 
     run(test)
 
 
-def test_a_reader_that_stalls_is_cut_off_when_its_time_is_up() -> None:
+@pytest.mark.parametrize("limit", ["request_timeout_s", "reader_timeout_s"])
+def test_a_reader_that_stalls_is_cut_off_when_its_time_is_up(limit: str) -> None:
     async def endless(request: Request) -> AsyncIterator[Delta]:
         while True:
             await asyncio.sleep(0)
             yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS[:1]))
 
     async def test() -> None:
-        async with serving(endless, request_timeout_s=0.5) as site:
+        async with serving(endless, **{limit: 0.5}) as site:
             stalled = await stall(site)
             await site.until(lambda: site.dispatcher.open_streams == 1)
             await site.until(lambda: site.dispatcher.open_streams == 0)

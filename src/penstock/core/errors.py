@@ -14,6 +14,7 @@ PenstockError (code, http_status, retryable)
       TransferRefused     the peer's memory was not given, is gone, or ends before that: trying again does not help
       TransferCancelled   `cancel` was called
       ChecksumMismatch    bytes arrived, but other ones
+  Parked                  503: its reader is slow: what the worker holds for it comes first, then the router chooses again
   Outrun                  503: requests of other routers reached the worker first; the router chooses again
   EngineError             500: the engine failed on this request
   ProtocolError           502: a peer spoke another language
@@ -132,6 +133,12 @@ class Outrun(PenstockError):  # noqa: N818
     retryable = True
 
 
+class Parked(PenstockError):  # noqa: N818 - a state of a request
+    code = "parked"
+    http_status = 503
+    retryable = True
+
+
 class EngineError(PenstockError):
     code = "engine_error"
 
@@ -146,7 +153,7 @@ _BY_CODE: dict[str, type[PenstockError]] = {
     for kind in (
         ConfigError, RequestError, Overloaded, DeadlineExceeded, Unavailable,
         WorkerLost, StepFailed, PinExpired, TransferError, PeerLost, TransferRefused, TransferCancelled, ChecksumMismatch,
-        Outrun, EngineError, ProtocolError,
+        Parked, Outrun, EngineError, ProtocolError,
     )
 }  # fmt: skip
 

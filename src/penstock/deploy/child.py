@@ -124,7 +124,10 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(
+                    self.pid, number
+                )  # `send_signal` may take the exit status, which asyncio then waits for in vain
 
     def kill(self) -> None:
         """End it in a moment: told once more, a frontend that drains still ends its streams with an error.

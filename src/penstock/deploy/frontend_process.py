@@ -45,7 +45,7 @@ async def run_frontend(
     discovery = LocalDiscovery(common.hub_address, identity, rng=rng)
     dispatcher = Dispatcher(
         discovery,
-        TcpPlane(identity),
+        TcpPlane(identity, config=graph.request_plane),
         rng=rng,
         config=graph.router.model_copy(update={"location": location_here(graph.router.location)}),
         hash_key=common.hash_key,

@@ -57,7 +57,7 @@ async def run_worker(
         worker = Worker(
             engine,
             discovery,
-            TcpPlane(identity, listen=f"unix://{common.runtime_dir}/{name}.sock"),
+            TcpPlane(identity, listen=f"unix://{common.runtime_dir}/{name}.sock", config=graph.request_plane),
             identity=WorkerIdentity(
                 worker_id=job.worker_id,
                 name=name,

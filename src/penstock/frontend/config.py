@@ -43,6 +43,8 @@ class FrontendConfig(Config):
     """Most choices of one request: prompts times n."""
     request_timeout_s: float = pydantic.Field(default=600.0, gt=0)
     """Longest time from the end of a request's body to its last token; then it ends with 504."""
+    reader_timeout_s: float = pydantic.Field(default=120.0, gt=0)
+    """Longest time in which a client takes no byte of its stream that waits for it; then its connection is cut."""
     keepalive_timeout_s: float = pydantic.Field(default=75.0, gt=0)
     """How long an idle connection stays open."""
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)

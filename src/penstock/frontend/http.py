@@ -182,7 +182,12 @@ class HttpSurface:
                 return await prepare(body, slot, wishes)
 
     async def _stream(self, request: web.Request, answering: Answering, slot: Slot) -> web.StreamResponse:
-        response = SseResponse(request, answering, self._config.write_buffer_bytes)
+        response = SseResponse(
+            request,
+            answering,
+            write_buffer_bytes=self._config.write_buffer_bytes,
+            reader_timeout_s=self._config.reader_timeout_s,
+        )
         try:
             async with slot.limit():
                 await answering.completion.run(response.take)

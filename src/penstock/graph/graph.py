@@ -23,6 +23,7 @@ from penstock.graph.slo import Slo
 from penstock.graph.supervision import Supervision
 from penstock.perf.profile import Profile
 from penstock.router.config import RouterConfig
+from penstock.runtime.config import PlaneConfig
 from penstock.worker.config import WorkerConfig
 
 DEMO_MODEL = "demo"
@@ -52,6 +53,8 @@ class Graph(Config):
     """How every worker reports and drains."""
     slo: Slo | None = None
     """Latency targets; None where there are none."""
+    request_plane: PlaneConfig = PlaneConfig()
+    """Connections between frontends and workers."""
     supervision: Supervision = Supervision()
     """How patient the supervisor is."""
 

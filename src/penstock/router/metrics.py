@@ -118,6 +118,9 @@ class RouterMetrics:
         self.outruns = counter(
             "outruns", "Requests sent back for another choice: other routers' came to the worker first"
         )
+        self.parked = counter(
+            "parked_requests", "Times a request left its worker until its slow reader had read what there was"
+        )
         self.quarantined = counter(
             "quarantined_requests", "Requests refused because their content kills workers"
         )

@@ -14,6 +14,7 @@ import msgspec
 from penstock.core.errors import (
     Outrun,
     Overloaded,
+    Parked,
     PenstockError,
     StepFailed,
     Unavailable,
@@ -334,6 +335,9 @@ class OpenRequest:
         elif isinstance(error, Outrun):
             self._setbacks.on_outrun()
             self._interrupt(error)
+        elif isinstance(error, Parked):
+            self._shared.metrics.parked.inc()
+            self._interrupt(error)
         elif isinstance(error, (StepFailed, WorkerLost)):
             self._setbacks.on_loss(attempt.route.worker_id, is_suspect=attempt.is_early)
             self._interrupt(error)
@@ -443,4 +447,4 @@ class OpenRequest:
 
 def _is_move(interruption: PenstockError | Relay) -> TypeGuard[PenstockError]:
     """Say whether it has lost its worker; else it was refused, sent back or handed over."""
-    return not isinstance(interruption, (Overloaded, Outrun, Relay))
+    return not isinstance(interruption, (Overloaded, Outrun, Parked, Relay))

@@ -30,9 +30,10 @@ class PlaneConfig(Config):
     window_tokens: int = Field(default=512, ge=1)
     """Tokens of one request that a frontend takes before it has granted more."""
     stream_bytes_max: int = Field(default=1 << 20, ge=1024)
-    """What a worker holds for one request whose reader is slow, in bytes; beyond it the request is aborted."""
+    """What a worker holds for one request whose reader is slow, in bytes, and a step's tokens more; beyond it the request leaves its engine until that is read."""
     connection_bytes_max: int = Field(default=2 << 20, ge=1024)
-    """The same for all requests of one frontend, and what a frontend buffers for a worker that does not read."""
+    """The same for all requests of one frontend: past half of it each has an equal share of that half, past all of it the largest are dropped and computed again. Also
+    what a frontend buffers for a worker that does not read, in bytes."""
     write_buffer_bytes: int = Field(default=256 << 10, ge=1024)
     """Above this much in a socket's write buffer, deltas are held and merged."""
     frame_bytes_max: int = Field(default=16 << 20, ge=1024)

@@ -14,6 +14,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types import Instance, InstanceChange, ModelCard, Prices, Role
 from penstock.router.config import RouterConfig
 from penstock.router.dispatcher import Dispatcher
+from penstock.runtime.config import PlaneConfig
 from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
 from penstock.runtime.requests.memory import MemoryPlane
 from penstock.seams import Engine
@@ -39,10 +40,10 @@ class _Seat:
 class MemoryCluster:
     """Workers by name. Enter it; leaving it stops what is left, at once."""
 
-    def __init__(self, seed: int = 0, *, lease_ttl_s: float = 5.0) -> None:
+    def __init__(self, seed: int = 0, *, lease_ttl_s: float = 5.0, plane: PlaneConfig | None = None) -> None:
         self.rng = random.Random(seed)
         self.discovery = MemoryDiscovery(lease_ttl_s=lease_ttl_s)
-        self.plane = MemoryPlane()
+        self.plane = MemoryPlane(plane)
         self.errors: dict[str, PenstockError] = {}
         """Why workers ended, of those that did so with an error."""
         self._seats: dict[str, _Seat] = {}

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.core.errors import Overloaded, from_info
+from penstock.core.errors import Parked, from_info
 from penstock.core.types import Delta, FinishReason, KvHandle, TokenLogprob
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.runtime.requests.outbox import Outbox
@@ -141,43 +141,74 @@ def test_one_slow_reader_delays_nobody():
         assert [d.request_id for d in out] == (["slow", "quick"] if token == 0 else ["quick"])
 
 
-def test_who_is_far_too_slow_ends_with_an_error():
+def test_who_is_far_too_slow_is_parked_and_nothing_is_lost():
     box = Box(stream_bytes_max=2000)
     box.open("a")
     out = []
     for start in range(0, 10_000, 100):
         out += box.offer([delta("a", range(start, start + 100))], writable=True)
-    assert box.aborted == ["a"]
-    assert box.overflows == 1
+        box.check()
+    assert box.aborted == ["a"], "its engine stops"
+    assert box.parked == 1
     assert tokens(out) == [0, 1, 2, 3], "what there was credit for"
-    error = from_info(out[-1].error)
-    assert isinstance(error, Overloaded)
-    assert "stream_bytes_max" in error.message
+    assert box.held_bytes <= 2000 + 400
+    while len(box):
+        box.grant("a", 60)
+        out += box.take()
+        box.check()
+    assert tokens(out) == list(range(len(tokens(out))))
+    assert len(tokens(out)) == 500, "all that was held when it was parked"
+    assert [d for d in out if d.error is not None] == out[-1:]
+    assert isinstance(from_info(out[-1].error), Parked)
     assert out[-1].finish_reason is FinishReason.ERROR
-    assert len(box) == 0
     assert box.held_bytes == 0
-    box.check()
 
 
-def test_on_a_full_connection_the_error_waits_too():
+def test_what_ends_with_the_delta_that_is_too_much_has_ended():
+    box = Box(window_tokens=0, stream_bytes_max=2000)
+    box.open("a")
+    box.offer([delta("a", range(1000), finish_reason=FinishReason.STOP)], writable=True)
+    assert box.aborted == []
+    box.grant("a", 1000)
+    (last,) = box.take()
+    assert (last.finish_reason, last.error) == (FinishReason.STOP, None)
+
+
+def test_on_a_full_connection_all_of_it_waits():
     box = Box(stream_bytes_max=2000)
     box.open("a")
     for _ in range(10):
         assert box.offer([delta("a", range(100))], writable=False) == []
         box.check()
     assert box.aborted == ["a"]
-    (error,) = box.take()
-    assert error.finish_reason is FinishReason.ERROR
+    box.grant("a", 1000)
+    (parked,) = box.take()
+    assert parked.finish_reason is FinishReason.ERROR
+    assert len(tokens([parked])) == 500
 
 
-def test_all_together_are_bounded_and_the_largest_goes_first():
+def test_past_half_of_the_bound_each_has_an_equal_share_of_that_half():
+    box = Box(window_tokens=0, stream_bytes_max=10_000, bytes_max=10_000)
+    for name in ("small", "large"):
+        box.open(name)
+    box.offer([delta("large", range(1000))], writable=True)
+    box.offer([delta("small", range(400))], writable=True)
+    assert box.aborted == []
+    box.offer([delta("small", range(10)), delta("large", range(10))], writable=True)
+    assert box.aborted == ["large"]
+    assert box.held_bytes < 10_000
+    box.check()
+
+
+def test_all_together_are_bounded_and_the_largest_is_dropped():
     box = Box(window_tokens=0, stream_bytes_max=10_000, bytes_max=10_000)
     for name in ("small", "large"):
         box.open(name)
     box.offer([delta("small", range(1000))], writable=True)
-    (error,) = box.offer([delta("large", range(1500))], writable=True)
-    assert error.request_id == "large"
-    assert "connection_bytes_max" in error.error.message
+    (parked,) = box.offer([delta("large", range(1500), finish_reason=FinishReason.LENGTH)], writable=True)
+    assert parked.request_id == "large"
+    assert tokens([parked]) == [], "it is computed again"
+    assert isinstance(from_info(parked.error), Parked)
     assert box.aborted == ["large"]
     box.check()
 

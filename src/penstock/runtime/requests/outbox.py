@@ -2,14 +2,15 @@
 
 Each request has a credit in tokens, which its reader renews by granting what it has taken. Deltas that exceed it,
 or that come while the connection is full, are merged per request, so that a slow reader costs tokens' bytes and
-not objects, and holds up nobody else. What is held is bounded: beyond that the request ends with `Overloaded`.
+not objects, and holds up nobody else. What is held is bounded: beyond that the request is parked. Its engine stops, what is
+held goes out as its reader takes it, and then `Parked` does: the frontend sends the request again, with all tokens it has by then.
 """
 
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from penstock.core.errors import ErrorInfo, Overloaded
+from penstock.core.errors import ErrorInfo, Parked
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types import Delta, FinishReason, KvHandle, TokenLogprob
@@ -84,7 +85,7 @@ class _Held:
 class _Stream:
     credit_tokens: int
     held: _Held | None = None
-    failed: bool = False
+    parked: bool = False
 
 
 def _is_last(delta: Delta | _Held) -> bool:
@@ -106,14 +107,14 @@ class Outbox:
 
         Args:
             window_tokens: credit of a request before the first grant.
-            stream_bytes_max: held for one request.
-            bytes_max: held for all of them together.
-            abort: called when a request was given up because its bound was reached.
+            stream_bytes_max: held for one request, and a delta more.
+            bytes_max: held for all of them together. Past half of it each request has an equal share of that half.
+            abort: called when a request is parked.
         """
         self.window_tokens = window_tokens
         self.held_bytes = 0
-        self.overflows = 0
-        """Requests given up because their reader was too slow."""
+        self.parked = 0
+        """Times a request was parked because its reader was slow."""
         self._stream_bytes_max = stream_bytes_max
         self._bytes_max = bytes_max
         self._abort = abort
@@ -139,10 +140,10 @@ class Outbox:
     def offer(self, deltas: Iterable[Delta], *, writable: bool) -> list[Delta]:
         """Take a step's deltas, give back those to send now; the others are held."""
         now: list[Delta] = []
-        overflows, is_cut = self.overflows, False
+        parked, is_cut = self.parked, False
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
-            if stream is None or stream.failed:
+            if stream is None or stream.parked:
                 continue
             tokens = len(delta.token_ids) >> 2
             if writable and stream.held is None and tokens <= stream.credit_tokens:
@@ -155,10 +156,10 @@ class Outbox:
                 self._hold(stream, delta)
         if self.held_bytes > self._bytes_max:
             self._shed()
-        if writable and (is_cut or self.overflows != overflows):
+        if writable and (is_cut or self.parked != parked):
             now += (
                 self.take()
-            )  # what there is credit for, as its reader may grant no more before; errors need none
+            )  # what there is credit for, as its reader may grant no more before; a word alone needs none
         return now
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
@@ -196,36 +197,42 @@ class Outbox:
         request_id = delta.request_id
         held = stream.held or self._wait(request_id, stream, _Held())
         self.held_bytes += held.merge(delta)
-        if held.num_bytes > self._stream_bytes_max:
-            self._fail(request_id, f"{self._stream_bytes_max} bytes (stream_bytes_max)")
+        if held.num_bytes > self._share_bytes() and not _is_last(held):
+            self._park(request_id, stream, held)
+
+    def _share_bytes(self) -> int:
+        """What one request may have held now. Who is over it is parked long before all together are too much, with nothing lost."""
+        half = self._bytes_max // 2
+        if self.held_bytes <= half:
+            return self._stream_bytes_max
+        return min(self._stream_bytes_max, half // len(self._waiting))
 
     def _shed(self) -> None:
+        """Drop what is held, the largest first, until all together are within their bound; it is computed again."""
         while self.held_bytes > self._bytes_max:
             largest = max(
-                (r for r in self._waiting if not self._streams[r].failed),
+                (r for r, held in self._waiting.items() if held.num_bytes > _STREAM_BYTES),
                 key=lambda r: self._waiting[r].num_bytes,
                 default=None,
             )
             if largest is None:
                 return
-            self._fail(
-                largest, f"{self._bytes_max} bytes for all requests of a frontend (connection_bytes_max)"
-            )
+            self._unhold(largest)
+            stream = self._streams[largest]
+            self._park(largest, stream, self._wait(largest, stream, _Held()))
 
-    def _fail(self, request_id: RequestId, bound: str) -> None:
-        """Put an error in place of what is held, and stop the request."""
-        stream = self._streams[request_id]
-        tokens = len(self._waiting[request_id].tokens) >> 2
-        self._unhold(request_id)
-        error = Overloaded(
-            f"request {request_id}: its reader is too slow: {tokens} tokens wait for it, more than {bound}; "
-            "read faster, or ask for less at once"
+    def _park(self, request_id: RequestId, stream: _Stream, held: _Held) -> None:
+        """Stop a request, and have its frontend send it again once what is held has been read."""
+        tokens = len(held.tokens) >> 2
+        error = Parked(
+            f"request {request_id}: its reader is slow, {tokens} tokens wait for it; it goes on once they are read"
         )
-        stream.failed = True
-        self._wait(request_id, stream, _Held(finish_reason=FinishReason.ERROR, error=error.to_info()))
-        self.overflows += 1
-        _log.warning("slow_reader_dropped", request_id=request_id, tokens=tokens, bound=bound)
-        self._abort(request_id)
+        held.finish_reason, held.error = FinishReason.ERROR, error.to_info()
+        if not stream.parked:
+            stream.parked = True
+            self.parked += 1
+            _log.debug("request_parked", request_id=request_id, tokens=tokens, held_bytes=self.held_bytes)
+            self._abort(request_id)
 
     def _wait(self, request_id: RequestId, stream: _Stream, held: _Held) -> _Held:
         stream.held = self._waiting[request_id] = held
