@@ -15,6 +15,9 @@ TINY = {"kv_blocks": 48, "max_running_requests": 4, "mock": {"timing": {"step_s"
 """Room for four requests, which take a second each."""
 SLOW = TINY | {"mock": {"timing": {"step_s": 0.04}}}
 
+LONG = {"max_running_requests": 4, "mock": {"timing": {"step_s": 0.02}}}
+"""Four places and memory for many more."""
+
 
 def hold(requests_max: int, **settings) -> dict:
     return {"hold": {"threshold_s": 0.2, "requests_max": requests_max, "work_weight": 0} | settings}
@@ -113,3 +116,28 @@ def test_what_was_held_is_answered_before_a_server_that_was_told_to_stop_does(de
 
     frontend = {"port": 0, "processes": 1, "drain_timeout_s": 60}
     deploy(scenario, role=TINY, router=hold(100), frontend=frontend)
+
+
+def test_short_prompts_with_long_answers_wait_at_the_frontend_and_not_in_the_worker(deploy):
+    async def scenario(site):
+        crowd = Crowd(site)
+        for number in range(24):
+            await crowd.send(f"flood-{number}", tenant="flood")
+        load = await site.load("worker-1")
+        assert load["running_requests"] == 4
+        assert load["waiting_requests"] <= 2
+        assert await crowd.metric("held_requests") > 12
+        await crowd.send("urgent", tenant="flood", priority="high")
+        await crowd.send("other", tenant="other")
+        for number in range(10):
+            await crowd.send(f"last-{number}", tenant="last")
+        await asyncio.gather(*crowd.tasks)
+        assert crowd.errors
+        for refused in crowd.errors:
+            assert "frontend.inflight_max" in refused.message
+            assert 3 <= int(refused.response.headers["Retry-After"]) <= 20
+        assert crowd.ended.index("urgent") < 16
+        assert crowd.ended.index("other") < 16
+
+    frontend = {"port": 0, "processes": 1, "drain_timeout_s": 60, "inflight_max": 28}
+    deploy(scenario, role=LONG, frontend=frontend)

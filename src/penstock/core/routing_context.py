@@ -15,7 +15,8 @@ TOKEN_S_MIN = 1e-9
 class PriceColumns:
     """`core.types.Prices` by worker slot, each (num_slots,) float64, and `onboard_token_s` (num_tiers, num_slots).
 
-    `batch_tokens`: the most prompt tokens that one step computes there; `prompts_at_once`: as in `EngineInfo`. Workers
+    `batch_tokens`: the most prompt tokens that one step computes there; `batch_requests`: the most requests that run there at
+    once, each in a place of the batch; `prompts_at_once`: as in `EngineInfo`. Workers
     that say no prices have the median of the others'. `round_trip_s` and `byte_s`: from this router to the worker and
     back, and for each byte on the way.
     """
@@ -31,6 +32,7 @@ class PriceColumns:
     onboard_token_s: NDArray[np.float64]
     round_trip_s: NDArray[np.float64]
     byte_s: NDArray[np.float64]
+    batch_requests: NDArray[np.float64]
 
     def worth_fetching(self) -> NDArray[np.bool_]:
         """Say, (num_tiers, num_slots), from where KV comes at least as quickly as it is computed; else it counts as not cached."""
@@ -107,6 +109,16 @@ class RoutingContext:
         step_s = prices.decode_step_s + self.running_requests * prices.decode_sequence_s
         step_s += self.context_tokens * prices.decode_token_s
         return step_s
+
+    def place_wait_s(self) -> NDArray[np.float64]:
+        """Say, (num_slots,), how long it takes until one more request has a place in a worker's batch.
+
+        A place comes free where a request ends; of a full batch one does so in each answer's time over its places.
+        """
+        places = self.prices.batch_requests
+        ahead = np.maximum(self.running_requests + self.waiting_requests + 1.0 - places, 0.0)
+        wait_s: NDArray[np.float64] = ahead / places * (max(self.mean_output_tokens, 1.0) * self.step_s())
+        return wait_s
 
     def changed(self, **values: Any) -> "RoutingContext":
         """Make one that differs in some fields, and shares the columns of all others; `replace` takes twenty times as long."""

@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from penstock.frontend.errors import ReceiveTimeoutError
-
-_RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +63,18 @@ class Slot:
 class Admission:
     """Counts requests in and out. One event loop owns it."""
 
-    def __init__(self, *, inflight_max: int, request_timeout_s: float, receive_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        inflight_max: int,
+        request_timeout_s: float,
+        receive_timeout_s: float,
+        retry_after_s: Callable[[], float],
+    ) -> None:
         self._inflight_max = inflight_max
         self._timeout_s = request_timeout_s
         self._receive_timeout_s = receive_timeout_s
+        self._retry_after_s = retry_after_s
         self._slots: set[Slot] = set()
         self._inflight = 0
         self._idle = asyncio.Event()
@@ -103,8 +109,8 @@ class Admission:
         """
         if self._inflight >= self._inflight_max:
             raise Overloaded(
-                f"{self._inflight} requests are under way, as many as this frontend takes; try again later",
-                retry_after_s=_RETRY_AFTER_S,
+                f"{self._inflight} requests are under way, as many as this frontend takes (frontend.inflight_max); try again later",
+                retry_after_s=self._retry_after_s(),
             )
         self._inflight += 1
         slot.admitted = True

@@ -89,6 +89,7 @@ class Frontend:
             inflight_max=config.inflight_max,
             request_timeout_s=config.request_timeout_s,
             receive_timeout_s=config.receive.timeout_s,
+            retry_after_s=dispatcher.retry_after_s,
         )
         self.room = ReceiveRoom(config.receive.bytes_max, self.metrics)
         self.bodies = BodyReader(config.body_bytes_max, self.metrics)

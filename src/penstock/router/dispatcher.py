@@ -19,6 +19,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.explanation import Explanation
 from penstock.router.fleet import Fleet
 from penstock.router.gate import Gate
+from penstock.router.hold import retry_after_s
 from penstock.router.member import WorkerView
 from penstock.router.metrics import RouterMetrics
 from penstock.router.open_request import OpenRequest
@@ -103,6 +104,10 @@ class Dispatcher:
     def expects(self, name: str) -> bool:
         """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
         return self._shared.fleet.expects(name)
+
+    def retry_after_s(self) -> float:
+        """Predict when there is room for one more request: once those that wait here now have left."""
+        return retry_after_s(self._shared.gate.drain_s(asyncio.get_running_loop().time()))
 
     async def looked(self) -> None:
         """Wait until discovery has said which workers there are, and each was tried to be reached once."""

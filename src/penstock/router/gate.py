@@ -23,6 +23,9 @@ from penstock.router.quote import Quote
 
 _PAUSE_S = 0.02
 """After a look that found no room, the next comes this much later at the earliest: a price takes some 0.1 ms."""
+_SOON_S = 0.1
+"""A place in a batch that comes free by then is as good as free: the way there takes a part of that, and so that it is not
+empty meanwhile. What waits in a worker cannot be overtaken."""
 _LOOK_AGAIN_S = 1.0
 """Predictions also change by themselves, as answers turn out to be shorter; a look comes this often in any case."""
 
@@ -101,6 +104,10 @@ class Gate:
         """Count those that wait, and those told to go that have not gone yet."""
         return len(self._places) + len(self._told)
 
+    def drain_s(self, now_s: float) -> float:
+        """Predict how long those that wait now will take to leave; of several queues, the longest."""
+        return max((queue.drain_s(now_s) for queue in self._queues.values()), default=0.0)
+
     def place(self, waiting: Waiting) -> Place:
         """Give a request a place; leave its context once it is sent or given up."""
         return Place(self, waiting)
@@ -117,24 +124,42 @@ class Gate:
             return True
         lane = _lane(quote)
         is_first = lane not in self._queues and lane not in self._told
-        if is_first and (quote.wait_s() <= self._config.threshold_s or self._room(quote).any()):
-            return False
+        if is_first:  # what needs no look at all workers is nearly always enough
+            begins_soon = not quote.hand_over and quote.begins_within(self._config.threshold_s)
+            if begins_soon or self._room(quote).any():
+                return False
         self._hold(place, quote)
         return True
 
     def _room(self, quote: Quote) -> NDArray[np.bool_]:
         """Say which of the workers that may get a request have room for it: also those that say that nobody waits there.
 
-        So a worker that is faster than predicted is never left idle.
+        So a worker that is faster than predicted is never left idle. Of a prompt that is to be handed over, none has any
+        while no worker that answers has room for more.
         """
-        assert self._config.threshold_s is not None, "asked for only where some are held"
-        context = quote.context
-        room: NDArray[np.bool_] = quote.waits_s() <= self._config.threshold_s
+        threshold_s, context = self._config.threshold_s, quote.context
+        assert threshold_s is not None, "asked for only where some are held"
+        if quote.hand_over and not self._can_be_answered(quote, threshold_s):
+            return np.zeros_like(context.eligible)
+        room: NDArray[np.bool_] = quote.waits_s() <= threshold_s
+        room &= context.place_wait_s() <= _SOON_S
         nobody_waits = context.waiting_requests == 0
         nobody_waits &= self._fleet.loads.unreported_requests < context.prices.prompts_at_once
         room |= nobody_waits
         room &= np.isfinite(quote.choice.prices())
         return room
+
+    def _can_be_answered(self, quote: Quote, threshold_s: float) -> bool:
+        """Say whether the workers that answer are to have a place soon enough, once those prompts have theirs that are being computed."""
+        pool, loads, context = self._fleet.pools[quote.request.model], self._fleet.loads, quote.context
+        ready = pool.ready
+        if not pool.num_ready:
+            return True
+        places = float(context.prices.batch_requests[ready].sum())
+        present = int((context.running_requests + context.waiting_requests)[ready].sum())
+        coming = int(loads.own_requests[pool.ready_prefill].sum())
+        answer_s = pool.traffic.mean_output_tokens * float(context.step_s()[ready].mean())
+        return max(present + coming + 1 - places, 0.0) / places * answer_s <= threshold_s
 
     def leave(self, place: Place) -> None:
         """Give up a place, whatever it has come to. Safe twice."""

@@ -232,8 +232,12 @@ class HoldQueue:
             del self._of_tenant[held.tenant]
 
     def _refusal(self, message: str, held: Held) -> Overloaded:
-        drain_s = self.drain_s(held.since_s, held.wait_s)
-        return Overloaded(message, retry_after_s=math.ceil(min(max(drain_s, 1.0), _RETRY_AFTER_S_MAX)))
+        return Overloaded(message, retry_after_s=retry_after_s(self.drain_s(held.since_s, held.wait_s)))
+
+
+def retry_after_s(drain_s: float) -> int:
+    """Say when to send a request again that is refused, where those that wait take so long to leave."""
+    return math.ceil(min(max(drain_s, 1.0), _RETRY_AFTER_S_MAX))
 
 
 def _priority(request: Request) -> int:

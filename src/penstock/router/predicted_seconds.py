@@ -70,11 +70,27 @@ class PredictedSeconds:
             TOKEN_S_MIN,
             _request_bytes(context),
         )
-        return terms
+        return _with_places(terms, context)
 
 
 def terms_python(context: RoutingContext) -> Column:
-    """Do what the native `predicted_seconds` does, to the last bit; 17 workers take 47 us, and 5 us there."""
+    """Do what `PredictedSeconds.terms` does with the native function, to the last bit."""
+    return _with_places(_priced(context), context)
+
+
+_MEMORY = PredictedSeconds.term_names.index("memory")
+
+
+def _with_places(terms: Column, context: RoutingContext) -> Column:
+    """Have requests wait for a place in the batch as well, where that takes longer: whoever ends gives both back."""
+    present = context.running_requests + context.waiting_requests
+    if (present >= context.prices.batch_requests).any():
+        np.maximum(terms[_MEMORY], context.place_wait_s(), out=terms[_MEMORY])
+    return terms
+
+
+def _priced(context: RoutingContext) -> Column:
+    """Price all but places in batches, as the native `predicted_seconds` does, to the last bit; 17 workers take 47 us, and 5 us there."""
     prices, size, output = context.prices, context.block_size, max(context.mean_output_tokens, 1.0)
     running, total = context.running_requests, context.total_blocks
     step_s = context.step_s()

@@ -20,8 +20,9 @@ _TOLERATED = 1.5
 """A worker's prompts are priced as it says until it was found to be so many times off, and then by what is past that: its
 queue tells of small errors as well, and keeps it from getting more than its cache is good for."""
 _BATCH = len(_SCALARS)
-_ROUND_TRIP, _BYTE, _AT_ONCE = _BATCH + 1, _BATCH + 2, _BATCH + 3
-_TIERS = _BATCH + 4
+_ROUND_TRIP, _BYTE, _AT_ONCE, _PLACES = _BATCH + 1, _BATCH + 2, _BATCH + 3, _BATCH + 4
+_TIERS = _BATCH + 5
+_PLACES_UNKNOWN = 1e9
 
 PRICE_S_MAX = 3600.0
 """Nothing that is priced takes longer: so what a price is multiplied with ends in a number."""
@@ -69,6 +70,7 @@ class PriceTable:
         self._table[_ROUND_TRIP, slot] = 0.0 if way is None else 2 * way.latency_s
         self._table[_BYTE, slot] = 0.0 if way is None else 1 / way.bandwidth_bytes_per_s
         self._table[_AT_ONCE, slot] = instance.engine.prompts_at_once
+        self._table[_PLACES, slot] = instance.engine.max_running_requests or _PLACES_UNKNOWN
 
     def correct(self, slot: int, factor: float) -> None:
         """Note that a worker's steps take so many times what it says: what is past `_TOLERATED` its prompts are priced with.
@@ -122,7 +124,7 @@ class PriceTable:
         table[:, ~known] = others[:, None]
         table[:_CORRECTED] *= _applied(self._factors)
         table[_BATCH:_TIERS] = own
-        sizes = [_BATCH, _AT_ONCE]
+        sizes = [_BATCH, _AT_ONCE, _PLACES]
         table[sizes] = np.maximum(table[sizes], 1.0)
         self._filled, shown = table, table.view()
         shown.flags.writeable = False
@@ -134,6 +136,7 @@ class PriceTable:
             onboard_token_s=shown[_TIERS:],
             round_trip_s=shown[_ROUND_TRIP],
             byte_s=shown[_BYTE],
+            batch_requests=shown[_PLACES],
         )
 
 
@@ -146,5 +149,5 @@ def _applied(factors: NDArray[np.float64]) -> NDArray[np.float64]:
 def _row(prices: Prices) -> NDArray[np.float64]:
     """Lay prices out as rows; what is not finite or below nothing counts as nothing, and what is past `PRICE_S_MAX` as that."""
     tiers = (*prices.onboard_token_s, *(0.0,) * len(Tier))[: len(Tier)]
-    row = np.array([*(getattr(prices, name) for name in _SCALARS), 0.0, 0.0, 0.0, 0.0, *tiers])
+    row = np.array([*(getattr(prices, name) for name in _SCALARS), *(0.0,) * (_TIERS - _BATCH), *tiers])
     return np.where(np.isfinite(row), row.clip(0.0, PRICE_S_MAX), 0.0)

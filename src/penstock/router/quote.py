@@ -66,11 +66,13 @@ class Quote:
         waits_s: NDArray[np.float64] = terms[queue] + terms[memory]
         return waits_s
 
-    def wait_s(self) -> float:
-        """Give the seconds before its work would begin where it is cheapest."""
+    def begins_within(self, seconds: float) -> bool:
+        """Say whether its work would begin so soon where it is cheapest, in a place of the batch that is free."""
         queue, memory = self.wait_terms
-        slot, terms = self.choice.slot, self.choice.terms
-        return float(terms[queue, slot] + terms[memory, slot])
+        context, slot, terms = self.context, self.choice.slot, self.choice.terms
+        present = context.running_requests[slot] + context.waiting_requests[slot]
+        has_place = bool(present < context.prices.batch_requests[slot])
+        return has_place and bool(terms[queue, slot] + terms[memory, slot] <= seconds)
 
     def work_s(self) -> NDArray[np.float64]:
         """Give (num_slots,) seconds that it costs beside its own waiting; infinite where it may not go."""
@@ -79,7 +81,10 @@ class Quote:
         return work_s
 
     def share_s(self) -> float:
-        """Give what its prompt takes, none of it cached, if all workers that may get it shared the work."""
-        prices, eligible = self.context.prices, self.context.eligible
+        """Give what it takes if all workers that may get it shared the work: its prompt, none of it cached, or its place, where that is more."""
+        context = self.context
+        prices, eligible = context.prices, context.eligible
         speeds = prices.prompts_at_once / np.maximum(prices.prefill_token_s, TOKEN_S_MIN)
-        return float(self.context.request_tokens / speeds[eligible].sum())
+        answer_s = max(context.mean_output_tokens, 1.0) * np.maximum(context.step_s(), TOKEN_S_MIN)
+        places = prices.batch_requests / answer_s
+        return max(float(context.request_tokens / speeds[eligible].sum()), float(1 / places[eligible].sum()))

@@ -10,6 +10,7 @@ from penstock.router.brakes import Brakes
 from penstock.router.config import RouterConfig
 from penstock.router.fleet import Fleet
 from penstock.router.gate import Gate
+from penstock.router.hold import retry_after_s
 from penstock.router.member import Condition
 from penstock.router.metrics import RouterMetrics
 from penstock.router.router import Router
@@ -42,9 +43,8 @@ class Shared:
         """
         if len(self.requests) >= self.config.open_requests_max:
             raise Overloaded(
-                f"{len(self.requests)} requests are under way here, the limit (router.open_requests_max); try again"
-                " in a second",
-                retry_after_s=1.0,
+                f"{len(self.requests)} requests are under way here, the limit (router.open_requests_max); try again later",
+                retry_after_s=retry_after_s(self.gate.drain_s(now_s)),
             )
         if request.request_id in self.requests:
             raise RequestError(

@@ -46,6 +46,10 @@ class RequestDispatcher(Protocol):
         """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
         ...
 
+    def retry_after_s(self) -> float:
+        """Say when a request that is refused now had better be sent again, by what waits for the workers."""
+        ...
+
     async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
         """Fetch one of the card's files from any worker that has it.
 

@@ -30,6 +30,7 @@ class ScriptedDispatcher:
         self.open_streams = 0
         self.cancelled = 0
         self.fetches = 0
+        self.busy_s = 1.0
         self.away: set[str] = set()
 
     def open(self, request: Request) -> "ScriptedStream":
@@ -40,6 +41,9 @@ class ScriptedDispatcher:
 
     def expects(self, name: str) -> bool:
         return name in self.away
+
+    def retry_after_s(self) -> float:
+        return self.busy_s
 
     async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
         self.fetches += 1

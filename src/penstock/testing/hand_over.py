@@ -40,9 +40,10 @@ def tiny_engine(
     *,
     block_size: int = BLOCK_SIZE,
     chunk_tokens: int = _CHUNK_TOKENS,
+    places: int = 64,
 ) -> BatchedEngine:
     """Make a mock engine whose every read of KV is checked (unless `kv_bytes` is 0)."""
-    scheduling = SchedulerConfig(max_batch_tokens=chunk_tokens)
+    scheduling = SchedulerConfig(max_batch_tokens=chunk_tokens, max_running_requests=places)
     return mock_engine(_shape(kv_blocks, kv_bytes, block_size), _CONFIG, scheduling)
 
 

@@ -27,6 +27,7 @@ def make_prices(num_slots: int = 3, **columns: Any) -> PriceColumns:
         "decode_step_s": [1e-3] * num_slots,
         "batch_tokens": [1e9] * num_slots,
         "prompts_at_once": [1.0] * num_slots,
+        "batch_requests": [1e9] * num_slots,
         "onboard_token_s": [[0.0] * num_slots] * len(Tier),
     }
     for column in fields(PriceColumns):
@@ -129,6 +130,7 @@ def _some_prices(num_slots: int, rng: np.random.Generator) -> PriceColumns:
         round_trip_s=some(0.1),
         byte_s=some(1e-8),
         prompts_at_once=(1 + np.arange(num_slots) % 8).astype(np.float64),
+        batch_requests=(8.0 ** (1 + np.arange(num_slots) % 9)).astype(np.float64),
     )
 
 

@@ -13,7 +13,10 @@ from penstock.frontend.errors import ReceiveTimeoutError
 
 def admission_of(inflight_max: int, request_timeout_s: float, receive_timeout_s: float = 60) -> Admission:
     return Admission(
-        inflight_max=inflight_max, request_timeout_s=request_timeout_s, receive_timeout_s=receive_timeout_s
+        inflight_max=inflight_max,
+        request_timeout_s=request_timeout_s,
+        receive_timeout_s=receive_timeout_s,
+        retry_after_s=lambda: 40.0,
     )
 
 

@@ -12,6 +12,7 @@ from penstock.router.config import DisaggConfig, HoldConfig, RouterConfig
 from penstock.testing import hand_over_scene
 from penstock.testing.hand_over import (
     PRICES,
+    tiny_engine,
     tiny_request,
     whole_answer,
 )
@@ -20,7 +21,7 @@ WEAK = msgspec.structs.replace(PRICES, prefill_token_s=0.1)
 """What decode workers say whose prompts had better be computed elsewhere."""
 
 
-def play(scene, names=("p0", "d0"), *, hold=None, policy="kv", decode=PRICES):
+def play(scene, names=("p0", "d0"), *, hold=None, policy="kv", decode=PRICES, **options):
     """Run a scene with `kv`, which sends prompts to prefill workers while that costs less, or as told."""
     registry = CollectorRegistry()
     router = RouterConfig(
@@ -32,7 +33,9 @@ def play(scene, names=("p0", "d0"), *, hold=None, policy="kv", decode=PRICES):
     async def measured(cluster, dispatcher):
         await scene(cluster, dispatcher, registry)
 
-    hand_over_scene.play(measured, names, router=router, registry=registry, prices={Role.DECODE: decode})
+    hand_over_scene.play(
+        measured, names, router=router, registry=registry, prices={Role.DECODE: decode}, **options
+    )
 
 
 def ask(dispatcher, name, length, **options):
@@ -199,3 +202,24 @@ def test_prompts_held_for_prefill_workers_go_on_when_these_are_gone():
         assert all(len(answer[0]) == 20 for answer in await asyncio.gather(*answers))
 
     play(scene, ("p0", "p1", "d0"), hold=HoldConfig(threshold_s=0.3))
+
+
+def test_prompts_are_not_computed_ahead_of_workers_whose_places_are_all_taken():
+    """Four places for answers of 2 s each, and a prefill worker that would be through with all prompts at once."""
+
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        asked = [tiny_request(f"r{n}", 40, max_tokens=200, seed=n) for n in range(60)]
+        answers = [asyncio.ensure_future(whole_answer(dispatcher, request)) for request in asked]
+        await asyncio.sleep(1.5)
+        assert num_held(dispatcher) > 30
+        decode = cluster.worker("d0")._computing.load()
+        assert decode.running_requests == 4
+        assert decode.waiting_requests <= 4
+        for answer in answers:
+            await answer
+
+    def engine(name):
+        return tiny_engine(kv_blocks=4000, places=4 if name == "d0" else 64)
+
+    play(scene, hold=HoldConfig(), decode=WEAK, engine=engine)
