@@ -18,6 +18,15 @@ class ReceiveConfig(Config):
     """Processes that decode and encode bodies over 64 KiB, started when such bodies come; each loads the tokenizers it needs."""
 
 
+class StreamConfig(Config):
+    """What keeps a stream alive that has nothing to say: proxies give up silent connections, many after 60 s."""
+
+    headers_after_s: float = pydantic.Field(default=5.0, gt=0)
+    """How long a stream waits for its first token before its headers go out; an error that comes later is an event of the stream, not an HTTP status."""
+    heartbeat_s: float = pydantic.Field(default=15.0, gt=0)
+    """How long a stream may be silent; then it gets a comment, which clients pass over."""
+
+
 class FrontendConfig(Config):
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
@@ -49,6 +58,8 @@ class FrontendConfig(Config):
     """How long an idle connection stays open."""
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)
     """On shutdown, how long requests under way may still take."""
+    stream: StreamConfig = StreamConfig()
+    """What silent streams send."""
     write_buffer_bytes: int = pydantic.Field(default=64 << 10, ge=4096)
     """What is buffered for a client that reads slowly, before its stream waits; as much again in the kernel."""
     models_max: int = pydantic.Field(default=16, ge=1)

@@ -1,5 +1,6 @@
 """Refusals that the HTTP API names by a code of their own, and how any error is worded in its shape."""
 
+from http import HTTPStatus
 from typing import ClassVar
 
 import msgspec
@@ -20,8 +21,10 @@ class ErrorAnswer(msgspec.Struct):
 
 def error_answer(error: PenstockError) -> ErrorAnswer:
     """Word an error the way the API does."""
-    caller = 400 <= error.http_status < 500
-    kind = "invalid_request_error" if caller else "server_error"
+    if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error" if 400 <= error.http_status < 500 else "server_error"
     code = None if error.code == RequestError.code else error.code  # the type says as much
     return ErrorAnswer(ErrorBody(message=error.message, type=kind, param=error.param, code=code))
 

@@ -132,8 +132,11 @@ class HttpSurface:
         head = (
             f"HTTP/1.1 {error.http_status} {HTTPStatus(error.http_status).phrase}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-            f"{_REQUEST_ID}: {self._frontend.new_id()}\r\nConnection: close\r\n\r\n"
+            f"{_REQUEST_ID}: {self._frontend.new_id()}\r\nConnection: close\r\n"
         )
+        if error.retry_after_s is not None:
+            head += f"Retry-After: {math.ceil(error.retry_after_s)}\r\n"
+        head += "\r\n"
         return head.encode() + body
 
     def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
@@ -182,15 +185,11 @@ class HttpSurface:
                 return await prepare(body, slot, wishes)
 
     async def _stream(self, request: web.Request, answering: Answering, slot: Slot) -> web.StreamResponse:
-        response = SseResponse(
-            request,
-            answering,
-            write_buffer_bytes=self._config.write_buffer_bytes,
-            reader_timeout_s=self._config.reader_timeout_s,
-        )
+        response = SseResponse(request, answering, self._config)
         try:
             async with slot.limit():
-                await answering.completion.run(response.take)
+                with response.kept_alive():
+                    await answering.completion.run(response.take)
                 await response.finish()
         except ConnectionError:
             raise

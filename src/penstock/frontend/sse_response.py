@@ -5,36 +5,36 @@ import contextlib
 import fcntl
 import sys
 import termios
+from collections.abc import Iterator
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from penstock.core.errors import DeadlineExceeded, PenstockError
 from penstock.frontend.completion import TextEvent
+from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Answering
 from penstock.frontend.sse import DONE, error_event
 
 _INT_BYTES = 4
+_HEARTBEAT = b": heartbeat\n\n"  # a comment, by the standard of server-sent events
+_RESOLUTION_S = 0.001
 
 
 class SseResponse(web.StreamResponse):
-    """Sends events as they come. Headers go out with the first one, so that an early error has its own status."""
+    """Sends events as they come.
 
-    def __init__(
-        self,
-        request: web.Request,
-        answering: Answering,
-        *,
-        write_buffer_bytes: int,
-        reader_timeout_s: float,
-    ) -> None:
+    Headers go out with the first one, so that an early error has its own status, or after a while without any; a stream
+    that is silent for long gets comments.
+    """
+
+    def __init__(self, request: web.Request, answering: Answering, config: FrontendConfig) -> None:
         """Send nothing yet.
 
         Args:
             request: whose answer it is.
             answering: what comes.
-            write_buffer_bytes: with more than this to be written, the next event waits.
-            reader_timeout_s: a client that takes no byte for so long while one waits is cut off.
+            config: how much is written ahead, how long a client may take nothing, and what silent streams send.
         """
         super().__init__(
             headers={
@@ -49,9 +49,26 @@ class SseResponse(web.StreamResponse):
         self._answering = answering
         self._encoder = answering.event_stream()
         self._writer: AbstractStreamWriter | None = None
-        self._write_buffer_bytes = write_buffer_bytes
-        self._reader_timeout_s = reader_timeout_s
+        self._write_buffer_bytes = config.write_buffer_bytes
+        self._reader_timeout_s = config.reader_timeout_s
         self._has_stalled = False
+        self._stream = config.stream
+        self._loop = asyncio.get_running_loop()
+        self._beginning = asyncio.Lock()
+        self._sent_s = 0.0  # in the event loop's time
+        self._timer: asyncio.TimerHandle | None = None
+        self._beat: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Send headers and comments, where nothing else is sent for long, until the block ends."""
+        self._timer = self._loop.call_later(self._stream.headers_after_s, self._on_silence)
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+            if self._beat is not None:
+                self._beat.cancel()
 
     async def take(self, event: TextEvent) -> None:
         await self._send(self._encoder.event(event))
@@ -75,9 +92,8 @@ class SseResponse(web.StreamResponse):
 
     async def _send(self, chunk: bytes) -> None:
         """Write, and wait while the client has not read enough of what was written before."""
-        writer = self._writer
-        if writer is None:
-            writer = self._writer = await self._begin()
+        writer = self._writer or await self._begin()
+        self._sent_s = self._loop.time()
         await writer.write(chunk)
         await self._drain(writer)
 
@@ -113,10 +129,31 @@ class SseResponse(web.StreamResponse):
         return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
     async def _begin(self) -> AbstractStreamWriter:
+        async with self._beginning:  # the first token and a comment may come at once
+            if self._writer is None:
+                transport = self._request.transport
+                if transport is not None:
+                    transport.set_write_buffer_limits(high=self._write_buffer_bytes)
+                self._writer = await self.prepare(self._request)
+                if self._writer is None:
+                    raise ConnectionResetError("the client is gone")
+            return self._writer
+
+    def _on_silence(self) -> None:
+        """Send a comment if nothing was sent for long; look again when that could be so the next time."""
+        now_s = self._loop.time()
+        silent_s = now_s - self._sent_s if self._writer is not None else self._stream.heartbeat_s
+        if silent_s >= self._stream.heartbeat_s and (self._beat is None or self._beat.done()):
+            self._beat = self._loop.create_task(self._send_comment())
+            silent_s = 0.0
+        rest_s = max(self._stream.heartbeat_s - silent_s, _RESOLUTION_S)
+        self._timer = self._loop.call_later(rest_s, self._on_silence)
+
+    async def _send_comment(self) -> None:
         transport = self._request.transport
-        if transport is not None:
-            transport.set_write_buffer_limits(high=self._write_buffer_bytes)
-        writer = await self.prepare(self._request)
-        if writer is None:
-            raise ConnectionResetError("the client is gone")
-        return writer
+        if transport is None or transport.get_write_buffer_size() > 0:
+            return  # gone, or it has not read what was sent before: it needs no sign of life
+        with contextlib.suppress(ConnectionError):  # whoever sends the events notices, too
+            writer = self._writer or await self._begin()
+            self._sent_s = self._loop.time()
+            await writer.write(_HEARTBEAT)

@@ -104,8 +104,9 @@ def check_completion(request: CompletionRequest, choices_max: int) -> None:
 def _check_generation(request: GenerationRequest, choices_max: int) -> None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(request, name, None)
-        if value is not None and value not in neutral:
-            raise RequestError(f"{name}: not supported by this server; leave it out", param=name)
+        if value is None or value in neutral or _is_ruled_out(request, name):
+            continue
+        raise RequestError(f"{name}: not supported by this server; leave it out", param=name)
     if request.stream_options is not None and not request.stream:
         raise RequestError(
             "stream_options: only allowed with stream: true; leave it out", param="stream_options"
@@ -127,6 +128,12 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
         if not request.cache_salt:
             raise RequestError("cache_salt: must not be empty; leave it out", param="cache_salt")
         _check_length("cache_salt", request.cache_salt, CACHE_SALT_CHARACTERS_MAX, "characters")
+
+
+def _is_ruled_out(request: GenerationRequest, name: str) -> bool:
+    """Tell whether the request itself says that a field is not to be used: tools that must not be called change no answer."""
+    by = {"tools": "tool_choice", "functions": "function_call"}.get(name)
+    return by is not None and getattr(request, by, None) == "none"
 
 
 def _check_range(

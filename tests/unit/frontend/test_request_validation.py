@@ -157,3 +157,14 @@ def test_prompts_are_of_one_kind_and_not_too_many() -> None:
     assert "mixes strings and token ids" in completion_refusal(prompt=["a", 1]).message
     assert "are 10 choices, at most 8" in completion_refusal(prompt=["a"] * 5, n=2).message
     check_completion(CompletionRequest(model="m", prompt=[1] * 100, n=8), choices_max=8)
+
+
+def test_tools_that_must_not_be_called_are_taken_and_others_named() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    check_chat(ChatRequest(model="m", messages=HI, tools=[tool], tool_choice="none"), choices_max=8)
+    check_chat(
+        ChatRequest(model="m", messages=HI, functions=[{"name": "f"}], function_call="none"), choices_max=8
+    )
+    for choice in ("auto", "required", None):
+        assert chat_refusal(tools=[tool], tool_choice=choice).param == "tools"
+    assert chat_refusal(functions=[{"name": "f"}], tool_choice="none").param == "functions"

@@ -6,10 +6,11 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.core.errors import Unavailable
+from penstock.core.errors import Overloaded, Unavailable
 from penstock.core.types import TokenLogprob
 from penstock.frontend.completion import TextEvent, TokenText
 from penstock.frontend.detokenize import Detokenizer
+from penstock.frontend.errors import error_answer
 from penstock.frontend.openai import PromptTokensDetails, Usage
 from penstock.frontend.sse import Envelope, EventStream, WholeAnswer, error_event
 from penstock.testing.tokenizer import tiny_tokenizer_json
@@ -136,3 +137,18 @@ def test_a_whole_answer(envelope: Envelope) -> None:
 def test_an_error_in_a_stream() -> None:
     (event,) = parse(error_event(Unavailable("gone")))
     assert event["error"] == {"message": "gone", "type": "server_error", "param": None, "code": "unavailable"}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (404, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (503, "server_error"),
+    ],
+)
+def test_the_type_of_an_error_follows_its_status(status: int, kind: str) -> None:
+    error = Overloaded("no")
+    error.http_status = status
+    assert error_answer(error).error.type == kind

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.core.errors import DeadlineExceeded
+from penstock.frontend.config import FrontendConfig
 from penstock.frontend.sse_response import SseResponse
 from penstock.sim.loop import run_virtual
 
@@ -29,10 +30,11 @@ def test_who_takes_a_little_now_and_then_is_waited_for_and_who_takes_nothing_is_
 ) -> None:
     client = Client(seconds)
     answering = SimpleNamespace(event_stream=lambda: None)
-    response = SseResponse(SimpleNamespace(), answering, write_buffer_bytes=4096, reader_timeout_s=2.0)
-    monkeypatch.setattr(response, "_unsent_bytes", client.left)
 
     async def main() -> None:
+        config = FrontendConfig(write_buffer_bytes=4096, reader_timeout_s=2.0)
+        response = SseResponse(SimpleNamespace(), answering, config)
+        monkeypatch.setattr(response, "_unsent_bytes", client.left)
         with pytest.raises(DeadlineExceeded, match=r"took nothing of its stream for 2 s"):
             await response._drain(client)
         assert asyncio.get_running_loop().time() == pytest.approx(cut_s, abs=2.1)
