@@ -21,6 +21,7 @@ from penstock.core.errors import (
 )
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.quiet import ContainedTransport
 from penstock.transfer.tcp import TcpTransport
 from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.tcp_frames import (
@@ -45,7 +46,7 @@ BOUNDS = TcpConfig(streams_per_peer_max=2, piece_bytes_max=MIB)
 CONFIG = TransferConfig(listen=("unix",), timeout_s=1.0)
 
 
-class Rogue:
+class Rogue(ContainedTransport):
     """A transport `tcp` that says what a test has it say."""
 
     name = "tcp"

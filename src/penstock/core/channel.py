@@ -5,6 +5,7 @@ A callback protocol of the event loop, without tasks; it runs on asyncio's loop 
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 from typing import Generic, Protocol, TypeVar, cast
@@ -78,6 +79,9 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         self.said_goodbye = False
         """Whether the other end closed on purpose."""
         self.closed = asyncio.Event()
+        self.leaves_socket = False
+        """Whether the socket outlives the connection, in `left_socket`; whoever asks for it closes it."""
+        self.left_socket: socket.socket | None = None
         self._codec = codec
         self._handler = handler
         self._reader = FrameReader(frame_bytes_max)
@@ -217,6 +221,10 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         if self._timer is not None:
             self._timer.cancel()
         self._end(str(exc) if exc else "closed by the peer")
+        sock = self._transport.get_extra_info("socket") if self._transport and self.leaves_socket else None
+        if sock is not None:
+            with contextlib.suppress(OSError):  # too many open files
+                self.left_socket = socket.socket(fileno=os.dup(sock.fileno()))
         self._transport = None
         self.closed.set()
         self._handler.channel_closed(self._reason)

@@ -13,6 +13,7 @@ PenstockError (code, http_status, retryable)
       PeerLost            the other agent's process or connection is gone
       TransferRefused     the peer's memory was not given, is gone, or ends before that: trying again does not help
       TransferCancelled   `cancel` was called
+      MemoryInUse         memory was deregistered, and somebody who does not answer may still use it
       ChecksumMismatch    bytes arrived, but other ones
   Parked                  503: its reader is slow: what the worker holds for it comes first, then the router chooses again
   Outrun                  503: requests of other routers reached the worker first; the router chooses again
@@ -121,6 +122,10 @@ class TransferRefused(TransferError):  # noqa: N818
 class TransferCancelled(TransferError):  # noqa: N818
     code = "transfer_cancelled"
     retryable = False
+
+
+class MemoryInUse(TransferError):  # noqa: N818
+    code = "memory_in_use"
 
 
 class ChecksumMismatch(TransferError):  # noqa: N818

@@ -1,7 +1,8 @@
 """What moves bytes between registered memory of two processes."""
 
+import asyncio
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Protocol
 
 from penstock.core.descriptors import (
@@ -197,7 +198,10 @@ class Transport(Protocol):
         ...
 
     async def deregister(self, region_id: int) -> None:
-        """Forget a region; what peers are doing with it ends with an error, and has ended when this returns."""
+        """Forget a region; what peers are doing with it ends with an error, and has ended when this returns.
+
+        What is `lingering` or done by who it was `exposed_to` is looked after by the agent.
+        """
         ...
 
     async def connect(
@@ -225,6 +229,17 @@ class Transport(Protocol):
 
     def accept(self, link: Link, stream: socket.socket) -> None:
         """Own a stream that the initiator of this link opened."""
+        ...
+
+    def exposed_to(self, link: Link) -> Collection[int]:
+        """List regions that this link's initiator may be at without this side's help, as where it has mapped them."""
+        ...
+
+    def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
+        """List what has ended for the caller and yet may use memory, as it cannot be taken back: of a region, or over a link.
+
+        Each is done when it does not any more.
+        """
         ...
 
     def lost(self, link: Link, error: PenstockError) -> None:

@@ -11,6 +11,7 @@ from penstock.core.errors import PenstockError, ProtocolError, TransferRefused
 from penstock.perf.topology import Way
 from penstock.seams import Link, TransportHost
 from penstock.sim.network import SimNetwork
+from penstock.transfer.quiet import ContainedTransport
 
 NAME = "wires"
 _CROSSINGS = 4
@@ -62,7 +63,7 @@ class Wires:
         self.received_bytes[target] += num_bytes
 
 
-class WireTransport:
+class WireTransport(ContainedTransport):
     """A `seams.Transport` of one host. It takes any memory, and touches none."""
 
     name = NAME

@@ -13,6 +13,7 @@ from penstock.core.descriptors import Access, Descriptors, MemoryKind, Region, R
 from penstock.core.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
+    MemoryInUse,
     PeerLost,
     TransferCancelled,
     TransferError,
@@ -40,6 +41,7 @@ __all__ = [
     "Descriptors",
     "FileRegion",
     "KvLayout",
+    "MemoryInUse",
     "MemoryKind",
     "ObjectRegion",
     "Peer",

@@ -10,6 +10,7 @@ from penstock.seams import Transport
 from penstock.transfer.links import AgentLink
 from penstock.transfer.metadata import AgentMetadata
 from penstock.transfer.peer import Peer, Way
+from penstock.transfer.quarantine import call_after
 from penstock.transfer.regions import RemoteRegion
 from penstock.transfer.running import RunningTransfers
 
@@ -48,6 +49,7 @@ class Acquaintances:
         self._transports = transports
         self._running = running
         self._timeout_s = connect_timeout_s
+        self._held: set[AgentLink] = set()  # to peers whose memory may be in use, the peer known or forgotten
         self._meeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def find(self, peer: Peer | str | None) -> Peer:
@@ -90,7 +92,10 @@ class Acquaintances:
             if known is not None:
                 known.learn(found.regions)
                 return known
-            peer = Peer(found.name, found.token, await self._dialler.dial(found))
+            link = await self._dialler.dial(found)
+            link.hold()
+            self._held.add(link)
+            peer = Peer(found.name, found.token, link)
             peer.learn(found.regions)
             self.by_name[peer.name] = peer
             try:
@@ -128,10 +133,24 @@ class Acquaintances:
             error: of the transfers; None to say no more than that.
         """
         self._drop(peer)
-        await self._running.end_peer(peer, error or PeerLost(f"agent {peer.name}: {why}"))
-        if peer.link is not None:
-            peer.link.close(why)
-        await peer.close_ways()
+        link = peer.link
+        try:
+            await self._running.end_peer(peer, error or PeerLost(f"agent {peer.name}: {why}"))
+            if link is not None:
+                link.close(why)
+            await peer.close_ways()
+        finally:
+            if link is not None:
+                call_after(self._users(peer, link), lambda: self._let_go(link))
+
+    def let_go(self) -> None:
+        """Nothing uses memory of any peer any more: the agent has closed."""
+        for link in list(self._held):
+            self._let_go(link)
+
+    def _let_go(self, link: AgentLink) -> None:
+        self._held.discard(link)
+        link.let_go()
 
     def lost(self, link: AgentLink) -> Peer | None:
         """A link has ended: who was reached by it is known no longer.
@@ -151,6 +170,11 @@ class Acquaintances:
             peer.infos.pop(region_id, None)
             gone = TransferRefused(f"region {region_id} of agent {peer.name} was deregistered there")
             await self._running.end_remote(peer, region_id, gone)
+
+    def _users(self, peer: Peer, link: AgentLink) -> "list[asyncio.Future[None]]":
+        """List what may use memory of a peer that is forgotten."""
+        lingering = [user for transport in self._transports.values() for user in transport.lingering(link)]
+        return [user for user in (*self._running.tasks_of(peer), *lingering) if not user.done()]
 
     def _at(self, link: AgentLink) -> Peer | None:
         peer = self.by_name.get(link.peer)

@@ -28,6 +28,7 @@ from penstock.transfer.metadata import decode_metadata
 from penstock.transfer.pairs import pair_ranges
 from penstock.transfer.peer import Peer
 from penstock.transfer.prepared import PreparedTransfer
+from penstock.transfer.quarantine import Quarantine
 from penstock.transfer.regions import RegionTable, Registration, RemoteRegion
 from penstock.transfer.running import RunningTransfers
 from penstock.transfer.switchboard import Switchboard
@@ -35,6 +36,8 @@ from penstock.transfer.transports import STORAGE, allowed, default_transports
 
 _log = get_logger()
 _REFUSALS_KEPT = 64
+_LAST_WAIT_S = 0.1
+"""What a peer that was cut off has left to let go of memory."""
 
 
 class TransferAgent:
@@ -69,6 +72,7 @@ class TransferAgent:
         self._mailbox = Mailbox(name, self.config.notifications_max, self.counters)
         self.running = RunningTransfers(self.config, self.counters, self._mailbox)
         self._switchboard = Switchboard(self)
+        self._quarantine = Quarantine(name, self._transports)
         self._met = Acquaintances(
             Peer(name, self.identity.token, None),
             self._switchboard,
@@ -110,7 +114,11 @@ class TransferAgent:
         await self.close()
 
     async def close(self) -> None:
-        """End every transfer and every link; memory that was registered is free then. Safe twice."""
+        """End every transfer and every link; memory that was registered is free then. Safe twice.
+
+        Raises:
+            MemoryInUse: a peer that does not answer may still use some of it, which stays as long as the process does.
+        """
         tasks, self._tasks = self._tasks, None
         if tasks is None:
             return
@@ -121,9 +129,11 @@ class TransferAgent:
             await peer.close_ways()
         for transport in self._transports.values():
             await transport.close()
+        self._met.let_go()
         for task in self._switchboard.tasks:
             task.cancel()
         await tasks.__aexit__(None, None, None)
+        await self._quarantine.drain(self._table, self.config.heartbeat_timeout_s)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -150,7 +160,21 @@ class TransferAgent:
 
         Raises:
             TransferRefused: it is not registered (any more), or by another agent.
+            MemoryInUse: who may still use it did not answer within `heartbeat_timeout_s`. The agent keeps the memory alive
+                until that one answers or ends (`quarantined`); this may be called again to wait for it.
         """
+        began_s = asyncio.get_running_loop().time()
+        if registration not in self._quarantine:
+            await self._withdraw(registration)
+        left_s = self.config.heartbeat_timeout_s - (asyncio.get_running_loop().time() - began_s)
+        await self._quarantine.release(registration, max(left_s, _LAST_WAIT_S))
+
+    @property
+    def quarantined(self) -> tuple[Registration, ...]:
+        """What was deregistered while somebody who does not answer could use it, and is not free yet."""
+        return self._quarantine.held
+
+    async def _withdraw(self, registration: Registration) -> None:
         region_id = registration.region_id
         self._table.remove(registration)
         self._met.own.infos.pop(region_id, None)
@@ -400,6 +424,10 @@ class TransferAgent:
         """A peer's region is gone: end what uses it, then say so."""
         await self._met.withdrawn(link, region_id)
         link.withdraw_done(region_id)
+
+    def see_off(self, link: AgentLink) -> bool:
+        """Note what a peer that leaves may still use."""
+        return self._quarantine.see_off(link)
 
     def lost(self, link: AgentLink, error: PenstockError) -> None:
         """A link has ended: so has all that goes over it."""

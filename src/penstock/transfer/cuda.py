@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 from weakref import WeakValueDictionary
@@ -32,13 +32,14 @@ from penstock.seams import Link, TransferChannel, TransportHost
 from penstock.transfer.cuda_channel import KINDS, CudaChannel
 from penstock.transfer.cuda_driver import Cuda, CudaDriver
 from penstock.transfer.cuda_frames import Ask, CudaWay, Gone, Shared, decode_frame, encode_frame
+from penstock.transfer.quiet import ContainedTransport
 from penstock.transfer.regions import addresses_of, distinct
 
 _log = get_logger()
 _CONTACT_BYTES = 8
 
 
-class CudaTransport:
+class CudaTransport(ContainedTransport):
     """Copies to and from device memory."""
 
     name = "cuda"
@@ -119,6 +120,11 @@ class CudaTransport:
     def accept(self, link: Link, stream: socket.socket) -> None:
         stream.close()
         raise TransferRefused(f"agent {link.peer}: transport cuda uses no streams")
+
+    def exposed_to(self, link: Link) -> Collection[int]:
+        if link.peer_pid == os.getpid():
+            return self._regions
+        return [region_id for region_id, told in self._told.items() if link in told]
 
     def lost(self, link: Link, error: PenstockError) -> None:
         for told in self._told.values():

@@ -19,6 +19,7 @@ from penstock.transfer.frames import (
     WithdrawnDone,
     link_codec,
 )
+from penstock.transfer.last_end import LastEnd
 
 _WRITE_BUFFER_BYTES = 4 << 20
 _WRITE_BYTES_MAX = 64 << 20
@@ -55,6 +56,10 @@ class LinkHandler(Protocol):
         """The link has ended, on whichever side. Called once, if it was ever open."""
         ...
 
+    def link_exposed(self, link: "AgentLink") -> bool:
+        """Say whether the peer may use memory of this agent by itself. Asked before `link_lost`."""
+        ...
+
 
 class AgentLink(Protocol):
     """A `penstock.seams.Link` with what only the agent uses."""
@@ -86,6 +91,23 @@ class AgentLink(Protocol):
     def withdraw(self, region_id: int) -> None: ...
 
     def withdraw_done(self, region_id: int) -> None: ...
+
+    @property
+    def gone(self) -> "asyncio.Future[None]":
+        """Done when the link has ended and the initiator at its other end uses no memory of this agent any more."""
+        ...
+
+    def hold(self) -> None:
+        """On the initiator's side: memory of the peer may be used from now on, until `let_go`."""
+        ...
+
+    def let_go(self) -> None:
+        """Nothing here uses memory of the peer any more; the peer hears of it. Safe twice."""
+        ...
+
+    def abandon(self) -> None:
+        """Learn no more of `gone`: the agent is closed."""
+        ...
 
     def close(self, reason: str) -> None:
         """End it on purpose; both handlers hear `link_lost`."""
@@ -123,8 +145,12 @@ class SocketLink:
             heartbeat_interval_s=config.heartbeat_timeout_s / 4,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
         )
+        self.channel.leaves_socket = True
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.stream_key = b""
         self.link_id = 0
+        self._is_held = False
+        self._last_end: LastEnd | None = None
         self._handler = handler
         self._greeter: Greeter | None = None
         self._open_stream: StreamOpener | None = None
@@ -156,9 +182,20 @@ class SocketLink:
             raise TransferRefused(f"agent {self.peer}: only the side that connected opens streams")
         return await self._open_stream(transport)
 
+    def hold(self) -> None:
+        self._is_held = True
+
+    def let_go(self) -> None:
+        self._is_held = False
+        self._close_socket()
+
     def close(self, reason: str) -> None:
         self.error = self.error or PeerLost(f"agent {self.peer}: {reason}")
         self.channel.close(reason)
+
+    def abandon(self) -> None:
+        if self._last_end is not None:
+            self._last_end.close()
 
     def channel_opened(self) -> None:
         assert self._greeter is not None, "greets_by comes first"
@@ -199,7 +236,31 @@ class SocketLink:
             self.error = self.error or PeerLost(
                 f"agent {self.peer} is gone: {reason}; connect again once it is back"
             )
+            is_exposed = self._handler.link_exposed(self)
             self._handler.link_lost(self, self.error)
+            self._outlive(is_exposed=is_exposed)
+            return
+        self._outlive(is_exposed=False)
+
+    def _outlive(self, *, is_exposed: bool) -> None:
+        """Keep the socket as long as this side uses the peer's memory, or the peer this one's."""
+        if is_exposed:
+            left, self.channel.left_socket = self.channel.left_socket, None
+            if left is not None:  # else it was not kept, for want of descriptors: nobody will ever know
+                self._last_end = LastEnd(left, self._set_gone)
+            return
+        self._set_gone()
+        if not self._is_held:
+            self._close_socket()
+
+    def _close_socket(self) -> None:
+        left, self.channel.left_socket = self.channel.left_socket, None
+        if left is not None:
+            left.close()
+
+    def _set_gone(self) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
 
     def admitted(self, stream_key: bytes, link_id: int) -> None:
         """Both sides know each other."""

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
@@ -76,6 +76,9 @@ class MemoryTransport(QuietTransport):
         if other is None:
             raise TransferError(f"agent {link.peer} runs in another process")
         return _MemoryChannel(self, other, self._name, regions)
+
+    def exposed_to(self, link: Link) -> Collection[int]:
+        return self.regions if link.peer_pid == os.getpid() else ()
 
     async def close(self) -> None:
         _by_contact.pop(self._contact, None)

@@ -20,8 +20,10 @@ class MemoryLink:
         self.peer_pid = pid
         self.initiated = initiated
         self.error: PenstockError | None = None
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._handler = handler
         self._other: MemoryLink | None = None
+        self._is_held = False
 
     @classmethod
     def pair(
@@ -50,6 +52,21 @@ class MemoryLink:
             f"{transport}: agent {self.peer} is in this process, there are no sockets between the two"
         )
 
+    def hold(self) -> None:
+        self._is_held = True
+
+    def let_go(self) -> None:
+        self._is_held = False
+        if self._other is not None:
+            self._other.other_let_go()
+
+    def abandon(self) -> None: ...
+
+    def other_let_go(self) -> None:
+        """Hear that the initiator uses nothing of this side any more; until it ends, it may again."""
+        if self.error is not None and not self.gone.done() and not (self._other and self._other._is_held):
+            self.gone.set_result(None)
+
     def close(self, reason: str) -> None:
         if self.error is None:
             self._end(PeerLost(f"agent {self.peer}: {reason}"))
@@ -61,7 +78,9 @@ class MemoryLink:
     def _end(self, error: PenstockError) -> None:
         if self.error is None:
             self.error = error
+            self._handler.link_exposed(self)
             self._handler.link_lost(self, error)
+            self.other_let_go()
 
     def _tell(self, tell: "Callable[[MemoryLink], None]", *, although_ended: bool = False) -> None:
         if self._other is not None and (although_ended or self.error is None):

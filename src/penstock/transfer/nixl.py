@@ -8,7 +8,8 @@ NIXL's keys to memory only for regions whose keys the peer shows.
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,16 @@ from penstock.transfer.nixl_frames import (
     decode_frame,
     encode_frame,
 )
-from penstock.transfer.nixl_thread import NixlThread, find_module, load_bindings, row
+from penstock.transfer.nixl_thread import Flight, NixlThread, find_module, load_bindings, row
+from penstock.transfer.quarantine import call_after
 from penstock.transfer.regions import addresses_of, distinct
 
 _CONTACT = b"1"
 """The version of what the two sides say to each other."""
 _QUESTIONS_MAX = 256
 """Of one link, unanswered."""
+_STRANGERS_MAX = 64
+"""Agents that NIXL goes on knowing after their link has ended."""
 _READ, _WRITE = TransferOp.READ, TransferOp.WRITE
 _SETUP_S = 1.0
 """Measured as that of `shm`: 0.5 to 2 s, most of it loading NIXL on both sides."""
@@ -97,6 +101,9 @@ class NixlTransport:
         self._thread: NixlThread | None = None
         self._channels: dict[Link, NixlChannel] = {}
         self._answering: dict[Link, int] = {}
+        self._given: dict[int, set[Link]] = {}  # who was given NIXL's keys to a region
+        self._lingering: dict[Flight, tuple[Link, frozenset[int]]] = {}
+        self._strangers: dict[str, None] = {}  # agents that NIXL knows and no link led to, the oldest first
         self._summing: set[asyncio.Future[SumArray]] = set()
 
     async def start(self, host: TransportHost) -> None:
@@ -120,16 +127,22 @@ class NixlTransport:
     async def deregister(self, region_id: int) -> None:
         self.places.pop(region_id, None)
         self.failed.pop(region_id, None)
+        self._given.pop(region_id, None)
         if self._summing:
             await asyncio.wait(self._summing)
         thread = self._thread
+
+        def forget() -> None:
+            described = self._registered.pop(region_id, None)
+            if described is not None and thread is not None:
+                thread.deregister(described)
+
+        users = self.lingering(region_id)
+        if thread is not None and users:  # NIXL is still at it
+            call_after(users, lambda: thread.submit(forget))
+            call_after(users, lambda: self._owners.pop(region_id, None))
+            return
         if thread is not None:
-
-            def forget() -> None:
-                described = self._registered.pop(region_id, None)
-                if described is not None:
-                    thread.deregister(described)
-
             await thread.call(forget)
         self._owners.pop(region_id, None)
 
@@ -166,13 +179,22 @@ class NixlTransport:
         raise TransferRefused(f"agent {link.peer}: transport nixl uses no streams")
 
     def lost(self, link: Link, error: PenstockError) -> None:
+        for given in self._given.values():
+            given.discard(link)
         channel = self._channels.get(link)
         if channel is not None:
             channel.fail(error)
-            if self._thread is not None:
-                for flight in channel.flights:
-                    self._thread.abandon(flight)
             self.closed(channel)
+
+    def exposed_to(self, link: Link) -> Collection[int]:
+        return [region_id for region_id, given in self._given.items() if link in given]
+
+    def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
+        return [
+            flight.ended
+            for flight, (link, region_ids) in self._lingering.items()
+            if link is user or user in region_ids
+        ]
 
     async def close(self) -> None:
         async with self._opening:
@@ -208,12 +230,27 @@ class NixlTransport:
         work.add_done_callback(self._summing.discard)
         return await work
 
+    def leave(self, flight: Flight, link: Link, region_ids: frozenset[int]) -> None:
+        self._lingering[flight] = link, region_ids
+        flight.ended.add_done_callback(lambda _: self._lingering.pop(flight, None))
+
     def closed(self, channel: NixlChannel) -> None:
-        if self._channels.pop(channel.link, None) is None:
+        """Forget a channel, and the agent that it led to only when many others have come since.
+
+        UCX keeps a connection to each agent that it ever reached as long as both processes live, whatever is said to it,
+        and makes another one for an agent that was forgotten. So one that comes back finds the one that there is.
+        """
+        if self._channels.pop(channel.link, None) is None or not channel.remote_name:
             return
-        thread, name = self._thread, channel.remote_name
-        if thread is not None and name:
-            thread.submit(lambda: thread.agent.invalidateRemoteMD(name))
+        self._strangers.pop(channel.remote_name, None)
+        self._strangers[channel.remote_name] = None
+        met = {other.remote_name for other in self._channels.values()}
+        thread = self._thread
+        while len(self._strangers) > _STRANGERS_MAX and thread is not None and not self._lingering:
+            name = next(iter(self._strangers))
+            del self._strangers[name]
+            if name not in met:
+                thread.submit(partial(thread.forget_agent, name))
 
     # -- for peers ------------------------------------------------------------------------------------------------
 
@@ -261,6 +298,8 @@ class NixlTransport:
 
         metadata = await thread.call(export)
         places = {region_id: self.places[region_id] for region_id in region_ids if region_id in self.places}
+        for region_id in places:
+            self._given.setdefault(region_id, set()).add(link)
         return Given(ask_id=want.ask_id, metadata=metadata, places=places)
 
     async def _sums(self, link: Link, asked: SumRanges) -> Sums:

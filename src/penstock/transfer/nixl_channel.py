@@ -50,7 +50,7 @@ _PART_BYTES = 32 << 20
 _SUM_RANGES = 1 << 16
 """Ranges summed in one message."""
 _LET_GO_S = 1.0
-"""How long a cancelled transfer waits for what was posted already, where the peer still lives."""
+"""How long a cancelled transfer waits for what was posted already, where the peer still lives; then it lingers."""
 _PROBE_S = 3.0
 """How long a peer's few bytes may take when two agents meet."""
 
@@ -85,6 +85,10 @@ class Owner(Protocol):
         """Sum ranges of this agent's own memory."""
         ...
 
+    def leave(self, flight: Flight, link: Link, region_ids: frozenset[int]) -> None:
+        """A transfer over this link has ended for its caller, and may be at these regions of this agent until `ended`."""
+        ...
+
     def closed(self, channel: "NixlChannel") -> None: ...
 
 
@@ -109,7 +113,6 @@ class NixlChannel:
         self.link = link
         self.owner = owner
         self.places: dict[int, Place] = {}
-        self.flights: set[Flight] = set()
         self.lost: asyncio.Future[PenstockError] = asyncio.get_running_loop().create_future()
         """Done when the peer is gone."""
         self.remote_name = ""
@@ -118,7 +121,6 @@ class NixlChannel:
         self._questions: Questions[Answer] = Questions(link.peer)
         self._allowed: set[tuple[TransferOp, int]] = set()
         self._meeting = asyncio.Lock()
-        self._found = np.zeros(NONCE_BYTES, np.uint8)
 
     # -- the seam -------------------------------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class NixlChannel:
 
     async def _probe(self, thread: NixlThread, name: str, known: Known) -> None:
         """Read the peer's random bytes."""
-        found = self._found
+        found = np.zeros(NONCE_BYTES, np.uint8)
         here, there = row(found.ctypes.data, found.nbytes), row(known.address, found.nbytes)
         handles = Handles()
 
@@ -241,6 +243,12 @@ class NixlChannel:
 
         described = await thread.call(get_ready)
         flight = thread.fly(handles)
+        kept = [found]
+
+        def clean_up() -> None:
+            thread.deregister(described)
+            kept.clear()  # what is read into stays until then
+
         try:
             async with asyncio.timeout(_PROBE_S):
                 await asyncio.shield(flight.ended)
@@ -250,9 +258,7 @@ class NixlChannel:
                 " may use (UCX_NET_DEVICES, UCX_TLS) and whether something between the two blocks them"
             ) from error
         finally:
-            thread.abandon(flight)
-            thread.discard(handles)
-            thread.submit(lambda: thread.deregister(described))
+            thread.abandon(flight, clean_up)
         if found.tobytes() != known.nonce:
             raise TransferError(f"NIXL reads other bytes at agent {self.link.peer} than there are")
 
@@ -324,19 +330,18 @@ class NixlMove:
     async def _fly(self, thread: NixlThread) -> None:
         channel = self._channel
         flight = thread.fly(self._handles)
-        channel.flights.add(flight)
         try:
             await asyncio.shield(flight.ended)
         except asyncio.CancelledError:
             thread.stop(flight)
             either: list[asyncio.Future[Any]] = [flight.ended, channel.lost]
             await asyncio.wait(either, timeout=_LET_GO_S, return_when=asyncio.FIRST_COMPLETED)
-            if not flight.ended.done():
-                thread.abandon(flight)
-                await asyncio.wait([flight.ended], timeout=_LET_GO_S)
             raise
         finally:
-            channel.flights.discard(flight)
+            if not flight.ended.done():  # it is at both sides' memory until it ends
+                channel.owner.leave(flight, channel.link, frozenset(distinct(self._pairs.local.region_ids)))
+                thread.abandon(flight)
+                self._handles, self._thread = Handles(), None
 
     async def _compare(self) -> None:
         here = await self._channel.owner.sum(self._pairs.local)

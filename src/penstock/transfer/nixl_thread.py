@@ -30,6 +30,8 @@ _PROGRESS_DELAY_US = 10_000
 _REQUESTS_AT_ONCE = 2
 NONCE_BYTES = 8
 _WAIT_S_MIN, _WAIT_S_MAX = 20e-6, 500e-6
+_WAIT_ABANDONED_S = 0.02
+"""Between two looks at what nobody waits for any more."""
 
 Done = TypeVar("Done")
 Rows = NDArray[np.uint64]
@@ -96,13 +98,17 @@ class Plan:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Requests that are posted a few at a time. `ended` is done when none of them is under way any more."""
+    """Requests that are posted a few at a time. `ended` is done when none of them is under way any more.
+
+    `cleanup` frees what they use; only an abandoned flight has one.
+    """
 
     handles: Handles
     waiting: deque[int]
     ended: "asyncio.Future[None]"
     under_way: list[int] = field(default_factory=list)
     error: PenstockError | None = None
+    cleanup: Callable[[], object] | None = None
 
 
 class NixlThread:
@@ -194,20 +200,33 @@ class NixlThread:
         """Post no more of it; what was posted goes on until it is done, since UCX cannot take it back."""
         self._work.put(flight.waiting.clear)
 
-    def abandon(self, flight: Flight) -> None:
-        """End it although requests are under way: the peer is gone. Its list is to be made ready anew."""
+    def abandon(self, flight: Flight, cleanup: Callable[[], object] | None = None) -> None:
+        """Post no more of it, and free its list once nothing of it is under way; the caller makes itself another one.
 
-        def drop() -> None:
-            if flight in self._flights:
-                self._free(flight.handles)
-                flight.waiting.clear()
-                flight.under_way = []
+        NIXL has no way to take a request back: what it releases, or invalidates, still arrives when a peer that was
+        stopped goes on (measured, UCX over TCP).
 
-        self._work.put(drop)
+        Args:
+            flight: which.
+            cleanup: the thread's, to be called then.
+        """
+
+        def leave() -> None:
+            flight.waiting.clear()
+            flight.cleanup = cleanup or (lambda: None)
+            if flight not in self._flights:
+                self._clean_up(flight)
+
+        self._work.put(leave)
 
     def discard(self, handles: Handles) -> None:
-        """Free what was made ready; nothing of it is under way. From any thread, also from a finaliser."""
-        self._work.put(lambda: self._free(handles))
+        """Free what was made ready, unless a flight still uses it, which frees it then. From any thread, also from a finaliser."""
+
+        def free() -> None:
+            if all(flight.handles is not handles for flight in self._flights):
+                self._free(handles)
+
+        self._work.put(free)
 
     def _check_open(self) -> None:
         if self._is_closing:
@@ -224,6 +243,10 @@ class NixlThread:
     def deregister(self, described: Any) -> None:
         """Forget what was registered; the thread's."""
         self.agent.deregisterMem(described, [self.backend])
+
+    def forget_agent(self, name: str) -> None:
+        """Forget another agent; the thread's."""
+        self.agent.invalidateRemoteMD(name)
 
     def export(self, described: list[Any], *, has_agent: bool = False) -> bytes:
         """Give NIXL's metadata of what was registered, of one kind, and of its agent; the thread's."""
@@ -290,6 +313,8 @@ class NixlThread:
                 wait_s = None
             elif has_moved:
                 wait_s = 0
+            elif all(flight.cleanup is not None for flight in self._flights):
+                wait_s = _WAIT_ABANDONED_S
             else:
                 wait_s = min(2 * wait_s, _WAIT_S_MAX) if wait_s else _WAIT_S_MIN
         self._shut()
@@ -327,7 +352,17 @@ class NixlThread:
         if ended:
             self._flights = [flight for flight in self._flights if flight.waiting or flight.under_way]
             for flight in ended:
+                if flight.cleanup is not None:
+                    self._clean_up(flight)
                 self._tell(flight.ended, None, flight.error)
+
+    def _clean_up(self, flight: Flight) -> None:
+        self._free(flight.handles)
+        try:
+            if flight.cleanup is not None:
+                flight.cleanup()
+        except Exception as error:  # noqa: BLE001 - the thread goes on
+            _log.warning("nixl_call_failed", agent=self.name, error=f"{type(error).__name__}: {error}")
 
     def _release(self, requests: list[int]) -> None:
         pending, self._stubborn = [*self._stubborn, *requests], []

@@ -1,12 +1,26 @@
-"""What a transport does with a link that it says nothing over."""
+"""What transports have in common that uses memory only while their moves run, or that say nothing over links."""
 
+import asyncio
 import socket
+from collections.abc import Collection
 
 from penstock.core.errors import PenstockError, ProtocolError, TransferRefused
 from penstock.seams import Link
 
 
-class QuietTransport:
+class ContainedTransport:
+    """The part of `seams.Transport` about memory that is used by others, for transports whose own side always moves the bytes."""
+
+    def exposed_to(self, link: Link) -> Collection[int]:
+        del link
+        return ()
+
+    def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
+        del user
+        return ()
+
+
+class QuietTransport(ContainedTransport):
     """The part of `seams.Transport` about messages, for transports without any."""
 
     name: str

@@ -27,7 +27,7 @@ _FIRST_IDS, _IDS_APART = 1 << 20, 1 << 12
 _FEW = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Registration:
     """A registered region of this agent.
 

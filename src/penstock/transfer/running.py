@@ -169,6 +169,10 @@ class RunningTransfers:
         """End those that use a region of a peer."""
         await _end(self.using_remote(peer, region_id), error)
 
+    def tasks_of(self, peer: Peer) -> list["asyncio.Task[None]"]:
+        """List the tasks of transfers with a peer that have not ended."""
+        return [running.task for running in self._of(peer) if running.task is not None]
+
     async def close(self, error: PenstockError) -> None:
         """End every transfer, and take no more."""
         self._tasks = None

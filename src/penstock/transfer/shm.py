@@ -11,7 +11,7 @@ initiator. Whose memory that is says the kernel (the process that listens at the
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
@@ -34,6 +34,7 @@ from penstock.seams import Link, TransferChannel, TransportHost
 from penstock.transfer.arena import Arena
 from penstock.transfer.grants import UNREADABLE, Ask, Grant, GrantStream
 from penstock.transfer.other_process import why_untraceable
+from penstock.transfer.quiet import ContainedTransport
 from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.shm_channel import Address, ShmChannel, ShmWay
 
@@ -56,7 +57,7 @@ class _Gone(Wire, frozen=True):
     region_id: int
 
 
-class ShmTransport:
+class ShmTransport(ContainedTransport):
     """Copies between processes of one host."""
 
     name = "shm"
@@ -140,6 +141,9 @@ class ShmTransport:
             raise TransferRefused(f"agent {link.peer}: transport shm has a stream of this link already")
         grants = self._serving[link] = GrantStream(stream, takes_fds=False)
         self._host.spawn(self._serve(link, grants))
+
+    def exposed_to(self, link: Link) -> Collection[int]:
+        return [region_id for region_id, told in self._told.items() if link in told]
 
     def lost(self, link: Link, error: PenstockError) -> None:
         del error

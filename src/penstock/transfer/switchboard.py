@@ -40,6 +40,8 @@ class Exchange(Protocol):
 
     def lost(self, link: AgentLink, error: PenstockError) -> None: ...
 
+    def see_off(self, link: AgentLink) -> bool: ...
+
     def refused(self, error: PenstockError, peer: str) -> None: ...
 
 
@@ -89,6 +91,8 @@ class Switchboard:
 
     def close(self) -> None:
         """End every link with a goodbye, and listen no more; links that are being opened end, too."""
+        for link in self._links.values():
+            self.link_exposed(link)
         self._loop = None
         _here.pop(self._me.token, None)
         self._listener.close()
@@ -149,7 +153,10 @@ class Switchboard:
         raise PeerLost(f"agent {name} is not connected (any more)")
 
     async def withdraw(self, region_id: int) -> None:
-        """Have every agent that may use a region of this one forget it; those that do not answer are cut off."""
+        """Have every agent that may use a region of this one forget it; those that do not answer are cut off.
+
+        What these may still use is in quarantine then.
+        """
         asked = {link for link in self._links.values() if not link.initiated and link.error is None}
         if not asked:
             return
@@ -162,6 +169,7 @@ class Switchboard:
                 await done.wait()
         except TimeoutError:
             for link in list(self._withdrawals[region_id]):
+                self.link_exposed(link)
                 link.close(f"it did not let go of region {region_id} within heartbeat_timeout_s")
         finally:
             del self._withdrawals[region_id], self._withdrawn[region_id]
@@ -191,6 +199,9 @@ class Switchboard:
             waiting.discard(link)
             if not waiting:
                 self._withdrawn[region_id].set()
+
+    def link_exposed(self, link: AgentLink) -> bool:
+        return not link.initiated and self._agent.see_off(link)
 
     def link_lost(self, link: AgentLink, error: PenstockError) -> None:
         self._links = {link_id: known for link_id, known in self._links.items() if known is not link}

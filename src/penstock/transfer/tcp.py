@@ -13,6 +13,7 @@ from penstock.core.descriptors import MAIN_MEMORY, Access, Region, RegionInfo
 from penstock.core.errors import PeerLost, PenstockError, TransferError, TransferRefused
 from penstock.core.wire import encode
 from penstock.seams import Link, TransferChannel, TransportHost
+from penstock.transfer.quiet import ContainedTransport
 from penstock.transfer.tcp_channel import TcpChannel
 from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.tcp_frames import INLINE_BYTES_MAX, TCP_VERSION, Contact, decode_frame
@@ -20,7 +21,7 @@ from penstock.transfer.tcp_owner import Estate, Guest
 from penstock.transfer.tcp_stream import StreamRoom
 
 
-class TcpTransport:
+class TcpTransport(ContainedTransport):
     """Moves bytes over stream sockets: TCP, or unix sockets between processes of a host."""
 
     name = "tcp"

@@ -17,6 +17,7 @@ from penstock.core.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineError,
+    MemoryInUse,
     Overloaded,
     PenstockError,
 )
@@ -353,6 +354,8 @@ class HandOver:
                 self._metadata = self._agent.metadata()
                 has_begun.set_result(None)
                 await self._listen()
+        except MemoryInUse as error:  # a reader that was stopped: the process ends, and its memory with it
+            _log.warning("kv_memory_still_in_use", error=error.message)
         except PenstockError as error:
             if has_begun.done():
                 raise

@@ -1,5 +1,6 @@
 """The thread that calls NIXL, and how lists are cut for it, on bindings that do as they are told."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.descriptors import Descriptors, TransferOp
-from penstock.core.errors import PeerLost, ProtocolError, TransferError
+from penstock.core.errors import MemoryInUse, PeerLost, ProtocolError, TransferError
 from penstock.testing.loop import run_async
 from penstock.testing.transport_harness import TwoAgents
-from penstock.transfer import nixl_channel, nixl_thread
+from penstock.transfer import TransferConfig, TransferState, nixl, nixl_channel, nixl_thread
 from penstock.transfer.nixl import NixlTransport
 from penstock.transfer.nixl_channel import cut, rows_of
 from penstock.transfer.nixl_frames import Place, SumRanges, Want, decode_frame, encode_frame
@@ -46,6 +47,9 @@ class FakeNixl:
         self.calls = 0
         self.error: Exception | None = None
         self.count = 0
+        self.registered = 0
+        self.peer_name = b"peer"
+        self.invalidated: list[str] = []
 
     def nixlAgentConfig(self) -> Any:  # noqa: N802
         return type("Config", (), {})()
@@ -61,17 +65,20 @@ class FakeNixl:
     def nixlRegDList(self, kind: str, rows: Any = ()) -> "Described":  # noqa: N802
         return Described(rows)
 
-    def registerMem(self, described: Any, backends: list[int]) -> None: ...  # noqa: N802
+    def registerMem(self, described: Any, backends: list[int]) -> None:  # noqa: N802
+        self.registered += 1
 
-    def deregisterMem(self, described: Any, backends: list[int]) -> None: ...  # noqa: N802
+    def deregisterMem(self, described: Any, backends: list[int]) -> None:  # noqa: N802
+        self.registered -= 1
 
     def getLocalPartialMD(self, described: Any, has_agent: bool, backends: list[int]) -> bytes:  # noqa: N802
         return b"metadata"
 
     def loadRemoteMD(self, metadata: bytes) -> bytes:  # noqa: N802
-        return b"peer"
+        return self.peer_name
 
-    def invalidateRemoteMD(self, name: str) -> None: ...  # noqa: N802
+    def invalidateRemoteMD(self, name: str) -> None:  # noqa: N802
+        self.invalidated.append(name)
 
     def nixlXferDList(self, kind: str, rows: Any) -> Any:  # noqa: N802
         return rows
@@ -176,17 +183,82 @@ def test_what_is_stopped_ends_with_what_was_posted() -> None:
     play(scenario)
 
 
-def test_what_is_abandoned_ends_at_once() -> None:
+def test_what_is_abandoned_is_freed_when_it_has_ended() -> None:
     async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+        cleaned: list[bool] = []
         flight = thread.fly(handles)
         await turns(thread)
         assert len(fake.posted) == 2
-        thread.abandon(flight)
-        await flight.ended
+        thread.abandon(flight, lambda: cleaned.append(True))
+        thread.discard(handles)
+        await turns(thread)
+        assert (flight.ended.done(), fake.released, cleaned) == (False, [], []), "NIXL is still at it"
         fake.under_way.clear()
+        await flight.ended
+        assert (sorted(fake.released), cleaned) == ([1, 2, 3, 4], [True])
 
     fake = play(scenario)
     assert sorted(fake.released) == [1, 2, 3, 4], "each once: NIXL crashes otherwise"
+
+
+def test_memory_that_nixl_is_still_at_is_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_channel, "_LET_GO_S", 0.01)
+
+    async def main() -> None:
+        fakes = [FakeNixl(), FakeNixl()]
+        for fake in fakes:
+            fake.at_once = True
+        async with agents(fakes, heartbeat_timeout_s=0.2) as harness:
+            monkeypatch.setattr(nixl_channel.NixlChannel, "_probe", _no_probe)
+            ranges = harness.local.ranges(), harness.remote.ranges()
+            prepared = harness.agent.prepare(*ranges, harness.peer)
+            await prepared.post(TransferOp.READ).wait()
+            (mine,) = [fake for fake in fakes if fake.posted]
+            mine.at_once = False
+            handle = prepared.post(TransferOp.READ)
+            while not mine.under_way:  # noqa: ASYNC110 - the thread posts
+                await asyncio.sleep(0)
+            registered = mine.registered
+            with pytest.raises(MemoryInUse, match="by what was cancelled"):
+                await harness.agent.deregister(harness.local)
+            assert handle.state is TransferState.FAILED
+            assert mine.registered == registered, "NIXL goes on using it"
+            assert harness.agent.quarantined == (harness.local,)
+            mine.under_way.clear()
+            await harness.agent.deregister(harness.local)
+            assert not harness.agent.quarantined
+            await harness.agent.close()
+            assert mine.registered == registered - 1
+
+    run_async(main())
+
+
+async def _no_probe(*_: object) -> None: ...
+
+
+def test_an_agent_that_comes_back_is_known_and_many_that_do_not_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl, "_STRANGERS_MAX", 2)
+    monkeypatch.setattr(nixl_channel.NixlChannel, "_probe", _no_probe)
+
+    async def main() -> None:
+        fakes = [FakeNixl(), FakeNixl()]
+        for fake in fakes:
+            fake.at_once = True
+        async with agents(fakes) as harness:
+            for number in range(6):
+                name = "peer" if number < 3 else f"peer {number}"
+                for fake in fakes:
+                    fake.peer_name = name.encode()
+                peer = await harness.agent.connect(harness.owner.metadata([harness.owned]))
+                ranges = harness.local.ranges(), peer.region("there").ranges()
+                await harness.agent.post(TransferOp.READ, *ranges, peer).wait()
+                await harness.agent.disconnect(peer)
+            await harness.agent.close()
+            assert [name for fake in fakes for name in fake.invalidated] == ["peer", "peer 3"]
+
+    run_async(main())
 
 
 @pytest.mark.parametrize(
@@ -239,9 +311,13 @@ def test_a_closed_thread_refuses() -> None:
     play(scenario)
 
 
-def agents(fakes: list[FakeNixl]) -> TwoAgents:
+def agents(fakes: list[FakeNixl], heartbeat_timeout_s: float = 2.0) -> TwoAgents:
     waiting = iter(fakes)
-    return TwoAgents(lambda: [NixlTransport(lambda: "nixl", lambda: next(waiting))], size_bytes=64)
+    return TwoAgents(
+        lambda: [NixlTransport(lambda: "nixl", lambda: next(waiting))],
+        size_bytes=64,
+        config=TransferConfig(listen=("unix",), heartbeat_timeout_s=heartbeat_timeout_s),
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""Memory of which a transfer is stopped in the middle: it is free when `deregister` has returned, and not before."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.transfer import (
+    Arena,
+    MemoryInUse,
+    Registration,
+    TransferAgent,
+    TransferConfig,
+    TransferRefused,
+)
+
+SIZE_BYTES = 64 << 20
+UNTOUCHED = 1
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Scene:
+    owner: TransferAgent
+    arena: Arena
+    given: Registration
+    child: asyncio.subprocess.Process
+
+    def stop_in_the_middle(self) -> None:
+        os.kill(self.child.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.child.pid, signal.SIGCONT)
+
+    async def until_free(self) -> None:
+        """Deregister until that works; how long the peer needs to hear of it is the machine's business."""
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    return await self.owner.deregister(self.given)
+                except MemoryInUse:
+                    continue
+
+    async def expect_untouched(self) -> None:
+        """Use the memory for something else, and see that nobody else does."""
+        self.arena.array[:] = UNTOUCHED
+        await asyncio.sleep(0.3)
+        assert (self.arena.array == UNTOUCHED).all()
+
+
+@asynccontextmanager
+async def written(transport: str, listen: str = "unix") -> AsyncIterator[Scene]:
+    """An agent here whose region is written by one in a process of its own."""
+    config = TransferConfig(listen=(listen,), heartbeat_timeout_s=0.5, transports=(transport,))
+    with Arena.create(SIZE_BYTES) as arena:
+        async with TransferAgent("owner", config) as owner:
+            given = owner.register(arena, "kv")
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(Path(__file__).with_name("transfer_writer.py")),
+                config.model_dump_json(),
+                owner.metadata().hex(),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            try:
+                assert child.stdout is not None
+                async with asyncio.timeout(30):
+                    assert await child.stdout.readline() == b"writing\n"
+                yield Scene(owner, arena, given, child)
+            finally:
+                with suppress(ProcessLookupError):
+                    child.kill()
+                await child.wait()
+
+
+def play(scenario, *arguments: str) -> None:
+    async def main() -> None:
+        async with written(*arguments) as scene:
+            await scenario(scene)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+def test_memory_is_in_quarantine_while_a_stopped_writer_could_go_on(transport: str) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.stop_in_the_middle()
+        with pytest.raises(MemoryInUse, match="agent writer, which neither answers nor ends"):
+            await scene.owner.deregister(scene.given)
+        assert scene.owner.quarantined == (scene.given,)
+        with pytest.raises(MemoryInUse):
+            await scene.owner.deregister(scene.given)
+        scene.go_on()
+        await scene.until_free()
+        assert not scene.owner.quarantined
+        with pytest.raises(TransferRefused, match="not registered"):
+            await scene.owner.deregister(scene.given)
+        await scene.expect_untouched()
+
+    play(scenario, transport)
+
+
+def test_memory_is_free_when_the_stopped_writer_is_killed() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.stop_in_the_middle()
+        with pytest.raises(MemoryInUse):
+            await scene.owner.deregister(scene.given)
+        scene.child.kill()
+        await scene.until_free()
+        assert not scene.owner.quarantined
+        await scene.expect_untouched()
+
+    play(scenario, "shm")
+
+
+def test_a_writer_that_was_lost_before_may_still_write() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.stop_in_the_middle()
+        async with asyncio.timeout(10):
+            while scene.owner._switchboard._links:  # noqa: ASYNC110 - until its heartbeats are missed
+                await asyncio.sleep(0.02)
+        with pytest.raises(MemoryInUse):
+            await scene.owner.deregister(scene.given)
+        scene.go_on()
+        await scene.until_free()
+        await scene.expect_untouched()
+
+    play(scenario, "shm")
+
+
+@pytest.mark.parametrize("listen", ["unix", "tcp://127.0.0.1:0"])
+def test_what_only_the_owner_itself_receives_is_free_at_once(listen: str) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.stop_in_the_middle()
+        await scene.owner.deregister(scene.given)
+        scene.go_on()
+        await scene.expect_untouched()
+
+    play(scenario, "tcp", listen)
+
+
+def test_an_agent_that_closes_says_what_is_not_free() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.stop_in_the_middle()
+        with pytest.raises(MemoryInUse, match="agent writer"):
+            await scene.owner.close()
+        scene.child.kill()
+
+    play(scenario, "shm")
+
+
+def test_a_writer_that_answers_costs_no_time() -> None:
+    async def scenario(scene: Scene) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await scene.owner.deregister(scene.given)
+        assert loop.time() - began_s < 0.4
+        await scene.expect_untouched()
+        await scene.owner.close()
+        assert np.all(scene.arena.array == UNTOUCHED)
+
+    play(scenario, "shm")
