@@ -9,10 +9,11 @@ from penstock.core.errors import PeerLost, TransferError, TransferRefused
 from penstock.seams import Transport
 from penstock.transfer.links import AgentLink
 from penstock.transfer.metadata import AgentMetadata
-from penstock.transfer.peer import Peer, Way
+from penstock.transfer.peer import Peer
 from penstock.transfer.quarantine import call_after
 from penstock.transfer.regions import RemoteRegion
 from penstock.transfer.running import RunningTransfers
+from penstock.transfer.ways import Way
 
 
 class Dialler(Protocol):
@@ -122,7 +123,7 @@ class Acquaintances:
             except TimeoutError:
                 peer.unreachable[name] = f"no answer within {self._timeout_s:g} s (connect_timeout_s)"
             else:
-                peer.ways[name] = Way(name, channel, transport.checksums)
+                peer.ways[name] = Way(name, channel, transport)
 
     async def forget(self, peer: Peer, why: str, error: PeerLost | None = None) -> None:
         """End all transfers with a peer, then the link and all that was opened for it.

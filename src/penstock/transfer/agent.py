@@ -347,8 +347,9 @@ class TransferAgent:
             TransferError: no transport reaches it.
         """
         there = self._met.find(peer)
+        now_s = asyncio.get_running_loop().time()
         seconds = [
-            way.speeds.seconds(op, way.channel.cost(op), num_bytes, ranges) + way.setup_left_s(op)
+            way.seconds(op, num_bytes, ranges, now_s)
             for way in there.ways.values()
             if remote is None or way.channel.refusal(op, (), (remote.info,)) is None
         ]

@@ -14,6 +14,7 @@ class TransferCounters:
     written_bytes: dict[str, int] = field(default_factory=dict)
     transfers: dict[str, int] = field(default_factory=dict)
     failed_transfers: dict[str, int] = field(default_factory=dict)
+    failed_over_transfers: dict[str, int] = field(default_factory=dict)
     cancelled_transfers: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     notifications_sent: int = 0

@@ -28,6 +28,7 @@ class Telemetry:
         backend: the transport that was chosen.
         expected_s: what each transport that could do it was expected to take; the lowest was chosen.
         refusals: why the others could not.
+        failures: why those failed that were tried before `backend`.
         queue_s: seconds from `post` until bytes began to move.
         wire_s: seconds they moved.
     """
@@ -37,6 +38,7 @@ class Telemetry:
     backend: str
     expected_s: Mapping[str, float] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
     queue_s: float = 0.0
     wire_s: float = 0.0
 
@@ -49,7 +51,8 @@ class Telemetry:
             if len(self.expected_s) > 1
             else f"the only one that can: {seconds}"
         )
-        return "; ".join([text, *(f"not {name}: {why}" for name, why in self.refusals.items())])
+        failed = (f"{name} failed: {why}" for name, why in self.failures.items())
+        return "; ".join([text, *failed, *(f"not {name}: {why}" for name, why in self.refusals.items())])
 
 
 class TransferHandle:

@@ -1,42 +1,12 @@
 """Another agent, or this one itself, as somewhere to move bytes to and from."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from penstock.core.descriptors import Descriptors, Region, RegionInfo, TransferOp
 from penstock.core.errors import PeerLost, TransferRefused
-from penstock.seams import TransferChannel
 from penstock.transfer.links import AgentLink
 from penstock.transfer.regions import RemoteRegion, distinct, expect_inside
-from penstock.transfer.speeds import Speeds
-
-
-@dataclass(slots=True)
-class Way:
-    """A transport that reaches the peer, and what was learned of its speed."""
-
-    name: str
-    channel: TransferChannel
-    checksums: bool
-    speeds: Speeds = field(default_factory=Speeds)
-    is_set_up: bool = field(init=False)
-    """Whether it has moved anything, or needs no setting up."""
-    _forgone_s: float = field(default=0.0, init=False)
-
-    def __post_init__(self) -> None:
-        self.is_set_up = not any(self.channel.cost(op).setup_s for op in TransferOp)
-
-    def forgo(self, op: TransferOp, other_s: float, num_bytes: int, ranges: int) -> None:
-        """Hear that a transfer goes another way, which takes so long; it loses what this one would be quicker once it is set up."""
-        own_s = self.speeds.seconds(op, self.channel.cost(op), num_bytes, ranges)
-        self._forgone_s += max(0.0, other_s - own_s)
-
-    def setup_left_s(self, op: TransferOp) -> float:
-        """What the next transfer is charged for setting it up: less what others have lost by not using it.
-
-        So all of them together lose at most one set-up before it is used, and it is not kept from use for ever (decision 35).
-        """
-        return 0.0 if self.is_set_up else max(0.0, self.channel.cost(op).setup_s - self._forgone_s)
+from penstock.transfer.ways import Way
 
 
 class Peer:

@@ -1,32 +1,82 @@
 """A list of ranges made ready once and posted again and again."""
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.descriptors import RangePairs, Region, TransferOp
-from penstock.core.errors import TransferRefused
+from penstock.core.errors import (
+    ChecksumMismatch,
+    PenstockError,
+    TransferCancelled,
+    TransferError,
+    TransferRefused,
+)
 from penstock.seams import Move
 from penstock.transfer.handle import Telemetry, TransferHandle
-from penstock.transfer.peer import Peer, Way
+from penstock.transfer.peer import Peer
 from penstock.transfer.regions import distinct
+from penstock.transfer.ways import Way, choose, next_of
+
+_FINAL = (TransferRefused, TransferCancelled, ChecksumMismatch)
+"""What another transport would not do better."""
+_TIMES_EXPECTED = 4
+"""A transport that takes this many times what was expected of it, and half of the deadline, is given up for another one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Posting:
-    """A transfer as it was posted: what moves, which way, by what, and whom to tell."""
+    """A transfer as it was posted: what moves, which way, by what, and whom to tell. `ways` are all that can."""
 
     prepared: "PreparedTransfer"
     op: TransferOp
+    ways: Sequence[Way]
     way: Way
     notify: bytes
     handle: TransferHandle
+    checksum: bool | None
+
+    def move(self) -> Move:
+        """Make ready what moves the bytes by `way`."""
+        checksum = self.way.checksums if self.checksum is None else self.checksum
+        return self.prepared.move(self.op, self.way, checksum=checksum)
+
+    def patience_s(self, left_s: float) -> float:
+        """Say how long this way may take: a part of what is left of the deadline, where another way could still be taken."""
+        telemetry = self.handle.telemetry
+        if len(telemetry.failures) + 1 == len(self.ways):
+            return left_s
+        return max(left_s / 2, min(left_s, _TIMES_EXPECTED * telemetry.expected_s[self.way.name]))
+
+    def fail_over(self, error: PenstockError, now_s: float) -> bool:
+        """The way that was taken has failed: take the next one.
+
+        Returns:
+            whether there is one, and the bytes may be moved once more.
+        """
+        way, peer = self.way, self.prepared.peer
+        if not isinstance(error, TransferError) or isinstance(error, _FINAL) or peer.is_lost:
+            return False
+        way.failed(now_s)
+        if any(way.transport.lingering(region_id) for region_id in self.prepared.local_ids):
+            return False  # it may still write what another one has written
+        telemetry = self.handle.telemetry
+        tried = {*telemetry.failures, way.name}
+        following = next_of(self.ways, tried, dict(telemetry.expected_s), now_s)
+        if following is None:
+            return False
+        telemetry.failures[way.name] = error.message
+        telemetry.backend = following.name
+        self.way = following
+        return True
 
 
 class Carrier(Protocol):
     """Runs what was posted."""
 
-    def carry(self, posting: Posting, move: Move, timeout_s: float | None) -> None:
-        """Run a move, at once if it is small.
+    def carry(self, posting: Posting, timeout_s: float | None) -> None:
+        """Run a transfer, at once if it is small.
 
         Raises:
             Overloaded: too many are under way.
@@ -94,23 +144,19 @@ class PreparedTransfer:
         ways, refusals = self._found(op)
         pairs = self.pairs
         num_bytes, num_ranges = pairs.total_bytes, len(pairs.lengths)
-        expected: dict[str, float] = {}
-        way, least_s, cold = ways[0], float("inf"), None
-        for able in ways:
-            seconds = able.speeds.seconds(op, able.channel.cost(op), num_bytes, num_ranges)
-            if not able.is_set_up:
-                cold = able
-                seconds += able.setup_left_s(op)
-            expected[able.name] = seconds
-            if seconds < least_s:
-                way, least_s = able, seconds
-        if cold is not None and cold is not way:
-            cold.forgo(op, least_s, num_bytes, num_ranges)
-        telemetry = Telemetry(num_bytes, self.num_ranges, way.name, expected, refusals)
-        move = self._move(op, way, way.checksums if checksum is None else checksum)
-        handle = TransferHandle(telemetry)
-        self._agent.running.carry(Posting(self, op, way, notify, handle), move, timeout_s)
+        now_s = asyncio.get_running_loop().time()
+        way, expected = choose(ways, op, num_bytes, num_ranges, now_s)
+        handle = TransferHandle(Telemetry(num_bytes, self.num_ranges, way.name, expected, refusals))
+        self._agent.running.carry(Posting(self, op, ways, way, notify, handle, checksum), timeout_s)
         return handle
+
+    def move(self, op: TransferOp, way: Way, *, checksum: bool) -> Move:
+        """Give what moves the bytes by this way, made ready when it is first needed."""
+        key = op, way.name, checksum
+        move = self._moves.get(key)
+        if move is None:
+            move = self._moves[key] = way.channel.prepare(op, self.pairs, checksum=checksum)
+        return move
 
     def _found(self, op: TransferOp) -> tuple[list[Way], dict[str, str]]:
         found = self._ways.get(op)
@@ -123,10 +169,3 @@ class PreparedTransfer:
                 )
             self._ways[op] = found
         return found
-
-    def _move(self, op: TransferOp, way: Way, checksum: bool) -> Move:  # noqa: FBT001 - part of a key
-        key = op, way.name, checksum
-        move = self._moves.get(key)
-        if move is None:
-            move = self._moves[key] = way.channel.prepare(op, self.pairs, checksum=checksum)
-        return move

@@ -24,6 +24,10 @@ from penstock.transfer.prepared import Posting
 _log = get_logger()
 
 
+class _Hung(TransferError):  # noqa: N818 - a state
+    """It took longer than it may; whether that is the end depends on what is left of the deadline."""
+
+
 @dataclass(slots=True, eq=False)
 class _Running:
     posting: Posting
@@ -60,8 +64,8 @@ class RunningTransfers:
         """Run transfers in tasks of this group from now on."""
         self._tasks = tasks
 
-    def carry(self, posting: Posting, move: Move, timeout_s: float | None) -> None:
-        """Run a move, at once if it is small.
+    def carry(self, posting: Posting, timeout_s: float | None) -> None:
+        """Run a transfer, at once if it is small.
 
         Raises:
             TransferError: the agent is not open.
@@ -75,12 +79,15 @@ class RunningTransfers:
                 f"{len(self._running)} transfers are under way, as many as may be (transfers_max); wait for some"
             )
         self._mailbox.check(posting.prepared.peer.link, posting.notify)
+        first: Move | None = posting.move()
         began_s = perf_counter()
         try:
-            is_done = move.run_now()
+            is_done = first is not None and first.run_now()
         except PenstockError as error:
-            self._ended(posting, error)
-            return
+            is_done, first = False, self._next(posting, error)
+            if first is None:
+                self._ended(posting, error)
+                return
         if is_done:
             posting.handle.telemetry.wire_s = perf_counter() - began_s
             self._ended(posting, None)
@@ -89,33 +96,71 @@ class RunningTransfers:
         posting.handle.cancels_by(lambda: running.end(TransferCancelled("the transfer was cancelled")))
         self._running[running] = None
         deadline_s = self._config.timeout_s if timeout_s is None else timeout_s
-        running.task = self._tasks.create_task(self._run(running, move, deadline_s, began_s))
+        running.task = self._tasks.create_task(self._run(running, first, deadline_s, began_s))
         running.task.add_done_callback(lambda _: self._forget(running))
 
-    async def _run(self, running: _Running, move: Move, timeout_s: float, posted_s: float) -> None:
+    async def _run(self, running: _Running, first: Move | None, timeout_s: float, posted_s: float) -> None:
         posting = running.posting
         telemetry = posting.handle.telemetry
-        began_s = perf_counter()
-        telemetry.queue_s = began_s - posted_s
+        telemetry.queue_s = perf_counter() - posted_s
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
         error: PenstockError | None = None
-        try:
-            async with asyncio.timeout(timeout_s):
-                await move.run()
-        except TimeoutError:
+        move = first
+        while move is not None:
+            began_s = perf_counter()
+            patience_s = posting.patience_s(until_s - loop.time())
+            error = await self._attempt(running, move, patience_s)
+            telemetry.wire_s = perf_counter() - began_s
+            move = None if error is None or running.doom else self._next(posting, error)
+        if isinstance(error, _Hung):
+            way = posting.way
+            pairs = posting.prepared.pairs
+            cost = way.channel.cost(posting.op)
+            if telemetry.wire_s > cost.seconds(pairs.total_bytes, len(pairs.lengths)):
+                self._learn(posting)
             error = DeadlineExceeded(
                 f"{telemetry.num_bytes} bytes by {telemetry.backend}, agent {posting.prepared.peer.name}: not done"
                 f" within {timeout_s:g} s"
             )
-        except asyncio.CancelledError:
-            error = running.doom or TransferCancelled("the task of the transfer was cancelled")
-        except PenstockError as failure:
-            error = failure
-        except Exception as failure:  # noqa: BLE001 - whoever waits must hear of it
-            _log.exception("transfer_failed", backend=telemetry.backend)
-            error = TransferError(f"{telemetry.backend}: {type(failure).__name__}: {failure}; see the log")
-        telemetry.wire_s = perf_counter() - began_s
         self._running.pop(running, None)
         self._ended(posting, running.doom or error)
+
+    @staticmethod
+    async def _attempt(running: _Running, move: Move, patience_s: float) -> PenstockError | None:
+        """Run a move, and give what went wrong."""
+        backend = running.posting.way.name
+        try:
+            async with asyncio.timeout(patience_s):
+                await move.run()
+        except TimeoutError:
+            return _Hung(f"not done within {patience_s:g} s")
+        except asyncio.CancelledError:
+            return running.doom or TransferCancelled("the task of the transfer was cancelled")
+        except PenstockError as failure:
+            return failure
+        except Exception as failure:  # noqa: BLE001 - whoever waits must hear of it
+            _log.exception("transfer_failed", backend=backend)
+            return TransferError(f"{backend}: {type(failure).__name__}: {failure}; see the log")
+        return None
+
+    def _next(self, posting: Posting, error: PenstockError) -> Move | None:
+        """Turn to the next way after a failure; None where there is none, or it would do no better."""
+        failed = posting.way.name
+        if not posting.fail_over(error, asyncio.get_running_loop().time()):
+            return None
+        add(self._counters.failed_over_transfers, failed)
+        _log.warning(
+            "transfer_failed_over",
+            peer=posting.prepared.peer.name,
+            backend=failed,
+            to=posting.way.name,
+            error=error.message,
+        )
+        try:
+            return posting.move()
+        except PenstockError as refusal:
+            return self._next(posting, TransferError(refusal.message))
 
     def _forget(self, running: _Running) -> None:
         self._running.pop(running, None)
@@ -128,11 +173,8 @@ class RunningTransfers:
             add(self._counters.transfers, way.name)
             moved = self._counters.read_bytes if op is TransferOp.READ else self._counters.written_bytes
             add(moved, way.name, telemetry.num_bytes)
-            pairs = posting.prepared.pairs
-            way.is_set_up = True
-            way.speeds.learn(
-                op, way.channel.cost(op), pairs.total_bytes, len(pairs.lengths), telemetry.wire_s
-            )
+            way.worked()
+            self._learn(posting)
             if posting.notify:
                 self._mailbox.send(posting.prepared.peer.link, posting.notify)
         elif isinstance(error, TransferCancelled):
@@ -140,6 +182,18 @@ class RunningTransfers:
         else:
             add(self._counters.failed_transfers, way.name)
         posting.handle.finish(error)
+
+    @staticmethod
+    def _learn(posting: Posting) -> None:
+        way, pairs, op = posting.way, posting.prepared.pairs, posting.op
+        way.speeds.learn(
+            op,
+            way.channel.cost(op),
+            pairs.total_bytes,
+            len(pairs.lengths),
+            took_s=posting.handle.telemetry.wire_s,
+            now_s=asyncio.get_running_loop().time(),
+        )
 
     def using_local(self, region_id: int) -> list[_Running]:
         """List those that use a region of this agent, as local or as the remote side of a transfer with itself."""

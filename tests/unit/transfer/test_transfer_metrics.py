@@ -39,6 +39,6 @@ def test_every_counter_is_a_metric() -> None:
             assert value("lost_peers_total", agent="owner") == 0
             assert value("running_transfers", agent="reader") == 0
             text = generate_latest(registry).decode()
-            assert text.count("# HELP penstock_transfer_") == 8
+            assert text.count("# HELP penstock_transfer_") == 10
 
     run_async(main())
