@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from penstock.core.descriptors import Descriptors
+from penstock.core.descriptors import Descriptors, TransferCost
 from penstock.core.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -76,6 +76,9 @@ class Rogue(ContainedTransport):
             raise TransferError("no")
         self.link, self.regions = link, regions
         return self
+
+    def cost(self, op):
+        return TransferCost(start_s=1.0, range_s=0.0, bytes_per_s=1.0)
 
     async def close(self):
         for stream in self._sockets:

@@ -39,12 +39,16 @@ class Way:
 
     def seconds(self, op: TransferOp, num_bytes: int, ranges: int, now_s: float) -> float:
         """Estimate a transfer, and what is left of setting it up."""
-        moving_s = self.channel.cost(op).seconds(num_bytes, ranges) * self.speeds.factor(op, num_bytes, now_s)
+        moving_s = self.moving_s(op, num_bytes, ranges, now_s)
         return moving_s if self.is_set_up else moving_s + self.setup_left_s(op)
 
-    def forgo(self, op: TransferOp, other_s: float, own_s: float) -> None:
+    def moving_s(self, op: TransferOp, num_bytes: int, ranges: int, now_s: float) -> float:
+        """Estimate a transfer once it is set up."""
+        return self.channel.cost(op).seconds(num_bytes, ranges) * self.speeds.factor(op, num_bytes, now_s)
+
+    def forgo(self, other_s: float, own_s: float) -> None:
         """Hear that a transfer goes another way, which takes so long; it loses what this one would be quicker once it is set up."""
-        self._forgone_s += max(0.0, other_s - (own_s - self.setup_left_s(op)))
+        self._forgone_s += max(0.0, other_s - own_s)
 
     def setup_left_s(self, op: TransferOp) -> float:
         """What the next transfer is charged for setting it up: less what others have lost by not using it.
@@ -101,7 +105,7 @@ def choose(
     if best is None:
         return min(ways, key=lambda way: way.rests_until_s), expected
     if cold is not None and cold is not best:
-        cold.forgo(op, least_s, expected[cold.name])
+        cold.forgo(least_s, cold.moving_s(op, num_bytes, ranges, now_s))
     for way in ways:
         if (
             way is not best

@@ -40,7 +40,7 @@ def test_a_way_is_set_up_once_others_have_lost_as_much(setup_s, before_it):
             there, here = a.register(bytearray(64 * KIB)), b.register(bytearray(64 * KIB))
             peer = await b.connect(a.metadata())
             for way in peer.ways.values():
-                way.speeds.learn = lambda *args: None
+                way.speeds.learn = lambda *_, **__: None
             used = []
             for _ in range(50):
                 estimate_s = b.estimate(READ, KIB, 1, peer)
