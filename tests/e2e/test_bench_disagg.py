@@ -38,6 +38,20 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
     assert "1 prefill, 1 decode" in capsys.readouterr().out
 
 
+def test_a_hand_over_alone(runtime_dir, tmp_path):
+    out = tmp_path / "disagg.json"
+    assert cli.main(["bench", "disagg", "--hand-over", "2", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert len(report["samples"]["hand_over_s"]) == 2
+    assert report["figures"].keys() == {
+        "hand_over_ms",
+        "hand_over_ms_p90",
+        "hand_over_bytes",
+        "hand_over_memcpy_ms",
+        "hand_over_over_memcpy",
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -45,6 +59,7 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
         (["--late-token-share", "1"], "--late-token-share: must be >= 0 and < 1, got 1"),
         (["--streams", "0"], "--streams: must be >= 1, got 0"),
         (["--turns", "0"], "--turns: must be >= 1, got 0"),
+        (["--hand-over", "0"], "--hand-over: must be >= 1, got 0"),
         (["--seconds", "nan"], "--seconds: must be >= 1, got nan"),
         (
             ["--prompt-tokens", "64", "200"],

@@ -183,6 +183,7 @@ class TestFigures:
         found = figures.hand_over([0.004, 0.002, 0.003], self.side([5, 7, 6]), 1 << 20, 1 << 30)
         assert found["hand_over_ms"] == 3
         assert found["hand_over_ms_p50_loaded"] == 6000
+        assert found["hand_over_ms_p90"] == pytest.approx(3.8)
         assert found["hand_over_over_memcpy"] == pytest.approx(3 / (1e3 / 1024))
 
 

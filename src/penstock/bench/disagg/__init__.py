@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="of the long prompts (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, prompts and moments (default 0)")
+    add(
+        "--hand-over",
+        type=int,
+        metavar="N",
+        help="measure only what handing a prompt over takes, with N prompts one after the other and nothing beside them",
+    )
     add("--plot", type=Path, metavar="OUT", help="draw both sides into this SVG")
 
 
@@ -80,6 +86,8 @@ def run(options: argparse.Namespace) -> Report:
         ConfigError: the engine's packages are not installed, or an option makes no sense.
     """
     workload, quick = _workload(options), options.quick
+    if options.hand_over is not None:
+        return _only_hand_over(options, workload)
     chunks = _QUICK_CHUNKS if quick else CHUNKS
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
@@ -141,6 +149,23 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
+def _only_hand_over(options: argparse.Namespace, workload: Workload) -> Report:
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
+        stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
+        flags = disaggregated_flags(0.0)
+        stage.set_load(flags, prefill_share=options.prefill_share, quiet_prompts=options.hand_over)
+    moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
+    memcpy = memcpy_bytes_per_s(moved_bytes)
+    return Report(
+        name="disagg",
+        config={"disaggregated": flags, "prompts": options.hand_over, "seed": options.seed},
+        figures=figures.quiet_hand_over(stage.quiet_hand_over_s, moved_bytes, memcpy),
+        samples={"hand_over_s": stage.quiet_hand_over_s},
+        limits={"memcpy_gb_per_s": memcpy / 1e9},
+        problems=stage.problems,
+    )
+
+
 def _workload(options: argparse.Namespace) -> Workload:
     missing = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
     if missing:
@@ -153,6 +178,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         ("--seconds", options.seconds),
         ("--turns", options.turns),
         ("--streams", options.streams),
+        ("--hand-over", options.hand_over),
     ):
         if value is not None and not value >= 1:
             raise ConfigError(f"{flag}: must be >= 1, got {value:g}")

@@ -89,15 +89,21 @@ def curve(points: Sequence[Point]) -> dict[str, float]:
 def hand_over(
     quiet_s: Sequence[float], apart: Turns, moved_bytes: int, memcpy_bytes_per_s: float
 ) -> dict[str, float]:
-    """Give how much later second tokens come than further ones do, and what copying the KV by one thread takes.
+    """Give how much later second tokens come than further ones do, alone and beside streams."""
+    return quiet_hand_over(quiet_s, moved_bytes, memcpy_bytes_per_s) | {
+        "hand_over_ms_p50_loaded": _middle(apart, lambda turn: _ms(turn.hand_over_s, 50)),
+        "hand_over_ms_p99_loaded": _middle(apart, lambda turn: _ms(turn.hand_over_s, 99)),
+    }
 
-    `quiet_s` is of prompts beside which there was nothing.
-    """
+
+def quiet_hand_over(
+    quiet_s: Sequence[float], moved_bytes: int, memcpy_bytes_per_s: float
+) -> dict[str, float]:
+    """Give the same of prompts beside which there was nothing, and what copying the KV by one thread takes."""
     quiet_ms, memcpy_ms = median(quiet_s) * 1e3, moved_bytes / memcpy_bytes_per_s * 1e3
     return {
         "hand_over_ms": quiet_ms,
-        "hand_over_ms_p50_loaded": _middle(apart, lambda turn: _ms(turn.hand_over_s, 50)),
-        "hand_over_ms_p99_loaded": _middle(apart, lambda turn: _ms(turn.hand_over_s, 99)),
+        "hand_over_ms_p90": _ms(np.array(quiet_s), 90) if len(quiet_s) else 0.0,
         "hand_over_bytes": moved_bytes,
         "hand_over_memcpy_ms": memcpy_ms,
         "hand_over_over_memcpy": quiet_ms / memcpy_ms,
