@@ -1,6 +1,7 @@
 """An object store behind `obstore`, with every request bounded in time and its errors worded."""
 
 import asyncio
+import os
 import re
 from collections.abc import Mapping
 from datetime import timedelta
@@ -9,6 +10,8 @@ from typing import Any
 from penstock.core.errors import TransferError, TransferRefused
 
 _TEXT_MAX = 300
+_YES = frozenset({"1", "on", "true", "y", "yes"})
+"""As obstore reads AWS_ALLOW_HTTP where nobody gives it client options."""
 _BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2}
 _CONNECT_S = 5.0
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
@@ -134,12 +137,14 @@ def _settings(
     if url.startswith("file:"):
         return {"mkdir": True}
     limit = timedelta(seconds=request_timeout_s)
+    endpoint = options.get("endpoint", "")
+    says_so = options.get("allow_http", os.environ.get("AWS_ALLOW_HTTP", "")).strip().lower()
     return {
-        "config": dict(options),
+        "config": {key: value for key, value in options.items() if key != "allow_http"},
         "client_options": {
             "timeout": limit,
             "connect_timeout": min(limit, timedelta(seconds=_CONNECT_S)),
-            "allow_http": options.get("endpoint", "").startswith("http://"),
+            "allow_http": endpoint.startswith("http://") or says_so in _YES,
         },
         "retry_config": {"max_retries": retries, "retry_timeout": limit, "backoff": _BACKOFF},
     }

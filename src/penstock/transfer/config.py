@@ -18,7 +18,7 @@ class StorageConfig(Config):
     """How files and object stores are read and written."""
 
     io_threads: int = Field(default=8, ge=1, le=64)
-    """Reads and writes of files under way at once: the depth of the disk's queue."""
+    """Reads and writes of one file under way at once: the depth of the disk's queue."""
     io_bytes: int = Field(default=1 << 20, ge=4096, multiple_of=4096)
     """The most that one of them moves."""
     requests: int = Field(default=8, ge=1)

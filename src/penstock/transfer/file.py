@@ -3,8 +3,10 @@
 A peer that wants what is in a file reads this agent's memory; its file is not its peers' business.
 """
 
+import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.descriptors import (
@@ -18,14 +20,21 @@ from penstock.core.descriptors import (
     TransferOp,
 )
 from penstock.core.errors import ConfigError, TransferError, TransferRefused
+from penstock.core.log import get_logger
 from penstock.seams import Link, Move, TransferChannel, TransportHost
 from penstock.transfer.block_sums import BLOCK_BYTES
 from penstock.transfer.extents import Extents
-from penstock.transfer.io_threads import Bounce, IoThreads
+from penstock.transfer.io_threads import Bounce, IoThreads, Job
+from penstock.transfer.quarantine import call_after
 from penstock.transfer.quiet import QuietTransport
 from penstock.transfer.regions import addresses_of, distinct
 from penstock.transfer.slab import Disk, Slab
 
+_log = get_logger()
+_GRACE_S = 0.1
+"""What a cancelled transfer waits for I/Os under way; of a disk that works each takes milliseconds."""
+_CLOSE_S = 2.0
+"""What closing a file may take before it is left to its thread."""
 _COST = TransferCost(start_s=2e-4, range_s=5e-6, bytes_per_s=2e9)
 """A virtio disk with O_DIRECT, 1 MiB at a time: 1 to 4 GB/s, measured."""
 
@@ -63,8 +72,17 @@ class FileRegion(Region):
         object.__setattr__(self, "path", Path(path))
 
 
+@dataclass(slots=True, eq=False)
+class _OpenFile:
+    """A slab and its threads: one that hangs keeps none of another's. `making` reserves its space."""
+
+    slab: Slab
+    threads: IoThreads
+    making: Job | None = None
+
+
 class FileTransport(QuietTransport):
-    """Reads and writes slabs on a few threads that all transfers share."""
+    """Reads and writes slabs, each on a few threads that all transfers share."""
 
     name = "file"
     checksums = True
@@ -73,15 +91,16 @@ class FileTransport(QuietTransport):
         """Start nothing yet.
 
         Args:
-            threads: reads and writes under way at once: the disk's queue depth.
+            threads: reads and writes of one file under way at once: the disk's queue depth.
             io_bytes: the most that one of them moves; a multiple of 4096.
             disk: reads and writes slabs.
         """
         self.io_bytes = io_bytes
-        self._disk = disk
-        self.threads = IoThreads(threads, io_bytes, "transfer-file")
         self.host: TransportHost | None = None
-        self.slabs: dict[int, Slab] = {}
+        self.files: dict[int, _OpenFile] = {}
+        self._disk = disk
+        self._num_threads = threads
+        self._jobs: dict[Job, frozenset[int]] = {}  # under way, with the regions that they use
 
     async def start(self, host: TransportHost) -> None:
         self.host = host
@@ -90,17 +109,42 @@ class FileTransport(QuietTransport):
         return b""
 
     def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
-        """Open the file, which takes as long as the file system needs to reserve its space."""
+        """Open the file; the space of a new one is reserved on a thread, and transfers wait for that."""
         del access  # no peer reaches it
         if not isinstance(region, FileRegion):
             return b"" if region.kind in MAIN_MEMORY else None
-        self.slabs[region_id] = Slab(region.path, region.size_bytes, self._disk)
+        slab = Slab(region.path, region.size_bytes, self._disk)
+        opened = _OpenFile(slab, IoThreads(self._num_threads, self.io_bytes, "transfer-file"))
+        if not slab.is_reserved:
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:  # before there is a loop there is nothing to be kept from
+                slab.reserve()
+            else:
+                opened.making = self.begin(
+                    opened, lambda _index, _bounce: slab.reserve(), 1, frozenset({region_id})
+                )
+        self.files[region_id] = opened
         return b""
 
     async def deregister(self, region_id: int) -> None:
-        slab = self.slabs.pop(region_id, None)
-        if slab is not None:  # its agent has ended the transfers that used it, and peers have none
-            await self.threads.finish(self.threads.start(lambda _index, _bounce: slab.close(), 1))
+        """Close a file once nothing is at it, which takes no longer here than a disk that works."""
+        opened = self.files.pop(region_id, None)
+        if opened is None:
+            return
+        users, closed = self.lingering(region_id), asyncio.Event()
+
+        def close() -> None:
+            job = self.begin(opened, lambda _index, _bounce: opened.slab.close(), 1, frozenset({region_id}))
+            opened.threads.close()
+            job.done.add_done_callback(lambda _: closed.set())
+
+        call_after(users, close)
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await closed.wait()
+        except TimeoutError:
+            _log.error("slab_hangs", path=str(opened.slab.path), waited_s=_CLOSE_S)
 
     async def connect(
         self, link: Link | None, contact: bytes, regions: Mapping[int, RegionInfo]
@@ -112,10 +156,45 @@ class FileTransport(QuietTransport):
             )
         return _FileChannel(self)
 
+    def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
+        return [job.done for job, region_ids in self._jobs.items() if user in region_ids]
+
     async def close(self) -> None:
-        for region_id in list(self.slabs):
-            await self.deregister(region_id)
-        self.threads.close()
+        async with asyncio.TaskGroup() as group:
+            for region_id in list(self.files):
+                group.create_task(self.deregister(region_id))
+
+    # -- for moves --------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, opened: _OpenFile, do: Callable[[int, Bounce], None], steps: int, region_ids: frozenset[int]
+    ) -> Job:
+        """Have threads of a file do something that uses these regions."""
+        job = opened.threads.start(do, steps)
+        if not job.done.done():
+            self._jobs[job] = region_ids
+            job.done.add_done_callback(lambda _: self._jobs.pop(job, None))
+        return job
+
+    async def finish(self, jobs: Sequence[tuple[_OpenFile, Job]]) -> None:
+        """Wait for jobs. Cancelled, it stops them, and waits a moment for the kernel; what then hangs there lingers.
+
+        Raises:
+            TransferError: one of them failed.
+        """
+        if not jobs:
+            return
+        waiting = [job.done for _, job in jobs]
+        try:
+            await asyncio.wait(waiting)
+        except asyncio.CancelledError:
+            for opened, job in jobs:
+                opened.threads.stop(job)
+            await asyncio.wait(waiting, timeout=_GRACE_S)
+            raise
+        for _, job in jobs:
+            if job.error is not None:
+                raise job.error
 
 
 class _FileChannel:
@@ -128,7 +207,7 @@ class _FileChannel:
             if region.kind not in MAIN_MEMORY:
                 return f"transport file moves between files and main memory, and the local side is {region.kind.value}"
         for info in remote:
-            if info.region_id not in self._own.slabs:
+            if info.region_id not in self._own.files:
                 return f"region {info.region_id}, {info.kind.value}, is no file that this agent has open"
         return None
 
@@ -151,36 +230,56 @@ class _FileMove:
         self._own = own
         self._op = op
         self._checksum = checksum
-        self._region_ids = frozenset(distinct(pairs.remote.region_ids))
+        local_ids, remote_ids = distinct(pairs.local.region_ids), distinct(pairs.remote.region_ids)
+        self._region_ids = frozenset((*local_ids, *remote_ids))
         self._extents = Extents.plan(
             pairs.remote.region_ids,
             pairs.remote.offsets,
-            addresses_of(pairs.local, {i: host.region(i).address for i in distinct(pairs.local.region_ids)}),
+            addresses_of(pairs.local, {i: host.region(i).address for i in local_ids}),
             pairs.remote.lengths,
             io_bytes=own.io_bytes,
         )
+        self._indices: dict[int, list[int]] = {region_id: [] for region_id in remote_ids}
+        for index, region_id in enumerate(self._extents.region_ids):
+            self._indices[int(region_id)].append(index)
 
     def run_now(self) -> bool:
         return False  # a disk takes its time, and a sick one all of it
 
     async def run(self) -> None:
-        slabs = self._slabs()
-        extents = self._extents
+        files = self._files()
+        making = [(opened, opened.making) for opened in files.values() if opened.making is not None]
+        await self._own.finish(making)
+        await self._own.finish(
+            [(opened, self._begin(opened, self._indices[region_id])) for region_id, opened in files.items()]
+        )
+        if self._op is TransferOp.WRITE:
+            await self._own.finish(
+                [
+                    (opened, self._own.begin(opened, _sync_of(opened.slab), 1, self._region_ids))
+                    for opened in files.values()
+                    if not opened.slab.is_direct
+                ]
+            )
 
-        def read(index: int, bounce: Bounce) -> None:
-            slabs[extents.region_ids[index]].read(extents, index, bounce, checksum=self._checksum)
+    def _begin(self, opened: _OpenFile, indices: Sequence[int]) -> Job:
+        slab, extents, checksum = opened.slab, self._extents, self._checksum
 
-        def write(index: int, bounce: Bounce) -> None:
-            slabs[extents.region_ids[index]].write(extents, index, bounce)
+        def read(step: int, bounce: Bounce) -> None:
+            slab.read(extents, indices[step], bounce, checksum=checksum)
 
-        threads = self._own.threads
-        await threads.finish(threads.start(read if self._op is TransferOp.READ else write, len(extents)))
-        buffered = [slab for slab in slabs.values() if not slab.is_direct]
-        if self._op is TransferOp.WRITE and buffered:
-            await threads.finish(threads.start(lambda index, _bounce: buffered[index].sync(), len(buffered)))
+        def write(step: int, bounce: Bounce) -> None:
+            slab.write(extents, indices[step], bounce)
 
-    def _slabs(self) -> dict[int, Slab]:
+        do = read if self._op is TransferOp.READ else write
+        return self._own.begin(opened, do, len(indices), self._region_ids)
+
+    def _files(self) -> dict[int, _OpenFile]:
         try:
-            return {region_id: self._own.slabs[region_id] for region_id in self._region_ids}
+            return {region_id: self._own.files[region_id] for region_id in self._indices}
         except KeyError as error:
             raise TransferRefused(f"region {error.args[0]} was deregistered meanwhile") from error
+
+
+def _sync_of(slab: Slab) -> Callable[[int, Bounce], None]:
+    return lambda _index, _bounce: slab.sync()

@@ -69,12 +69,12 @@ class Slab:
                 self._lock_file()
                 self._sums = self._open_sums()
                 undo.callback(self._sums.close, is_durable=False)
-                if self._sums.is_new:
-                    self._reserve()
                 self._fd, self.is_direct = self._open_direct()
             except OSError as error:
                 raise TransferError(self._open_failure(error)) from error
             undo.pop_all()
+        self.is_reserved = not self._sums.is_new
+        """Whether its space is the slab's own; else `reserve` comes before all reading and writing."""
         if not self.is_direct:
             get_logger().warning(
                 "slab_buffered",
@@ -162,7 +162,7 @@ class Slab:
         except TransferError as error:
             get_logger().error("slab_sync_failed", path=str(self.path), error=error.message)
         finally:
-            self._sums.close(is_durable=is_durable)
+            self._sums.close(is_durable=is_durable and self.is_reserved)
             os.close(self._fd)
             os.close(self._file)
 
@@ -193,14 +193,23 @@ class Slab:
             )
         return sums
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
+        """Take the space, which may take seconds.
+
+        Raises:
+            TransferError: there is not enough, or the disk failed.
+        """
         try:
-            os.posix_fallocate(self._file, 0, self.size_bytes)
-        except OSError:
-            os.ftruncate(self._file, 0)
-            raise
-        os.fsync(self._file)
-        self._sums.set_ready()
+            try:
+                os.posix_fallocate(self._file, 0, self.size_bytes)
+            except OSError:
+                os.ftruncate(self._file, 0)
+                raise
+            os.fsync(self._file)
+            self._sums.set_ready()
+        except OSError as error:
+            raise TransferError(self._open_failure(error)) from error
+        self.is_reserved = True
 
     def _free_bytes(self) -> int:
         disk = os.statvfs(self.path.parent)

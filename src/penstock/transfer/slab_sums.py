@@ -1,12 +1,12 @@
-"""The checksums of a slab, in a file beside it that is mapped into memory.
+"""The checksums of a slab, in a file beside it that is read and written at places.
 
-A block's checksum is recorded after its data was written, so a process that dies in between leaves a block that does
+It is not mapped into memory: a mapped file that somebody cuts off, or a disk that fails, ends the process (SIGBUS). A
+block's checksum is recorded after its data was written, so a process that dies in between leaves a block that does
 not fit its checksum, and none that looks right and is not. That holds while the kernel lives, whose cache keeps the
-mapped file. After a power cut, both data and checksum of a block may be those before the last write, which fit each
+file. After a power cut, both data and checksum of a block may be those before the last write, which fit each
 other: so the file says which boot of the machine opened it, and what was not closed in an earlier boot is forgotten.
 """
 
-import mmap
 import os
 import struct
 import zlib
@@ -24,6 +24,7 @@ _MAGIC = b"pstkcrc1"
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, block, state, size of the slab, boot
 _CHECK = struct.Struct("<I")
 _TABLE_OFFSET = 4096
+_SUM = np.dtype("<u4")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -73,28 +74,46 @@ class SlabSums:
             if self.is_new or self.has_forgotten:
                 self._forget_all()
             length = _TABLE_OFFSET + slab_bytes // BLOCK_BYTES * 4
-            os.posix_fallocate(self._fd, 0, length)  # a hole that cannot be filled later would be a SIGBUS
-            self._mapping = mmap.mmap(self._fd, length)
+            os.posix_fallocate(self._fd, 0, length)  # so that no record fails for want of space
             self._write_header(_State.CREATING if self.is_new else _State.OPEN)
         except BaseException:
             os.close(self._fd)
             raise
-        self._table: Sums = np.frombuffer(self._mapping, "<u4", offset=_TABLE_OFFSET)
 
     def set_ready(self) -> None:
         """Say that the slab has its size now."""
         self._write_header(_State.OPEN)
 
     def record(self, first_block: int, sums: Sums) -> None:
-        """Keep the checksums of blocks that were written, from `first_block` on."""
-        self._table[first_block : first_block + len(sums)] = sums
+        """Keep the checksums of blocks that were written, from `first_block` on.
+
+        Raises:
+            TransferError: the disk failed.
+        """
+        data = sums.astype(_SUM, copy=False).tobytes()
+        offset = _TABLE_OFFSET + first_block * _SUM.itemsize
+        try:
+            while len(data):
+                done = os.pwrite(self._fd, data, offset)
+                data, offset = data[done:], offset + done
+        except OSError as error:
+            raise self._failure("writing", error) from error
 
     def recorded(self, block: int) -> bool:
-        return bool(self._table[block] != NOT_RECORDED)
+        """Say whether a block was ever written.
+
+        Raises:
+            TransferError: the disk failed.
+        """
+        return bool(self._read(block, 1)[0] != NOT_RECORDED)
 
     def mismatches(self, first_block: int, sums: Sums) -> NDArray[np.intp]:
-        """Find which of the blocks from `first_block` on do not fit: (n,) indices into `sums`."""
-        return np.flatnonzero(self._table[first_block : first_block + len(sums)] != sums)
+        """Find which of the blocks from `first_block` on do not fit: (n,) indices into `sums`.
+
+        Raises:
+            TransferError: the disk failed.
+        """
+        return np.flatnonzero(self._read(first_block, len(sums)) != sums)
 
     def close(self, *, is_durable: bool) -> None:
         """Let go of the file.
@@ -103,15 +122,29 @@ class SlabSums:
             is_durable: whether the slab's data has reached the disk for good, so that a power cut from now on does
                 no harm. If not, the next boot of the machine forgets all.
         """
-        self._table = np.empty(0, np.uint32)
         try:
-            self._mapping.flush()
             if is_durable:
                 os.fdatasync(self._fd)
                 self._write_header(_State.CLOSED)
         finally:
-            self._mapping.close()
             os.close(self._fd)
+
+    def _read(self, first_block: int, count: int) -> Sums:
+        """Read checksums; of blocks that the file does not have, as when it was cut off, none was recorded."""
+        size, offset = count * _SUM.itemsize, _TABLE_OFFSET + first_block * _SUM.itemsize
+        data = b""
+        try:
+            while len(data) < size and (more := os.pread(self._fd, size - len(data), offset + len(data))):
+                data += more
+        except OSError as error:
+            raise self._failure("reading", error) from error
+        found: Sums = np.full(count, NOT_RECORDED, _SUM)
+        there = len(data) // _SUM.itemsize
+        found[:there] = np.frombuffer(data, _SUM, there)
+        return found
+
+    def _failure(self, doing: str, error: OSError) -> TransferError:
+        return TransferError(f"{self.path}: {doing} checksums failed: {error.strerror} (errno {error.errno})")
 
     def _read_header(self) -> None:
         raw = os.pread(self._fd, _HEADER.size + _CHECK.size, 0)

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,14 @@ class _SickDisk:
             raise OSError(self.errors[call], os.strerror(self.errors[call]))
 
 
+def _made(path: Path, size_bytes: int, *disk: Any) -> Slab:
+    """Open a slab, and take its space as its agent does on a thread."""
+    slab = Slab(path, size_bytes, *disk)
+    if not slab.is_reserved:
+        slab.reserve()
+    return slab
+
+
 def _plan(memory: np.ndarray, at: int = 0) -> Extents:
     return Extents.plan(
         *(np.array([value], np.uint64) for value in (1, at, memory.ctypes.data, memory.nbytes)),
@@ -61,11 +70,11 @@ def _read(slab: Slab, size: int, at: int = 0, *, checksum: bool = True) -> bytes
 
 
 def test_what_was_written_outlives_the_process(tmp_path: Path) -> None:
-    slab = Slab(tmp_path / "kv", SIZE)
+    slab = _made(tmp_path / "kv", SIZE)
     _write(slab, np.full(SIZE, 3, np.uint8))
     slab.close()
     assert (tmp_path / "kv").stat().st_size == SIZE
-    again = Slab(tmp_path / "kv", SIZE)
+    again = _made(tmp_path / "kv", SIZE)
     assert _read(again, SIZE) == bytes([3]) * SIZE
     again.close()
 
@@ -74,12 +83,12 @@ def test_where_the_kernel_names_no_boot_only_what_was_closed_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(slab_sums, "_BOOT_ID", tmp_path / "none")
-    slab = Slab(tmp_path / "kv", SIZE)
+    slab = _made(tmp_path / "kv", SIZE)
     _write(slab, np.full(SIZE, 3, np.uint8))
     for copy in ("kv", f"kv{SUMS_SUFFIX}"):
         shutil.copy(tmp_path / copy, tmp_path / copy.replace("kv", "crashed"))
     slab.close()
-    closed, crashed = Slab(tmp_path / "kv", SIZE), Slab(tmp_path / "crashed", SIZE)
+    closed, crashed = _made(tmp_path / "kv", SIZE), _made(tmp_path / "crashed", SIZE)
     assert _read(closed, 1) == bytes([3])
     with pytest.raises(ChecksumMismatch, match="never written, or not since the slab was made or forgotten"):
         _read(crashed, 1)
@@ -89,7 +98,7 @@ def test_where_the_kernel_names_no_boot_only_what_was_closed_is_kept(
 
 
 def test_what_was_never_written_cannot_be_read(tmp_path: Path) -> None:
-    slab = Slab(tmp_path / "kv", SIZE)
+    slab = _made(tmp_path / "kv", SIZE)
     _write(slab, np.full(10, 1, np.uint8), at=BLOCK_BYTES + 5)
     with pytest.raises(ChecksumMismatch, match=r"kv: the block of 4096 bytes at 0 was never written"):
         _read(slab, 1)
@@ -99,7 +108,7 @@ def test_what_was_never_written_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_block_that_changed_is_no_answer_and_no_base_for_another(tmp_path: Path) -> None:
-    slab = Slab(tmp_path / "kv", SIZE)
+    slab = _made(tmp_path / "kv", SIZE)
     _write(slab, np.full(2 * BLOCK_BYTES, 1, np.uint8))
     with (tmp_path / "kv").open("r+b") as file:
         file.seek(BLOCK_BYTES + 17)
@@ -115,39 +124,39 @@ def test_a_block_that_changed_is_no_answer_and_no_base_for_another(tmp_path: Pat
 
 
 def test_one_at_a_time_has_it(tmp_path: Path) -> None:
-    slab = Slab(tmp_path / "kv", SIZE)
+    slab = _made(tmp_path / "kv", SIZE)
     with pytest.raises(TransferError, match="kv is open in another agent or process"):
-        Slab(tmp_path / "kv", SIZE)
+        _made(tmp_path / "kv", SIZE)
     slab.close()
-    Slab(tmp_path / "kv", SIZE).close()
+    _made(tmp_path / "kv", SIZE).close()
 
 
 def test_a_file_that_is_no_slab_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letter").write_bytes(b"dear")
     with pytest.raises(TransferError, match="letter exists and is no slab"):
-        Slab(tmp_path / "letter", SIZE)
+        _made(tmp_path / "letter", SIZE)
     assert (tmp_path / "letter").read_bytes() == b"dear"
     assert [path.name for path in tmp_path.iterdir()] == ["letter"]
 
 
 def test_another_size_or_a_damaged_file_of_checksums_is_refused(tmp_path: Path) -> None:
-    Slab(tmp_path / "kv", SIZE).close()
+    _made(tmp_path / "kv", SIZE).close()
     with pytest.raises(TransferError, match=f"is of a slab of {SIZE} bytes .* not of {2 * SIZE}"):
-        Slab(tmp_path / "kv", 2 * SIZE)
+        _made(tmp_path / "kv", 2 * SIZE)
     os.truncate(tmp_path / "kv", SIZE // 2)
     with pytest.raises(TransferError, match=f"kv has {SIZE // 2} bytes, and not {SIZE}"):
-        Slab(tmp_path / "kv", SIZE)
+        _made(tmp_path / "kv", SIZE)
     (tmp_path / f"kv{SUMS_SUFFIX}").write_bytes(b"nonsense")
     with pytest.raises(TransferError, match=r"kv.crc32c is damaged, or of another version; delete it"):
-        Slab(tmp_path / "kv", SIZE)
+        _made(tmp_path / "kv", SIZE)
 
 
 def test_a_slab_that_was_deleted_begins_empty(tmp_path: Path) -> None:
-    slab = Slab(tmp_path / "kv", SIZE)
+    slab = _made(tmp_path / "kv", SIZE)
     _write(slab, np.full(SIZE, 3, np.uint8))
     slab.close()
     (tmp_path / "kv").unlink()
-    again = Slab(tmp_path / "kv", SIZE)
+    again = _made(tmp_path / "kv", SIZE)
     with pytest.raises(ChecksumMismatch, match="never written"):
         _read(again, SIZE)
     again.close()
@@ -156,13 +165,13 @@ def test_a_slab_that_was_deleted_begins_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [".", "missing/kv"])
 def test_where_no_file_can_be(tmp_path: Path, path: str) -> None:
     with pytest.raises(TransferError, match=r"cannot be opened as a slab: .* \(errno \d+\)"):
-        Slab(tmp_path / path, SIZE)
+        _made(tmp_path / path, SIZE)
 
 
 def test_no_space(tmp_path: Path) -> None:
     size = 1 << 43  # more than any disk that runs this, and less than a file may have
     with pytest.raises(TransferError, match=rf"kv: no space for {size} bytes, \d+ are free"):
-        Slab(tmp_path / "kv", size)
+        _made(tmp_path / "kv", size)
     assert (tmp_path / "kv").stat().st_size == 0
 
 
@@ -178,7 +187,7 @@ def test_no_space(tmp_path: Path) -> None:
     ],
 )
 def test_a_disk_that_fails_is_named_with_numbers(tmp_path: Path, call: str, number: int, text: str) -> None:
-    slab = Slab(tmp_path / "kv", SIZE, _SickDisk(**{call: number}))
+    slab = _made(tmp_path / "kv", SIZE, _SickDisk(**{call: number}))
     with pytest.raises(TransferError, match=text):
         _write(slab, np.zeros(2 * BLOCK_BYTES, np.uint8), at=BLOCK_BYTES)
     slab.close()
@@ -186,7 +195,7 @@ def test_a_disk_that_fails_is_named_with_numbers(tmp_path: Path, call: str, numb
 
 def test_a_read_that_fails_or_ends_early(tmp_path: Path) -> None:
     disk = _SickDisk()
-    slab = Slab(tmp_path / "kv", SIZE, disk)
+    slab = _made(tmp_path / "kv", SIZE, disk)
     _write(slab, np.zeros(SIZE, np.uint8))
     disk.errors["preadv"] = errno.EIO
     with pytest.raises(TransferError, match="kv: reading 4096 bytes at 0 failed: input/output error"):
@@ -202,7 +211,7 @@ def test_a_file_system_without_direct_io_is_said_and_synced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = _SickDisk(preadv=errno.EINVAL)
-    slab = Slab(tmp_path / "kv", SIZE, disk)
+    slab = _made(tmp_path / "kv", SIZE, disk)
     assert not slab.is_direct
     assert "slab_buffered" in capsys.readouterr().out
     disk.errors = {"fdatasync": errno.EIO}
