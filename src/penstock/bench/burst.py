@@ -87,6 +87,6 @@ def _figures(seconds: dict[str, list[float]]) -> dict[str, float]:
     for name, values in seconds.items():
         kind = name.removesuffix("_s")
         for percent in (50, 99):
-            figures[f"{kind}_p{percent}_ms"] = float(np.percentile(values, percent)) * 1e3
-    figures["burst_over_standing_ttft_p99"] = figures["burst_ttft_p99_ms"] / figures["standing_ttft_p99_ms"]
+            figures[f"{kind}_ms_p{percent}"] = float(np.percentile(values, percent)) * 1e3
+    figures["burst_over_standing_ttft_p99"] = figures["burst_ttft_ms_p99"] / figures["standing_ttft_ms_p99"]
     return figures
