@@ -162,6 +162,10 @@ class LockedTree : GuardedTree {
         return write(blocks, [&] { return tree_.reclaim(blocks); });
     }
 
+    void allow(std::size_t pairs_max) {
+        write(0, [&] { tree_.allow(pairs_max); });
+    }
+
     void grow(std::uint32_t num_slots) {
         write(0, [&] { tree_.grow(num_slots); });
     }
@@ -269,6 +273,7 @@ void bind_radix(nb::module_& module) {
         .def(nb::init<std::optional<std::size_t>, std::uint32_t>(), "pairs_max"_a.none(), "num_slots"_a = 1)
         .def_prop_ro("num_slots", &LockedTree::num_slots)
         .def("grow", &LockedTree::grow, "num_slots"_a)
+        .def("allow", &LockedTree::allow, "pairs_max"_a)
         .def("store", &LockedTree::store, "worker"_a, "hashes"_a, "parent"_a = nb::none(), "tier"_a = "device")
         .def("remove", &LockedTree::remove, "worker"_a, "hashes"_a, "tier"_a = "device")
         .def("clear", &LockedTree::clear, "worker"_a)

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -79,6 +80,8 @@ class RadixTree {
 
     std::uint32_t num_slots() const { return static_cast<std::uint32_t>(tenant_of_.size()); }
     std::size_t pairs_max() const { return pairs_max_; }
+    // Hold so many pairs at most; never fewer than before.
+    void allow(std::size_t pairs_max) { pairs_max_ = std::max(pairs_max_, pairs_max); }
     std::size_t held_blocks(std::uint32_t worker) const {
         return worker < num_slots() ? tenants_[tenant_of_[worker]].held : 0;
     }

@@ -97,6 +97,11 @@ class RadixMachine(RuleBasedStateMachine):
         for key in [key for key in self.copies if key[0] == slot]:
             del self.copies[key]
 
+    @rule(pairs_max=st.integers(1, 40))
+    def allow(self, pairs_max):
+        for tree in (self.native, self.twin):
+            tree.allow(pairs_max)
+
     @rule(blocks=st.integers(1, 20))
     def reclaim(self, blocks):
         self.reclaiming = self.native.reclaim(blocks)

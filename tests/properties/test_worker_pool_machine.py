@@ -117,8 +117,8 @@ class WorkerPoolMachine(RuleBasedStateMachine):
             assert np.flatnonzero(self.pool.with_adapter(self.pool.ready, adapter)).tolist() == sorted(
                 holders
             )
-            listed = [card for card in self.pool.cards() if card.name == adapter]
-            assert listed == ([self.card.adapted(adapter)] if holders else [])
+            listed = self.pool.adapter_cards().get(adapter)
+            assert listed == (self.card.adapted(adapter) if holders else None)
         for member in self.members:
             assert member.matching == (member.identity == identity(self.card))
 

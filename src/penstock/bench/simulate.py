@@ -28,7 +28,6 @@ _BUSY_PER_S = 3.0
 _CALM_PER_S = 0.2
 """Few enough that answers of 4,096 tokens wait for nothing: about six are under way in each worker."""
 _SEED = 0
-_INDEX_BLOCKS = 16_000_000
 _QUICK = {"trace": 300, "growing": 20, "output": 100, "scale": 500, "workers": 20}
 _TURNS = 3
 """Of a machine that is not ours alone, the middle one of so many plays is told."""
@@ -131,8 +130,7 @@ def _clock(deployment: Deployment, sessions: list[Session], *, turns: int) -> tu
 
 
 def _plan(graph: str, *changes: str) -> Deployment:
-    settings = [*changes, f"router.indexed_blocks_max={_INDEX_BLOCKS}"]
-    return plan_deployment(load(graph, Overrides(settings)), beside=Path(graph).parent)
+    return plan_deployment(load(graph, Overrides(list(changes))), beside=Path(graph).parent)
 
 
 def _apart(deployment: Deployment) -> Deployment:
@@ -141,7 +139,7 @@ def _apart(deployment: Deployment) -> Deployment:
     whole = graph.roles.aggregated
     assert whole is not None, "the workers of the bench do both"
     half = whole.model_copy(update={"replicas": whole.replicas // 2})
-    settings = ["router.policy=least-loaded", f"router.indexed_blocks_max={_INDEX_BLOCKS}"]
+    settings = ["router.policy=least-loaded"]
     data = graph.model_dump(mode="json", exclude_unset=True)
     data["roles"] = dict.fromkeys(("prefill", "decode"), half.model_dump(mode="json", exclude_unset=True))
     return plan_deployment(build(data, Overrides(settings)), beside=Path())

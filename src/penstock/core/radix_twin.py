@@ -186,6 +186,11 @@ class RadixTreePython(RadixCalls):
         """Count the distinct blocks a worker is known to hold."""
         return len(self._held[worker]) if worker < self.num_slots else 0
 
+    def allow(self, pairs_max: int) -> None:
+        """Hold so many pairs at most from now on; never fewer than before."""
+        if self.pairs_max is not None:
+            self.pairs_max = max(self.pairs_max, pairs_max)
+
     def grow(self, num_slots: int) -> None:
         """Have at least this many slots."""
         if num_slots > SLOTS_MAX:

@@ -262,6 +262,7 @@ class EngineInfo(Wire, frozen=True):
     `kv_layout` is how its KV lies in memory, None where it keeps none.
     With `kv_by_chunk` full blocks are in the prefix cache after the step that computed them, and steps name who is `prefilling`.
     With `announces` its worker sends an empty `Delta` before the step that is the first to compute a request.
+    `lower_tier_blocks` is the room below the device, of which it sends events, too.
     """
 
     block_size: int
@@ -275,6 +276,7 @@ class EngineInfo(Wire, frozen=True):
     kv_layout: KvLayout | None = None
     kv_by_chunk: bool = False
     announces: bool = False
+    lower_tier_blocks: int = 0
 
 
 class Prices(Wire, frozen=True):

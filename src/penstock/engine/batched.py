@@ -89,6 +89,7 @@ class BatchedEngine:
             kv_bytes_per_block=runner.kv_bytes_per_block,
             kv_layout=runner.kv_layout,
             kv_by_chunk=True,
+            lower_tier_blocks=sum(count for _, count in runner.lower_blocks),
         )
         self._started = info, pool, scheduler
         return info

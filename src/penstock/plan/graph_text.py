@@ -9,7 +9,6 @@ from penstock.perf.search import Crew, Layout
 from penstock.plan.question import BLOCK_SIZE, Question
 
 _RUNNING_MAX = 1024
-_INDEX_BLOCKS = 16_000_000
 
 
 def graph_of(question: Question, layout: Layout) -> Graph:
@@ -19,7 +18,7 @@ def graph_of(question: Question, layout: Layout) -> Graph:
 
 def graph_data(question: Question, layout: Layout) -> dict[str, Any]:
     """Describe a layout, as plain data."""
-    router: dict[str, Any] = {"policy": "kv", "indexed_blocks_max": _INDEX_BLOCKS}
+    router: dict[str, Any] = {"policy": "kv"}
     if layout.is_apart:
         prefill, decode = layout.crews
         rate = question.link_bytes_per_s(prefill.parallel, decode.parallel)

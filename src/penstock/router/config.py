@@ -6,7 +6,7 @@ from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.location import Location
 from penstock.perf.topology import Topology, Way
-from penstock.router.policies import make_policy
+from penstock.router.policies import check_policy_name, make_policy
 from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import RoutingPolicy
 
@@ -110,8 +110,8 @@ class RouterConfig(Config):
     """Workers known at once; further ones are left out."""
     adapters_max: int = pydantic.Field(default=4096, ge=0)
     """LoRA adapters of one model known at once; requests for further ones find none."""
-    indexed_blocks_max: int = pydantic.Field(default=1_000_000, ge=1)
-    """(worker, block) pairs in the prefix index; then the leaf unused for longest is forgotten."""
+    indexed_blocks_max: int = pydantic.Field(default=16_777_216, ge=1)
+    """(worker, block) pairs in the prefix index, however many workers there are: it has room for a million, and for twice the blocks that workers say they have. Past that, old leaves are forgotten."""
     predicted_s: float = pydantic.Field(default=120.0, gt=0)
     """How long a worker that sends no KV events is taken to hold what was sent to it last."""
     open_requests_max: int = pydantic.Field(default=16_384, ge=1)
@@ -141,7 +141,7 @@ class RouterConfig(Config):
     @classmethod
     def _check_policy(cls, policy: str) -> str:
         try:
-            make_policy(policy)
+            check_policy_name(policy)
         except ConfigError as error:
             raise wrong(error.message.removeprefix("policy ")) from error
         return policy

@@ -38,6 +38,7 @@ class Connector:
         config: RouterConfig,
         metrics: RouterMetrics,
         rng: random.Random,
+        prefill_gauges: PrefillGauges,
         on_change: Callable[[Member], None],
         on_drift: Callable[[Member], None],
         on_arrivals: Callable[[Member, int], None],
@@ -52,6 +53,7 @@ class Connector:
             config: times and pauses.
             metrics: told of ends and failures.
             rng: for jitter.
+            prefill_gauges: shown what prefill workers report.
             on_change: called when a member was connected or lost, or could not be reached for the first time.
             on_drift: called when the factor of a member's `drift` has changed.
             on_arrivals: called with the number of requests that other routers have sent to a member.
@@ -67,7 +69,7 @@ class Connector:
         self._on_drift = on_drift
         self._on_arrivals = on_arrivals
         self._on_kv_reads = on_kv_reads
-        self._prefill_gauges = PrefillGauges(metrics)
+        self._prefill_gauges = prefill_gauges
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:

@@ -64,6 +64,7 @@ class Fleet:
         self.late_tokens = LateTokens(config.disagg.late_token_share, self.loads.num_slots)
         self.pools: dict[str, WorkerPool] = {}
         """By model; those without any worker are not there."""
+        self._prefill_gauges = PrefillGauges(metrics)
         self._connector = Connector(
             plane,
             self._indexer,
@@ -71,6 +72,7 @@ class Fleet:
             config=config,
             metrics=metrics,
             rng=rng,
+            prefill_gauges=self._prefill_gauges,
             on_change=self._note_connection,
             on_drift=self._note_drift,
             on_arrivals=self._note_arrivals,
@@ -79,7 +81,6 @@ class Fleet:
         self._discovery = discovery
         self._config = config
         self._metrics = metrics
-        self._prefill_gauges = PrefillGauges(metrics)
         self._rng = rng
         self._members: dict[WorkerId, Member] = {}
         self.seats = Seats()
@@ -113,10 +114,13 @@ class Fleet:
     def models(self) -> Mapping[str, ModelCard]:
         """Name the models that some worker can take requests for now, and their adapters; a model's name comes first."""
         if self._models is None:
-            cards = sorted((card for pool in self.pools.values() for card in pool.cards()), key=_is_adapter)
             models: dict[str, ModelCard] = {}
-            for card in cards:
-                models.setdefault(card.name, card)
+            for pool in self.pools.values():
+                if pool.num_ready:
+                    models.setdefault(pool.card.name, pool.card)
+            for pool in self.pools.values():
+                for name, card in pool.adapter_cards().items():
+                    models.setdefault(name, card)
             self._models = MappingProxyType(models)
         return self._models
 
@@ -308,7 +312,7 @@ class Fleet:
 
     def _forget(self, member: Member) -> None:
         del self._members[member.worker_id]
-        self._indexer.forget(member.slot)
+        self._indexer.leave(member.slot)
         self.loads.reset(member.slot)
         self.kv_ways.forget(member.slot)
         self.late_tokens.forget(member.slot)
@@ -326,6 +330,8 @@ class Fleet:
         pool = self.pools.get(model)
         if pool is None:
             pool = self.pools[model] = WorkerPool(member, self.loads.num_slots, self._config.adapters_max)
+        engine = member.instance.engine
+        self._indexer.expect(member.slot, engine.total_blocks + engine.lower_tier_blocks)
         location = Location.of(member.instance)
         self.kv_ways.put(member.slot, location)
         way = self._config.topology.way(self._config.location, location)
@@ -416,7 +422,3 @@ class Fleet:
             mismatch=pool.mismatch(member),
             hand_over_problem=pool.pairs.problem(slot),
         )
-
-
-def _is_adapter(card: ModelCard) -> bool:
-    return card.parent is not None

@@ -13,6 +13,10 @@ from penstock.router.predictions import Predictions
 from penstock.runtime.events.subscriber import EventFault
 
 _HASH_BYTES = 8
+_BLOCKS_MIN = 1_000_000
+"""The index has room for these however little workers say they have, and for as many guesses of those that say nothing."""
+_ROOM_FACTOR = 2
+"""Of what workers say they have, room for so many times as much: engines may not count what they keep below the device."""
 _RECLAIMED_AT_ONCE = 1024
 """Blocks looked at in one turn of the event loop for what lost workers held: 0.2 ms on a shared AMD EPYC."""
 
@@ -25,13 +29,27 @@ class Indexer:
     """
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
-        self.tree = RadixTree(config.indexed_blocks_max)
+        self._blocks_max = config.indexed_blocks_max
+        self.tree = RadixTree(min(_BLOCKS_MIN, self._blocks_max))
         self._predictions = Predictions(
-            self.tree, ttl_s=config.predicted_s, blocks_max=config.indexed_blocks_max
+            self.tree, ttl_s=config.predicted_s, blocks_max=min(_BLOCKS_MIN, self._blocks_max)
         )
+        self._expected: dict[int, int] = {}  # by slot, the blocks that a worker says it has
+        self._expected_blocks = 0
         self._metrics = metrics
-        self._gauges = IndexGauges(metrics, self.tree.stats)
+        self._gauges = IndexGauges(metrics, self.tree.stats, self._why_full)
         self._reclaiming: asyncio.Handle | None = None
+
+    def expect(self, slot: int, blocks: int) -> None:
+        """Have room for a worker that says it has so many blocks; once there, room stays."""
+        self._expected_blocks += blocks - self._expected.get(slot, 0)
+        self._expected[slot] = blocks
+        self.tree.allow(min(max(_BLOCKS_MIN, _ROOM_FACTOR * self._expected_blocks), self._blocks_max))
+
+    def leave(self, slot: int) -> None:
+        """Forget a worker that is not expected to come back."""
+        self.forget(slot)
+        self._expected_blocks -= self._expected.pop(slot, 0)
 
     def apply(self, slot: int, events: Sequence[KvEvent], block_size: int) -> int:
         """Apply one batch of events, in order.
@@ -86,7 +104,17 @@ class Indexer:
     def check(self) -> None:
         """Raise AssertionError where a part is broken."""
         self.tree.check()
+        assert self._expected_blocks == sum(self._expected.values()), "expected: summed up"
         self._predictions.check()
+
+    def _why_full(self) -> str:
+        room = max(_BLOCKS_MIN, _ROOM_FACTOR * self._expected_blocks)
+        if room < self._blocks_max:
+            return (
+                f"workers hold more than {_ROOM_FACTOR} times the {self._expected_blocks} blocks that they say they have"
+                " (total_blocks); update their engines"
+            )
+        return f"raise router.indexed_blocks_max, {self._blocks_max} now; a block takes some 60 bytes"
 
     def _clear(self, slot: int) -> None:
         self.tree.clear(slot)

@@ -1,6 +1,7 @@
 """What the router and the dispatcher count, in a registry of the caller's."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -8,9 +9,13 @@ from typing import Literal, Self, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from penstock.core.log import get_logger
 from penstock.core.radix import RadixStats
 
 _INDEX_INTERVAL_S = 1.0  # its figures move with every step of every worker, and are read every few seconds
+
+_WARN_INTERVAL_S = 60.0  # between warnings that the index is full
+_log = get_logger()
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -175,11 +180,16 @@ class RouterMetrics:
 class IndexGauges:
     """Writes what the prefix index counts into the metrics, at most once a second. One event loop owns it."""
 
-    def __init__(self, metrics: RouterMetrics, read: Callable[[], RadixStats]) -> None:
+    def __init__(
+        self, metrics: RouterMetrics, read: Callable[[], RadixStats], why_full: Callable[[], str]
+    ) -> None:
+        """Read the index with `read`; `why_full` says what to do where it has to forget blocks."""
         self.events = 0
         """KV events applied so far; the indexer counts them."""
         self._metrics = metrics
         self._read = read
+        self._why_full = why_full
+        self._warned_s = -math.inf
         self._events_seen = self._evicted_seen = self._contradictions_seen = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -192,7 +202,12 @@ class IndexGauges:
         self._timer = None
         stats = self._read()
         self._metrics.indexed_blocks.set(stats.pairs)
-        self._metrics.evicted_blocks.inc(stats.evicted_pairs - self._evicted_seen)
+        evicted = stats.evicted_pairs - self._evicted_seen
+        self._metrics.evicted_blocks.inc(evicted)
+        now_s = asyncio.get_running_loop().time()
+        if evicted and now_s - self._warned_s >= _WARN_INTERVAL_S:
+            self._warned_s = now_s
+            _log.warning("index_full", blocks=stats.pairs, evicted=stats.evicted_pairs, fix=self._why_full())
         self._metrics.kv_events.inc(self.events - self._events_seen)
         self._metrics.event_faults.labels("contradiction").inc(
             stats.contradictions - self._contradictions_seen

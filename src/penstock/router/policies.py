@@ -5,6 +5,7 @@ Policies are pure functions of `RoutingContext`; write your own against `seams.R
 so that a run repeats.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.core.native import native
 from penstock.router.predicted_seconds import PredictedSeconds
 from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX, SessionAffinity
-from penstock.router.user_policy import find_user_policy
+from penstock.router.user_policy import check_user_policy_name, find_user_policy
 from penstock.seams import RoutingContext, RoutingPolicy
 
 Costs = NDArray[np.float64]
@@ -80,8 +81,18 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     PowerOfTwo.name: PowerOfTwo,
     RoundRobin.name: RoundRobin,
     Random.name: Random,
-    SessionAffinity.name: lambda: SessionAffinity(PredictedSeconds()),
+    SessionAffinity.name: SessionAffinity,
 }
+
+
+def check_policy_name(name: str) -> None:
+    """See whether a policy may be called so, without running any code of a user's.
+
+    Raises:
+        ConfigError: it may not, or none is installed under this name.
+    """
+    if name not in POLICIES:
+        check_user_policy_name(name, list(POLICIES))
 
 
 def make_policy(
@@ -117,11 +128,23 @@ def recomputed_blocks(context: RoutingContext, slot: int) -> int:
     return int(context.tier_blocks[is_slow, slot].sum())
 
 
-def choose(costs: Costs, eligible: NDArray[np.bool_], request_hash: int) -> int | None:
-    """Return the cheapest eligible slot, None where there is none; the request's hash breaks ties.
+def tie_of(hashes: NDArray[np.uint64], token_ids: bytes, block_size: int) -> int:
+    """Give what settles equal prices of a request: 64 bits of its whole prompt, those after the last full block as well.
 
-    Equal requests break them alike, so that they meet where their prefix will be.
+    Equal requests settle them alike, so that they meet where their prefix will be. Those that only begin alike, as all
+    chats of a template do, are spread.
+
+    Args:
+        hashes: (n,) uint64 of its full blocks.
+        token_ids: packed int32.
+        block_size: of the model.
     """
+    last = int(hashes[-1]) if len(hashes) else 0
+    return last ^ zlib.crc32(token_ids[4 * len(hashes) * block_size :], last & 0xFFFF_FFFF)
+
+
+def choose(costs: Costs, eligible: NDArray[np.bool_], request_hash: int) -> int | None:
+    """Return the cheapest eligible slot, None where there is none; the request's hash, of `tie_of`, breaks ties."""
     return cheapest(costs[None], eligible, request_hash) if eligible.any() else None
 
 

@@ -1,8 +1,10 @@
 """Policies that are not part of Penstock: found by entry point, or as `package.module:Class`."""
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import cast
 
 from penstock.core.config import nearest
@@ -11,6 +13,29 @@ from penstock.seams import RoutingPolicy
 
 ENTRY_POINT_GROUP = "penstock.policies"
 """Where an installed package lists its policies."""
+
+
+def check_user_policy_name(name: str, known: list[str]) -> None:
+    """See whether a name can be a policy's; its code is imported by who routes, and not before.
+
+    Args:
+        name: as for `find_user_policy`.
+        known: Penstock's own names, for the hint where there is none of this name.
+
+    Raises:
+        ConfigError: it is no name of an installed policy, and not of the form `package.module:Class`.
+    """
+    if ":" not in name:
+        _installed(name, known)
+        return
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise ConfigError(f"policy {name!r}: expected `package.module:Class`")
+    package = module_name.split(".")[0]
+    if package not in sys.modules and find_spec(package) is None:
+        raise ConfigError(
+            f"policy {name!r}: there is no module {package!r}; it must be importable by every process that routes (PYTHONPATH)"
+        )
 
 
 def find_user_policy(name: str, known: list[str]) -> Callable[[], RoutingPolicy]:
@@ -26,10 +51,7 @@ def find_user_policy(name: str, known: list[str]) -> Callable[[], RoutingPolicy]
     if ":" in name:
         entry = EntryPoint(name=name, value=name, group=ENTRY_POINT_GROUP)
     else:
-        installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-        if name not in installed:
-            raise ConfigError(f"policy {name!r} is unknown{nearest(name, [*known, *installed])}")
-        entry = installed[name]
+        entry = _installed(name, known)
     module_name, _, attribute = entry.value.partition(":")
     try:
         module = import_module(module_name)
@@ -43,6 +65,13 @@ def find_user_policy(name: str, known: list[str]) -> Callable[[], RoutingPolicy]
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         raise ConfigError(f"policy {name!r}: {module_name} has no {attribute!r}{nearest(attribute, classes)}")
     return lambda: _make(name, cast("Callable[[], RoutingPolicy]", found))
+
+
+def _installed(name: str, known: list[str]) -> EntryPoint:
+    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in installed:
+        raise ConfigError(f"policy {name!r} is unknown{nearest(name, [*known, *installed])}")
+    return installed[name]
 
 
 def _make(name: str, make: Callable[[], RoutingPolicy]) -> RoutingPolicy:

@@ -5,8 +5,9 @@ are named otherwise must not share requests: one card rules, and whoever differs
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from penstock.router.hand_over_pairs import HandOverPairs
 from penstock.router.member import Member, identity
 from penstock.router.price_table import PriceTable
 from penstock.router.traffic import Traffic
+
+T = TypeVar("T")
 
 _log = get_logger()
 
@@ -61,6 +64,10 @@ class WorkerPool:
         self.card = first.instance.card
         self._adapters_max = adapters_max
         self._holders: dict[str, NDArray[np.bool_]] = {}
+        self._ready_holders: Counter[str] = Counter()  # by adapter, of those that are ready; no zeros
+        self._adapters: dict[int, tuple[str, ...]] = {}  # by slot, those of its worker that are known
+        self._adapter_cards: Mapping[str, ModelCard] | None = None  # as of the last change
+        self._adapted = self.card  # what they were made from
         self._whole = _Ready(num_slots)
         self._prefill = _Ready(num_slots)
         self._roles: dict[int, Role] = {}  # by slot
@@ -87,7 +94,7 @@ class WorkerPool:
         old = self._members.get(member)
         if old is not None:
             self._ballot.count(old, -1)
-            self._drop_adapters(member.slot, old.adapters)
+            self._drop_adapters(member.slot)
         instance = member.instance
         if self._roles.get(member.slot) is not instance.role:
             self.set_ready(member.slot, is_ready=False)
@@ -110,7 +117,7 @@ class WorkerPool:
         """
         noted = self._members.pop(member)
         self._ballot.count(noted, -1)
-        self._drop_adapters(member.slot, noted.adapters)
+        self._drop_adapters(member.slot)
         self.set_ready(member.slot, is_ready=False)
         del self._roles[member.slot]
         self.pairs.remove(member.slot)
@@ -169,13 +176,12 @@ class WorkerPool:
         """Say whether a worker has an adapter, be it one that may get no requests now."""
         return adapter in self._holders
 
-    def cards(self) -> Iterator[ModelCard]:
-        """Give the model's card, and that of each adapter, which some worker may get requests for."""
-        if self.num_ready:
-            yield self.card
-            for adapter in self._holders:
-                if self.with_adapter(self.ready, adapter).any():
-                    yield self.card.adapted(adapter)
+    def adapter_cards(self) -> Mapping[str, ModelCard]:
+        """Give the card of each adapter, by name, which some worker may get requests for: the same object until that changes."""
+        if self._adapter_cards is None or self._adapted is not self.card:
+            self._adapter_cards = {adapter: self.card.adapted(adapter) for adapter in self._ready_holders}
+            self._adapted = self.card
+        return self._adapter_cards
 
     def mismatch(self, member: Member) -> str | None:
         """Say why a worker's blocks are none of the others'; None where they are."""
@@ -193,7 +199,9 @@ class WorkerPool:
     def set_ready(self, slot: int, *, is_ready: bool) -> None:
         """Say whether a worker may get what is for its role."""
         of_role = self._prefill if self._roles.get(slot) is Role.PREFILL else self._whole
-        of_role.set(slot, is_ready=is_ready)
+        if of_role.set(slot, is_ready=is_ready) and of_role is self._whole:
+            for adapter in self._adapters.get(slot, ()):
+                self._count_ready_holder(adapter, +1 if is_ready else -1)
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
@@ -215,6 +223,11 @@ class WorkerPool:
             assert is_prefill == bool(self.ready_prefill[slot]) != bool(self.ready[slot]), (
                 f"slot {slot}: its role"
             )
+        ready = {adapter: int((holders & self.ready).sum()) for adapter, holders in self._holders.items()}
+        assert {adapter: count for adapter, count in ready.items() if count} == self._ready_holders, (
+            "adapters: those who have them and are ready are counted"
+        )
+        assert set(self.adapter_cards()) == set(self._ready_holders), "adapters: a card for each"
         assert len(self._holders) <= self._adapters_max, f"{len(self._holders)} adapters: past the bound"
         for adapter, holders in self._holders.items():
             expected = {member.slot for member, noted in self._members.items() if adapter in noted.adapters}
@@ -234,6 +247,7 @@ class WorkerPool:
             )
 
     def _add_adapters(self, slot: int, instance: Instance) -> None:
+        known: list[str] = []
         for adapter in instance.adapters:
             holders = self._holders.get(adapter)
             if holders is None:
@@ -247,14 +261,25 @@ class WorkerPool:
                     continue
                 holders = self._holders[adapter] = np.zeros_like(self.ready)
             holders[slot] = True
+            known.append(adapter)
+            if self.ready[slot]:
+                self._count_ready_holder(adapter, +1)
+        self._adapters[slot] = tuple(known)
 
-    def _drop_adapters(self, slot: int, adapters: Sequence[str]) -> None:
-        for adapter in adapters:
-            holders = self._holders.get(adapter)
-            if holders is not None:
-                holders[slot] = False
-                if not holders.any():
-                    del self._holders[adapter]
+    def _drop_adapters(self, slot: int) -> None:
+        for adapter in self._adapters.pop(slot, ()):
+            holders = self._holders[adapter]
+            holders[slot] = False
+            if not holders.any():
+                del self._holders[adapter]
+            if self.ready[slot]:
+                self._count_ready_holder(adapter, -1)
+
+    def _count_ready_holder(self, adapter: str, change: int) -> None:
+        before = self._ready_holders[adapter]
+        _count(self._ready_holders, adapter, change)
+        if not before or before + change == 0:
+            self._adapter_cards = None
 
     def _choose_card(self) -> Sequence[Member]:
         """Have another card rule where nobody who counts has the present one; prefer one that names blocks alike."""
@@ -284,10 +309,13 @@ class _Ready:
         self.count = 0
         self._show(np.zeros(num_slots, dtype=np.bool_))
 
-    def set(self, slot: int, *, is_ready: bool) -> None:
-        if bool(self._slots[slot]) is not is_ready:
-            self._slots[slot] = is_ready
-            self.count += 1 if is_ready else -1
+    def set(self, slot: int, *, is_ready: bool) -> bool:
+        """Note it; gives whether it was otherwise."""
+        if bool(self._slots[slot]) is is_ready:
+            return False
+        self._slots[slot] = is_ready
+        self.count += 1 if is_ready else -1
+        return True
 
     def grow(self, num_slots: int) -> None:
         self._show(np.pad(self._slots, (0, num_slots - len(self._slots))))
@@ -305,7 +333,7 @@ def _named(card: ModelCard) -> str:
     return f"salt {card.salt.hex()[:16]}"
 
 
-def _count(counts: Counter[ModelCard], card: ModelCard, change: int) -> None:
+def _count(counts: "Counter[T]", card: T, change: int) -> None:
     """Add, and keep no zeros: cards come and go as long as the process lives."""
     counts[card] += change
     if not counts[card]:

@@ -74,6 +74,7 @@ class JumpEngine:
             kv_bytes_per_block=info.kv_bytes_per_block,
             kv_layout=info.kv_layout,
             kv_by_chunk=True,
+            lower_tier_blocks=sum(count for _, count in info.lower_blocks),
         )
         self._memory = no_memory(info)
         self.pool, onboarding = info.make_pool(self._mover, self._interrupt)

@@ -3,6 +3,7 @@
 import asyncio
 
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from penstock.core.radix import RadixStats
 from penstock.router.metrics import IndexGauges, RouterMetrics
@@ -25,7 +26,7 @@ def test_figures_are_written_once_a_second_while_they_move():
                 num_bytes=0,
             )
 
-        gauges = IndexGauges(RouterMetrics(registry), read)
+        gauges = IndexGauges(RouterMetrics(registry), read, lambda: "do this")
         for _ in range(100):
             gauges.events += 2
             gauges.note()
@@ -35,5 +36,27 @@ def test_figures_are_written_once_a_second_while_they_move():
         assert registry.get_sample_value("penstock_router_indexed_blocks") == 30
         assert registry.get_sample_value("penstock_router_evicted_blocks_total") == 9
         assert registry.get_sample_value("penstock_router_kv_events_total") == 200
+
+    run_virtual(main())
+
+
+def test_that_blocks_are_forgotten_for_want_of_room_is_warned_of_once_a_minute():
+    async def main() -> None:
+        evicted = 0
+
+        def read() -> RadixStats:
+            return RadixStats(1, 10, evicted, 0, 0, 0)
+
+        gauges = IndexGauges(RouterMetrics(CollectorRegistry()), read, lambda: "do this")
+        with capture_logs() as logs:
+            gauges.note()
+            await asyncio.sleep(2)
+            assert not logs
+            for evicted in range(1, 100):  # noqa: B007 - `read` gives it
+                gauges.note()
+                await asyncio.sleep(1)
+        assert [(log["event"], log["blocks"], log["fix"]) for log in logs] == 2 * [
+            ("index_full", 10, "do this")
+        ]
 
     run_virtual(main())

@@ -108,3 +108,42 @@ def test_after_foreign_events_a_worker_is_asked_for_its_content_and_the_index_is
         ]
 
     play(scene, num_workers=1)
+
+
+def test_there_is_room_for_what_workers_say_they_have_and_a_warning_past_it():
+    async def main() -> None:
+        indexer = Indexer(RouterConfig(), RouterMetrics(CollectorRegistry()))
+        hashes = np.random.default_rng(0).integers(0, 1 << 63, (13, 100_000), dtype=np.uint64)
+        indexer.expect(0, 1_000_000)
+        for prompt in hashes:
+            indexer.apply(0, [stored(prompt)], SIZE)
+        assert indexer.tree.held_blocks(0) == 1_300_000, "more than there is room for without workers"
+        indexer.leave(0)
+        indexer.expect(0, 10)
+        indexer.check()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks", "fix"),
+    [
+        (RouterConfig(indexed_blocks_max=1000), 10_000_000, "raise router.indexed_blocks_max, 1000 now"),
+        (RouterConfig(), 600_000, "more than 2 times the 600000 blocks that they say they have"),
+    ],
+)
+def test_a_full_index_says_what_to_do(config, blocks, fix):
+    async def main() -> None:
+        indexer = Indexer(config, RouterMetrics(CollectorRegistry()))
+        indexer.expect(3, blocks)
+        room = min(config.indexed_blocks_max, 2 * blocks)
+        hashes = np.arange(1, room + 101, dtype=np.uint64)
+        with capture_logs() as logs:
+            indexer.apply(0, [stored(hashes)], SIZE)
+            await asyncio.sleep(2)
+        assert indexer.tree.held_blocks(0) == room
+        (warning,) = logs
+        assert (warning["event"], warning["evicted"]) == ("index_full", 100)
+        assert fix in warning["fix"]
+
+    run_virtual(main())

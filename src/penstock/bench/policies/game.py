@@ -46,7 +46,6 @@ class Place:
         settings = [
             *self.settings,
             f"router.policy={policy}",
-            f"router.indexed_blocks_max={_UNBOUNDED}",
             f"router.open_requests_max={_UNBOUNDED}",
             f"router.hold.requests_max={_UNBOUNDED}",
         ]
