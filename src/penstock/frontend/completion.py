@@ -17,7 +17,7 @@ from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.openai import PromptTokensDetails, Usage
 from penstock.frontend.preprocess import Work
 from penstock.frontend.stops import StopFinder
-from penstock.seams import RequestDispatcher
+from penstock.seams import RequestDispatcher, RequestStream
 
 _GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED})
 
@@ -158,12 +158,13 @@ class Completion:
             PenstockError: a choice failed; the others are cancelled.
         """
         try:
+            streams = self._open()
             if len(self._choices) == 1:
-                await self._run_choice(self._choices[0], self._work.requests[0], emit)
+                await self._run_choice(self._choices[0], self._work.requests[0], streams[0], emit)
                 return
             async with asyncio.TaskGroup() as group:
-                for choice, request in zip(self._choices, self._work.requests, strict=True):
-                    group.create_task(self._run_choice(choice, request, emit))
+                for choice, request, opened in zip(self._choices, self._work.requests, streams, strict=True):
+                    group.create_task(self._run_choice(choice, request, opened, emit))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:
@@ -183,10 +184,20 @@ class Completion:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
 
-    async def _run_choice(self, choice: ChoiceText, request: Request, emit: Emit) -> None:
+    def _open(self) -> Sequence[RequestStream]:
+        """Open all choices, those of one prompt beside each other."""
+        streams: list[RequestStream] = []
+        for index, request in enumerate(self._work.requests):
+            first = index - index % self._work.choices_per_prompt
+            streams.append(self._dispatcher.open(request, beside=streams[first] if first < index else None))
+        return streams
+
+    async def _run_choice(
+        self, choice: ChoiceText, request: Request, opened: RequestStream, emit: Emit
+    ) -> None:
         timer, clock = self._timer, asyncio.get_running_loop().time
         last: float | None = None
-        async with self._dispatcher.open(request) as stream:
+        async with opened as stream:
             decisions = self._explained(request)
             async for delta in stream:
                 if tokens := num_tokens(delta.token_ids):

@@ -26,7 +26,8 @@ from penstock.router.open_request import OpenRequest
 from penstock.router.role_changes import RoleChanged, RoleChanges
 from penstock.router.router import Router
 from penstock.router.shared import Shared
-from penstock.seams import Discovery, RequestPlane
+from penstock.router.siblings import Siblings
+from penstock.seams import Discovery, RequestPlane, RequestStream
 
 
 class Dispatcher:
@@ -90,12 +91,13 @@ class Dispatcher:
         else:
             await self._group.__aexit__(None, None, None)
 
-    def open(self, request: Request) -> OpenRequest:
+    def open(self, request: Request, *, beside: RequestStream | None = None) -> OpenRequest:
         """Prepare a request; it is sent when the context is entered, and cancelled when it is left.
 
-        Missing block hashes are computed.
+        Missing block hashes are computed. The prompts of those `beside` each other are computed once.
         """
-        return OpenRequest(self._shared, request)
+        siblings = beside.siblings if isinstance(beside, OpenRequest) else Siblings()
+        return OpenRequest(self._shared, request, siblings)
 
     def models(self) -> Mapping[str, ModelCard]:
         """Name the models and adapters that at least one ready worker serves now."""

@@ -7,7 +7,7 @@ import asyncio
 import math
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, TypeGuard
+from typing import Self
 
 import msgspec
 
@@ -30,8 +30,9 @@ from penstock.router.member import identity
 from penstock.router.progress import Progress
 from penstock.router.quote import Quote, Route
 from penstock.router.relay import Relay
-from penstock.router.setbacks import Setbacks
+from penstock.router.setbacks import Setbacks, is_move
 from penstock.router.shared import Shared
+from penstock.router.siblings import Siblings
 
 
 class OpenRequest:
@@ -41,8 +42,9 @@ class OpenRequest:
     PenstockError after the deltas before it. One task reads it.
     """
 
-    def __init__(self, shared: Shared, request: Request) -> None:
+    def __init__(self, shared: Shared, request: Request, siblings: Siblings) -> None:
         self.request = request
+        self.siblings = siblings.joined(self)
         self._shared = shared
         self._loop = asyncio.get_running_loop()
         self._opened_s = self._loop.time()
@@ -50,15 +52,12 @@ class OpenRequest:
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._progress: Progress | None = None
         self._attempt: Attempt | None = None
-        self._interruption: PenstockError | Relay | None = (
-            None  # why the last attempt ended early; the reader acts on it
-        )
+        self._interruption: PenstockError | Relay | None = None  # why the last attempt ended early
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._relay = Relay(shared)
-        self.hand_overs = 0
-        """Times a worker computed its prompt for another one to go on with."""
+        self.hand_overs = 0  # times a worker computed its prompt for another one to go on with
         self._setbacks = Setbacks(request, shared.brakes)
         self._has_waited = False
 
@@ -196,6 +195,9 @@ class OpenRequest:
             while True:
                 if self._error is not None:
                     raise self._error
+                if self.siblings.must_wait(self):
+                    await self._wait_until(math.inf)
+                    continue
                 quote = self.quote()
                 if quote is not None:
                     if self._is_held(place, quote):
@@ -224,27 +226,27 @@ class OpenRequest:
 
     def _quote(self, handed: HandedOver | None) -> Quote | None:
         """Price it where a prefill worker hands it over; None: that is to be decided."""
-        shared = self._shared
-        pool = shared.fleet.pools.get(self.request.model)
+        pool = self._shared.fleet.pools.get(self.request.model)
         if pool is None:
             return None
         if self._progress is None:
-            self._progress = Progress(self.request, pool.card, shared.hash_key)
+            self._progress = Progress(self.request, pool.card, self._shared.hash_key)
         elif identity(pool.card) != self._progress.identity:
             raise Unavailable(
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
         request, setbacks = self._progress.request_in_time(self._loop.time() - self._opened_s), self._setbacks
-        quote = shared.router.quote(request, setbacks.avoided | setbacks.lost, handed=handed)
+        exclude, beside = setbacks.avoided | setbacks.lost, self.siblings.place(self)
+        quote = self._shared.router.quote(request, exclude, handed=handed, beside=beside)
         if quote is None and setbacks.lost:  # one that was lost and is back is better than none
-            quote = shared.router.quote(request, setbacks.avoided, handed=handed)
+            quote = self._shared.router.quote(request, setbacks.avoided, handed=handed)
         return quote
 
     def _is_held(self, place: Place, quote: Quote) -> bool:
         """Say whether it has to wait at the gate; what has begun, was refused or has waited does not wait again."""
-        setbacks = self._setbacks
         has_begun = self._has_waited or self._relay.handed is not None
-        return not (setbacks.avoided or setbacks.lost or has_begun) and place.stops(quote)
+        is_late = has_begun or self._setbacks.avoided or self._setbacks.lost or self.siblings.place(self)
+        return not is_late and place.stops(quote)
 
     def _chosen(self, quote: Quote) -> Route:
         again, self._setbacks.was_outrun = self._setbacks.was_outrun, False
@@ -291,7 +293,7 @@ class OpenRequest:
     async def _go_on_after(self, interruption: PenstockError | Relay) -> None:
         """Take the request elsewhere, if it may."""
         now_s = self._loop.time()
-        if _is_move(interruption):
+        if is_move(interruption):
             delay_s = self._setbacks.migrate(interruption, now_s, self.output_tokens)
             with self._shared.metrics.migrating_requests.track_inprogress():
                 await self._wait_until(now_s + delay_s)
@@ -317,6 +319,7 @@ class OpenRequest:
         if attempt.has_tokens:
             return
         attempt.on_first_token()
+        self.siblings.computed(self, attempt.route)
         # Until then it may have been for another one, should this not take it.
         self._relay.went_on(attempt.route.worker_id)
         if progress.output_tokens == self.request.num_emitted:
@@ -373,8 +376,9 @@ class OpenRequest:
             self._finish(FinishReason.LENGTH)
         elif self._error is None:
             self._interruption = error
-            if _is_move(error):
+            if is_move(error):
                 self._setbacks.about_to_move()
+                self.siblings.lost()
         self.wake()
 
     def _finish(self, reason: FinishReason) -> None:
@@ -414,6 +418,7 @@ class OpenRequest:
     def _leave(self) -> None:
         """Give everything back. Safe twice."""
         self._abort()
+        self.siblings.leave(self)
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         shared = self._shared
@@ -443,8 +448,3 @@ class OpenRequest:
         self._waiter = self._loop.create_future()
         timeout_s = None if time_s == math.inf else time_s - self._loop.time()
         await asyncio.wait((self._waiter,), timeout=timeout_s)
-
-
-def _is_move(interruption: PenstockError | Relay) -> TypeGuard[PenstockError]:
-    """Say whether it has lost its worker; else it was refused, sent back or handed over."""
-    return not isinstance(interruption, (Overloaded, Outrun, Parked, Relay))

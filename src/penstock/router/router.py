@@ -3,7 +3,6 @@
 import asyncio
 import math
 import random
-import zlib
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
@@ -34,7 +33,7 @@ from penstock.router.fleet import Fleet
 from penstock.router.handed_over import HandedOver
 from penstock.router.metrics import RouterMetrics
 from penstock.router.move_prices import MovePrices
-from penstock.router.policies import mix, recomputed_blocks
+from penstock.router.policies import mix, recomputed_blocks, tie_of
 from penstock.router.quote import Quote, Route
 from penstock.router.recorded import EVENT, RecordedDecision, record_apart, record_context
 from penstock.router.worker_pool import WorkerPool
@@ -87,7 +86,12 @@ class Router:
         return asyncio.get_running_loop()
 
     def quote(
-        self, request: Request, exclude: Collection[WorkerId] = (), *, handed: HandedOver | None = None
+        self,
+        request: Request,
+        exclude: Collection[WorkerId] = (),
+        *,
+        handed: HandedOver | None = None,
+        beside: WorkerId | None = None,
     ) -> Quote | None:
         """Price a request on all workers: its prompt on prefill workers, where handing it over costs less.
 
@@ -95,6 +99,7 @@ class Router:
             request: with its block hashes.
             exclude: workers that must not get it.
             handed: what a prefill worker has computed of it, and hands over; None: it is to be decided.
+            beside: who has just computed an equal prompt, and gets this one too, if it may; None for anybody.
 
         Returns:
             None where no worker of its model may get it now.
@@ -105,10 +110,14 @@ class Router:
         eligible = self._eligible(request, pool.ready, exclude)
         if eligible is None:
             return None
+        slot = None if beside is None else self.fleet.slot_of(beside)
+        follows = slot is not None and bool(eligible[slot])
+        if follows:
+            eligible = np.arange(len(eligible)) == slot
         hashes = unpack_hashes(request.block_hashes)[::2]
         now_s = self._loop.time()
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
-        tie = int(hashes[0]) if len(hashes) else zlib.crc32(request.token_ids)
+        tie = tie_of(hashes, request.token_ids, context.block_size)
 
         def quote(context: RoutingContext, choice: Choice, **more: Any) -> Quote:
             return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms, **more)
@@ -126,7 +135,7 @@ class Router:
             return quote(
                 rest, choice, handed_blocks=blocks, source=producer, foregone=foregone, takers=takers
             )
-        prefillers = self._prefillers(request, pool, exclude, context)
+        prefillers = None if follows else self._prefillers(request, pool, exclude, context)
         if prefillers is None:
             return quote(context, self._chooser.choose(context, tie))
         prompt = self._chooser.choose(prompt_alone(context, prefillers, self._prompt_turn), tie)

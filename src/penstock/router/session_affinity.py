@@ -1,6 +1,5 @@
 """Requests of one session stay with one worker, where that can take them."""
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -9,10 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
-from penstock.seams import RoutingContext, RoutingPolicy
+from penstock.router.predicted_seconds import PredictedSeconds
+from penstock.seams import RoutingContext
 
 SESSIONS_MAX = 65_536
 SESSION_IDLE_S = 1800.0
+_DEARER_S = 1e-3
+"""By how much others cost more than a session's worker, at least."""
 
 
 class _Place(NamedTuple):
@@ -22,15 +24,17 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SessionAffinity:
-    """A session's worker first, then as another policy has it.
+    """A session's worker first, then as `kv` has it.
 
-    A request without a session, with a new one, or with one whose worker is not eligible goes where `otherwise`
+    A request without a session, with a new one, or with one whose worker is not eligible goes where `kv`
     sends it, and its session with it. Where prompts are computed apart, a session has a worker for these, too.
-    A `seams.HistoryPolicy`; one event loop owns it.
+    What its worker costs stays as `kv` has it, so that waits, hand-overs and explanations are those of `kv`: the term
+    `session` makes all others dearer. A `seams.HistoryPolicy`; one event loop owns it.
     """
 
     name: ClassVar[str] = "session"
-    otherwise: RoutingPolicy
+    term_names: ClassVar[tuple[str, ...]] = (*PredictedSeconds.term_names, "session")
+    otherwise: PredictedSeconds = field(default_factory=PredictedSeconds)
     sessions_max: int = SESSIONS_MAX
     """Sessions remembered, those of prompts apart; past it the one unused for longest is forgotten."""
     idle_s: float = SESSION_IDLE_S
@@ -38,13 +42,20 @@ class SessionAffinity:
     _places: OrderedDict[tuple[str, bool], _Place] = field(default_factory=OrderedDict)  # latest used last
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
-        costs = self.otherwise.costs(context)
+        """Return (num_slots,) seconds."""
+        costs: NDArray[np.float64] = self.terms(context).sum(axis=0)
+        return costs
+
+    def terms(self, context: RoutingContext) -> NDArray[np.float64]:
+        """Return (num_terms, num_slots) seconds, named by `term_names`."""
+        terms = self.otherwise.terms(context)
+        session = np.zeros((1, terms.shape[1]))
         slot = self.slot_of(context)
         if slot is not None:
-            lowest = float(costs.min())
-            costs = costs.copy()
-            costs[slot] = lowest - 1.0 if math.isfinite(lowest) else 0.0
-        return costs
+            costs = terms.sum(axis=0)
+            session[0] = np.maximum(costs[slot] - costs, 0.0) + _DEARER_S
+            session[0, slot] = 0.0
+        return np.concatenate((terms, session))
 
     def chosen(self, context: RoutingContext, slot: int) -> None:
         places = self._places

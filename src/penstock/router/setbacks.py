@@ -1,8 +1,9 @@
 """What has gone wrong for one request so far, and whether it is tried again."""
 
 import math
+from typing import TypeGuard
 
-from penstock.core.errors import Overloaded, PenstockError, Unavailable
+from penstock.core.errors import Outrun, Overloaded, Parked, PenstockError, Unavailable
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types import Request
@@ -153,4 +154,11 @@ def quarantined(remaining_s: float) -> Unavailable:
         "the servers that took this prompt failed one after another, perhaps because of it, so it is refused for"
         f" {math.ceil(remaining_s)} s; send it again after that, or change it",
         retry_after_s=remaining_s,
+    )
+
+
+def is_move(interruption: object) -> TypeGuard[PenstockError]:
+    """Say whether what ended an attempt is that its worker is lost; else it was refused, sent back or handed over."""
+    return isinstance(interruption, PenstockError) and not isinstance(
+        interruption, (Overloaded, Outrun, Parked)
     )

@@ -34,8 +34,14 @@ class RequestStream(Protocol):
 class RequestDispatcher(Protocol):
     """What a frontend needs of the deployment: which models there are, and answers from them."""
 
-    def open(self, request: Request) -> RequestStream:
-        """Prepare a request; it is sent when the context is entered."""
+    def open(self, request: Request, *, beside: RequestStream | None = None) -> RequestStream:
+        """Prepare a request; it is sent when the context is entered.
+
+        Args:
+            request: what is asked.
+            beside: another one of the same prompt, entered or about to be: it is computed for one of them, and the others
+                go to the worker that has it.
+        """
         ...
 
     def models(self) -> Mapping[str, ModelCard]:

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from penstock.core.errors import RequestError
 from penstock.core.types import CardFile, Delta, FinishReason, ModelCard, Request, Role
 from penstock.core.wire import pack_tokens
+from penstock.seams import RequestStream
 from penstock.testing.tokenizer import tiny_card, tiny_model_files
 
 Script = Callable[[Request], AsyncIterator[Delta]]
@@ -27,13 +28,16 @@ class ScriptedDispatcher:
         self.cards = {card.name: card for card in (cards if cards is not None else [tiny_card()])}
         self.files = dict(files if files is not None else tiny_model_files())
         self.opened: list[Request] = []
+        self.beside: list[str | None] = []
+        """By stream, in the order they were made: beside which request."""
         self.open_streams = 0
         self.cancelled = 0
         self.fetches = 0
         self.busy_s = 1.0
         self.away: set[str] = set()
 
-    def open(self, request: Request) -> "ScriptedStream":
+    def open(self, request: Request, *, beside: RequestStream | None = None) -> "ScriptedStream":
+        self.beside.append(None if beside is None else cast("ScriptedStream", beside).request_id)
         return ScriptedStream(self, request)
 
     def models(self) -> Mapping[str, ModelCard]:
@@ -70,6 +74,7 @@ class ScriptedDispatcher:
 
 class ScriptedStream:
     def __init__(self, dispatcher: ScriptedDispatcher, request: Request) -> None:
+        self.request_id = request.request_id
         self._dispatcher = dispatcher
         self._request = request
         self._deltas = dispatcher.script(request)

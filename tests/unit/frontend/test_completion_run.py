@@ -59,13 +59,16 @@ def collect(events: list[TextEvent]):
 
 def test_choices_are_interleaved_and_counted_once_each() -> None:
     async def main() -> None:
-        run = await completion(ScriptedDispatcher(speak(IDS)), prompt=["dog", "fox"], n=2)
+        dispatcher = ScriptedDispatcher(speak(IDS))
+        run = await completion(dispatcher, prompt=["dog", "fox"], n=2)
         events: list[TextEvent] = []
         await run.run(collect(events))
         for index in range(4):
             assert "".join(event.text for event in events if event.index == index) == TEXT
         assert [event.index for event in events[:4]] == [0, 1, 2, 3]
         assert run.usage().completion_tokens == 4 * len(IDS)
+        first, _, third, _ = (request.request_id for request in dispatcher.opened)
+        assert dispatcher.beside == [None, first, None, third], "each prompt is computed once"
 
     asyncio.run(main())
 

@@ -460,7 +460,7 @@ def test_a_router_that_starts_takes_the_blocks_that_most_who_answer_have(odd, ot
             async with cluster.dispatcher() as dispatcher:
                 await dispatcher.looked()
                 assert view(dispatcher, "odd").condition is Condition.MISMATCHED
-                assert await route(dispatcher, make_request()) == "w0"
+                assert await route(dispatcher, make_request()) in ("w0", "w1")
                 await cluster.start("more", tiny_engine(), card=other)
                 await cluster.start("most", tiny_engine(), card=other)
                 await settle()

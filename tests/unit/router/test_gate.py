@@ -191,7 +191,7 @@ def test_every_worker_gets_no_more_than_it_has_room_for():
         ("least-loaded", {}, False),
         ("least-loaded", {"threshold_s": None}, False),
         ("kv", {"threshold_s": 3}, False),
-        ("session", {"threshold_s": 3}, True),
+        ("session", {"threshold_s": 3}, False),
     ],
 )
 def test_what_is_set_of_holding_and_has_no_effect_is_told_at_the_start(policy, hold, warns):

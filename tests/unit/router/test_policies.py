@@ -6,9 +6,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from penstock.core.errors import ConfigError
-from penstock.router.policies import POLICIES, choose, make_policy
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.hashing import block_hashes
+from penstock.router.config import RouterConfig
+from penstock.router.policies import POLICIES, choose, make_policy, tie_of
 from penstock.testing.routing_policy import make_context
+from penstock.testing.scene import make_request, play
 
 
 def chosen(policy: str, request_hash: int = 1, **columns: object) -> int | None:
@@ -87,3 +90,30 @@ def test_a_choice_among_1000_workers_takes_microseconds(name):
         min(timeit.repeat(lambda: choose(policy.costs(made), made.eligible, 7), number=50, repeat=5)) / 50
     )
     assert took_s < 1e-3  # 13 to 45 us on an idle core; a shared one is given room
+
+
+def test_what_begins_alike_is_spread_where_prices_are_equal_and_what_is_equal_meets():
+    """A chat template makes first blocks equal, and more of them than a short question has."""
+    template, rng = np.arange(64, dtype=np.int32), np.random.default_rng(0)
+    chosen = []
+    for _ in range(400):
+        tokens = np.concatenate((template, rng.integers(0, 1000, int(rng.integers(1, 40)), dtype=np.int32)))
+        hashes = block_hashes(tokens, 16)[:, 0]
+        tie = tie_of(hashes, tokens.tobytes(), 16)
+        assert tie == tie_of(hashes.copy(), tokens.tobytes(), 16)
+        chosen.append(choose(np.zeros(4), np.ones(4, dtype=np.bool_), tie))
+    assert min(np.bincount(chosen, minlength=4)) > 60
+
+
+def test_cold_requests_one_after_the_other_do_not_pile_up_on_one_worker():
+    async def scene(_, dispatcher, _engines):
+        template = tuple(range(40))
+        for number in range(24):
+            tokens = (*template, 100 + number)
+            async with dispatcher.open(make_request(f"r{number}", tokens)) as stream:
+                sent[dispatcher.latest_decisions(1)[-1].worker] += 1
+                stream.fail(PenstockError("enough"))
+
+    sent = Counter()
+    play(scene, num_workers=3, config=RouterConfig(policy="least-loaded"))
+    assert min(sent[f"w{number}"] for number in (1, 2, 3)) >= 3

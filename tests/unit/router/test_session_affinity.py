@@ -2,9 +2,12 @@
 
 import numpy as np
 
+from penstock.router.chooser import Chooser
 from penstock.router.config import RouterConfig
-from penstock.router.policies import LeastLoaded, choose
+from penstock.router.policies import choose
+from penstock.router.predicted_seconds import PredictedSeconds
 from penstock.router.session_affinity import SessionAffinity
+from penstock.seams import ExplainedPolicy
 from penstock.testing.routing_policy import make_context
 
 IDS = [11, 12, 13]
@@ -21,7 +24,7 @@ def send(policy: SessionAffinity, session: str | None, now_s: float = 0.0, **col
 
 
 def test_a_session_stays_whatever_the_load():
-    policy = SessionAffinity(LeastLoaded())
+    policy = SessionAffinity()
     assert send(policy, "a", running_requests=[5, 0, 5]) == 1
     assert send(policy, "a", running_requests=[0, 99, 0]) == 1
     assert send(policy, "b", running_requests=[0, 99, 9]) == 0
@@ -29,20 +32,20 @@ def test_a_session_stays_whatever_the_load():
 
 
 def test_it_moves_for_good_when_its_worker_is_not_eligible():
-    policy = SessionAffinity(LeastLoaded())
+    policy = SessionAffinity()
     assert send(policy, "a", running_requests=[0, 1, 1]) == 0
     assert send(policy, "a", eligible=[False, True, True], running_requests=[0, 2, 1]) == 2
     assert send(policy, "a", running_requests=[0, 1, 9]) == 2
 
 
 def test_a_slot_with_another_worker_in_it_is_another_worker():
-    policy = SessionAffinity(LeastLoaded())
+    policy = SessionAffinity()
     assert send(policy, "a", running_requests=[0, 1, 1]) == 0
     assert send(policy, "a", worker_ids=[14, 12, 13], running_requests=[9, 1, 2]) == 1
 
 
 def test_an_idle_session_is_forgotten():
-    policy = SessionAffinity(LeastLoaded(), idle_s=10.0)
+    policy = SessionAffinity(idle_s=10.0)
     assert send(policy, "a", 0.0, running_requests=[0, 1, 1]) == 0
     assert send(policy, "a", 9.0, running_requests=[9, 0, 0]) == 0
     assert send(policy, "a", 19.5, running_requests=[9, 1, 0]) == 2
@@ -51,7 +54,7 @@ def test_an_idle_session_is_forgotten():
 
 
 def test_the_session_unused_for_longest_makes_room():
-    policy = SessionAffinity(LeastLoaded(), sessions_max=2)
+    policy = SessionAffinity(sessions_max=2)
     for session in ("a", "b", "a", "c"):
         send(policy, session)
     assert list(policy._places) == [("a", False), ("c", False)]
@@ -63,11 +66,25 @@ def test_settings_reach_the_policy():
     assert (policy.sessions_max, policy.idle_s) == (7, 3.0)
 
 
-def test_prices_without_a_bottom_leave_the_session_its_worker():
-    class Nowhere(LeastLoaded):
-        def costs(self, context):
-            return np.full(len(context.eligible), np.inf)
+def test_it_is_kv_with_one_more_term_that_makes_others_dearer():
+    policy, kv = SessionAffinity(), PredictedSeconds()
+    assert isinstance(policy, ExplainedPolicy)
+    send(policy, "a", running_requests=[1, 0, 1])
+    context = make_context(worker_ids=IDS, session="a", running_requests=[0, 99, 0])
+    terms, plain = policy.terms(context), kv.terms(context)
+    np.testing.assert_array_equal(terms[:-1], plain)
+    session = dict(zip(policy.term_names, terms, strict=True))["session"]
+    assert session[1] == 0, "its worker costs what kv says: hand-overs are held against that"
+    assert min(session[0], session[2]) > 0
+    assert policy.costs(context).argmin() == 1
+    stranger = make_context(worker_ids=IDS, session="b", running_requests=[0, 99, 0])
+    np.testing.assert_array_equal(policy.costs(stranger), kv.costs(stranger))
 
-    policy = SessionAffinity(Nowhere())
-    first = send(policy, "a")
-    assert send(policy, "a") == first
+
+def test_it_predicts_waits_and_prompts_as_kv_does():
+    ours, kv = Chooser(SessionAffinity()), Chooser(PredictedSeconds())
+    assert ours.wait_terms == kv.wait_terms
+    assert ours.wait_terms
+    assert ours.prefill_term == kv.prefill_term
+    assert ours.predicts_first_tokens
+    assert ours.unit == "ms"
