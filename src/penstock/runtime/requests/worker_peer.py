@@ -225,7 +225,6 @@ class WorkerPeer:
                 fetching.content.set_exception(error)
         self._calls.fail(error)
         if self.entered and not self._closing:
-            _log.info("worker_lost", worker=self._instance.name, worker_id=self.worker_id, reason=reason)
             self._sink.lost(self.worker_id, error)
 
     @property
