@@ -108,7 +108,7 @@ def test_a_report_says_what_each_role_did_and_what_was_handed_over(tmp_path, cap
 def test_a_mixture_of_experts_with_windows_is_simulated_as_shipped():
     shipped = GRAPHS / "gpt-oss-120b-h100-p4d4.yaml"
     report = simulate_graph(
-        load(shipped), chat(60, rate=10, input_tokens=3000, turns=1, slo_ttft_s=1.0, slo_itl_s=0.02)
+        load(shipped), chat(60, rate=20, input_tokens=3000, turns=1, slo_ttft_s=1.0, slo_itl_s=0.02)
     )
     assert (report["completed"], report["failed"], report["hand_over"]["failures"]) == (60, 0, {})
     assert report["hand_over"]["remote"] > report["hand_over"]["local"]
