@@ -68,7 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="of a cell; 2 more of S/70b-fp8/80 (default %(default)s)",
+        help="of a cell (default %(default)s)",
+    )
+    parser.add_argument(
+        "--headline-seeds", type=int, metavar="N", help="of S/70b-fp8/80 (default: 2 more than of a cell)"
     )
     parser.add_argument(
         "--saturation",
@@ -120,9 +123,15 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for flag, least in (("requests", 50), ("headline_requests", 50), ("seeds", 1), ("jobs", 1)):
+    for flag, least in (
+        ("requests", 50),
+        ("headline_requests", 50),
+        ("seeds", 1),
+        ("headline_seeds", 1),
+        ("jobs", 1),
+    ):
         value = getattr(options, flag)
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"--{flag.replace('_', '-')}: must be >= {least}, got {value}")
     if options.plot is not None and (options.plot.is_dir() or not options.plot.parent.is_dir()):
         raise ConfigError(f"--plot: {options.plot}: expected a file in a directory that exists")
@@ -161,7 +170,7 @@ def _effort(options: argparse.Namespace) -> Effort:
         requests=options.requests,
         headline_requests=options.headline_requests,
         seeds=options.seeds,
-        headline_seeds=options.seeds + 2,
+        headline_seeds=options.headline_seeds or options.seeds + 2,
         tolerance=_TOLERANCE,
         saturation_rps=read_rates(options.saturation or ""),
     )
