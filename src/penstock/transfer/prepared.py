@@ -36,6 +36,7 @@ class Posting:
     notify: bytes
     handle: TransferHandle
     checksum: bool | None
+    posted_s: float
 
     def move(self) -> Move:
         """Make ready what moves the bytes by `way`."""
@@ -147,7 +148,7 @@ class PreparedTransfer:
         now_s = asyncio.get_running_loop().time()
         way, expected = choose(ways, op, num_bytes, num_ranges, now_s)
         handle = TransferHandle(Telemetry(num_bytes, self.num_ranges, way.name, expected, refusals))
-        self._agent.running.carry(Posting(self, op, ways, way, notify, handle, checksum), timeout_s)
+        self._agent.running.carry(Posting(self, op, ways, way, notify, handle, checksum, now_s), timeout_s)
         return handle
 
     def move(self, op: TransferOp, way: Way, *, checksum: bool) -> Move:

@@ -192,7 +192,7 @@ class RunningTransfers:
             pairs.total_bytes,
             len(pairs.lengths),
             took_s=posting.handle.telemetry.wire_s,
-            now_s=asyncio.get_running_loop().time(),
+            now_s=posting.posted_s,
         )
 
     def using_local(self, region_id: int) -> list[_Running]:

@@ -15,6 +15,7 @@ _FACTOR_MAX = 64.0
 _SMALL_BYTES = 256 << 10
 _HALF_LIFE_S = 5.0
 """The logarithm of a factor above 1 halves in so long without a transfer."""
+_FADES_AFTER_S = 0.1
 _NOTHING_LEARNED = 1.0, 0.0
 
 
@@ -28,7 +29,9 @@ class Speeds:
     def factor(self, op: TransferOp, num_bytes: int, now_s: float) -> float:
         """Give how many times longer than its own estimate a transfer of this size takes."""
         factor, at_s = self._factors.get((op, num_bytes <= _SMALL_BYTES), _NOTHING_LEARNED)
-        return factor if factor <= 1.0 else float(factor ** (0.5 ** ((now_s - at_s) / _HALF_LIFE_S)))
+        if factor <= 1.0 or now_s - at_s < _FADES_AFTER_S:
+            return factor
+        return float(factor ** (0.5 ** ((now_s - at_s) / _HALF_LIFE_S)))
 
     def learn(
         self, op: TransferOp, cost: TransferCost, num_bytes: int, ranges: int, *, took_s: float, now_s: float

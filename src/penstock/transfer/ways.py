@@ -13,6 +13,9 @@ _PASSED_OVER, _PASSED_OVER_MAX = 32, 1024
 """After so many transfers one is tried again that was found to be slower than it should be; twice as many each time."""
 
 
+_NEVER_S = float("inf")
+
+
 @dataclass(slots=True, eq=False)
 class Way:
     """A transport that reaches the peer, and what was learned of it."""
@@ -39,12 +42,8 @@ class Way:
 
     def seconds(self, op: TransferOp, num_bytes: int, ranges: int, now_s: float) -> float:
         """Estimate a transfer, and what is left of setting it up."""
-        moving_s = self.moving_s(op, num_bytes, ranges, now_s)
+        moving_s = self.channel.cost(op).seconds(num_bytes, ranges) * self.speeds.factor(op, num_bytes, now_s)
         return moving_s if self.is_set_up else moving_s + self.setup_left_s(op)
-
-    def moving_s(self, op: TransferOp, num_bytes: int, ranges: int, now_s: float) -> float:
-        """Estimate a transfer once it is set up."""
-        return self.channel.cost(op).seconds(num_bytes, ranges) * self.speeds.factor(op, num_bytes, now_s)
 
     def forgo(self, other_s: float, own_s: float) -> None:
         """Hear that a transfer goes another way, which takes so long; it loses what this one would be quicker once it is set up."""
@@ -83,7 +82,8 @@ class Way:
 
     def chosen(self) -> None:
         """It was the best."""
-        self._passed_over, self._patience = 0, _PASSED_OVER
+        if self._patience != _PASSED_OVER or self._passed_over:
+            self._passed_over, self._patience = 0, _PASSED_OVER
 
 
 def choose(
@@ -95,27 +95,27 @@ def choose(
         it, and what each was expected to take.
     """
     expected: dict[str, float] = {}
-    best, least_s, cold = None, float("inf"), None
+    best, least_s, cold = None, _NEVER_S, None
+    favourite, thought_s = None, _NEVER_S  # by the estimates alone
     for way in ways:
-        expected[way.name] = seconds = way.seconds(op, num_bytes, ranges, now_s)
+        own_s = way.channel.cost(op).seconds(num_bytes, ranges)
+        seconds = own_s * way.speeds.factor(op, num_bytes, now_s)
         if not way.is_set_up:
-            cold = way
+            cold, cold_s = way, seconds
+            seconds += way.setup_left_s(op)
+        elif own_s < thought_s and way.rests_until_s <= now_s:
+            favourite, thought_s = way, own_s
+        expected[way.name] = seconds
         if seconds < least_s and way.rests_until_s <= now_s:
             best, least_s = way, seconds
     if best is None:
         return min(ways, key=lambda way: way.rests_until_s), expected
     if cold is not None and cold is not best:
-        cold.forgo(least_s, cold.moving_s(op, num_bytes, ranges, now_s))
-    for way in ways:
-        if (
-            way is not best
-            and way is not cold
-            and way.rests_until_s <= now_s
-            and way.channel.cost(op).seconds(num_bytes, ranges) < least_s
-            and way.passed_over()
-        ):
-            return way, expected
-    best.chosen()
+        cold.forgo(least_s, cold_s)
+    if favourite is best:
+        best.chosen()
+    elif favourite is not None and thought_s < least_s and favourite.passed_over():
+        return favourite, expected
     return best, expected
 
 
