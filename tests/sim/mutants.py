@@ -340,6 +340,8 @@ def fetch_never_over() -> Iterator[None]:
 
 TIERED = frozenset({"host_content_untold", "fetch_never_over"})
 """Those that show only where hosts hold what devices gave up."""
+CROWDED = frozenset({"leaked_reservation"})
+"""Those that show best where many requests come within the time of a report."""
 HOLDING = frozenset({"held_request_forgotten", "turn_not_given_back"})
 """Those that show only where routers hold requests."""
 FAILING = frozenset(

@@ -26,7 +26,7 @@ HELD = Trial(clients=120, duration_s=2.0, hold_s=0.005)
 HOSTED = Trial(clients=60, host_blocks=64)
 FAILING = Trial(faults=4, failed_steps=60)
 SPECIAL = (
-    dict.fromkeys(_PLANTED.HOLDING, HELD)
+    dict.fromkeys(_PLANTED.HOLDING | _PLANTED.CROWDED, HELD)
     | dict.fromkeys(_PLANTED.TIERED, HOSTED)
     | dict.fromkeys(_PLANTED.FAILING, FAILING)
 )
