@@ -103,6 +103,9 @@ class SseResponse(web.StreamResponse):
         Raises:
             DeadlineExceeded: it took nothing for too long.
         """
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() <= self._write_buffer_bytes:
+            return None  # as nearly always: a timeout and a system call for each token would cost more than its write
         while True:
             left = self._unsent_bytes()
             try:

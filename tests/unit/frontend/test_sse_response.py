@@ -33,7 +33,8 @@ def test_who_takes_a_little_now_and_then_is_waited_for_and_who_takes_nothing_is_
 
     async def main() -> None:
         config = FrontendConfig(write_buffer_bytes=4096, reader_timeout_s=2.0)
-        response = SseResponse(SimpleNamespace(), answering, config)
+        full = SimpleNamespace(get_write_buffer_size=lambda: 4097)
+        response = SseResponse(SimpleNamespace(transport=full), answering, config)
         monkeypatch.setattr(response, "_unsent_bytes", client.left)
         with pytest.raises(DeadlineExceeded, match=r"took nothing of its stream for 2 s"):
             await response._drain(client)
