@@ -35,6 +35,8 @@ OTHER_FAST_TESTS = $(wildcard tests/properties tests/wire tests/native)
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit tests/conformance $(OTHER_FAST_TESTS))
 
 .DEFAULT_GOAL = help
+# The tests start hundreds of processes: without kept bytecode each compiles the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help venv demo test check lint types floors test-unit test-engine test-other test-conformance fuzz fuzz-wire sanitize bench format clean
 
 help:

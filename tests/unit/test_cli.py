@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock import __version__, cli
-from penstock.graph import Graph, Roles, RoleSpec
+from penstock.graph import Graph, Roles, RoleSpec, Supervision
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -59,12 +59,17 @@ def test_flags_become_a_graph() -> None:
     assert graph.router.policy == "least-loaded"
 
 
-def test_the_demo_keeps_little_kv_unless_told_otherwise() -> None:
-    small = RoleSpec(kv_blocks=2048)
+def test_the_demo_takes_little_memory_unless_told_otherwise() -> None:
+    small = RoleSpec(kv_blocks=1024)
+    supervision = Supervision(spare_processes=0)
     assert graph_of("--demo") == Graph(
-        model="demo", roles=Roles(aggregated=RoleSpec(replicas=2, kv_blocks=2048))
+        model="demo",
+        roles=Roles(aggregated=RoleSpec(replicas=2, kv_blocks=1024)),
+        supervision=supervision,
     )
-    assert graph_of("--demo", "--workers", "1") == Graph(model="demo", roles=Roles(aggregated=small))
+    assert graph_of("--demo", "--workers", "1").roles == Roles(aggregated=small)
+    spare = graph_of("--demo", "--set", "supervision.spare_processes=1").supervision
+    assert spare == Supervision(spare_processes=1)
     assert graph_of("--demo", "--prefill", "1", "--decode", "1").roles == Roles(prefill=small, decode=small)
     assert graph_of("--demo", "--engine", "mock").roles.aggregated == RoleSpec(replicas=2, engine="mock")
     more = graph_of("--demo", "--set", "roles.aggregated.kv_blocks=9000").roles.aggregated

@@ -7,8 +7,10 @@ from penstock.cli.flags import add_log_level, add_set
 from penstock.core.errors import ConfigError
 
 _DEMO_WORKERS = 2  # so that there is something to route between
-_DEMO_KV_BLOCKS = 2048
-"""Of a demo worker: 40 MiB, the KV of eight requests as long as the model takes. The whole demo stays below 1 GB of memory, most of it PyTorch's."""
+_DEMO_KV_BLOCKS = 1024
+"""Of a demo worker: 20 MiB, the KV of four requests as long as the model takes."""
+_DEMO_SPARES = 0
+"""A spare process holds 270 MB; the whole demo stays below 1 GB of memory, most of it PyTorch's."""
 
 FLAGS = {
     "--workers": ("roles.aggregated.replicas", "N", "worker processes (default 1; 2 with --demo)"),
@@ -106,8 +108,10 @@ def graph_of(options: argparse.Namespace) -> Any:
         raise ConfigError(
             "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
         )
-    defaults = _demo_role(roles, engine) if options.demo else {}
-    data = {"model": DEMO_MODEL, "roles": {role: dict(defaults) for role in roles}}
+    data: dict[str, Any] = {"model": DEMO_MODEL, "roles": {role: {} for role in roles}}
+    if options.demo:
+        data["roles"] = {role: _demo_role(roles, engine) for role in roles}
+        data["supervision"] = {"spare_processes": _DEMO_SPARES}
     return build(data, overrides, source="serve")
 
 
