@@ -14,6 +14,7 @@ import openai
 import psutil
 import pytest
 
+from penstock.bench.served import Served, served
 from penstock.core import log
 from penstock.deploy.local import LocalDeployment
 from penstock.graph import Graph
@@ -24,8 +25,10 @@ MODEL = "penstock-demo"
 class Site:
     """A running deployment and ways to reach and hurt it."""
 
-    def __init__(self, deployment: LocalDeployment, http: aiohttp.ClientSession, said: list[str]) -> None:
-        self.deployment = deployment
+    def __init__(
+        self, deployment: LocalDeployment | Served, http: aiohttp.ClientSession, said: list[str]
+    ) -> None:
+        self.deployment: Any = deployment
         self.url = deployment.url
         self.http = http
         self.said = said
@@ -134,6 +137,35 @@ def deploy(runtime_dir: Path) -> Callable[..., None]:
         asyncio.run(main())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def one_worker() -> Iterator[Callable[[Scenario], None]]:
+    """Give a function that asks one worker, with the paged engine, float32 and steps of 64 tokens: what it answers others must answer too.
+
+    All tests of this process share it, so that nobody may hurt it.
+    """
+    with tempfile.TemporaryDirectory(prefix="e2e-") as name, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_RUNTIME_DIR", name)
+        environment.setenv("PENSTOCK_STATE_DIR", name)
+        role = {
+            "max_batch_tokens": 64,
+            "weight_dtype": "float32",
+        }  # other tests leave prefixes, which round otherwise
+        settings = (f"--set=roles.aggregated.{name}={value}" for name, value in role.items())
+        with served("--demo", "--workers", "1", *settings) as deployment:
+            environment.undo()
+
+            def run(scenario: Scenario) -> None:
+                async def main() -> None:
+                    async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+                        site = Site(deployment, http, [])
+                        async with site.client:
+                            await scenario(site)
+
+                asyncio.run(main())
+
+            yield run
 
 
 @asynccontextmanager

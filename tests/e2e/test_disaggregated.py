@@ -87,21 +87,25 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
     deploy(apart, roles=roles(engine="paged"), router=ALWAYS, timeout_s=120)
 
 
-@pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_a_worker_killed_at_any_moment_is_not_noticed(deploy, victim):
+KILLS = (("decode", 1), ("prefill", 1), ("decode", 4), ("prefill", 4), ("decode", 10))
+"""Whom, after how many chunks; with the first one blocks may still be fetched, and after some the prefill worker has nothing to do with it."""
+
+
+def test_a_worker_killed_at_any_moment_is_not_noticed(deploy):
     async def scenario(site):
-        for turn in range(4):
-            prompt = f"{turn} {PROMPT}"
+        for number, (victim, at_chunk) in enumerate(KILLS):
+            prompt = f"{number} {PROMPT}"
             expected = (await site.tell(prompt, max_tokens=TOKENS))[0]
             text, chunks = "", 0
             async for chunk in site.stream(prompt, max_tokens=TOKENS):
                 text += site.text_of(chunk)
                 chunks += 1
-                if chunks == 1 + 3 * turn:
+                if chunks == at_chunk:
                     used = [decision["worker"] for decision in await explained(site)]
                     site.kill([name for name in used if name.startswith(victim)][-1])
             assert text == expected
-            await site.until(lambda: all_back(site))
+            if victim == "prefill":  # there are two of each, of which one may be away
+                await site.until(lambda: all_back(site))
 
     async def all_back(site):
         return await site.ready_workers() == 4

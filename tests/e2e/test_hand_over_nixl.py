@@ -6,11 +6,11 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "Which parts does a request pass on its way, and what does each of them do with it? " * 6
 TOKENS = 24
-ROLE = {"replicas": 1, "engine": "paged"}
+ROLE = {"replicas": 1, "engine": "paged", "max_batch_tokens": 64, "weight_dtype": "float32"}
 
 
 @pytest.mark.parametrize("stream_kv", [True, False])
-def test_answers_are_those_of_one_worker_and_nixl_moved_all_blocks(deploy, stream_kv):
+def test_answers_are_those_of_one_worker_and_nixl_moved_all_blocks(deploy, one_worker, stream_kv):
     prompts = [f"{number} {PROMPT}" for number in range(3)]
     whole = []
 
@@ -30,11 +30,10 @@ def test_answers_are_those_of_one_worker_and_nixl_moved_all_blocks(deploy, strea
         assert read["num_bytes"] > 0
         assert computed <= 16 * len(prompts), "nothing but what no full block holds is computed again"
 
-    role = ROLE | {"max_batch_tokens": 64} if stream_kv else ROLE
-    deploy(alone, role=role, timeout_s=120)
+    one_worker(alone)
     deploy(
         apart,
-        roles={"prefill": role, "decode": role},
+        roles={"prefill": ROLE, "decode": ROLE},
         router={"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}},
         worker={"hand_over": {"stream_kv": stream_kv, "transfer": {"transports": ["nixl"]}}},
         timeout_s=180,

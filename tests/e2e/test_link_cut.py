@@ -10,14 +10,20 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "Which parts does a request pass on its way, and what does each of them do with it? " * 16
 TOKENS = 24
-PAGED = {"replicas": 1, "engine": "paged", "max_batch_tokens": 64, "max_running_requests": 16}
+PAGED = {
+    "replicas": 1,
+    "engine": "paged",
+    "weight_dtype": "float32",
+    "max_batch_tokens": 64,
+    "max_running_requests": 16,
+}
 PAUSES_S = (0.3, 0.1, 0.03, 0.01, 0.01, 0.005, 0.005, 0.005)
 """Between cuts, one for each prompt; the last one also for as many further prompts as it takes to have a read fail."""
 PROMPTS_MAX = 30
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_answers_are_those_of_one_worker_and_uncut_links_are_used_again(deploy, transport):
+def test_answers_are_those_of_one_worker_and_uncut_links_are_used_again(deploy, one_worker, transport):
     prompts = [f"{number} {PROMPT}" for number in range(1 + PROMPTS_MAX + 1)]
     answers = {}
 
@@ -82,4 +88,4 @@ def test_answers_are_those_of_one_worker_and_uncut_links_are_used_again(deploy, 
         worker={"hand_over": {"stream_kv": True, "transfer": {"transports": [transport]}}},
         timeout_s=240,
     )
-    deploy(alone, role=PAGED, timeout_s=150)
+    one_worker(alone)
