@@ -7,40 +7,52 @@ from statistics import fmean
 
 from tables.read import report, table, text
 
-POLICIES = {
-    "kv": "kv",
-    "product": "baselines.product:Product",
-    "thresholds": "baselines.prefix_then_load:PrefixThenLoad",
-    "explore-exploit": "baselines.explore_exploit:ExploreExploit",
-    "linear-blocks": "baselines.linear_blocks:LinearBlocks",
-    "weighted-scores": "baselines.weighted_scores:WeightedScores",
-    "least-loaded": "least-loaded",
-    "round-robin": "round-robin",
+POLICIES = (
+    "kv",
+    "product",
+    "thresholds",
+    "explore-exploit",
+    "linear-blocks",
+    "weighted-scores",
+    "least-loaded",
+    "round-robin",
+)
+_NAMED = {
+    "thresholds": ("prefix-then-load", "baselines.prefix_then_load:PrefixThenLoad"),
+    "product": ("product", "baselines.product:Product"),
+    "explore-exploit": ("explore-exploit", "baselines.explore_exploit:ExploreExploit"),
+    "linear-blocks": ("linear-blocks", "baselines.linear_blocks:LinearBlocks"),
+    "weighted-scores": ("weighted-scores", "baselines.weighted_scores:WeightedScores"),
 }
+"""What reports call a policy, newer ones first."""
 _ABLATIONS = {
     "kv": "kv",
-    "without hold": "baselines.ablations:KvWithoutHold",
-    "queue": "baselines.ablations:KvWithoutQueue",
-    "memory": "baselines.ablations:KvWithoutMemory",
-    "prefill": "baselines.ablations:KvWithoutPrefill",
-    "pace": "baselines.ablations:KvWithoutPace",
-    "slowdown": "baselines.ablations:KvWithoutSlowdown",
-    "followers": "baselines.ablations:KvWithoutFollowers",
-    "room": "baselines.ablations:KvWithoutRoom",
-    "product": "baselines.product:Product",
-    "product, held": "baselines.ablations:ProductWithHold",
+    "without hold": "kv-without-hold",
+    "queue": "kv-without-queue",
+    "memory": "kv-without-memory",
+    "prefill": "kv-without-prefill",
+    "pace": "kv-without-pace",
+    "slowdown": "kv-without-slowdown",
+    "followers": "kv-without-followers",
+    "room": "kv-without-room",
+    "product": "product",
+    "product, held": "product-with-hold",
 }
 LOADS = (30, 60, 80, 95, 110)
 _MODELS = {"70b-fp8": "70B", "8b-bf16": "8B"}
-_LENGTHS = (5_000, 20_000, 50_000)
+_LENGTHS = (5_000, 20_000)
 _LENGTH_CELL = "S/70b-fp8/80"
 
 
 @cache
 def mean(file: str, cell: str, policy: str, metric: str) -> float | None:
     """Give the mean over the seeds; None where it was not played."""
-    values = report(file)["samples"].get(f"{cell} {policy} {metric}")
-    return fmean(values) if values else None
+    samples = report(file)["samples"]
+    for name in _NAMED.get(policy, (policy,)):
+        values = samples.get(f"{cell} {name} {metric}")
+        if values:
+            return fmean(values)
+    return None
 
 
 def cells(kind: str) -> Iterator[tuple[str, str]]:
@@ -60,7 +72,7 @@ def by_cell(
         for cell, said in cells(kind):
             if int(cell.rpartition("/")[2]) not in loads:
                 continue
-            values = [mean("policies", cell, policy, metric) for policy in POLICIES.values()]
+            values = [mean("policies", cell, policy, metric) for policy in POLICIES]
             known = [value for value in values if value is not None]
             if known:
                 least = min(known)
@@ -85,7 +97,7 @@ def geomean(
     for model in _MODELS:
         for load in loads:
             cell = f"{workload}/{model}{kind}/{load}"
-            own, its = mean("policies", cell, "kv", metric), mean("policies", cell, POLICIES[other], metric)
+            own, its = mean("policies", cell, "kv", metric), mean("policies", cell, other, metric)
             if own and its:
                 logs.append(math.log(own / its))
     return math.exp(fmean(logs)) if logs else None
