@@ -48,6 +48,8 @@ def simulated() -> Iterator[str]:
                             _simulated(model, hardware, f"{model}-{hardware}_{slo}_{kind}_{key}")
                             for hardware in _HARDWARE
                         ]
+                        if not any(values):
+                            continue
                         compared = [_times(ratio(value, values[0])) for value in values[1:]]
                         yield [label, unit, *(text(value) for value in values), *compared]
                         label = ""
