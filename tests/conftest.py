@@ -1,8 +1,10 @@
 """Order and settings of all tests."""
 
 import fcntl
+import functools
 import os
 import shutil
+import subprocess
 from collections.abc import Generator
 
 import hypothesis
@@ -64,7 +66,7 @@ _PACKAGES = {"chromium": "chromium", "curl": "curl", "ip": "iproute2", "openssl"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a program, or root, that is not here; where every test must run, as in CI, fail."""
+    """Skip what needs a program, or rights, that are not here; where every test must run, as in CI, fail."""
     for marker in item.iter_markers("needs"):
         for need in marker.args:
             if (mend := _mend(need)) is None:
@@ -74,10 +76,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(mend)
 
 
+@functools.cache
+def _makes_namespaces() -> bool:
+    command = ("unshare", "--net", "--mount", "true")
+    return (
+        shutil.which("unshare") is not None
+        and not subprocess.run(command, check=False, capture_output=True).returncode
+    )
+
+
 def _mend(need: str) -> str | None:
     """Say what is missing and how to mend it; None where it is here."""
-    if need == "root":
-        return None if os.geteuid() == 0 else "not run by root: sudo .venv/bin/pytest runs it"
+    if need == "namespaces":
+        return (
+            None
+            if _makes_namespaces()
+            else "may not make namespaces: sudo .venv/bin/pytest, or a privileged container"
+        )
     if shutil.which(need):
         return None
     return f"{need} is not installed: sudo apt-get install -y {_PACKAGES[need]}"

@@ -1,6 +1,6 @@
 """Two hosts, as far as sockets can tell: network namespaces with a cable between them, which is pulled out mid-transfer.
 
-It needs root and iproute2.
+It needs iproute2 and the right to make namespaces, which root has.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ LATE_S = 0.3
 SIZE_BYTES = 32 << 20
 FOLDER = Path(__file__).parent
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "root")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "namespaces")]
 
 
 class Cable:
