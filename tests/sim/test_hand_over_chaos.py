@@ -291,6 +291,7 @@ class HandOverTrial:
             self.outcomes["changed"] += 1
 
     def note(self, name):
+        assert not self.cluster.engine(name).load().failed_steps, f"{name}: read KV of another prefix"
         hand_over = self.cluster.worker(name).hand_over
         self.ended["fetched"] += hand_over.fetched_blocks
         self.ended["prefetched"] += hand_over.prefetches.fetched_blocks

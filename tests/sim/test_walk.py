@@ -165,7 +165,6 @@ class World:
         assert outcome != "length" or output == expected
         assert outcome != "a deadline that nobody set"
         assert stream.prompt_tokens == len(prompt)
-        assert stream.migrations <= 2
         self.outcomes.append((request.request_id, outcome, stream.migrations))
 
     def check(self) -> None:
@@ -175,6 +174,7 @@ class World:
     def check_at_rest(self) -> None:
         """Nothing is left, and every index says what its workers hold."""
         self.check()
+        assert not any(engine.load().failed_steps for engine in self.all_engines)
         for name, engine in self.engines.items():
             load = engine.load()
             assert load.running_requests == load.waiting_requests == load.active_blocks == 0, name
@@ -303,7 +303,7 @@ def test_a_poisonous_prompt_takes_three_workers_and_no_more():
 
 
 def test_killing_the_busiest_worker_under_load_loses_nothing():
-    """One death under everything it runs is within the retry budget: no client sees an error."""
+    """What one worker ran goes on at once: no client sees an error."""
 
     async def main() -> None:
         async with MemoryCluster(lease_ttl_s=1.0) as cluster, cluster.dispatcher() as dispatcher:

@@ -108,7 +108,7 @@ DELTA = types.Delta(
     error=ERROR,
     kv=HANDLE,
 )
-_COUNTS = types.WorkerLoad.__struct_fields__[:-6]
+_COUNTS = types.WorkerLoad.__struct_fields__[:-7]
 LOAD = types.WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
     onboarded_tokens=(14, 15, 16),

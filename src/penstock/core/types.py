@@ -185,7 +185,7 @@ class WorkerLoad(Wire, frozen=True):
 
     `active_blocks` are held by live requests (cached but unused ones do not count).
     `queued_prefill_tokens` are prompt tokens not computed yet, of waiting and running requests.
-    `steps` to `generated_tokens` count since start. What follows is set for each frontend. `accepted_requests`: how many of
+    `steps` to `generated_tokens`, and `failed_steps` of these, count since start. What follows is set for each frontend. `accepted_requests`: how many of
     the requests it sent on this connection are in these figures, so that it stops adding its own reservations for them.
     The `peer` figures are of the other frontends that are connected (`peers` of them): their requests that have not ended,
     what these had to compute, by their routers' expectation, as long as they have no token (and the pairs of one
@@ -221,6 +221,7 @@ class WorkerLoad(Wire, frozen=True):
     kv_failures: int = 0
     kv_expired: int = 0
     kv_refused: int = 0
+    failed_steps: int = 0
 
 
 class Step(Wire, frozen=True):

@@ -72,7 +72,7 @@ class Scheduler:
             self._waiting, self._slots, pool, limits=limits, config=config, onboarding=onboarding
         )
         self.pins, self.tails = self._intake.pins, self._intake.tails
-        self._steps = self._preemptions = 0
+        self._steps = self._failed_steps = self._preemptions = 0
         self._prefilled_tokens = self._generated_tokens = 0
         self.assume(Role.AGGREGATED, config)
 
@@ -209,6 +209,7 @@ class Scheduler:
         """End the requests of a plan that could not be computed; none of its work is kept."""
         self._under_way = None
         self._steps += 1
+        self._failed_steps += 1
         self._vacate_aborted()
         return self._make_step(self._end_rows(plan, dict.fromkeys(range(len(plan.slots)), error)))
 
@@ -247,6 +248,7 @@ class Scheduler:
             prefilled_tokens=self._prefilled_tokens,
             prefix_hit_tokens=self._intake.prefix_hit_tokens,
             generated_tokens=self._generated_tokens,
+            failed_steps=self._failed_steps,
             onboarded_tokens=() if self._onboarding is None else self._onboarding.tokens,
         )
 

@@ -100,7 +100,9 @@ def check_nothing_is_held(worker: Worker, engine: BatchedEngine) -> None:
     """Raise AssertionError where a worker that has been idle for long still has something of anybody's."""
     worker.check()
     engine.scheduler.check()
-    assert engine.load().active_blocks == 0, "blocks are held"
+    load = engine.load()
+    assert load.active_blocks == 0, "blocks are held"
+    assert load.failed_steps == 0, "steps failed, as those do that read KV of another prefix"
     hand_over = worker.hand_over
     if hand_over is not None:
         hand_over.check_idle()
