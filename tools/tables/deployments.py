@@ -86,7 +86,8 @@ def by_size() -> Iterator[str]:
 
 
 def curve(workload: str, said: str) -> Iterator[str]:
-    samples = report("deployments_curves")["samples"]
+    found = report("deployments_curves")
+    samples = found["samples"] if "layouts" in found["config"] else {}
     targets = [round(target) for target in samples.get("curve_tokens_per_s_per_user", ())]
     points = {name: samples.get(f"curve_{workload}_{name}_tokens_per_s_per_gpu", ()) for name in _CURVES}
 
