@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import openai
@@ -83,6 +85,48 @@ def http(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
 
 def chat(**fields: object) -> bytes:
     return json.dumps({"model": "tiny", "messages": HI, **fields}).encode()
+
+
+def bomb(size_bytes: int) -> bytes:
+    """Write the beginning of a gzip file that holds as many zeros, quickly; it has no end."""
+    packer = zlib.compressobj(wbits=31)
+    first = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    repeated = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    return first + repeated * (size_bytes // (1 << 20) - 1)
+
+
+LONGEST_TURN_S_MAX = 0.5
+"""What tests of hostile bodies allow: such bodies kept the loop for seconds, and a busy machine keeps it for tenths."""
+
+
+class Turns:
+    """The longest time between two turns of the event loop; every stream waits for as long."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def watch(self) -> None:
+        last_s = time.perf_counter()  # uvloop's time stands still within a turn
+        while True:
+            await asyncio.sleep(0)
+            now_s = time.perf_counter()
+            self.longest_s = max(self.longest_s, now_s - last_s)
+            last_s = now_s
+
+
+@contextlib.asynccontextmanager
+async def no_long_turn() -> AsyncIterator[None]:
+    """See that the event loop goes on all the time until the block ends."""
+    turns = Turns()
+    watching = asyncio.ensure_future(turns.watch())
+    try:
+        await asyncio.sleep(0)
+        yield
+        await asyncio.sleep(0)
+    finally:
+        watching.cancel()
+    print(f"the longest turn of the loop took {turns.longest_s * 1e3:.1f} ms")
+    assert turns.longest_s < LONGEST_TURN_S_MAX
 
 
 @contextlib.asynccontextmanager

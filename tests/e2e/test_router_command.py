@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -15,10 +16,14 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from frontend_site import Answer, bomb, no_long_turn
+from frontend_site import http as raw_http
 from prometheus_client import CollectorRegistry
 
 from penstock.cli import main
+from penstock.deploy import router_command
 from penstock.deploy.state import load_admin_token
+from penstock.frontend.access import Access
 from penstock.frontend.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.router.routing_service import RoutingService
 
@@ -31,9 +36,19 @@ STATES = "state: must be one of 'ready', 'draining', got 'dead'"
 class Api:
     """A running router, asked by hand."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, server: RoutingServer, host: str, port: int) -> None:
         self.http = http
-        self.url = url
+        self.server = server
+        self.port = port
+        self.url = f"http://{host}:{port}"
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def figure(self, name: str) -> float:
+        async with self.http.get(f"{self.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
     async def ask(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
@@ -45,18 +60,19 @@ class Api:
         return status, answer["error"]["message"]
 
 
-def run(test: Callable[[Api], Awaitable[None]]) -> None:
+def run(test: Callable[[Api], Awaitable[None]], access: Access | None = None, **fields: Any) -> None:
     async def play() -> None:
-        config, registry = RoutingHttpConfig(port=0, body_bytes_max=100_000), CollectorRegistry()
+        config = RoutingHttpConfig(**{"port": 0, "body_bytes_max": 100_000} | fields)
+        registry = CollectorRegistry()
         async with (
             asyncio.timeout(TIMEOUT_S),
             RoutingService(rng=random.Random(0), registry=registry) as service,
             aiohttp.ClientSession() as http,
         ):
-            server = RoutingServer(service, config, registry)
+            server = RoutingServer(service, config, registry, access)
             host, port = await server.start()
             try:
-                await test(Api(http, f"http://{host}:{port}"))
+                await test(Api(http, server, host, port))
                 service.check()
             finally:
                 await server.close()
@@ -182,7 +198,13 @@ def test_bad_input_gets_a_clear_answer():
             ),
             ("POST", "/route", {"model": "n", "prompt": "a"}, 404, "model 'n': no worker has it; known: m"),
             ("POST", "/route", {"model": "m", "prompt": "a", "exclude": ["one"]}, 503, "none of its workers"),
-            ("POST", "/route", {"model": "m", "prompt": "a" * 200_000}, 413, "too large"),
+            (
+                "POST",
+                "/route",
+                {"model": "m", "prompt": "a" * 200_000},
+                413,
+                "larger than 100000 bytes; send less, or raise body_bytes_max",
+            ),
             ("POST", "/feedback", {"id": "x", "stage": "finished"}, 404, "no request 'x' is open"),
             ("POST", "/feedback", {"id": "x", "stage": "done"}, 400, STAGES),
             (
@@ -253,9 +275,124 @@ def test_bad_input_gets_a_clear_answer():
     run(test)
 
 
+def test_a_bomb_is_refused_and_nobody_waits_for_it():
+    async def test(api: Api) -> None:
+        body = bomb(2 << 30)
+        async with no_long_turn():
+            reader, writer = await api.connect()
+            writer.write(raw_http("POST", "/route", body, "Content-Encoding: gzip"))
+            answer = Answer(await reader.readuntil(b"}}"))
+        writer.close()
+        assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+        assert api.server.room.size_bytes == 0
+
+    run(test, body_bytes_max=8 << 20)
+
+
+def test_a_compressed_body_is_taken():
+    async def test(api: Api) -> None:
+        body = gzip.compress(json.dumps({"url": "http://one", "model": "m"}).encode())
+        assert (await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "gzip"}))[0] == 200
+        status, answer = await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "br"})
+        assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
+
+    run(test)
+
+
+def test_what_does_not_come_in_time_is_408():
+    async def test(api: Api) -> None:
+        for part, reason in (
+            (raw_http("POST", "/route", b"", "Content-Length: 9") + b"{", "body_late"),
+            (b"POST /route HTTP/1.1\r\nHost: te", "headers_late"),
+        ):
+            reader, writer = await api.connect()
+            writer.write(part)
+            answer = Answer(await reader.readuntil(b"}}"))
+            writer.close()
+            assert (answer.status, answer.error["code"]) == (408, "receive_timeout")
+            assert answer.error["message"].endswith("or raise receive.timeout_s")
+            assert await api.figure(f'penstock_router_refused_bodies_total{{reason="{reason}"}}') == 1
+
+    run(test, receive={"timeout_s": 0.1})
+
+
+def test_the_room_for_unfinished_bodies_is_bounded_and_small_requests_still_fit():
+    async def test(api: Api) -> None:
+        connections = []
+        for _ in range(8):
+            reader, writer = await api.connect()
+            writer.write(raw_http("POST", "/route", b"", "Content-Length: 40000") + b" " * 39_999)
+            connections.append((reader, writer))
+            status, _ = await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
+            assert status == 200
+            assert api.server.room.size_bytes <= 100_000
+        refused = [reader for reader, _ in connections if reader._buffer]  # type: ignore[attr-defined]
+        assert len(refused) >= 5
+        answer = Answer(await refused[0].readuntil(b"}}"))
+        assert (answer.status, answer.error["code"]) == (503, "overloaded")
+        assert answer.error["message"].endswith("or raise receive.bytes_max")
+        for _, writer in connections:
+            writer.close()
+
+    run(test, receive={"bytes_max": 100_000})
+
+
+def test_what_is_not_http_is_refused_in_the_apis_shape():
+    async def test(api: Api) -> None:
+        reader, writer = await api.connect()
+        writer.write(b"what is this\r\n\r\n")
+        answer = Answer(await reader.read())
+        writer.close()
+        assert answer.status == 400
+        assert "not a valid HTTP request" in answer.error["message"]
+
+    run(test)
+
+
+def test_an_api_key_is_asked_for_but_by_probes():
+    async def test(api: Api) -> None:
+        for given in ({}, {"Authorization": "Bearer another"}):
+            status, answer = await api.ask("GET", "/workers", **given)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+            status, _ = await api.ask("POST", "/route", {"model": "m", "prompt": "a"}, **given)
+            assert status == 401
+        assert (await api.ask("GET", "/workers", Authorization="Bearer the-key"))[0] == 200
+        assert (await api.ask("GET", "/health"))[0] == 200
+        assert await api.figure("penstock_router_received_bytes") == 0
+
+    run(test, Access(api_keys=["the-key"]))
+
+
+def test_an_open_router_that_others_reach_is_said(monkeypatch, tmp_path):
+    def said(host: str) -> list[str]:
+        """Start the command; the line that says it is ready ends it."""
+        lines = []
+
+        def say(_: str, state: str, text: str = "") -> None:
+            lines.append(f"{state} {text}")
+            if state == "ready":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(router_command, "say", say)
+        router_command.run_router(RoutingHttpConfig(host=host, port=0, api_key_file=key_file))
+        return [line for line in lines if line.startswith("warning")]
+
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    key_file = None
+    (warning,) = said("0.0.0.0")
+    assert "answers whoever reaches it: no API key is set; give --api-key-file or PENSTOCK_API_KEY" in warning
+    assert said("127.0.0.1") == []
+    keys = tmp_path / "keys"
+    keys.write_text("the-key\n")
+    keys.chmod(0o600)
+    key_file = str(keys)
+    assert said("0.0.0.0") == []
+
+
 def test_wrong_settings_are_one_line(capsys):
     for arguments, text in (
         (["--port", "99999"], "--port: port: must be <= 65535"),
+        (["--set", "receive.bytes_max=2000"], "body_bytes_max: must be <= receive.bytes_max"),
         (["--policy", "rondom"], "did you mean 'random'?"),
         (["--set", "service.silenc_s=1"], "did you mean 'silence_s'?"),
         (

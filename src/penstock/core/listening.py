@@ -129,8 +129,13 @@ class Listener:
         self._loop.add_reader(listening, self._accept, listening)
 
 
-async def listen(factory: Callable[[], asyncio.BaseProtocol], address: Address) -> tuple[Listener, Address]:
-    """Open a listening socket; a Unix one is for this user only.
+async def listen(
+    factory: Callable[[], asyncio.BaseProtocol],
+    address: Address,
+    *,
+    on_failure: Callable[[OSError], None] | None = None,
+) -> tuple[Listener, Address]:
+    """Open a listening socket; a Unix one is for this user only. `on_failure` is as of `Listener`.
 
     Returns:
         the listener, and the address with its real port.
@@ -144,14 +149,14 @@ async def listen(factory: Callable[[], asyncio.BaseProtocol], address: Address) 
             _claim(address)
             sockets.append(_bind(socket.AF_UNIX, address.path))
             _protect(address)
-            return Listener(sockets, factory), address
+            return Listener(sockets, factory, on_failure=on_failure), address
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         for family, _, _, _, place in dict.fromkeys(found):
             sockets.append(_bind(family, place))
-        listener = Listener(sockets, factory)
+        listener = Listener(sockets, factory, on_failure=on_failure)
     except OSError as error:
         for opened in sockets:
             opened.close()

@@ -16,6 +16,7 @@ class Slot:
     arrived: float  # both in the event loop's time
     deadline: float
     timeout_s: float
+    settings: str = "frontend."  # what the names of settings begin with
     admitted: bool = False
     _ending: PenstockError | None = None  # why it is ended before its time is up
     _scope: asyncio.Timeout | None = None
@@ -52,7 +53,7 @@ class Slot:
         if not self.admitted:
             return ReceiveTimeoutError(
                 f"the body had not come whole {self.timeout_s:g} s after the headers; send it faster, or raise "
-                "frontend.receive.timeout_s"
+                f"{self.settings}receive.timeout_s"
             )
         return DeadlineExceeded(
             f"the request took longer than {self.timeout_s:g} s; ask for fewer tokens, or raise "

@@ -12,7 +12,7 @@ from aiohttp import StreamReader, web
 
 from penstock.core.errors import RequestError
 from penstock.frontend.errors import BodyEncodingError, BodySizeError
-from penstock.frontend.metrics import FrontendMetrics
+from penstock.frontend.receive_metrics import ReceiveMetrics
 from penstock.frontend.receiving import Received
 
 ENCODINGS = ("gzip", "deflate", "identity")
@@ -26,9 +26,11 @@ _ZLIB_METHOD = 8  # in the low half of a zlib stream's first byte (RFC 1950)
 class BodyReader:
     """Reads bodies of at most so many bytes, before and after decompression."""
 
-    def __init__(self, bytes_max: int, metrics: FrontendMetrics) -> None:
+    def __init__(self, bytes_max: int, metrics: ReceiveMetrics, *, settings: str = "frontend.") -> None:
+        """Prepare; refusals name settings that begin with `settings`."""
         self._bytes_max = bytes_max
         self._metrics = metrics
+        self._settings = settings
 
     async def read(self, request: web.Request, received: Received) -> list[bytes]:
         """Give the body in the pieces that came, inflated, once it is there; whoever calls limits the time.
@@ -91,7 +93,7 @@ class BodyReader:
     def _too_large(self) -> BodySizeError:
         self._metrics.refused_body("size")
         return BodySizeError(
-            f"the body is larger than {self._bytes_max} bytes; send less, or raise frontend.body_bytes_max"
+            f"the body is larger than {self._bytes_max} bytes; send less, or raise {self._settings}body_bytes_max"
         )
 
 

@@ -14,6 +14,11 @@ class ReceiveConfig(Config):
     """Longest time from a request's first byte to the end of its headers, and from there to the end of its body; then it ends with 408."""
     bytes_max: int = pydantic.Field(default=256 << 20, ge=1024)
     """Bytes of requests that have come and are not encoded yet, over all connections of one process; past it the largest unfinished body gets 503."""
+
+
+class FrontendReceiveConfig(ReceiveConfig):
+    """What a frontend spends on requests that arrive."""
+
     encoders_max: int = pydantic.Field(default=2, ge=1, le=64)
     """Processes that decode and encode bodies over 64 KiB, started when such bodies come; each loads the tokenizers it needs."""
 
@@ -36,7 +41,7 @@ class FrontendConfig(Config):
     """A file of API keys, one a line; then `/v1` asks for one as a bearer token, as it does where PENSTOCK_API_KEY is set."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
     """Largest request body, after decompression; a larger one gets 413."""
-    receive: ReceiveConfig = ReceiveConfig()
+    receive: FrontendReceiveConfig = FrontendReceiveConfig()
     """How requests arrive."""
     inflight_max: int = pydantic.Field(default=8192, ge=1)
     """Requests under way at once in one process; the next one gets 503 with Retry-After, whoever sends it. More than run on the workers and `router.hold.requests_max` wait, so that these are refused by tenant first."""
@@ -67,8 +72,13 @@ class FrontendConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _check_bodies(self) -> Self:
-        if self.body_bytes_max > self.receive.bytes_max:
-            raise wrong(
-                f"body_bytes_max: must be <= receive.bytes_max, got {self.body_bytes_max} > {self.receive.bytes_max}"
-            )
+        check_bodies(self.body_bytes_max, self.receive)
         return self
+
+
+def check_bodies(body_bytes_max: int, receive: ReceiveConfig) -> None:
+    """Raises: ValueError: there is no room for the largest body."""
+    if body_bytes_max > receive.bytes_max:
+        raise wrong(
+            f"body_bytes_max: must be <= receive.bytes_max, got {body_bytes_max} > {receive.bytes_max}"
+        )

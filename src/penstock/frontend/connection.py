@@ -23,7 +23,7 @@ class Connection(web.RequestHandler):
     the room for all; those of bodies are counted by who reads them.
     """
 
-    __slots__ = ("_early", "_headers_timer", "_last_body", "_raw", "_refuse", "_timeout_s")
+    __slots__ = ("_early", "_headers_timer", "_last_body", "_raw", "_refuse", "_settings", "_timeout_s")
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class Connection(web.RequestHandler):
         self._refuse = refuse
         self._raw = raw
         self._timeout_s = receive.timeout_s
+        self._settings = room.settings
         self._early = Received(room, self._drop)
         self._headers_timer: TimerHandle | None = None
         self._last_body: Any = None  # aiohttp's reader of the latest request's body
@@ -110,7 +111,7 @@ class Connection(web.RequestHandler):
         self._end(
             ReceiveTimeoutError(
                 f"the headers had not come whole {self._timeout_s:g} s after their first byte; send them faster, or raise "
-                "frontend.receive.timeout_s"
+                f"{self._settings}receive.timeout_s"
             )
         )
 

@@ -104,7 +104,7 @@ class HttpSurface:
         except web.HTTPException as error:
             return error_response(self._translate(error, request), error.headers.get("Allow"))
         except web.RequestPayloadError as error:
-            return error_response(RequestError(f"the body cannot be read: {_reason(error)}"))
+            return error_response(payload_refusal(error))
         except ConnectionError:  # the client is gone
             raise
         except Exception:  # noqa: BLE001 - a handler's fate is owned here
@@ -112,11 +112,7 @@ class HttpSurface:
 
     def refuse(self, error: BaseException | None, status: int) -> web.Response:
         """Answer what never became a request: what came was not HTTP, or more of it than a header may be."""
-        refusal: PenstockError
-        if status >= 500 or error is None:
-            refusal = PenstockError("the server failed on this request; its log says more")
-        else:
-            refusal = RequestError(f"not a valid HTTP request: {_reason(error)}", http_status=status)
+        refusal = garbage_refusal(error, status)
         self._frontend.metrics.answered("unknown", refusal.http_status)
         response = error_response(refusal)
         response.headers[_REQUEST_ID] = self._frontend.new_id()
@@ -128,16 +124,7 @@ class HttpSurface:
         if isinstance(error, ReceiveTimeoutError):
             self._frontend.metrics.refused_body("headers_late")
         self._frontend.metrics.answered("unknown", error.http_status)
-        body = encode(error_answer(error))
-        head = (
-            f"HTTP/1.1 {error.http_status} {HTTPStatus(error.http_status).phrase}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-            f"{_REQUEST_ID}: {self._frontend.new_id()}\r\nConnection: close\r\n"
-        )
-        if error.retry_after_s is not None:
-            head += f"Retry-After: {math.ceil(error.retry_after_s)}\r\n"
-        head += "\r\n"
-        return head.encode() + body
+        return raw_error(error, f"{_REQUEST_ID}: {self._frontend.new_id()}\r\n")
 
     def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
         """Say in the API's words what aiohttp refused."""
@@ -251,6 +238,31 @@ def _reason(error: BaseException) -> str:
     """Say in one line what aiohttp found wrong."""
     text = " ".join(str(getattr(error, "message", error)).split()).removeprefix("400, message: ")
     return text if len(text) <= _REASON_CHARACTERS_MAX else f"{text[:_REASON_CHARACTERS_MAX]}..."
+
+
+def garbage_refusal(error: BaseException | None, status: int) -> PenstockError:
+    """Word what aiohttp refused before it was a request."""
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or error is None:
+        return PenstockError("the server failed on this request; its log says more")
+    return RequestError(f"not a valid HTTP request: {_reason(error)}", http_status=status)
+
+
+def payload_refusal(error: web.RequestPayloadError) -> PenstockError:
+    """Word what is wrong with how a body was sent."""
+    return RequestError(f"the body cannot be read: {_reason(error)}")
+
+
+def raw_error(error: PenstockError, header_lines: str = "") -> bytes:
+    """Word an error as a whole answer that ends its connection; each of `header_lines` ends with CRLF."""
+    body = encode(error_answer(error))
+    head = (
+        f"HTTP/1.1 {error.http_status} {HTTPStatus(error.http_status).phrase}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"{header_lines}Connection: close\r\n"
+    )
+    if error.retry_after_s is not None:
+        head += f"Retry-After: {math.ceil(error.retry_after_s)}\r\n"
+    return f"{head}\r\n".encode() + body
 
 
 def json_response(body: bytes, status: int = 200) -> web.Response:

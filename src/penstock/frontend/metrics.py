@@ -4,24 +4,24 @@ With several frontend processes on one port, set PROMETHEUS_MULTIPROC_DIR to an 
 them before they start: then any of them answers for all.
 """
 
-import errno
 import os
-from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.frontend.openai import Usage
+from penstock.frontend.receive_metrics import ReceiveMetrics
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 _E2E_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-class FrontendMetrics:
+class FrontendMetrics(ReceiveMetrics):
     """One frontend process's figures. Making two in one registry is an error."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "penstock_frontend")
         self._registry = registry
         self._requests = Counter(
             "penstock_frontend_requests", "Answers by route and HTTP status.", ["route", "code"], registry=registry
@@ -31,24 +31,6 @@ class FrontendMetrics:
             "Requests under way.",
             registry=registry,
             multiprocess_mode="livesum",
-        )
-        self._received = Gauge(
-            "penstock_frontend_received_bytes",
-            "Bytes of requests that have come and are not encoded yet (frontend.receive.bytes_max).",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
-        self._refused_bodies = Counter(
-            "penstock_frontend_refused_bodies",
-            "Requests refused before they had come whole: too late, too large, or no room for more.",
-            ["reason"],
-            registry=registry,
-        )
-        self._accept_failures = Counter(
-            "penstock_frontend_accept_failures",
-            "Times that no connection could be accepted, by the system's error; EMFILE is: out of descriptors.",
-            ["error"],
-            registry=registry,
         )
         self._ttft = Histogram(
             "penstock_frontend_ttft_seconds",
@@ -82,15 +64,6 @@ class FrontendMetrics:
 
     def inflight(self, change: int) -> None:
         self._inflight.inc(change)
-
-    def received(self, change_bytes: int) -> None:
-        self._received.inc(change_bytes)
-
-    def refused_body(self, reason: Literal["headers_late", "body_late", "size", "room"]) -> None:
-        self._refused_bodies.labels(reason).inc()
-
-    def accept_failed(self, error: OSError) -> None:
-        self._accept_failures.labels(errno.errorcode.get(error.errno or 0, "unknown")).inc()
 
     def answered(self, route: str, code: int) -> None:
         self._requests.labels(route, str(code)).inc()

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from penstock.core.errors import Overloaded
-from penstock.frontend.metrics import FrontendMetrics
+from penstock.frontend.receive_metrics import ReceiveMetrics
 
 _RETRY_AFTER_S = 1.0
 
@@ -53,11 +53,13 @@ class Received:
 class ReceiveRoom:
     """The room for all connections of a process. One event loop owns it."""
 
-    def __init__(self, bytes_max: int, metrics: FrontendMetrics) -> None:
+    def __init__(self, bytes_max: int, metrics: ReceiveMetrics, *, settings: str = "frontend.") -> None:
+        """Prepare; refusals name settings that begin with `settings`."""
         self.unfinished: set[Received] = set()
         self.size_bytes = 0
         self._bytes_max = bytes_max
         self._metrics = metrics
+        self.settings = settings
 
     @contextlib.contextmanager
     def hold(self, drop: Callable[[Overloaded], None]) -> Iterator[Received]:
@@ -83,7 +85,7 @@ class ReceiveRoom:
             largest = max(self.unfinished, key=lambda received: received.size_bytes, default=asking)
             why = Overloaded(
                 f"{self.size_bytes} bytes of requests are being received, more than the {self._bytes_max} that there is "
-                "room for, and no unfinished body is larger than this one; try again later, or raise frontend.receive.bytes_max",
+                f"room for, and no unfinished body is larger than this one; try again later, or raise {self.settings}receive.bytes_max",
                 retry_after_s=_RETRY_AFTER_S,
             )
             self._metrics.refused_body("room")

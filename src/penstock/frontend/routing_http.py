@@ -1,8 +1,9 @@
 """The routing service over HTTP, for gateways: `docs/router.md` has its API. No logic of its own."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import pydantic
@@ -15,11 +16,18 @@ from penstock.core.errors import ConfigError, PenstockError, RequestError
 from penstock.core.listening import Listener, listen
 from penstock.core.log import get_logger
 from penstock.frontend.access import Access
+from penstock.frontend.admission import Slot
+from penstock.frontend.body import BodyReader
 from penstock.frontend.body_error import body_error
+from penstock.frontend.config import ReceiveConfig, check_bodies
+from penstock.frontend.connection import Connection
+from penstock.frontend.errors import ReceiveTimeoutError
 from penstock.frontend.explaining import Why, why_latest, why_one
 from penstock.frontend.headers import ITL_MS, TTFT_MS, asks_why, target_s
-from penstock.frontend.http import error_response, json_response
+from penstock.frontend.http import error_response, garbage_refusal, json_response, payload_refusal, raw_error
 from penstock.frontend.openai import encode
+from penstock.frontend.receive_metrics import ReceiveMetrics
+from penstock.frontend.receiving import ReceiveRoom
 from penstock.router.gateway import Query, Server, Stage
 from penstock.router.routing_service import RoutingService, RoutingServiceConfig
 
@@ -42,9 +50,18 @@ class RoutingHttpConfig(Config):
     port: int = pydantic.Field(default=8100, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
-    """Largest request body; a larger one gets 413."""
+    """Largest request body, after decompression; a larger one gets 413."""
+    receive: ReceiveConfig = ReceiveConfig()
+    """How requests arrive."""
+    keepalive_timeout_s: float = pydantic.Field(default=75.0, gt=0)
+    """How long an idle connection stays open."""
     service: RoutingServiceConfig = RoutingServiceConfig()
     """Policy, block size and bounds."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_bodies(self) -> Self:
+        check_bodies(self.body_bytes_max, self.receive)
+        return self
 
 
 class _RouteBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +99,10 @@ class RoutingServer:
         self._service = service
         self._config = config
         self._registry = registry
+        self._receiving = ReceiveMetrics(registry, "penstock_router")
+        self._bodies = BodyReader(config.body_bytes_max, self._receiving, settings="")
+        self.room = ReceiveRoom(config.receive.bytes_max, self._receiving, settings="")
+        """For the bytes of all connections."""
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
 
@@ -95,7 +116,7 @@ class RoutingServer:
             ConfigError: the port is taken, or the address is not this machine's.
         """
         config = self._config
-        app = web.Application(middlewares=[_answer, self._check], client_max_size=config.body_bytes_max)
+        app = web.Application(middlewares=[self._answer, self._check], client_max_size=0)
         app.add_routes(
             [
                 web.post("/route", self._route),
@@ -109,12 +130,29 @@ class RoutingServer:
                 web.get("/metrics", self._metrics),
             ]
         )
-        runner = self._runner = web.AppRunner(app, access_log=None)
+        runner = self._runner = web.AppRunner(app)
         await runner.setup()
         server = runner.server
         assert server is not None  # it is set up
+        loop = asyncio.get_running_loop()
+        # What aiohttp itself refuses, as garbage instead of HTTP, is the client's fault and no event here.
+        quiet = logging.getLogger("penstock.frontend.routing_http")
+        quiet.setLevel(logging.CRITICAL)
         try:
-            self._listener, bound = await listen(server, Address(host=config.host, port=config.port))
+            self._listener, bound = await listen(
+                lambda: Connection(
+                    server,
+                    refuse=_refuse,
+                    raw=self._refuse_raw,
+                    room=self.room,
+                    receive=config.receive,
+                    loop=loop,
+                    logger=quiet,
+                    keepalive_timeout_s=config.keepalive_timeout_s,
+                ),
+                Address(host=config.host, port=config.port),
+                on_failure=self._receiving.accept_failed,
+            )
         except ConfigError as error:
             await self.close()
             raise ConfigError(
@@ -133,6 +171,53 @@ class RoutingServer:
         if runner is not None:
             await runner.cleanup()
 
+    async def _read(self, request: web.Request, kind: type[_Body]) -> _Body:
+        """Receive a body and decode it.
+
+        Raises:
+            PenstockError: it came too late, there is no room for it, or it is no `kind`.
+        """
+        timeout_s = self._config.receive.timeout_s
+        now_s = asyncio.get_running_loop().time()
+        slot = Slot(now_s, now_s + timeout_s, timeout_s, settings="")
+        with self.room.hold(slot.end) as received:
+            async with slot.limit():
+                body = b"".join(await self._bodies.read(request, received))
+            try:
+                return msgspec.json.decode(body, type=kind)
+            except (ValueError, RecursionError) as error:
+                raise body_error(error, body, kind) from error
+
+    def _refuse_raw(self, error: PenstockError) -> bytes:
+        """Word a refusal for a connection on which no request has come to be answered."""
+        if isinstance(error, ReceiveTimeoutError):
+            self._receiving.refused_body("headers_late")
+        return raw_error(error)
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Give every failure the API's shape."""
+        if isinstance(request.protocol, Connection):
+            request.protocol.request_began()
+        try:
+            return await handler(request)
+        except PenstockError as error:
+            if isinstance(error, ReceiveTimeoutError):
+                self._receiving.refused_body("body_late")
+            return error_response(error)
+        except web.HTTPException as error:
+            text = f"{request.method} {request.path}: {error.reason}"
+            if isinstance(error, web.HTTPNotFound):
+                text = f"{request.path} does not exist; see docs/router.md"
+            return error_response(RequestError(text, http_status=error.status), error.headers.get("Allow"))
+        except web.RequestPayloadError as error:
+            return error_response(payload_refusal(error))
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception:  # noqa: BLE001 - a handler's fate is owned here
+            _log.exception("request_failed", path=request.path)
+            return error_response(PenstockError("the router failed on this request; its log says more"))
+
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in _OPEN:
@@ -140,7 +225,7 @@ class RoutingServer:
         return await handler(request)
 
     async def _route(self, request: web.Request) -> web.Response:
-        body, is_asked_why = await _read(request, _RouteBody), asks_why(request.headers)
+        body, is_asked_why = await self._read(request, _RouteBody), asks_why(request.headers)
         choice = self._service.route(_query_of(body))
         answer = msgspec.structs.asdict(choice)
         if is_asked_why:
@@ -148,7 +233,7 @@ class RoutingServer:
         return json_response(encode(answer))
 
     async def _feedback(self, request: web.Request) -> web.Response:
-        body = await _read(request, _FeedbackBody)
+        body = await self._read(request, _FeedbackBody)
         self._service.feedback(body.id, body.stage, body.cached_tokens, body.output_tokens)
         return json_response(encode({"id": body.id, "stage": body.stage}))
 
@@ -156,7 +241,7 @@ class RoutingServer:
         return json_response(encode({"workers": self._service.workers()}))
 
     async def _put(self, request: web.Request) -> web.Response:
-        name, server = request.match_info["name"], await _read(request, Server)
+        name, server = request.match_info["name"], await self._read(request, Server)
         if len(name) > _NAME_CHARACTERS_MAX:
             raise RequestError(f"name: must have at most {_NAME_CHARACTERS_MAX} characters, got {len(name)}")
         if not name.isprintable():
@@ -187,12 +272,11 @@ def _reason(error: ConfigError) -> str:
     return (cause.strerror if isinstance(cause, OSError) else None) or error.message
 
 
-async def _read(request: web.Request, kind: type[_Body]) -> _Body:
-    body = await request.read()
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise body_error(error, body, kind) from error
+def _refuse(error: BaseException | None, status: int) -> web.Response:
+    """Answer what never became a request."""
+    response = error_response(garbage_refusal(error, status))
+    response.force_close()
+    return response
 
 
 def _query_of(body: _RouteBody) -> Query:
@@ -228,21 +312,3 @@ def _query_of(body: _RouteBody) -> Query:
 def _text_of(messages: list[dict[str, Any]]) -> str:
     """Write messages one after the other, so that a conversation's text begins with that of its earlier turns."""
     return "".join(msgspec.json.encode(message).decode() + "\n" for message in messages)
-
-
-@web.middleware
-async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every failure the API's shape."""
-    try:
-        return await handler(request)
-    except PenstockError as error:
-        return error_response(error)
-    except web.HTTPException as error:
-        said = {404: f"{request.path} does not exist; see docs/router.md", 413: "the body is too large"}
-        text = said.get(error.status, f"{request.method} {request.path}: {error.reason}")
-        return error_response(RequestError(text, http_status=error.status), error.headers.get("Allow"))
-    except (asyncio.CancelledError, ConnectionError):
-        raise
-    except Exception:  # noqa: BLE001 - a handler's fate is owned here
-        _log.exception("request_failed", path=request.path)
-        return error_response(PenstockError("the router failed on this request; its log says more"))
