@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from frontend_site import HI, Answer, Site, chat, http, run, serving
+from frontend_site import HI, Answer, Site, chat, http, no_long_turn, run, serving
 
 from penstock.core.wire import token_list
 from penstock.frontend.encoders import LARGE_BYTES
@@ -93,10 +93,11 @@ async def begin(site: Site, body: bytes) -> tuple[asyncio.StreamReader, asyncio.
 def test_streams_go_on_while_a_hostile_body_is_read_and_its_end_frees_the_encoder() -> None:
     async def test() -> None:
         async with serving(receive={"encoders_max": 1}) as site:
-            _, writer = await begin(site, slow_body())
-            await site.until(lambda: site.frontend.admission.inflight == 1 and bool(children()))
-            (pid,) = children()
-            async with asyncio.timeout(5):
+            body = slow_body()
+            async with no_long_turn(), asyncio.timeout(10):
+                _, writer = await begin(site, body)
+                await site.until(lambda: site.frontend.admission.inflight == 1 and bool(children()))
+                (pid,) = children()
                 assert (await site.ask("POST", PATH, chat())).status == 200
             writer.close()  # whoever asked is gone: so is the work
             await site.until(lambda: not Path(f"/proc/{pid}").exists())
