@@ -1,7 +1,10 @@
 """What one worker does with its engine and its frontends, the engine driven by hand."""
 
 import asyncio
+import hashlib
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types import (
     BlockStored,
+    CardFile,
     Delta,
     EngineInfo,
     EventBatch,
@@ -29,6 +33,7 @@ from penstock.runtime.requests.memory import MemoryPlane
 from penstock.sim.loop import run_virtual
 from penstock.testing.cluster import small_card
 from penstock.testing.hand_engine import HandEngine
+from penstock.worker import files
 from penstock.worker.config import WorkerConfig
 from penstock.worker.worker import Worker, WorkerIdentity
 
@@ -76,7 +81,11 @@ async def settle() -> None:
 
 
 class Stage:
-    def __init__(self, config: WorkerConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig | None = None,
+        read_file: Callable[[str], bytes | None] = {"abc": b"content"}.get,
+    ) -> None:
         self.engine = HandEngine()
         self.discovery = MemoryDiscovery()
         self.worker = Worker(
@@ -85,7 +94,7 @@ class Stage:
             MemoryPlane(),
             identity=WorkerIdentity(WorkerId(7), "w1"),
             card=small_card(),
-            read_file={"abc": b"content"}.get,
+            read_file=read_file,
             config=config,
         )
         self.error: BaseException | None = None
@@ -390,6 +399,29 @@ def test_files_are_read_by_hash():
         assert await stage.worker.read_file("other") is None
 
     play(scene)
+
+
+def test_files_are_read_and_hashed_beside_the_loop(tmp_path, monkeypatch):
+    content, threads = b"content", []
+    sha256 = hashlib.sha256(content).hexdigest()
+    (tmp_path / "config.json").write_bytes(content)
+
+    class Hashing:
+        @staticmethod
+        def sha256(data: bytes) -> Any:
+            threads.append(threading.get_ident())
+            return hashlib.sha256(data)
+
+    monkeypatch.setattr(files, "hashlib", Hashing)
+    card_file = CardFile(name="config.json", sha256=sha256, size_bytes=len(content))
+
+    async def main() -> None:  # on a loop that has threads, as the simulated one has not
+        stage = Stage(read_file=files.ModelFiles(tmp_path, [card_file]).read)
+        assert await stage.worker.read_file(sha256) == content
+        assert len(threads) == 1
+        assert threads[0] != threading.get_ident()
+
+    asyncio.run(main())
 
 
 def test_draining_is_announced_then_refuses_then_ends():
