@@ -76,9 +76,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(mend)
 
 
+_NAMESPACES = {
+    "namespaces": ("--net", "--mount"),
+    "pid-namespaces": ("--user", "--map-root-user", "--pid", "--fork", "--mount-proc"),
+}
+"""What tests ask unshare for."""
+
+
 @functools.cache
-def _makes_namespaces() -> bool:
-    command = ("unshare", "--net", "--mount", "true")
+def _makes(namespaces: str) -> bool:
+    command = ("unshare", *_NAMESPACES[namespaces], "true")
     return (
         shutil.which("unshare") is not None
         and not subprocess.run(command, check=False, capture_output=True).returncode
@@ -87,11 +94,9 @@ def _makes_namespaces() -> bool:
 
 def _mend(need: str) -> str | None:
     """Say what is missing and how to mend it; None where it is here."""
-    if need == "namespaces":
+    if need in _NAMESPACES:
         return (
-            None
-            if _makes_namespaces()
-            else "may not make namespaces: sudo .venv/bin/pytest, or a privileged container"
+            None if _makes(need) else f"may not make {need}: sudo .venv/bin/pytest, or a privileged container"
         )
     if shutil.which(need):
         return None
