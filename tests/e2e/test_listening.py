@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from penstock.core.address import Address
 from penstock.core.listening import Listener, listen
+from penstock.frontend.receive_metrics import ReceiveMetrics
 
 
 class Peer(asyncio.Protocol):
@@ -101,7 +103,14 @@ def test_want_of_descriptors_is_logged_and_counted_and_waited_for(capfd: pytest.
         opened = socket.socket()
         opened.bind(("127.0.0.1", 0))
         failures: list[OSError] = []
-        listener = Listener([opened], Peer, on_failure=failures.append)
+        registry = CollectorRegistry()
+        metrics = ReceiveMetrics(registry, "penstock_frontend")
+
+        def failed(error: OSError) -> None:
+            failures.append(error)
+            metrics.accept_failed(error)
+
+        listener = Listener([opened], Peer, on_failure=failed)
         peers = connect(Address(host="127.0.0.1", port=opened.getsockname()[1]), 3)
         with no_descriptors():
             cpu_s = time.process_time()
@@ -109,6 +118,8 @@ def test_want_of_descriptors_is_logged_and_counted_and_waited_for(capfd: pytest.
             assert time.process_time() - cpu_s < 0.3, "it spins"
             assert Peer.made == 0
             assert 1 <= len(failures) == listener.failures <= 4
+        counted = registry.get_sample_value("penstock_frontend_accept_failures_total", {"error": "EMFILE"})
+        assert counted == len(failures)
         async with asyncio.timeout(5):
             while Peer.made < 3:  # noqa: ASYNC110 - the listener tries again by itself
                 await asyncio.sleep(0.01)
