@@ -112,4 +112,4 @@ def test_a_paged_worker_killed_in_the_middle_of_a_stream_is_not_noticed(deploy):
             undisturbed[1].completion_tokens,
         )
 
-    deploy(scenario, workers=2, role={"engine": "paged", "kv_blocks": 2048}, timeout_s=240)
+    deploy(scenario, workers=2, role={"engine": "paged", "kv_blocks": 1024}, timeout_s=240)
