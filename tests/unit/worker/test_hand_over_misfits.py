@@ -89,7 +89,7 @@ def test_of_several_that_answer_only_those_that_fit_are_handed_prompts(policy):
             await whole_answer(dispatcher, tiny_request(f"r{number}", seed=number))
             _, decision = dispatcher.explain(f"r{number}")
             assert decision.worker == "d"
-            assert ("unfit" in {left.why for left in decision.left_out}) is (policy != "kv")
+            assert ("unfit" in {left.why for left in decision.left_out}) is (policy not in {"kv", "session"})
         assert cluster.engine("p").load().prefilled_tokens == 6 * 50
         assert cluster.engine("other").load().steps == 0
         cluster.kill("d")

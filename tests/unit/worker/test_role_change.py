@@ -76,10 +76,11 @@ def test_what_is_under_way_is_finished_first():
         async with dispatcher.open(tiny_request("a", max_tokens=100)) as stream:
             await anext(stream)
             await anext(stream)
-            change = asyncio.ensure_future(dispatcher.change_role("d0", Role.PREFILL))
+            worker = dispatcher.explain("a")[-1].worker
+            change = asyncio.ensure_future(dispatcher.change_role(worker, Role.PREFILL))
             await asyncio.sleep(0.3)
             assert not change.done()
-            assert cluster.worker("d0").instance.state is InstanceState.DRAINING
+            assert cluster.worker(worker).instance.state is InstanceState.DRAINING
             async for _ in stream:
                 pass
         assert stream.migrations == 0
