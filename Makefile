@@ -21,7 +21,8 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed-native-$(NATIVE)
 # What only tests need and nobody gets by installing Penstock: 339 MB, and it would bring a second torch along.
 NIXL = nixl-cu12==1.5.1
-NIXL_STAMP = $(VENV)/.installed-$(NIXL)
+# Without =, for a goal with one in it is taken for a variable.
+NIXL_STAMP = $(VENV)/.installed-$(subst ==,-,$(NIXL))
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_block_pool_machine.py \

@@ -45,7 +45,9 @@ async def joined(site, role, **fields):
     )
     common = msgspec.structs.replace(assignment.common, graph_json=graph.model_dump_json())
     name = f"foreign-{role}"
-    child = await Child.start(msgspec.structs.replace(assignment, name=name, job=job, common=common))
+    child = await Child.start(
+        msgspec.structs.replace(assignment, name=name, job=job, common=common), site.deployment._guard
+    )
     try:
         report = await child.report()
         assert isinstance(report, Ready), report

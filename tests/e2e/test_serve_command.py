@@ -134,7 +134,7 @@ def test_sigterm_finishes_streams_and_leaves_nothing(serve, runtime_dir):
     command = serve("--engine", "mock", "--workers", "2", "--port", "0")
     url = command.wait_ready()
     children = psutil.Process(command.process.pid).children(recursive=True)
-    assert len(children) == 3
+    assert len(children) == 4, "two workers, a frontend and the guard of their process groups"
     with chat_stream(url, max_tokens=100) as response:
         first = response.readline()
         command.process.send_signal(signal.SIGTERM)
