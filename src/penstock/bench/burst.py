@@ -13,6 +13,7 @@ import numpy as np
 from penstock.bench.client import Client
 from penstock.bench.exchange import Exchange
 from penstock.core.errors import Unavailable
+from penstock.deploy.causes import cause_of
 
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _SETTLE_S = 1.0  # the load runs so long before each burst
@@ -65,8 +66,8 @@ async def measure_burst(
                     new.close()
             for task in busy:
                 task.cancel()
-    except* Unavailable as errors:
-        raise errors.exceptions[0] from None
+    except BaseExceptionGroup as errors:
+        raise cause_of(errors) from None
     finally:
         load.close()
         standing.close()

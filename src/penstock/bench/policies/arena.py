@@ -20,6 +20,7 @@ from penstock.bench.policies.ledger import Figures, Ledger
 from penstock.bench.policies.saturation import SUSTAINED, find_saturation
 from penstock.bench.policies.workload import RECORDED, Workload
 from penstock.core.errors import PenstockError
+from penstock.deploy.causes import cause_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,8 @@ class Arena:
             async with asyncio.TaskGroup() as tasks:
                 for mine in groups.values():
                     tasks.create_task(self._play_group(mine, effort, results))
-        except* PenstockError as errors:
-            raise _first(errors) from None
+        except BaseExceptionGroup as errors:
+            raise cause_of(errors) from None
         return results
 
     async def _play_group(self, cells: Sequence[Cell], effort: Effort, results: Results) -> None:
@@ -225,10 +226,3 @@ def _key(game: Game) -> str:
         f"policy={game.policy} {_name(game.workload, game.place)} rate={game.rate_per_s:.6g}"
         f" slowness={trouble.slowness:g} load_delay={trouble.load_delay_s:g}"
     )
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
