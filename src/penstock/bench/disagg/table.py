@@ -9,6 +9,7 @@ from rich.table import Table
 from penstock.bench.disagg.choice import Point
 
 _COLUMNS = ("workers", "chunk", "ITL p99 ms", "p99.9", "longest", "TTFT p99 ms", "tokens/s", "")
+_FILE_COLUMNS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,13 @@ def print_table(rows: Sequence[Row]) -> None:
     """Print a line a side."""
     table = Table(box=None)
     for number, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
     for row in rows:
         table.add_row(row.workers, row.chunk, *_numbers(row.point), row.remark)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS  # a file needs no line to be broken
+    console.print(table)
 
 
 def _numbers(point: Point) -> tuple[str, ...]:
