@@ -75,7 +75,6 @@ class Pretended(TwoAgents):
     def __init__(self, size_bytes: int, devices: tuple[int | None, ...] = (0, 0)) -> None:
         self.cudas: list[PretendedCuda] = []
         self._devices = list(devices)
-        self._names = ["here", "there", "more"]
         super().__init__(lambda: [CudaTransport(self._load)], size_bytes=size_bytes)
 
     def _load(self) -> PretendedCuda:
@@ -86,11 +85,9 @@ class Pretended(TwoAgents):
         memory = np.zeros(self.size_bytes, np.uint8)
         device = self._devices.pop(0) if self._devices else 0
         if device is None:
-            self._names.pop(0)
             return memory, memory
-        name = self._names.pop(0)
         return memory, Region(
-            MemoryKind.VRAM, self.size_bytes, name, memory.ctypes.data, owner=memory, device=device
+            MemoryKind.VRAM, self.size_bytes, address=memory.ctypes.data, owner=memory, device=device
         )
 
 

@@ -143,7 +143,7 @@ class TransferAgent:
         Args:
             memory: a `Region` (an `Arena`'s, a file's, an object store's), a numpy array, a torch tensor or any
                 contiguous buffer; it is kept alive.
-            name: how peers find it.
+            name: how peers find it; "" for the name that a `Region` brings.
             access: the most that peers may do with it, whatever metadata they are given; None for all that the memory
                 lets them.
 
@@ -151,7 +151,9 @@ class TransferAgent:
             TransferRefused: it is no memory, no transport has any use for it, or it cannot be written as `access` says.
         """
         region = memory if isinstance(memory, Region) else region_of(memory, name)
-        registration = self._table.register(region, self._transports, self.unavailable, access=access)
+        registration = self._table.register(
+            region, self._transports, self.unavailable, name=name, access=access
+        )
         self._met.own.infos[registration.region_id] = registration.info
         return registration
 

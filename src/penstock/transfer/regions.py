@@ -34,6 +34,7 @@ class Registration:
     Attributes:
         region_id: names it.
         region: the memory.
+        name: how peers find it.
         access: the most that peers may do with it.
         read_key: shows that a peer may read it.
         write_key: shows that a peer may write it.
@@ -42,6 +43,7 @@ class Registration:
 
     region_id: int
     region: Region
+    name: str
     access: Access
     read_key: bytes = field(repr=False)
     write_key: bytes = field(repr=False)
@@ -73,7 +75,7 @@ class Registration:
             size_bytes=self.region.size_bytes,
             read_key=self.read_key if given.allows(TransferOp.READ) else b"",
             write_key=self.write_key if given.allows(TransferOp.WRITE) else b"",
-            name=self.region.name,
+            name=self.name,
             ways=dict(self.ways),
         )
 
@@ -150,12 +152,14 @@ class RegionTable:
         transports: Mapping[str, Transport],
         unavailable: Mapping[str, str],
         *,
+        name: str = "",
         access: Access | None = None,
     ) -> Registration:
         """Number a region and tell the transports of it.
 
         Args:
             region: what to register.
+            name: how peers find it; "" for the region's own.
             access: what peers may do with it; None for all that the memory lets them.
             transports: those that work here, by name.
             unavailable: why others do not.
@@ -173,22 +177,22 @@ class RegionTable:
         region_id = next(self._ids)
         ways: dict[str, bytes] = {}
         why: list[str] = []
-        for name, transport in transports.items():
+        for by, transport in transports.items():
             try:
                 way = transport.register(region_id, region, access)
             except TransferError as error:
-                why.append(f"{name}: {error.message}")
+                why.append(f"{by}: {error.message}")
                 continue
             if way is not None:
-                ways[name] = way
+                ways[by] = way
         if not ways:
-            reasons = "; ".join(why or (f"{name}: {text}" for name, text in unavailable.items()))
+            reasons = "; ".join(why or (f"{by}: {text}" for by, text in unavailable.items()))
             raise TransferRefused(
                 f"region of {region.size_bytes} bytes, {region.kind.value}: no transport has any use for it"
                 f" ({reasons or ', '.join(transports)})"
             )
         read_key, write_key = secrets.token_bytes(_KEY_BYTES), secrets.token_bytes(_KEY_BYTES)
-        registration = Registration(region_id, region, access, read_key, write_key, ways)
+        registration = Registration(region_id, region, name or region.name, access, read_key, write_key, ways)
         self._registrations[region_id] = registration
         return registration
 

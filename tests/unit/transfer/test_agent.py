@@ -264,3 +264,17 @@ def test_an_agent_that_is_not_open_moves_nothing():
             prepared.post(WRITE)
 
     run_virtual(scenario())
+
+
+def test_a_region_is_known_by_the_name_it_is_registered_with_or_else_by_its_own():
+    async def main():
+        async with TransferAgent("a", IN_PROCESS) as agent, TransferAgent("b", IN_PROCESS) as owner:
+            memory = np.zeros(64, np.uint8)
+            region = Region(MemoryKind.DRAM, 64, "own", memory.ctypes.data, owner=memory)
+            owned = [owner.register(region), owner.register(region, "given")]
+            peer = await agent.connect(owner.metadata(owned))
+            assert [peer.region(name).region_id for name in ("own", "given")] == [
+                one.region_id for one in owned
+            ]
+
+    run_virtual(main())
