@@ -62,6 +62,7 @@ class Slab:
         self.size_bytes = size_bytes
         self._disk = disk
         self._locks = [threading.Lock() for _ in range(_LOCKS)]
+        self._reserving = threading.Lock()
         with contextlib.ExitStack() as undo:
             try:
                 self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -74,7 +75,7 @@ class Slab:
                 raise TransferError(self._open_failure(error)) from error
             undo.pop_all()
         self.is_reserved = not self._sums.is_new
-        """Whether its space is the slab's own; else `reserve` comes before all reading and writing."""
+        """Whether its space is the slab's own; else the first `reserve`, read or write takes it."""
         if not self.is_direct:
             get_logger().warning(
                 "slab_buffered",
@@ -97,6 +98,7 @@ class Slab:
             ChecksumMismatch: a block is not what was written, or nothing was.
             TransferError: the disk failed.
         """
+        self.reserve()
         start, end = extents.starts[index], extents.ends[index]
         pieces = slice(extents.bounds[index], extents.bounds[index + 1])
         if extents.aligned[index]:
@@ -122,6 +124,7 @@ class Slab:
             ChecksumMismatch: a block is written in part, and the rest of it is not what was written.
             TransferError: the disk failed.
         """
+        self.reserve()
         start, end = extents.starts[index], extents.ends[index]
         pieces = slice(extents.bounds[index], extents.bounds[index + 1])
         if extents.aligned[index]:
@@ -194,11 +197,19 @@ class Slab:
         return sums
 
     def reserve(self) -> None:
-        """Take the space, which may take seconds.
+        """Take the space, which may take seconds; nothing where the slab has it. Safe from several threads.
 
         Raises:
             TransferError: there is not enough, or the disk failed.
         """
+        if self.is_reserved:
+            return
+        with self._reserving:
+            if not self.is_reserved:
+                self._take_space()
+                self.is_reserved = True
+
+    def _take_space(self) -> None:
         try:
             try:
                 os.posix_fallocate(self._file, 0, self.size_bytes)
@@ -209,7 +220,6 @@ class Slab:
             self._sums.set_ready()
         except OSError as error:
             raise TransferError(self._open_failure(error)) from error
-        self.is_reserved = True
 
     def _free_bytes(self) -> int:
         disk = os.statvfs(self.path.parent)

@@ -127,13 +127,13 @@ def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pyte
 
 
 def test_space_is_reserved_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    by, reserve = [], Slab.reserve
+    by, take_space = [], Slab._take_space
 
     def noted(slab: Slab) -> None:
         by.append(threading.current_thread())
-        reserve(slab)
+        take_space(slab)
 
-    monkeypatch.setattr(Slab, "reserve", noted)
+    monkeypatch.setattr(Slab, "_take_space", noted)
 
     async def main() -> None:
         async with TransferAgent("a", TransferConfig(listen=())) as agent:

@@ -107,6 +107,21 @@ def test_what_was_never_written_cannot_be_read(tmp_path: Path) -> None:
     slab.close()
 
 
+def test_a_slab_whose_space_nobody_has_reserved_is_empty(tmp_path: Path) -> None:
+    slab = Slab(tmp_path / "kv", SIZE)
+    with pytest.raises(ChecksumMismatch, match=r"kv: the block of 4096 bytes at 0 was never written"):
+        _read(slab, BLOCK_BYTES)
+    assert _read(slab, BLOCK_BYTES, checksum=False) == bytes(BLOCK_BYTES)
+    slab.close()
+    written = Slab(tmp_path / "other", SIZE)
+    _write(written, np.full(BLOCK_BYTES, 3, np.uint8), at=BLOCK_BYTES)
+    written.close()
+    assert (tmp_path / "other").stat().st_size == SIZE
+    again = Slab(tmp_path / "other", SIZE)
+    assert _read(again, BLOCK_BYTES, at=BLOCK_BYTES) == bytes([3]) * BLOCK_BYTES
+    again.close()
+
+
 def test_a_block_that_changed_is_no_answer_and_no_base_for_another(tmp_path: Path) -> None:
     slab = _made(tmp_path / "kv", SIZE)
     _write(slab, np.full(2 * BLOCK_BYTES, 1, np.uint8))
