@@ -4,6 +4,7 @@ import fcntl
 import functools
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Generator
 
@@ -38,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that runs the tests in the background has them ignore SIGINT, which programs under test would inherit.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.folder_durations and _PROCESS is None:
         config.pluginmanager.register(FolderDurations())
 
