@@ -13,6 +13,7 @@ from penstock.testing.loop import run_async
 from penstock.transfer import Arena, FileRegion, TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.bucket import _settings
 from penstock.transfer.file import FileTransport
+from penstock.transfer.io_threads import IoThreads
 from penstock.transfer.slab import SUMS_SUFFIX, Slab
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
@@ -142,6 +143,32 @@ def test_space_is_reserved_beside_the_loop(tmp_path: Path, monkeypatch: pytest.M
 
     run_async(main())
     assert [thread is threading.main_thread() for thread in by] == [False]
+
+
+def test_space_is_taken_though_the_first_transfer_was_cancelled_before_a_thread_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_begin, take = threading.Event(), IoThreads._take
+
+    def take_late(threads: IoThreads) -> object:
+        may_begin.wait()
+        return take(threads)
+
+    monkeypatch.setattr(IoThreads, "_take", take_late)
+
+    async def main() -> None:
+        async with TransferAgent("a", TransferConfig(listen=())) as agent:
+            slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+            with pytest.raises(DeadlineExceeded):
+                await agent.post(READ, local.ranges(), slab.ranges(), timeout_s=0.05).wait()
+            may_begin.set()
+            with pytest.raises(ChecksumMismatch, match="never written"):
+                await agent.post(READ, local.ranges(), slab.ranges()).wait()
+
+    try:
+        run_async(main())
+    finally:
+        may_begin.set()
 
 
 def test_a_disk_without_space_is_an_error_of_every_transfer(
