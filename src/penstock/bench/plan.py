@@ -18,7 +18,7 @@ from penstock.perf.hardware import find_hardware
 from penstock.plan.question import Question
 
 _TARGET_S = 30.0
-"""For the first case."""
+"""For the first case of a whole run; a quick one only shows that plans are found, on however busy a machine."""
 _KINDS = "aggregated", "disaggregated"
 _RUNS = 3
 _TIMEOUT_S = 300.0
@@ -75,6 +75,7 @@ _CASES = (
     _Case("gpt-oss-120b", "h100", 8, 4000, 500, 1.0, 0.015),
     _Case("deepseek-r1", "h100", 32, 2048, 256, 2.0, 0.05, (("weight_dtype", "fp8"),)),
 )
+_QUICK_CASE = _Case("llama-3.1-8b", "h100", 1, 2000, 100, 1.0, 0.02)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         Unavailable: a plan failed, or took minutes.
     """
-    cases, runs = (_CASES[:1], 1) if options.quick else (_CASES, _RUNS)
+    cases, runs = ((_QUICK_CASE,), 1) if options.quick else (_CASES, _RUNS)
     figures: dict[str, float] = {}
     samples: dict[str, list[float]] = {}
     limits: dict[str, float] = {}
@@ -106,7 +107,8 @@ def run(options: argparse.Namespace) -> Report:
         for kind in _KINDS:
             figures[f"{kind}_requests_per_s_{case.name}"] = plans[0].requests_per_s[kind]
         limits[f"search_s_{case.name}"], figures[f"layouts_{case.name}"] = _search(case)
-    first_s = figures[f"plan_s_{_CASES[0].name}"]
+    first_s = figures[f"plan_s_{cases[0].name}"]
+    is_slow = first_s >= _TARGET_S and not options.quick
     return Report(
         name="plan",
         config={
@@ -117,9 +119,9 @@ def run(options: argparse.Namespace) -> Report:
         figures=figures,
         samples=samples,
         limits=limits,
-        problems=[]
-        if first_s < _TARGET_S
-        else [f"the first plan took {first_s:.1f} s, expected less than {_TARGET_S:g}"],
+        problems=[f"the first plan took {first_s:.1f} s, expected less than {_TARGET_S:g}"]
+        if is_slow
+        else [],
     )
 
 
