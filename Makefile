@@ -1,18 +1,18 @@
 # `make demo` serves the demo model, `make test` runs every test; both create .venv and install first.
 
-PYTHON = python3
-PORT = 8000
+PYTHON ?= python3
+PORT ?= 8000
 # An extra package index for torch, such as PyTorch's CPU index; empty where plain pip finds the build you want.
-TORCH_INDEX =
+TORCH_INDEX ?=
 # ON or OFF; by default ON where a C++20 compiler and Python's headers are found.
 PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
 	$(CXX) -std=c++20 -I"$$include" -include Python.h -include span -fsyntax-only -x c++ /dev/null 2>/dev/null && \
 	echo ON || echo OFF)
 # Processes that share the tests of `make test`.
-JOBS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
-FUZZ_RUNS = 5000
-FUZZ_SEED = 1
-WIRE_SECONDS = 300
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
+FUZZ_RUNS ?= 5000
+FUZZ_SEED ?= 1
+WIRE_SECONDS ?= 300
 # Those that need no running server.
 BENCHES = hashing pool mock cancel engine router transfer
 
@@ -114,7 +114,7 @@ sanitize: venv
 	    -q -p no:cacheprovider $(SANITIZED_TESTS)
 
 bench: venv
-	for name in $(BENCHES); do $(BIN)/penstock bench $$name --json benchmarks/results/$$name.json || exit 1; done
+	for name in $(BENCHES); do $(BIN)/python -m benchmarks $$name --json benchmarks/results/$$name.json || exit 1; done
 
 format: venv
 	$(BIN)/ruff format

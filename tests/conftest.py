@@ -111,4 +111,7 @@ def _mend(need: str) -> str | None:
 def _log_as_at_the_start() -> None:
     """Undo what a command under test said about logs."""
     structlog.reset_defaults()
+    # By default rich draws tracebacks, which took 30 s for that of a deep recursion.
+    console = structlog.get_config()["processors"][-1]
+    console.exception_formatter = structlog.dev.plain_traceback
     structlog.contextvars.clear_contextvars()

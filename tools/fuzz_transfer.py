@@ -1,9 +1,12 @@
 """Feeds parsers of the transfer library with what libFuzzer makes up: `python tools/fuzz_transfer.py TARGET [-runs=N]`.
 
-TARGET is one of those in penstock.testing.wire_targets. It runs until it is stopped, or finds something.
+TARGET is one of those in tests.support.wire_targets. It runs until it is stopped, or finds something.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support
 
 try:
     import atheris
@@ -13,10 +16,10 @@ except ModuleNotFoundError:
 with atheris.instrument_imports(include=["penstock"]):
     from penstock.core.descriptors import TransferOp
     from penstock.core.wire import encode
-    from penstock.testing.wire_targets import TARGETS
-    from penstock.transfer.grants import Ask
-    from penstock.transfer.metadata import TRANSFER_VERSION, AgentMetadata, encode_metadata
-    from penstock.transfer.tcp_frames import Get, PackedRanges, Push, Put, encode_frame
+    from penstock.transfer.link.metadata import TRANSFER_VERSION, AgentMetadata, encode_metadata
+    from penstock.transfer.transports.shm.grants import Ask
+    from penstock.transfer.transports.tcp.frames import Get, PackedRanges, Push, Put, encode_frame
+    from tests.support.wire_targets import TARGETS
 
 
 def _seeds(target: str) -> list[bytes]:

@@ -7,21 +7,25 @@ out of the price is taken off in a row of its own.
 from typing import ClassVar
 
 import numpy as np
+from baselines.product import Product
 from numpy.typing import NDArray
 
-from baselines.product import Product
-from penstock.router.predicted_seconds import PredictedSeconds
+from penstock.router.policy.predicted_seconds import PredictedSeconds
 from penstock.seams import RoutingContext
 
 _TERMS = PredictedSeconds.term_names
 
 
 class KvWithout:
-    """The prices of `kv` less one term."""
+    """The prices of `kv` less one term, which a subclass names."""
 
     left_out: ClassVar[str]
     name: ClassVar[str]
     term_names: ClassVar[tuple[str, ...]] = (*_TERMS, "left_out")
+
+    def __init_subclass__(cls, *, left_out: str) -> None:
+        cls.left_out = left_out
+        cls.name = f"kv-without-{left_out}"
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
         summed: NDArray[np.float64] = self.terms(context).sum(axis=0)
@@ -32,39 +36,25 @@ class KvWithout:
         return np.vstack([terms, -terms[_TERMS.index(self.left_out)]])
 
 
-class KvWithoutQueue(KvWithout):
-    name = "kv-without-queue"
-    left_out = "queue"
+class KvWithoutQueue(KvWithout, left_out="queue"): ...
 
 
-class KvWithoutMemory(KvWithout):
-    name = "kv-without-memory"
-    left_out = "memory"
+class KvWithoutMemory(KvWithout, left_out="memory"): ...
 
 
-class KvWithoutPrefill(KvWithout):
-    name = "kv-without-prefill"
-    left_out = "prefill"
+class KvWithoutPrefill(KvWithout, left_out="prefill"): ...
 
 
-class KvWithoutPace(KvWithout):
-    name = "kv-without-pace"
-    left_out = "pace"
+class KvWithoutPace(KvWithout, left_out="pace"): ...
 
 
-class KvWithoutSlowdown(KvWithout):
-    name = "kv-without-slowdown"
-    left_out = "slowdown"
+class KvWithoutSlowdown(KvWithout, left_out="slowdown"): ...
 
 
-class KvWithoutFollowers(KvWithout):
-    name = "kv-without-followers"
-    left_out = "followers"
+class KvWithoutFollowers(KvWithout, left_out="followers"): ...
 
 
-class KvWithoutRoom(KvWithout):
-    name = "kv-without-room"
-    left_out = "room"
+class KvWithoutRoom(KvWithout, left_out="room"): ...
 
 
 class KvWithoutHold:

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.types import Tier
+from penstock.core.types.events import Tier
 from penstock.seams import RoutingContext
 
 CREDITS = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25, Tier.OBJECT: 0.0}

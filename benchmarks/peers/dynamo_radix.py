@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's prefix index, for `penstock bench router`: run by the Python that has ai-dynamo-runtime.
+"""NVIDIA Dynamo's prefix index, for `python -m benchmarks router`: run by the Python that has ai-dynamo-runtime.
 
     dynamo_radix.py SEQUENCES.npz ROUNDS
 

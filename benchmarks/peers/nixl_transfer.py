@@ -1,4 +1,4 @@
-"""NVIDIA's NIXL between two processes, for `penstock bench transfer`: run by the Python that has nixl-cu12.
+"""NVIDIA's NIXL between two processes, for `python -m benchmarks transfer`: run by the Python that has nixl-cu12.
 
     nixl_transfer.py POOL_BYTES DELAY_US|polled
 

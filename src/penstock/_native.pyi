@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
 from penstock.core.routing_context import RoutingContext
-from penstock.sim.prompt import Stream
+from penstock.sim.workload.prompt import Stream
 
 Change: TypeAlias = tuple[int, bytes, int | None]
 GivenUp: TypeAlias = tuple[list[BlockId], bytes, int | None]

@@ -11,11 +11,11 @@ import pytest
 from penstock.core.descriptors import MemoryKind, OffsetArray, Region
 from penstock.core.errors import TransferError
 from penstock.testing.loop import run_async
-from penstock.testing.transport import PeerTransportSuite
-from penstock.testing.transport_harness import Bytes, TwoAgents
+from penstock.testing.peer_transport import PeerTransportSuite
+from penstock.testing.transports.harness import Bytes, TwoAgents
 from penstock.transfer import TransferOp, TransferRefused
-from penstock.transfer.cuda import CudaTransport
-from penstock.transfer.ranges import copy_ranges
+from penstock.transfer.regions.ranges import copy_ranges
+from penstock.transfer.transports.cuda.transport import CudaTransport
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 

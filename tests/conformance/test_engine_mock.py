@@ -1,5 +1,5 @@
-from penstock.testing.engine import EngineSuite
-from penstock.testing.engine_case import reference_engine
+from penstock.testing.engines.case import reference_engine
+from penstock.testing.engines.engine import EngineSuite
 
 
 class TestMockEngine(EngineSuite):

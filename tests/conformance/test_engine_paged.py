@@ -7,12 +7,12 @@ import pytest
 
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import ThreadedRunner
-from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.testing.engine import EngineSuite
-from penstock.testing.engine_blocks import EngineBlocks
-from penstock.testing.engine_probe import EngineSetup
-from penstock.testing.engine_tails import EngineTails
-from penstock.testing.late_runner import LateFence, LateRunner
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.testing.engines.blocks import EngineBlocks
+from penstock.testing.engines.engine import EngineSuite
+from penstock.testing.engines.probe import EngineSetup
+from penstock.testing.engines.tails import EngineTails
+from tests.support.late_runner import LateFence, LateRunner
 
 pytest.importorskip("torch")
 
@@ -20,7 +20,7 @@ from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.engine import paged_engine
 from penstock.engine.paged.fence import HostFence
 from penstock.engine.paged.runner import PagedRunner
-from penstock.testing.checkpoints import EOS_TOKEN_ID, make_checkpoint
+from tests.support.checkpoints import EOS_TOKEN_ID, make_checkpoint
 
 pytestmark = pytest.mark.engine
 

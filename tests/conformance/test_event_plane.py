@@ -1,6 +1,6 @@
-from penstock.sim.loop import SimLoop
-from penstock.testing.event_plane import EventPlaneSuite
-from penstock.testing.plane_harness import MemoryPlaneHarness, TcpPlaneHarness
+from penstock.sim.loop.loop import SimLoop
+from penstock.testing.planes.event_plane import EventPlaneSuite
+from penstock.testing.planes.harness import MemoryPlaneHarness, TcpPlaneHarness
 
 
 class TestMemoryEvents(EventPlaneSuite):

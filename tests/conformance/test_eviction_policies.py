@@ -1,6 +1,6 @@
 import random
 
-from penstock.kv.eviction import Lru
+from penstock.kv.pool.eviction import Lru
 from penstock.testing.eviction import EvictionPolicySuite
 
 

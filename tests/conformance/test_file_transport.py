@@ -3,10 +3,10 @@
 import tempfile
 from pathlib import Path
 
-from penstock.testing.storage_harness import OwnStorage
-from penstock.testing.transport import TransportSuite
+from penstock.testing.transports.storage_harness import OwnStorage
+from penstock.testing.transports.transport import TransportSuite
 from penstock.transfer import FileRegion
-from penstock.transfer.file import FileTransport
+from penstock.transfer.storage.file import FileTransport
 
 
 class TestFileTransport(TransportSuite):

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError, Overloaded, Unavailable
-from penstock.core.types import InstanceState
+from penstock.core.types.instances import InstanceState
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
-from penstock.testing.discovery import DiscoverySuite, LocalDiscoveryHarness, Watcher
 from penstock.testing.loop import run_async
-from penstock.testing.scripted_worker import scripted_instance
+from penstock.testing.planes.discovery import DiscoverySuite, LocalDiscoveryHarness, Watcher
+from penstock.testing.planes.scripted_worker import scripted_instance
 
 
 class TestLocalDiscovery(DiscoverySuite):

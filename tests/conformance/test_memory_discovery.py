@@ -1,5 +1,5 @@
-from penstock.sim.loop import SimLoop
-from penstock.testing.discovery import DiscoverySuite, MemoryDiscoveryHarness
+from penstock.sim.loop.loop import SimLoop
+from penstock.testing.planes.discovery import DiscoverySuite, MemoryDiscoveryHarness
 
 
 class TestMemoryDiscovery(DiscoverySuite):

@@ -1,6 +1,6 @@
-from penstock.sim.loop import SimLoop
-from penstock.testing.plane_harness import MemoryPlaneHarness
-from penstock.testing.request_plane import RequestPlaneSuite
+from penstock.sim.loop.loop import SimLoop
+from penstock.testing.planes.harness import MemoryPlaneHarness
+from penstock.testing.planes.request_plane import RequestPlaneSuite
 
 
 class TestMemoryPlane(RequestPlaneSuite):

@@ -1,9 +1,9 @@
 """The reference transport, over a link within the process and over sockets."""
 
-from penstock.testing.transport import PeerTransportSuite
-from penstock.testing.transport_harness import TwoAgents
+from penstock.testing.peer_transport import PeerTransportSuite
+from penstock.testing.transports.harness import TwoAgents
 from penstock.transfer import TransferConfig
-from penstock.transfer.memory import MemoryTransport
+from penstock.transfer.transports.memory import MemoryTransport
 
 
 def _memory() -> list[MemoryTransport]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.testing.transport import PeerTransportSuite
-from penstock.testing.transport_harness import TwoAgents
-from penstock.transfer.nixl import NixlTransport
+from penstock.testing.peer_transport import PeerTransportSuite
+from penstock.testing.transports.harness import TwoAgents
+from penstock.transfer.transports.nixl.transport import NixlTransport
 
 pytestmark = pytest.mark.slow
 

@@ -4,10 +4,10 @@ import tempfile
 
 import pytest
 
-from penstock.testing.storage_harness import OwnStorage
-from penstock.testing.transport import TransportSuite
+from penstock.testing.transports.storage_harness import OwnStorage
+from penstock.testing.transports.transport import TransportSuite
 from penstock.transfer import ObjectRegion
-from penstock.transfer.object import ObjectTransport
+from penstock.transfer.storage.object import ObjectTransport
 
 
 def _own_objects(url: str, size_bytes: int) -> OwnStorage:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from penstock.testing.transport import PeerTransportSuite
-from penstock.testing.transport_harness import Bytes, TwoAgents
+from penstock.testing.peer_transport import PeerTransportSuite
+from penstock.testing.transports.harness import Bytes, TwoAgents
 from penstock.transfer import Arena
-from penstock.transfer.shm import ShmTransport
+from penstock.transfer.transports.shm.transport import ShmTransport
 
 
 def _shm() -> list[ShmTransport]:

@@ -4,14 +4,14 @@ import asyncio
 import random
 from contextlib import AsyncExitStack
 
-from penstock.sim.loop import SimLoop
-from penstock.sim.network import NetworkConfig, SimNetwork
-from penstock.sim.plane import SimPlane
-from penstock.sim.registry import SimRegistry
-from penstock.testing.discovery import DiscoverySuite
-from penstock.testing.plane_harness import PlaneHarness
-from penstock.testing.request_plane import RequestPlaneSuite
-from penstock.testing.scripted_worker import ScriptedWorker, scripted_instance
+from penstock.sim.loop.loop import SimLoop
+from penstock.sim.world.network import NetworkConfig, SimNetwork
+from penstock.sim.world.plane import SimPlane
+from penstock.sim.world.registry import SimRegistry
+from penstock.testing.planes.discovery import DiscoverySuite
+from penstock.testing.planes.harness import PlaneHarness
+from penstock.testing.planes.request_plane import RequestPlaneSuite
+from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
 
 LEASE_S = 0.6
 

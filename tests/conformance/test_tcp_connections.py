@@ -12,8 +12,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError, Overloaded, ProtocolError, RequestError, WorkerLost
-from penstock.core.framing import LENGTH_BYTES, FrameReader
 from penstock.core.hashing import HASH_VERSION
+from penstock.core.net.framing import LENGTH_BYTES, FrameReader
 from penstock.core.wire import WIRE_VERSION
 from penstock.runtime import handshake
 from penstock.runtime.config import EventConfig, PlaneConfig
@@ -21,10 +21,10 @@ from penstock.runtime.handshake import Challenge, HelloReply, Identity
 from penstock.runtime.requests.frames import CODEC, Deltas, Event, Grant, Submit, Subscribe
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.testing.loop import run_async
-from penstock.testing.plane_harness import SECRET, TcpPlaneHarness
-from penstock.testing.recording_sink import RecordingSink
-from penstock.testing.request_plane import Scene
-from penstock.testing.scripted_worker import (
+from penstock.testing.planes.harness import SECRET, TcpPlaneHarness
+from penstock.testing.planes.recording_sink import RecordingSink
+from penstock.testing.planes.request_plane import Scene
+from penstock.testing.planes.scripted_worker import (
     FILE_SHA256,
     ScriptedWorker,
     WorkerStats,

@@ -2,8 +2,8 @@ from functools import partial
 
 import uvloop
 
-from penstock.testing.plane_harness import TcpPlaneHarness
-from penstock.testing.request_plane import RequestPlaneSuite
+from penstock.testing.planes.harness import TcpPlaneHarness
+from penstock.testing.planes.request_plane import RequestPlaneSuite
 
 
 class TestTcpPlane(RequestPlaneSuite):

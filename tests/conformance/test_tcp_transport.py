@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.testing.certificates import make_authority, make_certificate
-from penstock.testing.transport import PeerTransportSuite
-from penstock.testing.transport_harness import TwoAgents
+from penstock.testing.peer_transport import PeerTransportSuite
+from penstock.testing.transports.harness import TwoAgents
 from penstock.transfer import TransferConfig
-from penstock.transfer.tcp import TcpTransport
 from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.tls import TlsConfig
+from penstock.transfer.transports.tcp.transport import TcpTransport
+from tests.support.certificates import make_authority, make_certificate
 
 
 def _tcp() -> list[TcpTransport]:

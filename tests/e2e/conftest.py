@@ -14,9 +14,9 @@ import openai
 import psutil
 import pytest
 
-from penstock.bench.served import Served, served
+from benchmarks.processes.served import Served, served
 from penstock.core import log
-from penstock.deploy.local import LocalDeployment
+from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 
 MODEL = "penstock-demo"

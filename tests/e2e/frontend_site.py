@@ -11,13 +11,13 @@ import openai
 import uvloop
 from tokenizers import Tokenizer
 
-from penstock.core.types import FinishReason
-from penstock.frontend.access import Access
+from penstock.core.types.requests import FinishReason
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
-from penstock.frontend.server import FrontendServer
-from penstock.testing.dispatcher import Script, ScriptedDispatcher, speak
-from penstock.testing.tokenizer import tiny_tokenizer_json
+from penstock.frontend.http.server import FrontendServer
+from penstock.frontend.limits.access import Access
+from tests.support.dispatcher import Script, ScriptedDispatcher, speak
+from tests.support.tokenizer import tiny_tokenizer_json
 
 TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
 TEXT = "the quick brown fox jumps 你好 🎉"

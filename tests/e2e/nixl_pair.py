@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from penstock.transfer import TransferAgent, TransferConfig, TransferError, TransferOp
-from penstock.transfer.nixl import NixlTransport
+from penstock.transfer.transports.nixl.transport import NixlTransport
 
 SIZE_BYTES = 128 << 20
 BLOCK_BYTES = 64 << 10

@@ -9,10 +9,12 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
+
 
 def run(name: str, *flags: str, out: Path) -> dict:
-    command = [sys.executable, "-m", "penstock", "bench", name, "--quick", "--json", str(out), *flags]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=170)
+    command = [sys.executable, "-m", "benchmarks", name, "--quick", "--json", str(out), *flags]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=170, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     assert report["name"] == name

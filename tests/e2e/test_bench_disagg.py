@@ -1,17 +1,17 @@
-"""`penstock bench disagg`: real processes of both kinds, a short run."""
+"""`python -m benchmarks disagg`: real processes of both kinds, a short run."""
 
 import json
 
 import pytest
 
-from penstock import cli
+from benchmarks import command
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir, tmp_path, capsys):
     out, plot = tmp_path / "disagg.json", tmp_path / "disagg.svg"
-    assert cli.main(["bench", "disagg", "--quick", "--json", str(out), "--plot", str(plot)]) == 0
+    assert command.main(["disagg", "--quick", "--json", str(out), "--plot", str(plot)]) == 0
     report = json.loads(out.read_text())
     figures = report["figures"]
     for side in (
@@ -40,7 +40,7 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
 
 def test_a_hand_over_alone(runtime_dir, tmp_path):
     out = tmp_path / "disagg.json"
-    assert cli.main(["bench", "disagg", "--hand-over", "2", "--json", str(out)]) == 0
+    assert command.main(["disagg", "--hand-over", "2", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert len(report["samples"]["hand_over_s"]) == 2
     assert report["figures"].keys() == {
@@ -70,5 +70,5 @@ def test_a_hand_over_alone(runtime_dir, tmp_path):
     ],
 )
 def test_options_that_make_no_sense_are_refused(capsys, options, words):
-    assert cli.main(["bench", "disagg", *options]) == 2
+    assert command.main(["disagg", *options]) == 2
     assert words in capsys.readouterr().err

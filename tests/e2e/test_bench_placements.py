@@ -10,14 +10,15 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_placements(tmp_path: Path) -> None:
     out, plot = tmp_path / "placements.json", tmp_path / "placements.svg"
     command = [
         sys.executable,
         "-m",
-        "penstock",
-        "bench",
+        "benchmarks",
         "placements",
         "--quick",
         "--json",
@@ -25,7 +26,7 @@ def test_placements(tmp_path: Path) -> None:
         "--plot",
         str(plot),
     ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=170, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     assert report["name"] == "placements"

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock import cli
-from penstock.bench.plan import _Plan
+from benchmarks import command
+from benchmarks.simulated.plan import _Plan
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_quick_run_times_a_plan(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    assert cli.main(["bench", "plan", "--quick", "--json", str(out)]) == 0
+    assert command.main(["plan", "--quick", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     (name,) = report["config"]["commands"]
     assert name == "llama-3.1-8b_h100_x1"
@@ -25,9 +25,9 @@ def test_a_plan_that_fails_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "penstock.bench.plan._Case.arguments", lambda _: ["no-such-model", "--hardware", "h100"]
+        "benchmarks.simulated.plan._Case.arguments", lambda _: ["no-such-model", "--hardware", "h100"]
     )
-    assert cli.main(["bench", "plan", "--quick", "--json", str(tmp_path / "plan.json")]) != 0
+    assert command.main(["plan", "--quick", "--json", str(tmp_path / "plan.json")]) != 0
     assert "the plan of llama-3.1-8b_h100_x1 ended with 2" in capsys.readouterr().err
 
 
@@ -40,8 +40,8 @@ def test_slowness_fails_a_whole_run_only(
     code: int,
 ) -> None:
     slow = _Plan(31.0, {"aggregated": 1.0, "disaggregated": 0.0})
-    monkeypatch.setattr("penstock.bench.plan._plan", lambda _: slow)
-    monkeypatch.setattr("penstock.bench.plan._search", lambda _: (0.1, 7))
-    assert cli.main(["bench", "plan", *flags, "--json", str(tmp_path / "plan.json")]) == code
+    monkeypatch.setattr("benchmarks.simulated.plan._plan", lambda _: slow)
+    monkeypatch.setattr("benchmarks.simulated.plan._search", lambda _: (0.1, 7))
+    assert command.main(["plan", *flags, "--json", str(tmp_path / "plan.json")]) == code
     said = "the first plan took 31.0 s, expected less than 30"
     assert (said in capsys.readouterr().err) is bool(code)

@@ -1,4 +1,4 @@
-"""`penstock bench policies` in real processes: interrupted, it leaves nobody behind, and goes on where it was."""
+"""`python -m benchmarks policies` in real processes: interrupted, it leaves nobody behind, and goes on where it was."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ARGUMENTS = ("--policies", "kv,round-robin,product", "--cells", "S/8b-bf16/60", 
 
 def start(*arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "penstock", "bench", "policies", *ARGUMENTS, *map(str, arguments)],
+        [sys.executable, "-m", "benchmarks", "policies", *ARGUMENTS, *map(str, arguments)],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,

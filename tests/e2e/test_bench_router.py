@@ -1,12 +1,12 @@
-"""`penstock bench router`: with and without a peer, in the processes it starts."""
+"""`python -m benchmarks router`: with and without a peer, in the processes it starts."""
 
 import json
 
 import pytest
 
-from penstock import cli
+from benchmarks import command
 
-QUICK = ("bench", "router", "--quick", "--pairs", "20000", "--workers", "3")
+QUICK = ("router", "--quick", "--pairs", "20000", "--workers", "3")
 PEER = '{"lookups_per_s": [1, 2, 3], "stored_blocks_per_s": [5], "removed_blocks_per_s": [7], "bytes_per_pair": 9}'
 
 
@@ -19,7 +19,7 @@ def install_peer(folder, text):
 
 def test_without_a_peer_it_says_so_and_leaves_the_ratios_out(tmp_path, capsys):
     out = tmp_path / "router.json"
-    assert cli.main([*QUICK, "--peers", str(tmp_path), "--json", str(out)]) == 0
+    assert command.main([*QUICK, "--peers", str(tmp_path), "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     names = {"lookups_per_s", "stored_blocks_per_s", "removed_blocks_per_s", "bytes_per_pair"}
     expected = {f"router_{name}_w3" for name in names}
@@ -27,7 +27,7 @@ def test_without_a_peer_it_says_so_and_leaves_the_ratios_out(tmp_path, capsys):
     assert steps > {
         "longest_step_clear_ms",
         "longest_step_snapshot_applied_ms",
-        "longest_step_hand_over_pairs_ms",
+        "longest_step_kv_transfer_pairs_ms",
     }
     others = {"hot_prefix_us", "match_128k_ms", "match_many_two_threads"}
     assert report["figures"].keys() == expected | others | steps
@@ -38,7 +38,7 @@ def test_without_a_peer_it_says_so_and_leaves_the_ratios_out(tmp_path, capsys):
 def test_beside_a_peer_there_are_ratios(tmp_path):
     install_peer(tmp_path, f"echo '{PEER}'")
     out = tmp_path / "router.json"
-    assert cli.main([*QUICK, "--peers", str(tmp_path), "--json", str(out)]) == 0
+    assert command.main([*QUICK, "--peers", str(tmp_path), "--json", str(out)]) == 0
     figures = json.loads(out.read_text())["figures"]
     assert figures["peer_lookups_per_s_w3"] == 2
     assert figures["router_lookups_vs_peer_w3"] == figures["router_lookups_per_s_w3"] / 2
@@ -49,11 +49,11 @@ def test_beside_a_peer_there_are_ratios(tmp_path):
     [(("--pairs", "63"), "at least 64 pairs"), (("--workers", "0"), "and one worker")],
 )
 def test_what_cannot_be_measured_is_refused(arguments, text, capsys):
-    assert cli.main([*QUICK, *arguments]) != 0
+    assert command.main([*QUICK, *arguments]) != 0
     assert text in capsys.readouterr().err
 
 
 def test_a_peer_that_fails_is_told_with_its_own_words(tmp_path, capsys):
     install_peer(tmp_path, "echo 'no such tree' >&2; exit 3")
-    assert cli.main([*QUICK, "--peers", str(tmp_path)]) != 0
+    assert command.main([*QUICK, "--peers", str(tmp_path)]) != 0
     assert "ended with 3: no such tree" in capsys.readouterr().err

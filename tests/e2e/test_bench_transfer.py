@@ -1,14 +1,14 @@
-"""`penstock bench transfer`: with and without a peer, in the processes it starts."""
+"""`python -m benchmarks transfer`: with and without a peer, in the processes it starts."""
 
 import json
 import sys
 
 import pytest
 
-from penstock import cli
+from benchmarks import command
 
 pytestmark = pytest.mark.slow
-QUICK = ("bench", "transfer", "--quick")
+QUICK = ("transfer", "--quick")
 SHAPES = ("1x128MiB", "2048x32KiB", "512x256KiB", "128x1MiB")
 PEER = """
 import json, sys
@@ -30,7 +30,7 @@ def install_peer(folder, text):
 def test_without_a_peer_it_says_so_and_leaves_the_ratios_out(tmp_path, capsys):
     out, plot = tmp_path / "transfer.json", tmp_path / "transfer.svg"
     arguments = ("--backends", "shm", "file", "--peers", str(tmp_path), "--storage", str(tmp_path))
-    assert cli.main([*QUICK, *arguments, "--json", str(out), "--plot", str(plot)]) == 0
+    assert command.main([*QUICK, *arguments, "--json", str(out), "--plot", str(plot)]) == 0
     report = json.loads(out.read_text())
     figures = report["figures"]
     for shape in SHAPES:
@@ -50,7 +50,8 @@ def test_beside_a_peer_there_are_ratios_of_the_same_round(tmp_path):
     install_peer(tmp_path, PEER)
     out = tmp_path / "transfer.json"
     assert (
-        cli.main([*QUICK, "--backends", "memory", "shm", "--peers", str(tmp_path), "--json", str(out)]) == 0
+        command.main([*QUICK, "--backends", "memory", "shm", "--peers", str(tmp_path), "--json", str(out)])
+        == 0
     )
     report = json.loads(out.read_text())
     figures, samples = report["figures"], report["samples"]
@@ -63,5 +64,5 @@ def test_beside_a_peer_there_are_ratios_of_the_same_round(tmp_path):
 
 def test_a_peer_that_fails_is_told_with_its_own_words(tmp_path, capsys):
     install_peer(tmp_path, "import sys\nsys.exit('no such library')")
-    assert cli.main([*QUICK, "--backends", "memory", "--peers", str(tmp_path)]) != 0
+    assert command.main([*QUICK, "--backends", "memory", "--peers", str(tmp_path)]) != 0
     assert "no such library" in capsys.readouterr().err

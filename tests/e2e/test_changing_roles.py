@@ -6,8 +6,8 @@ import json
 import pytest
 
 from penstock.cli import main
-from penstock.core.types import Role
-from penstock.deploy.role_command import change_role
+from penstock.core.types.instances import Role
+from penstock.deploy.commands.role import change_role
 
 PROMPT = "Which parts does a request pass on its way, and what does each of them do with it? " * 4
 TOKENS = 24
@@ -83,7 +83,7 @@ def test_a_deployment_without_roles_gets_a_prefill_worker(deploy, capfd):
         )
         code, said = await command(site, "worker-2", "prefil")
         assert code == 2
-        assert said.endswith("got 'prefil'; did you mean 'prefill'?\n")
+        assert said == "penstock: ROLE: unknown 'prefil'; did you mean 'prefill'?\n"
         code, said = await command(site, "worker-9", "decode")
         assert (code, said) == (1, "penstock: there is no worker 'worker-9'; known: worker-1, worker-2\n")
         status, why = await post(site, "worker-1", json.dumps({"role": "cook"}))

@@ -1,6 +1,7 @@
 """Prefill and decode on different workers: real processes, the paged engine's real KV, whoever is killed."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,18 @@ async def metric(site, name):
 async def explained(site):
     async with site.http.get(f"{site.url}/admin/explain?last=10") as response:
         return (await response.json())["decisions"]
+
+
+def own_kv(site, worker):
+    """Name the arenas that a worker has open, by inode: only its own."""
+    files = Path(f"/proc/{site.deployment.pids()[worker]}/fd").iterdir()
+    return {file.stat().st_ino for file in files if "penstock-arena" in str(file.readlink())}
+
+
+def mapped(site, worker):
+    """Name the arenas that a worker has mapped, its own and others', by inode."""
+    lines = Path(f"/proc/{site.deployment.pids()[worker]}/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if "penstock-arena" in line}
 
 
 def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
@@ -77,6 +90,9 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
         size = 16
         assert decode["prefilled_tokens"] <= 5 * size, "next to nothing is computed again"
         assert (await site.load("prefill-1"))["generated_tokens"] == 4
+        assert own_kv(site, "prefill-1") & mapped(site, "decode-1"), (
+            "KV is read where it lies, not copied twice"
+        )
 
         async def nothing_is_held():
             loads = [await site.load(name) for name in ("prefill-1", "decode-1")]
@@ -102,8 +118,8 @@ def test_a_worker_killed_at_any_moment_is_not_noticed(deploy):
                 text += site.text_of(chunk)
                 chunks += 1
                 if chunks == at_chunk:
-                    used = [decision["worker"] for decision in await explained(site)]
-                    site.kill([name for name in used if name.startswith(victim)][-1])
+                    last = (await explained(site))[-1]
+                    site.kill(last["worker"] if victim == "decode" else last["prefill"]["worker"])
             assert text == expected
             if victim == "prefill":  # there are two of each, of which one may be away
                 await site.until(lambda: all_back(site))
@@ -166,5 +182,5 @@ def test_a_prompt_whose_client_leaves_is_computed_no_further(deploy):
         assert computed < usage.prompt_tokens, "nobody waited for the rest"
 
     chunked = {"engine": "paged", "max_batch_tokens": 32}
-    hand_over = {"hand_over": {"pin_ttl_s": 600}}
-    deploy(scenario, roles=roles(**chunked), router=ALWAYS, worker=hand_over, timeout_s=120)
+    kv_transfer = {"kv_transfer": {"pin_ttl_s": 600}}
+    deploy(scenario, roles=roles(**chunked), router=ALWAYS, worker=kv_transfer, timeout_s=120)

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import Delta, FinishReason, Request, SamplingParams
+from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
 from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
-from penstock.router.dispatcher import Dispatcher
+from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime.discovery.memory import MemoryDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
-from penstock.testing.cluster import small_card
-from penstock.testing.hand_engine import HandEngine
 from penstock.testing.loop import run_async
 from penstock.worker.worker import Worker, WorkerIdentity
+from tests.support.cluster import small_card
+from tests.support.hand_engine import HandEngine
 
 Scene = Callable[[Dispatcher, list[HandEngine], list[Worker]], Awaitable[None]]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.doctor import examination
-from penstock.bench.doctor.findings import LOOPBACK, OWN, PROCESS
 from penstock.core.errors import TransferError
+from penstock.doctor import examination
+from penstock.doctor.findings import LOOPBACK, OWN, PROCESS
 from penstock.seams import Transport, TransportHost
 from penstock.transfer import TransferConfig
-from penstock.transfer.memory import MemoryTransport
+from penstock.transfer.transports.memory import MemoryTransport
 
 pytestmark = pytest.mark.slow
 

@@ -158,11 +158,12 @@ def test_decisions_with_prefill_workers_are_told_and_replayed(deploy, capfd, mon
     ((code, printed),) = told
     assert code == 0
     assert "prompt by a prefill worker: not compared by cost" in printed.out
-    assert "(handed_over)" in printed.out
+    assert "prompt to prefill-" in printed.out
+    assert "answer by decode-" in printed.out
     file = tmp_path / "log.jsonl"
     file.write_text(printed.err + capfd.readouterr().err)
     assert main(["explain", "--replay", str(file)]) == 0
-    assert "12 decisions by the policies that made them: 12 the same, 0 not" in capfd.readouterr().out
+    assert "6 decisions by the policies that made them: 6 the same, 0 not" in capfd.readouterr().out
     assert main(["explain", "--replay", str(file), "--policy", "kv"]) == 0
-    assert "12 decisions by kv" in capfd.readouterr().out
+    assert "6 decisions by kv" in capfd.readouterr().out
     log.configure("warning", process="supervisor")

@@ -165,7 +165,7 @@ def test_a_frontend_that_dies_comes_back_on_the_same_port(deploy):
 SUPERVISOR = """
 import asyncio, json, sys
 from penstock.core import log
-from penstock.deploy.local import LocalDeployment
+from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 
 log.configure("warning", process="supervisor")

@@ -10,11 +10,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from penstock.core.ids import WorkerId
-from penstock.core.types import Role
+from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR, MODEL_NAME
 from penstock.deploy.card import make_card, open_checkpoint
-from penstock.deploy.child import Child
-from penstock.deploy.messages import Ready, WorkerJob
+from penstock.deploy.messages import Beat, Ready, WorkerJob
+from penstock.deploy.supervisor.child import Child
 from penstock.graph import Graph
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -28,7 +28,7 @@ FIRST_ID = 900  # far beyond those that the supervisor gives
 
 
 def by(*transports):
-    return {"hand_over": {"transfer": {"transports": transports}}}
+    return {"kv_transfer": {"transfer": {"transports": transports}}}
 
 
 @asynccontextmanager
@@ -49,7 +49,8 @@ async def joined(site, role, **fields):
         msgspec.structs.replace(assignment, name=name, job=job, common=common), site.deployment._guard
     )
     try:
-        report = await child.report()
+        while isinstance(report := await child.report(), Beat):
+            pass
         assert isinstance(report, Ready), report
 
         async def is_connected():
@@ -127,7 +128,7 @@ def test_other_blocks_or_weights_are_not_used_and_say_so(deploy, other_weights):
                     assert workers[name]["condition"] == "mismatched"
                     assert re.fullmatch(reasons[case], workers[name]["problem"])
                 for name in ("prefill-1", "decode-1"):
-                    assert (workers[name]["problem"], workers[name]["hand_over_problem"]) == (None, None)
+                    assert (workers[name]["problem"], workers[name]["kv_transfer_problem"]) == (None, None)
         assert {prompt: await ask(site, prompt) for prompt in during} == during
 
     deploy(scenario, roles=ROLES, router=ALWAYS, timeout_s=400)
@@ -146,13 +147,13 @@ def test_who_shares_no_transport_is_handed_nothing_and_says_so(deploy):
             await ask_and_compare("prefill", remote=1)
             workers = await site.workers()
             why = "no transport in common: tcp there, shm here"
-            assert workers[name]["hand_over_problem"] == (
+            assert workers[name]["kv_transfer_problem"] == (
                 f"none of 1 workers can go on with its prompts; decode-1: {why}"
             )
-            assert workers["decode-1"]["hand_over_problem"] is None, "prefill-1 hands it prompts"
+            assert workers["decode-1"]["kv_transfer_problem"] is None, "prefill-1 hands it prompts"
 
             async def decode_has(problem):
-                return (await site.workers())["decode-1"]["hand_over_problem"] == problem
+                return (await site.workers())["decode-1"]["kv_transfer_problem"] == problem
 
             site.kill("prefill-1")
             alone = f"none of 1 workers can hand it prompts; {name}: {why}"
@@ -171,7 +172,7 @@ def test_who_shares_no_transport_is_handed_nothing_and_says_so(deploy):
             for number in range(3):
                 await ask_and_compare(f"decode {number}", remote=1)
             await did_nothing(site, name)
-            assert (await site.workers())[name]["hand_over_problem"] == (
+            assert (await site.workers())[name]["kv_transfer_problem"] == (
                 "none of 1 workers can hand it prompts; prefill-1: no transport in common: shm there, tcp here"
             )
         assert {prompt: await ask(site, prompt) for prompt in during} == during

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 from frontend_site import HI, IDS, TEXT, TOKENIZER, Answer, chat, http, run, serving
 
-from penstock.core.types import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import pack_tokens
-from penstock.testing.dispatcher import speak
+from tests.support.dispatcher import speak
 
 
 def test_a_session_is_taken_from_its_header() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from frontend_site import HI, IDS, SPEAK, TEXT, Site, chat, http, run, serving
 
-from penstock.core.types import Delta, FinishReason, Request
+from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens
-from penstock.frontend.completion import TextEvent
-from penstock.frontend.sse_response import SseResponse
-from penstock.testing.dispatcher import speak
+from penstock.frontend.http.sse_response import SseResponse
+from penstock.frontend.requests.completion import TextEvent
+from tests.support.dispatcher import speak
 
 
 @pytest.mark.alone

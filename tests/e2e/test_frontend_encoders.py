@@ -9,9 +9,9 @@ from pathlib import Path
 from frontend_site import HI, Answer, Site, chat, http, no_long_turn, run, serving
 
 from penstock.core.wire import token_list
-from penstock.frontend.encoders import LARGE_BYTES
-from penstock.testing.dispatcher import ScriptedDispatcher, speak
-from penstock.testing.tokenizer import tiny_card
+from penstock.frontend.requests.encoders import LARGE_BYTES
+from tests.support.dispatcher import ScriptedDispatcher, speak
+from tests.support.tokenizer import tiny_card
 
 PATH = "/v1/chat/completions"
 PADDING = "p" * (LARGE_BYTES + 1)
@@ -22,7 +22,11 @@ def children() -> list[int]:
     pids = []
     for task in Path("/proc/self/task").iterdir():
         pids += [int(pid) for pid in (task / "children").read_text().split()]
-    return [pid for pid in pids if b"penstock.frontend.encoder" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid
+        for pid in pids
+        if b"penstock.frontend.requests.encoder" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def test_large_bodies_are_understood_as_small_ones_are() -> None:

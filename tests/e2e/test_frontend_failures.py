@@ -8,9 +8,9 @@ import pytest
 from frontend_site import HI, IDS, chat, run, serving
 
 from penstock.core.errors import EngineError, Unavailable
-from penstock.core.types import Delta, Request
+from penstock.core.types.requests import Delta, Request
 from penstock.core.wire import pack_tokens
-from penstock.testing.dispatcher import speak
+from tests.support.dispatcher import speak
 
 
 def test_a_failure_before_the_first_token_has_its_own_status() -> None:

@@ -112,6 +112,6 @@ def test_workers_stop_and_hold_nothing_and_its_successor_gets_exact_answers(depl
         scenario,
         roles={"prefill": ROLE, "decode": ROLE},
         router=ALWAYS,
-        worker={"hand_over": {"stream_kv": stream_kv, "pin_ttl_s": 600}},
+        worker={"kv_transfer": {"stream_kv": stream_kv, "pin_ttl_s": 600}},
         timeout_s=300,
     )

@@ -6,8 +6,8 @@ import openai
 import pytest
 from frontend_site import HI, SPEAK, Answer, chat, http, run, serving
 
-from penstock.testing.dispatcher import ScriptedDispatcher
-from penstock.testing.tokenizer import tiny_card
+from tests.support.dispatcher import ScriptedDispatcher
+from tests.support.tokenizer import tiny_card
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,7 @@ from penstock.testing.tokenizer import tiny_card
         ("completions", b'{"model":"tiny","prompt":[99999999]}', 400, "prompt", "token ids must be"),
         ("completions", b'{"model":"tiny","prompt":"x","max_tokens":512}', 400, "max_tokens", "context of 512"),
         ("completions", b'{"model":"tiny"}', 400, "prompt", "required, but missing"),
+        ("embeddings", b"{}", 404, None, "/v1/embeddings does not exist; there are /v1/chat/completions, /v1/completions, /v1/models"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_the_apis_shape(

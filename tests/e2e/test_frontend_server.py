@@ -12,8 +12,8 @@ from frontend_site import IDS, SPEAK, Answer, Site, chat, http, run, serving
 from penstock.core.errors import ConfigError
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
-from penstock.frontend.server import FrontendServer
-from penstock.testing.dispatcher import ScriptedDispatcher, speak
+from penstock.frontend.http.server import FrontendServer
+from tests.support.dispatcher import ScriptedDispatcher, speak
 
 
 def test_models_health_and_live() -> None:

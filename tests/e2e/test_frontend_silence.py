@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from frontend_site import HI, IDS, SPEAK, STOP_TOKEN, TEXT, Answer, chat, http, run, serving
 
 from penstock.core.errors import Overloaded
-from penstock.core.types import Delta, FinishReason, Request
+from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens
-from penstock.testing.dispatcher import Script
+from tests.support.dispatcher import Script
 
 PATH = "/v1/chat/completions"
 QUICK = {"headers_after_s": 0.05, "heartbeat_s": 0.05}

@@ -15,10 +15,10 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from penstock.core.types import InstanceState
-from penstock.frontend.routing_http import RoutingHttpConfig, RoutingServer
-from penstock.router.gateway import Server
-from penstock.router.routing_service import RoutingService
+from penstock.core.types.instances import InstanceState
+from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
+from penstock.router.service.gateway import Server
+from penstock.router.service.routing_service import RoutingService
 
 FILE = Path(__file__).parents[2] / "examples" / "gateway.py"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello."}]}

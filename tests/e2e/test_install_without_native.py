@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,8 @@ def test_the_package_installs_and_hashes_without_a_compiler(tmp_path):
     assert not list(target.rglob("*.so"))
 
     # -S: without site's .pth files, an editable install of the checkout does not come before `target`.
-    search_path = os.pathsep.join([str(target), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    packages = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    search_path = os.pathsep.join([str(target), *packages])
     done = subprocess.run(
         [sys.executable, "-S", "-c", PROGRAM],
         check=True,

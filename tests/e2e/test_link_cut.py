@@ -85,7 +85,7 @@ def test_answers_are_those_of_one_worker_and_uncut_links_are_used_again(deploy, 
         apart,
         roles={"prefill": PAGED, "decode": PAGED},
         router={"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}},
-        worker={"hand_over": {"stream_kv": True, "transfer": {"transports": [transport]}}},
+        worker={"kv_transfer": {"stream_kv": True, "transfer": {"transports": [transport]}}},
         timeout_s=240,
     )
     one_worker(alone)

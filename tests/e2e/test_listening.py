@@ -13,9 +13,9 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from penstock.core.address import Address
-from penstock.core.listening import Listener, listen
-from penstock.frontend.receive_metrics import ReceiveMetrics
+from penstock.core.net.address import Address
+from penstock.core.net.listening import Listener, listen
+from penstock.frontend.limits.receive_metrics import ReceiveMetrics
 
 
 class Peer(asyncio.Protocol):

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.demo import MODEL_DIR
-from penstock.deploy.local import LocalDeployment
+from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
@@ -162,11 +162,11 @@ async def until(holds):
 
 def test_settings_that_cannot_work_are_refused_at_the_start_though_others_are_ready():
     roles = {"aggregated": {"engine": "mock"}, "prefill": {"engine": "mock"}, "decode": {"engine": "mock"}}
-    graph = graph_of(roles=roles, worker={"hand_over": {"transfer": {"transports": ["cuda"]}}})
+    graph = graph_of(roles=roles, worker={"kv_transfer": {"transfer": {"transports": ["cuda"]}}})
 
     async def serve():
         said = []
-        with pytest.raises(ConfigError, match=r"hand_over\.transfer\.transports: those that work here"):
+        with pytest.raises(ConfigError, match=r"kv_transfer\.transfer\.transports: those that work here"):
             async with LocalDeployment(graph, say=lambda *line: said.append(line)):
                 pass
         assert not [line for line in said if "starts again" in line[2]]
@@ -181,7 +181,7 @@ def test_a_process_whose_supervisor_dies_before_it_has_said_what_to_do_ends_with
         with ours:
             ours.sendall(said)
         ended = subprocess.run(
-            [sys.executable, "-P", "-m", "penstock.deploy.process", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "penstock.deploy.processes.process", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             capture_output=True,
             timeout=60,

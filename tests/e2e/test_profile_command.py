@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from penstock.bench.served import served
+from benchmarks.processes.served import served
 from penstock.cli import main
-from penstock.perf.profile import Profile, ProfiledModel
+from penstock.perf.profile.profile import Profile, ProfiledModel
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,23 @@ import pytest
 from penstock.transfer import (
     Arena,
     MemoryInUse,
+    PeerLost,
     Registration,
     TransferAgent,
     TransferConfig,
+    TransferOp,
     TransferRefused,
 )
 
 SIZE_BYTES = 64 << 20
 UNTOUCHED = 1
+UCX_OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+"""For one of two processes, so that NIXL sends between both: the kernel would copy from and to a stopped one."""
+WRITERS = pytest.mark.parametrize(
+    ("transport", "environment"),
+    [("shm", {}), ("nixl", {}), ("nixl", UCX_OVER_TCP)],
+    ids=["shm", "nixl", "nixl-tcp"],
+)
 pytestmark = pytest.mark.slow
 
 
@@ -56,8 +65,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def written(transport: str, listen: str = "unix") -> AsyncIterator[Scene]:
-    """An agent here whose region is written by one in a process of its own."""
+async def written(
+    transport: str, listen: str = "unix", environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Scene]:
+    """An agent here whose region is written by one in a process of its own, with more in its environment."""
     config = TransferConfig(listen=(listen,), heartbeat_timeout_s=0.5, transports=(transport,))
     with Arena.create(SIZE_BYTES) as arena:
         async with TransferAgent("owner", config) as owner:
@@ -67,6 +78,7 @@ async def written(transport: str, listen: str = "unix") -> AsyncIterator[Scene]:
                 str(Path(__file__).with_name("transfer_writer.py")),
                 config.model_dump_json(),
                 owner.metadata().hex(),
+                env=os.environ | dict(environment or {}),
                 stdout=asyncio.subprocess.PIPE,
             )
             try:
@@ -80,16 +92,18 @@ async def written(transport: str, listen: str = "unix") -> AsyncIterator[Scene]:
                 await child.wait()
 
 
-def play(scenario, *arguments: str) -> None:
+def play(scenario, *arguments: str, **more: Mapping[str, str]) -> None:
     async def main() -> None:
-        async with written(*arguments) as scene:
+        async with written(*arguments, **more) as scene:
             await scenario(scene)
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
-def test_memory_is_in_quarantine_while_a_stopped_writer_could_go_on(transport: str) -> None:
+@WRITERS
+def test_memory_is_in_quarantine_while_a_stopped_writer_could_go_on(
+    transport: str, environment: Mapping[str, str]
+) -> None:
     async def scenario(scene: Scene) -> None:
         scene.stop_in_the_middle()
         with pytest.raises(MemoryInUse, match="agent writer, which neither answers nor ends"):
@@ -104,10 +118,13 @@ def test_memory_is_in_quarantine_while_a_stopped_writer_could_go_on(transport: s
             await scene.owner.deregister(scene.given)
         await scene.expect_untouched()
 
-    play(scenario, transport)
+    play(scenario, transport, environment=environment)
 
 
-def test_memory_is_free_when_the_stopped_writer_is_killed() -> None:
+@WRITERS
+def test_memory_is_free_when_the_stopped_writer_is_killed(
+    transport: str, environment: Mapping[str, str]
+) -> None:
     async def scenario(scene: Scene) -> None:
         scene.stop_in_the_middle()
         with pytest.raises(MemoryInUse):
@@ -117,14 +134,14 @@ def test_memory_is_free_when_the_stopped_writer_is_killed() -> None:
         assert not scene.owner.quarantined
         await scene.expect_untouched()
 
-    play(scenario, "shm")
+    play(scenario, transport, environment=environment)
 
 
 def test_a_writer_that_was_lost_before_may_still_write() -> None:
     async def scenario(scene: Scene) -> None:
         scene.stop_in_the_middle()
         async with asyncio.timeout(10):
-            while scene.owner._switchboard._links:  # noqa: ASYNC110 - until its heartbeats are missed
+            while scene.owner._connections._links:  # noqa: ASYNC110 - until its heartbeats are missed
                 await asyncio.sleep(0.02)
         with pytest.raises(MemoryInUse):
             await scene.owner.deregister(scene.given)
@@ -167,3 +184,50 @@ def test_a_writer_that_answers_costs_no_time() -> None:
         assert np.all(scene.arena.array == UNTOUCHED)
 
     play(scenario, "shm")
+
+
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+@pytest.mark.parametrize("op", [TransferOp.READ, TransferOp.WRITE])
+def test_own_memory_is_in_quarantine_while_nixl_may_move_it_for_a_stopped_owner(
+    op: TransferOp, end: signal.Signals
+) -> None:
+    config = TransferConfig(listen=("unix",), heartbeat_timeout_s=0.5, transports=("nixl",))
+
+    async def main() -> None:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).with_name("transfer_owner.py")),
+            config.model_dump_json(),
+            str(SIZE_BYTES),
+            env=os.environ | UCX_OVER_TCP,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        try:
+            metadata = bytes.fromhex((await child.stdout.readline()).decode())
+            with Arena.create(SIZE_BYTES) as arena:
+                async with TransferAgent("initiator", config) as agent:
+                    here = agent.register(arena)
+                    peer = await agent.connect(metadata)
+                    ranges = here.ranges(), peer.region("shared").ranges()
+                    await agent.post(op, *ranges, peer).wait()
+                    os.kill(child.pid, signal.SIGSTOP)
+                    with pytest.raises(PeerLost):
+                        await agent.post(op, *ranges, peer).wait()
+                    with pytest.raises(MemoryInUse, match="by what was cancelled"):
+                        await agent.deregister(here)
+                    assert agent.quarantined == (here,)
+                    os.kill(child.pid, end)
+                    async with asyncio.timeout(20):
+                        while agent.quarantined:  # noqa: ASYNC110 - UCX ends what it had posted
+                            await asyncio.sleep(0.02)
+                    await agent.deregister(here)
+                    arena.array[:] = UNTOUCHED
+                    await asyncio.sleep(0.3)
+                    assert (arena.array == UNTOUCHED).all()
+        finally:
+            with suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+
+    asyncio.run(main())

@@ -21,11 +21,11 @@ from frontend_site import http as raw_http
 from prometheus_client import CollectorRegistry
 
 from penstock.cli import main
-from penstock.deploy import router_command
+from penstock.deploy.commands import router as router_command
 from penstock.deploy.state import load_admin_token
-from penstock.frontend.access import Access
-from penstock.frontend.routing_http import RoutingHttpConfig, RoutingServer
-from penstock.router.routing_service import RoutingService
+from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
+from penstock.frontend.limits.access import Access
+from penstock.router.service.routing_service import RoutingService
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
@@ -396,8 +396,8 @@ def test_wrong_settings_are_one_line(capsys):
         (["--policy", "rondom"], "did you mean 'random'?"),
         (["--set", "service.silenc_s=1"], "did you mean 'silence_s'?"),
         (
-            ["--set", "service.router.hold.threshold_s=4"],
-            "service.router: hold has no effect on the router alone",
+            ["--set", "service.router.queue.threshold_s=4"],
+            "service.router: queue has no effect on the router alone",
         ),
         (["--set", "service.router.no_worker_wait_s=4"], "service.router: no_worker_wait_s has no effect"),
     ):

@@ -23,10 +23,10 @@ from aiohttp import web
 
 from penstock.core.errors import ChecksumMismatch, DeadlineExceeded, TransferError, TransferRefused
 from penstock.testing.loop import run_async
-from penstock.testing.storage_harness import OwnStorage
-from penstock.testing.transport import TransportSuite
+from penstock.testing.transports.storage_harness import OwnStorage
+from penstock.testing.transports.transport import TransportSuite
 from penstock.transfer import ObjectRegion, Registration, TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.object import ObjectTransport
+from penstock.transfer.storage.object import ObjectTransport
 
 pytestmark = pytest.mark.slow
 

@@ -225,6 +225,7 @@ def complaint(*arguments: str) -> str:
     )
     assert done.returncode == 2, done
     assert re.fullmatch(r"(penstock +starting +model \S+\n)?", done.stdout)
+    assert not (done.stdout and "no such directory" in done.stderr), "nothing starts then"
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr.removeprefix("penstock: ").rstrip()
 
@@ -277,9 +278,7 @@ def test_help_is_quick():
 
 
 def test_supervisor_and_frontends_do_not_import_torch():
-    code = (
-        "import penstock.deploy.serve, penstock.deploy.frontend_process, sys; print('torch' in sys.modules)"
-    )
+    code = "import penstock.deploy.commands.serve, penstock.deploy.processes.frontend_process, sys; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )

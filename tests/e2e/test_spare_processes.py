@@ -16,7 +16,7 @@ def spares(site):
     """Give the deployment's processes that wait to be workers."""
     used = set(site.deployment.pids().values())
     children = psutil.Process().children()
-    return [c for c in children if c.pid not in used and "penstock.deploy.process" in c.cmdline()]
+    return [c for c in children if c.pid not in used and "penstock.deploy.processes.process" in c.cmdline()]
 
 
 def test_a_spare_takes_the_place_of_a_worker_and_another_one_follows(deploy):

@@ -13,7 +13,7 @@ PROMPT = "Which parts does a request pass on its way, and what does each of them
 TOKENS = 24
 ALWAYS = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
 CHUNKED = {"replicas": 1, "max_batch_tokens": 64, "max_running_requests": 16}
-STREAMED = {"hand_over": {"stream_kv": True}}
+STREAMED = {"kv_transfer": {"stream_kv": True}}
 
 
 async def prefetches(site):
@@ -62,14 +62,18 @@ def test_a_worker_killed_while_a_prompt_is_computed_is_not_noticed(deploy, one_w
         for victim, prompt, expected in zip(victims, prompts, whole, strict=True):
             used = {}
 
-            async def both_are_chosen(used=used):
-                """The worker that answers is chosen once the first chunk is computed."""
-                async with site.http.get(f"{site.url}/admin/explain?last=2") as response:
-                    last = (await response.json())["decisions"]
-                new = [one for one in last if one["request_id"] not in seen]
-                used.update({one["worker"].partition("-")[0]: one["worker"] for one in new})
-                seen.update(one["request_id"] for one in new if len(new) == 2)
-                return len(new) == 2 and new[1]["reason"] == "prefetched"
+            async def the_decode_worker_expects_it(used=used):
+                """Both are chosen at once, and the decode worker says that a request is about to come."""
+                async with site.http.get(f"{site.url}/admin/explain?last=1") as response:
+                    decisions = (await response.json())["decisions"]
+                if not decisions or decisions[-1]["request_id"] in seen:
+                    return False
+                last = decisions[-1]
+                used.update(decode=last["worker"], prefill=last["prefill"]["worker"])
+                if (await site.load(used["decode"]))["waiting_requests"] == 0:
+                    return False
+                seen.add(last["request_id"])
+                return True
 
             texts = []
 
@@ -79,7 +83,7 @@ def test_a_worker_killed_while_a_prompt_is_computed_is_not_noticed(deploy, one_w
 
             async with asyncio.TaskGroup() as group:
                 group.create_task(read())
-                await site.until(both_are_chosen)
+                await site.until(the_decode_worker_expects_it)
                 assert "".join(texts) == "", "the prompt is still computed"
                 site.kill(used[victim])
             assert "".join(texts) == expected
@@ -121,6 +125,6 @@ def test_what_is_held_for_a_frontend_that_was_killed_is_free_long_before_its_tim
         scenario,
         roles={"prefill": mock, "decode": mock},
         router=ALWAYS,
-        worker={"hand_over": {"stream_kv": True, "pin_ttl_s": 300}},
+        worker={"kv_transfer": {"stream_kv": True, "pin_ttl_s": 300}},
         timeout_s=120,
     )

@@ -7,6 +7,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -25,7 +26,7 @@ from penstock.transfer import (
     TransferConfig,
     TransferOp,
 )
-from penstock.transfer.transports import default_transports
+from penstock.transfer.default_transports import default_transports
 
 LOST_WITHIN_S = 0.2
 HEARTBEAT_TIMEOUT_S = 1.0
@@ -200,7 +201,9 @@ def test_idle_agents_use_next_to_no_cpu(link: str) -> None:
             ).wait()  # what a transfer has opened stays open
             shares = []
             while len(shares) < IDLE_TRIES and (not shares or (shares[-1] >= IDLE_SHARE_MAX).any()):
-                gc.collect()  # what earlier tests left is not this one's
+                with warnings.catch_warnings():  # what earlier tests left is not this one's
+                    warnings.simplefilter("ignore", ResourceWarning)
+                    gc.collect()
                 before = await cpu_s()
                 await asyncio.sleep(IDLE_S)
                 shares.append((await cpu_s() - before) / IDLE_S)

@@ -1,4 +1,4 @@
-"""Processes that hang, a supervisor that is stopped, and one that is killed while its workers have processes of their own."""
+"""Processes that hang, and new connections meanwhile, a supervisor that is stopped, and one that is killed while its workers have processes of their own."""
 
 import asyncio
 import json
@@ -11,17 +11,17 @@ import time
 import psutil
 import pytest
 
-from penstock.deploy.group_guard import GroupGuard
+from penstock.deploy.supervisor.group_guard import GroupGuard
 
 pytestmark = pytest.mark.slow
 
 _SUPERVISOR = """
 import asyncio, json
-from penstock.deploy.local import LocalDeployment
+from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 
 graph = Graph.model_validate({
-    "model": "demo", "frontend": {"port": 0}, "supervision": {"heartbeat_timeout_s": 1.0, "spare_processes": 0},
+    "model": "demo", "frontend": {"port": 0}, "supervision": {"liveness_timeout_s": 1.0, "spare_processes": 0},
     "roles": {"aggregated": {"engine": "mock"}},
 })
 
@@ -34,9 +34,12 @@ async def main():
 
 asyncio.run(main())
 """
+LIVENESS_TIMEOUT_S = 2.0
+PROBE_EVERY_S = 0.02
+ANSWER_WITHIN_S = 1.0
 _HAS_CHILDREN = """
 import subprocess, sys
-if sys.argv[:1] == ["-m"] and "penstock.deploy.process" in sys.orig_argv:
+if sys.argv[:1] == ["-m"] and "penstock.deploy.processes.process" in sys.orig_argv:
     subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 """
 
@@ -94,7 +97,7 @@ def test_what_hangs_is_killed_and_started_again_while_streams_go_on(deploy):
         async def all_ready():
             now = site.deployment.pids()
             return now.keys() == before.keys() and all(
-                f"{name} failed killed after 2 s of silence (supervision.heartbeat_timeout_s); starts again in 0.2 s"
+                f"{name} failed killed after 2 s of silence (supervision.liveness_timeout_s); starts again in 0.2 s"
                 in site.said
                 for name in (worker, "frontend-2")
             )
@@ -115,7 +118,66 @@ def test_what_hangs_is_killed_and_started_again_while_streams_go_on(deploy):
 
         await site.until(is_counted)
 
-    deploy(scenario, workers=2, frontends=2, supervision={"heartbeat_timeout_s": 2.0, "spare_processes": 0})
+    deploy(
+        scenario,
+        workers=2,
+        frontends=2,
+        supervision={"liveness_timeout_s": LIVENESS_TIMEOUT_S, "spare_processes": 0},
+    )
+
+
+async def is_answered(url):
+    """Open a new connection and see whether a frontend answers on it in time."""
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return (await reader.readline()).startswith(b"HTTP/1.1 200")
+            finally:
+                writer.close()
+    except (TimeoutError, ConnectionError):
+        return False
+
+
+async def probe(url, until):
+    """Open connections one after the other until `until` holds; give each one's start in seconds and whether it was answered."""
+    loop = asyncio.get_running_loop()
+    start_s, probes = loop.time(), []
+    while not until():
+        probes.append((loop.time() - start_s, asyncio.ensure_future(is_answered(url))))
+        await asyncio.sleep(PROBE_EVERY_S)
+    return [(at_s, await answered) for at_s, answered in probes]
+
+
+def test_of_two_frontends_one_hangs_and_new_connections_recover_when_it_is_killed(deploy):
+    async def scenario(site):
+        before = site.deployment.pids()
+        assert all(answered for _, answered in await probe(site.url, iter([False] * 50 + [True]).__next__))
+        os.kill(before["frontend-2"], signal.SIGSTOP)
+
+        def is_back():
+            now = site.deployment.pids()
+            lines = [line for line in site.said if line.startswith("frontend-2 ready")]
+            return len(lines) == 2 and now.get("frontend-2") not in (None, before["frontend-2"])
+
+        seen = await probe(site.url, is_back)
+        hanging = [answered for at_s, answered in seen if at_s < LIVENESS_TIMEOUT_S - ANSWER_WITHIN_S]
+        failed = hanging.count(False) / len(hanging)
+        last_s = max(at_s for at_s, answered in seen if not answered)
+        print(
+            f"{failed:.0%} of {len(hanging)} connections were not answered, the last one began after {last_s:.2f} s"
+        )
+        assert 0 < failed <= 0.75, "half of them, dealt out by chance"
+        turn_s = LIVENESS_TIMEOUT_S / 4
+        assert last_s < LIVENESS_TIMEOUT_S + turn_s + 0.5, "the other one takes all from the kill on"
+        after = await probe(site.url, iter([False] * 50 + [True]).__next__)
+        assert all(answered for _, answered in after), "both serve"
+        assert site.deployment.pids()["frontend-1"] == before["frontend-1"]
+
+    supervision = {"liveness_timeout_s": LIVENESS_TIMEOUT_S, "spare_processes": 0}
+    deploy(scenario, frontends=2, supervision=supervision)
 
 
 def test_a_supervisor_that_was_stopped_blames_nobody_and_takes_along_what_its_workers_have_started(

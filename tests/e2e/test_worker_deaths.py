@@ -13,7 +13,7 @@ KILLS_ITS_WORKER, FAILS_ITS_STEPS = 666, 667
 """Seeds: of requests that do so wherever they go."""
 POISON = f"""
 import os, signal
-from penstock.engine.mock import MockRunner
+from penstock.engine.mock.engine import MockRunner
 
 run = MockRunner.run
 

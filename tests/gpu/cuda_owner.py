@@ -5,7 +5,7 @@ import asyncio
 import torch
 
 from penstock.transfer import TransferAgent, TransferConfig
-from penstock.transfer.cuda import CudaTransport
+from penstock.transfer.transports.cuda.transport import CudaTransport
 
 
 async def own() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from penstock.testing.loop import run_async
-from penstock.testing.transport import PeerTransportSuite
-from penstock.testing.transport_harness import TwoAgents
+from penstock.testing.peer_transport import PeerTransportSuite
+from penstock.testing.transports.harness import TwoAgents
 from penstock.transfer import PeerLost, TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.cuda import CudaTransport
+from penstock.transfer.transports.cuda.transport import CudaTransport
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Native decode attention against its twin in PyTorch."""
+"""Native decode attention against its reference in PyTorch."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,9 @@ from penstock.core.native import native
 
 torch = pytest.importorskip("torch")
 
-from penstock.engine.paged.attention import LayerCall  # noqa: E402
-from penstock.engine.paged.decoding import GatheredRows, NativeRows  # noqa: E402
 from penstock.engine.paged.memory import Gather, KvMemory, KvShape  # noqa: E402
+from penstock.engine.paged.model.attention import LayerCall  # noqa: E402
+from penstock.engine.paged.step.decoding import GatheredRows, NativeRows  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -68,9 +68,9 @@ def test_large_scores_do_not_overflow():
     query = torch.full((ROWS, 4, 16), 100.0)
     out = torch.empty_like(query)
     NativeRows(tables, lengths, memory).attend(LayerCall(0, 1.0, None, None), query, out)
-    twin = torch.empty_like(query)
-    GatheredRows(tables, lengths, Gather(memory)).attend(LayerCall(0, 1.0, None, None), query, twin)
-    torch.testing.assert_close(out, twin, rtol=0, atol=1e-4)
+    reference = torch.empty_like(query)
+    GatheredRows(tables, lengths, Gather(memory)).attend(LayerCall(0, 1.0, None, None), query, reference)
+    torch.testing.assert_close(out, reference, rtol=0, atol=1e-4)
 
 
 def test_reads_nothing_beyond_the_length():

@@ -1,10 +1,10 @@
-"""Who is cheapest: native against its Python twin."""
+"""Who is cheapest: native against its Python reference."""
 
 import numpy as np
 import pytest
 
 from penstock.core.native import native
-from penstock.router.policies import cheapest, cheapest_python
+from penstock.router.policy.policies import cheapest, cheapest_python
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 

@@ -1,10 +1,10 @@
-"""Checksums: both native ways against the Python twin."""
+"""Checksums: both native ways against the Python reference."""
 
 import numpy as np
 import pytest
 
 from penstock.core.native import native
-from penstock.transfer.checksum import checksum_ranges_python
+from penstock.transfer.regions.checksum import checksum_ranges_python
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 

@@ -1,4 +1,4 @@
-"""The native account of what a worker holds beside its Python twin."""
+"""The native account of what a worker holds beside its Python reference."""
 
 from types import SimpleNamespace
 
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.content import Content, ContentPython
 from penstock.core.native import native
-from penstock.core.types import Tier
+from penstock.core.types.events import Tier
 from penstock.core.wire import pack_hashes, unpack_hashes
+from penstock.runtime.events.content import Content, ContentPython
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 
@@ -55,9 +55,9 @@ def test_equal_changes_leave_equal_content(changes):
         for content in contents:
             getattr(content, name)(*arguments)
             content.check()
-    ours, twin = contents
-    assert told(ours) == told(twin)
-    assert (len(ours), ours.unknown_removals) == (len(twin), twin.unknown_removals)
+    ours, reference = contents
+    assert told(ours) == told(reference)
+    assert (len(ours), ours.unknown_removals) == (len(reference), reference.unknown_removals)
     for content in contents:
         check_order(told(content))
         assert len(told(content)) == len(content)

@@ -1,4 +1,4 @@
-"""Native against its Python twin, where the properties' sizes do not reach."""
+"""Native against its Python reference, where the properties' sizes do not reach."""
 
 import numpy as np
 import pytest

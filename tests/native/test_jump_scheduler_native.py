@@ -1,4 +1,4 @@
-"""The native scheduler of simulated engines beside its Python twin, event by event."""
+"""The native scheduler of simulated engines beside its Python reference, event by event."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
 from penstock.core.native import native
-from penstock.core.types import Request, Role, SamplingParams, Tier
+from penstock.core.types.events import Tier
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens
-from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.kv.pool import BlockPool
-from penstock.kv.tiers import TieredPool
-from penstock.sim.native_scheduler import NativeScheduler, make_scheduler
-from penstock.sim.prompt import Prompt
-from penstock.sim.scheduler import JumpScheduler
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.tiers.tiers import TieredPool
+from penstock.sim.engine.native_scheduler import NativeScheduler, make_scheduler
+from penstock.sim.engine.scheduler import JumpScheduler
+from penstock.sim.workload.prompt import Prompt
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 BLOCK_SIZE = 4
@@ -48,7 +50,7 @@ class SchedulerPair(RuleBasedStateMachine):
         pools = [BlockPool(num_blocks, BLOCK_SIZE) for _ in range(2)]
         context_length = num_blocks * BLOCK_SIZE
         self.native = NativeScheduler(pools[0], context_length, config, self.stream_of)
-        self.twin = JumpScheduler(pools[1], context_length, config, self.stream_of)
+        self.reference = JumpScheduler(pools[1], context_length, config, self.stream_of)
         self.plans = None
         self.pinned = []
         self.left = 0
@@ -59,7 +61,7 @@ class SchedulerPair(RuleBasedStateMachine):
 
     def both(self, method, *arguments):
         answers = []
-        for scheduler in (self.native, self.twin):
+        for scheduler in (self.native, self.reference):
             try:
                 answers.append(getattr(scheduler, method)(*arguments))
             except PenstockError as error:
@@ -82,13 +84,13 @@ class SchedulerPair(RuleBasedStateMachine):
             model="m",
             token_ids=PackedTokens(bytes(4 * known)),
             num_emitted=emitted,
-            hand_over=own == 1,
+            prefill_only=own == 1,
             sampling=SamplingParams(max_tokens=emitted + more),
             block_hashes=PackedHashes(stream.block_hashes(BLOCK_SIZE, 0, known // BLOCK_SIZE).tobytes()),
         )
         self.both("submit", request)
 
-    @precondition(lambda self: not self.twin.load().running_requests)
+    @precondition(lambda self: not self.reference.load().running_requests)
     @rule(role=st.sampled_from([Role.AGGREGATED, Role.PREFILL, Role.DECODE]))
     def assume(self, role):
         """Have what waits ordered as workers of a role do, which have let go of what ran."""
@@ -108,7 +110,7 @@ class SchedulerPair(RuleBasedStateMachine):
             self.plan()
 
     def plan(self):
-        plans = (self.native.plan(), self.twin.plan())
+        plans = (self.native.plan(), self.reference.plan())
         assert plans[0] == plans[1]
         self.plans, self.left = (plans, plans[0].steps) if plans[0] is not None else (None, 0)
 
@@ -116,9 +118,9 @@ class SchedulerPair(RuleBasedStateMachine):
     @rule(data=st.data())
     def tell_so_far(self, data):
         steps = data.draw(st.integers(1, self.left - 1))
-        native, twin = self.plans
-        assert self.native.so_far(native, steps) == self.twin.so_far(twin, steps)
-        assert native == twin
+        native, reference = self.plans
+        assert self.native.so_far(native, steps) == self.reference.so_far(reference, steps)
+        assert native == reference
         self.left = native.steps
 
     @precondition(lambda self: self.left > 0)
@@ -141,7 +143,7 @@ class SchedulerPair(RuleBasedStateMachine):
         self.pinned = []
 
     def both_pins(self, method, *arguments):
-        answers = [getattr(s.pins, method)(*arguments) for s in (self.native, self.twin)]
+        answers = [getattr(s.pins, method)(*arguments) for s in (self.native, self.reference)]
         assert answers[0] == answers[1]
         return answers[0]
 
@@ -153,7 +155,7 @@ class SchedulerPair(RuleBasedStateMachine):
     @invariant()
     def agree(self):
         if hasattr(self, "native"):
-            assert self.native.wants_plan == self.twin.wants_plan
+            assert self.native.wants_plan == self.reference.wants_plan
             self.both("load")
             self.both("check")
 

@@ -1,4 +1,4 @@
-"""The native block pool beside its Python twin, call by call: good calls in any order, and bad ones."""
+"""The native block pool beside its Python reference, call by call: good calls in any order, and bad ones."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.native import native
-from penstock.kv.eviction import Lru
-from penstock.kv.pool_twin import PoolTwin
+from penstock.kv.pool.eviction import Lru
+from penstock.kv.pool.reference import ReferencePool
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 NUM_BLOCKS = 12
@@ -19,11 +19,11 @@ names = st.tuples(halves, halves)
 
 
 class PoolPair(RuleBasedStateMachine):
-    """Calls that no engine makes in this order; whatever the twin answers, the native pool does too."""
+    """Calls that no engine makes in this order; whatever the reference answers, the native pool does too."""
 
     def __init__(self):
         super().__init__()
-        self.pools = (native.Pool(NUM_BLOCKS), PoolTwin(NUM_BLOCKS, Lru()))
+        self.pools = (native.Pool(NUM_BLOCKS), ReferencePool(NUM_BLOCKS, Lru()))
         self.held = []
 
     def both(self, method, *arguments):
@@ -106,7 +106,7 @@ TestPoolPair = PoolPair.TestCase
 def test_a_pool_of_thousands_through_many_evictions(seed):
     """Enough that the index grows, moves its entries up and wraps around."""
     rng = np.random.default_rng(seed)
-    pools = native.Pool(3000), PoolTwin(3000, Lru())
+    pools = native.Pool(3000), ReferencePool(3000, Lru())
     names = rng.integers(0, 1 << 63, (8000, 2), dtype=np.uint64)
     for _ in range(300):
         start = int(rng.integers(0, 7900))

@@ -7,8 +7,8 @@ import pytest
 
 from penstock.core.hashing import block_hashes
 from penstock.core.native import native
-from penstock.core.radix import RadixTree, RadixTreePython
-from penstock.core.types import Tier
+from penstock.core.types.events import Tier
+from penstock.router.index.radix import RadixTree, RadixTreePython
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 
@@ -18,10 +18,10 @@ def random_hashes(count: int, seed: int = 0) -> np.ndarray:
 
 
 def test_long_chains_and_many_workers_equal_the_twin():
-    ours, twin = RadixTree(None, 300), RadixTreePython(None, 300)
+    ours, reference = RadixTree(None, 300), RadixTreePython(None, 300)
     chain = random_hashes(500)
     lengths = np.random.default_rng(1).integers(0, 501, 300)
-    for tree in (ours, twin):
+    for tree in (ours, reference):
         for worker, length in enumerate(lengths.tolist()):
             tree.store(worker, chain[:length])
             if worker % 7 == 0:
@@ -29,23 +29,23 @@ def test_long_chains_and_many_workers_equal_the_twin():
             if worker % 5 == 0:
                 tree.store(worker, chain[:length:1], tier=Tier.HOST)
     for query in (chain, chain[:1], chain[:250], chain[40:90]):
-        np.testing.assert_array_equal(ours.match(query).depths, twin.match(query).depths)
-        np.testing.assert_array_equal(ours.match(query).tiers, twin.match(query).tiers)
+        np.testing.assert_array_equal(ours.match(query).depths, reference.match(query).depths)
+        np.testing.assert_array_equal(ours.match(query).tiers, reference.match(query).tiers)
     ours.check()
 
 
 def test_eviction_of_many_leaves_equals_the_twin():
-    ours, twin = RadixTree(20_000, 4), RadixTreePython(20_000, 4)
+    ours, reference = RadixTree(20_000, 4), RadixTreePython(20_000, 4)
     prompts = random_hashes(6_000 * 8).reshape(-1, 8)
     for index, prompt in enumerate(prompts):
-        for tree in (ours, twin):
+        for tree in (ours, reference):
             tree.store(index % 4, prompt)
             if index % 3 == 0:
                 tree.match(prompts[index // 2])
-    assert ours.stats()[:-1] == twin.stats()[:-1]
+    assert ours.stats()[:-1] == reference.stats()[:-1]
     assert ours.stats().evicted_pairs > 20_000
     np.testing.assert_array_equal(
-        ours.match_many(list(prompts)).depths, twin.match_many(list(prompts)).depths
+        ours.match_many(list(prompts)).depths, reference.match_many(list(prompts)).depths
     )
     ours.check()
 
@@ -85,9 +85,9 @@ def test_a_cleared_worker_is_ignored_at_once_and_reclaimed_by_as_much_as_was_ask
 
 
 def test_what_is_stored_again_while_it_is_reclaimed_stays():
-    tree, twin = RadixTree(None, 4), RadixTreePython(None, 4)
+    tree, reference = RadixTree(None, 4), RadixTreePython(None, 4)
     hashes = random_hashes(5_000)
-    for each in (tree, twin):
+    for each in (tree, reference):
         for worker in range(3):
             each.store(worker, hashes)
         for _ in range(3):  # tenants come and go before the first is reclaimed
@@ -97,8 +97,8 @@ def test_what_is_stored_again_while_it_is_reclaimed_stays():
                 each.store(worker, hashes[: 1000 * (worker + 1)])
     while tree.reclaim(500):
         tree.check()
-    assert tree.stats()[:-1] == twin.stats()[:-1]
-    np.testing.assert_array_equal(tree.match(hashes).depths, twin.match(hashes).depths)
+    assert tree.stats()[:-1] == reference.stats()[:-1]
+    np.testing.assert_array_equal(tree.match(hashes).depths, reference.match(hashes).depths)
 
 
 def test_stores_alone_reclaim_what_was_cleared():
@@ -113,9 +113,9 @@ def test_stores_alone_reclaim_what_was_cleared():
 
 def test_a_block_with_many_children_costs_no_more_than_others():
     """Its holders' shares are counted as they change; the check compares them with the children there are."""
-    tree, twin = RadixTree(None, 3), RadixTreePython(None, 3)
+    tree, reference = RadixTree(None, 3), RadixTreePython(None, 3)
     hub, leaves = random_hashes(3), random_hashes(500, 1)
-    for each in (tree, twin):
+    for each in (tree, reference):
         for worker in range(3):
             each.store(worker, hub)
             for leaf in leaves[worker * 100 : worker * 100 + 200]:
@@ -127,8 +127,8 @@ def test_a_block_with_many_children_costs_no_more_than_others():
     while tree.reclaim(100):
         tree.check()
     for query in [np.append(hub, leaf) for leaf in leaves]:
-        np.testing.assert_array_equal(tree.match(query).depths, twin.match(query).depths)
-    assert tree.stats()[:-1] == twin.stats()[:-1]
+        np.testing.assert_array_equal(tree.match(query).depths, reference.match(query).depths)
+    assert tree.stats()[:-1] == reference.stats()[:-1]
 
 
 def test_workers_may_be_cleared_more_often_than_there_are_numbers():
@@ -177,7 +177,7 @@ def test_hashes_come_as_arrays_of_any_stride_or_as_bytes():
     assert tree.match_many([]).tiers.shape == (0, 4, 1)
 
 
-@pytest.mark.parametrize("tree", [RadixTree(None), RadixTreePython(None)], ids=["native", "twin"])
+@pytest.mark.parametrize("tree", [RadixTree(None), RadixTreePython(None)], ids=["native", "reference"])
 @pytest.mark.parametrize(
     ("call", "error"),
     [
@@ -198,7 +198,7 @@ def test_wrong_arguments_raise(tree, call, error):
     tree.check()
 
 
-@pytest.mark.parametrize("tree", [RadixTree(None), RadixTreePython(None)], ids=["native", "twin"])
+@pytest.mark.parametrize("tree", [RadixTree(None), RadixTreePython(None)], ids=["native", "reference"])
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -1,4 +1,4 @@
-"""Ranges of memory: native against its Python twin, and what only native code does: threads."""
+"""Ranges of memory: native against its Python reference, and what only native code does: threads."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.native import native
-from penstock.transfer.ranges import check_bounds_python, coalesce_python, copy_ranges_python
+from penstock.transfer.regions.ranges import check_bounds_python, coalesce_python, copy_ranges_python
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 

@@ -1,4 +1,4 @@
-"""Streams of ranges over real sockets, native and twin; what timing decides is far from where it could go either way."""
+"""Streams of ranges over real sockets, native and reference; what timing decides is far from where it could go either way."""
 
 import errno
 import os
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.core.native import native
-from penstock.transfer import streams
-from penstock.transfer.streams import StreamEnd, receive_ranges, send_ranges
+from penstock.transfer.transports.tcp import streams
+from penstock.transfer.transports.tcp.streams import StreamEnd, receive_ranges, send_ranges
 
 
 @pytest.fixture(params=["native", "python"], autouse=True)
@@ -136,7 +136,7 @@ def test_shutdown_on_this_side_ends_a_wait(pair):
 
 def test_no_socket_and_no_memory(pair):
     row = np.array([8], np.uint64), np.array([100], np.uint64)
-    if streams.native is not None:  # the twin looks at memory itself
+    if streams.native is not None:  # the reference looks at memory itself
         got = send_ranges(pair[0].fileno(), *row)
         assert (got.end, got.errno) == (StreamEnd.FAILED, errno.EFAULT)
     reader, writer = os.pipe()

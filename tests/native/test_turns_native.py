@@ -1,4 +1,4 @@
-"""The native turns of a loop on virtual time beside their Python twin."""
+"""The native turns of a loop on virtual time beside their Python reference."""
 
 import contextvars
 import gc
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.native import native
-from penstock.sim.turns import TurnsPython
+from penstock.sim.loop.event_queue import EventQueuePython
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 NUMBER = contextvars.ContextVar("number", default=0)
@@ -38,7 +38,9 @@ def make(kind):
 
 
 def both():
-    return pytest.mark.parametrize("kind", [TurnsPython, native and native.Turns], ids=["python", "native"])
+    return pytest.mark.parametrize(
+        "kind", [EventQueuePython, native and native.Turns], ids=["python", "native"]
+    )
 
 
 DELAYS = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 1e6])
@@ -110,7 +112,7 @@ class Play:
 
 @given(st.lists(st.lists(DEEDS, max_size=6), max_size=4))
 def test_equal_calls_take_equal_turns(rounds):
-    assert Play(native.Turns).run(rounds) == Play(TurnsPython).run(rounds)
+    assert Play(native.Turns).run(rounds) == Play(EventQueuePython).run(rounds)
 
 
 @both()
@@ -140,7 +142,7 @@ def test_a_call_that_cannot_be_made_is_refused(kind):
         lambda: turns.call_soon(print, end=""),
     ):
         with pytest.raises(TypeError):
-            (call(), turns.take_turns())  # the twin finds out when it comes to it
+            (call(), turns.take_turns())  # the reference finds out when it comes to it
 
 
 @both()

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from penstock.core.hashing import block_hashes
-from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock.core.wire import unpack_hashes
-from penstock.kv.eviction import Lru
-from penstock.kv.pool import BlockPool
+from penstock.kv.pool.eviction import Lru
+from penstock.kv.pool.pool import BlockPool
 
 NUM_BLOCKS = 6
 BLOCK_SIZE = 2

@@ -7,12 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.core.types import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from penstock.core.wire import pack_hashes
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import ContentMirror, EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
-from penstock.sim.loop import SimLoop
+from penstock.sim.loop.loop import SimLoop
 
 TIERS = st.sampled_from([Tier.DEVICE, Tier.HOST])
 HASHES = st.integers(1, 8)

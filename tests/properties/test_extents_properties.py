@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.transfer.block_sums import BLOCK_BYTES
-from penstock.transfer.extents import Extents
+from penstock.transfer.storage.block_sums import BLOCK_BYTES
+from penstock.transfer.storage.extents import Extents
 
 IO_BYTES = 3 * BLOCK_BYTES
 SIZE = 8 * BLOCK_BYTES

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from penstock.core.errors import ChecksumMismatch
 from penstock.testing.loop import run_async
 from penstock.transfer import ObjectRegion, TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.block_sums import BLOCK_BYTES
-from penstock.transfer.object import ObjectTransport
+from penstock.transfer.storage.block_sums import BLOCK_BYTES
+from penstock.transfer.storage.object import ObjectTransport
 
 obstore = pytest.importorskip("obstore")
 

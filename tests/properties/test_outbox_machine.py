@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.core.types import Delta, FinishReason
+from penstock.core.types.requests import Delta, FinishReason
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.runtime.requests.outbox import Outbox
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams, WorkerLoad
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
-from penstock.router.loads import LoadTracker, Reservation
+from penstock.router.workers.loads import LoadTracker, Reservation
 from penstock.worker.frontends import Frontend, Frontends
 
 ROUTERS = st.integers(0, 2)

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.radix import RadixTree
-from penstock.router.predictions import Predictions
-from penstock.sim.loop import run_virtual
+from penstock.router.index.predictions import Predictions
+from penstock.router.index.radix import RadixTree
+from penstock.sim.loop.loop import run_virtual
 
 TTL_S, SLOTS = 16.0, 3
 

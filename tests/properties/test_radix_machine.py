@@ -1,4 +1,4 @@
-"""The prefix index: the native tree and its Python twin side by side, and both against a model in plain dictionaries."""
+"""The prefix index: the native tree and its Python reference side by side, and both against a model in plain dictionaries."""
 
 from collections import Counter
 
@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.core.radix import RadixTree, RadixTreePython
-from penstock.core.types import Tier
+from penstock.core.types.events import Tier
+from penstock.router.index.radix import RadixTree, RadixTreePython
 
 SLOTS = st.integers(0, 11)
 TIERS = st.sampled_from(list(Tier))
@@ -53,7 +53,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @initialize(pairs_max=st.none() | st.integers(1, 30))
     def start(self, pairs_max):
-        self.native, self.twin = RadixTree(pairs_max), RadixTreePython(pairs_max)
+        self.native, self.reference = RadixTree(pairs_max), RadixTreePython(pairs_max)
         self.bounded = pairs_max is not None
         self.reclaiming = False
         self.copies: Counter[tuple[int, int, Tier]] = Counter()
@@ -64,7 +64,7 @@ class RadixMachine(RuleBasedStateMachine):
         skip = min(skip, len(path) - 1)
         if self.bounded:
             self.reclaim_all()  # so that both evict the same
-        for tree in (self.native, self.twin):
+        for tree in (self.native, self.reference):
             tree.store(slot, array(path[skip:]), path[skip - 1] if skip else None, tier)
         self.copies.update((slot, h, tier) for h in path[skip:])
         return slot, path[skip:], tier
@@ -83,7 +83,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.remove(slot, [node], tier)
 
     def remove(self, slot, hashes, tier):
-        for tree in (self.native, self.twin):
+        for tree in (self.native, self.reference):
             tree.remove(slot, array(hashes).tobytes(), tier=tier)
         for h in hashes:
             if self.copies[slot, h, tier]:
@@ -91,7 +91,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(slot=SLOTS)
     def clear(self, slot):
-        for tree in (self.native, self.twin):
+        for tree in (self.native, self.reference):
             tree.clear(slot)
         self.reclaiming = True
         for key in [key for key in self.copies if key[0] == slot]:
@@ -99,7 +99,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(pairs_max=st.integers(1, 40))
     def allow(self, pairs_max):
-        for tree in (self.native, self.twin):
+        for tree in (self.native, self.reference):
             tree.allow(pairs_max)
 
     @rule(blocks=st.integers(1, 20))
@@ -115,21 +115,30 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(node=NODES, skip=st.integers(0, 2), beyond=st.lists(UNKNOWN, max_size=2))
     def match(self, node, skip, beyond):
         path = (chain_to(node) + beyond)[skip:]
-        ours, twins = self.native.match(array(path)), self.twin.match(array(path))
-        self.compare(ours, twins)
+        ours, references = self.native.match(array(path)), self.reference.match(array(path))
+        self.compare(ours, references)
         self.compare_to_model(path, ours)
 
     @rule(nodes=st.lists(NODES, max_size=5))
     def match_many(self, nodes):
         paths = [chain_to(node) for node in nodes]
         queries = [array(path) for path in paths]
-        ours, twins = self.native.match_many(queries), self.twin.match_many([q.tobytes() for q in queries])
-        self.compare(ours, twins)
+        ours, references = (
+            self.native.match_many(queries),
+            self.reference.match_many([q.tobytes() for q in queries]),
+        )
+        self.compare(ours, references)
 
-    def compare(self, ours, twins):
-        np.testing.assert_array_equal(ours.depths, twins.depths)
-        np.testing.assert_array_equal(ours.tiers, twins.tiers)
-        assert ours.tiers.dtype == twins.tiers.dtype == ours.depths.dtype == twins.depths.dtype == np.int32
+    def compare(self, ours, references):
+        np.testing.assert_array_equal(ours.depths, references.depths)
+        np.testing.assert_array_equal(ours.tiers, references.tiers)
+        assert (
+            ours.tiers.dtype
+            == references.tiers.dtype
+            == ours.depths.dtype
+            == references.depths.dtype
+            == np.int32
+        )
 
     def compare_to_model(self, path, match):
         held = {key for key, count in self.copies.items() if count}
@@ -145,16 +154,16 @@ class RadixMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.native.check()
-        self.twin.check()
-        ours, twins = self.native.stats(), self.twin.stats()
-        assert ours[1:-1] == twins[1:-1]
-        assert ours.nodes == twins.nodes or (self.reclaiming and ours.nodes > twins.nodes)
-        assert contents(self.native) == contents(self.twin)
-        for slot in range(self.twin.num_slots):
-            assert self.native.held_blocks(slot) == self.twin.held_blocks(slot)
+        self.reference.check()
+        ours, references = self.native.stats(), self.reference.stats()
+        assert ours[1:-1] == references[1:-1]
+        assert ours.nodes == references.nodes or (self.reclaiming and ours.nodes > references.nodes)
+        assert contents(self.native) == contents(self.reference)
+        for slot in range(self.reference.num_slots):
+            assert self.native.held_blocks(slot) == self.reference.held_blocks(slot)
         if not self.bounded:
             copies = Counter()
-            for (slot, h, _, tier), count in contents(self.twin).items():
+            for (slot, h, _, tier), count in contents(self.reference).items():
                 copies[slot, h, tier] += count
             assert copies == +self.copies
 
@@ -167,7 +176,7 @@ class NonsenseMachine(RuleBasedStateMachine):
 
     @initialize(pairs_max=st.none() | st.integers(1, 10))
     def start(self, pairs_max):
-        self.native, self.twin = RadixTree(pairs_max), RadixTreePython(pairs_max)
+        self.native, self.reference = RadixTree(pairs_max), RadixTreePython(pairs_max)
         self.bounded = pairs_max is not None
         self.reclaiming = False
 
@@ -175,17 +184,17 @@ class NonsenseMachine(RuleBasedStateMachine):
     def store(self, slot, hashes, parent, tier):
         if self.bounded:
             self.reclaim_all()
-        for tree in (self.native, self.twin):
+        for tree in (self.native, self.reference):
             tree.store(slot, array(hashes), parent, tier)
 
     @rule(slot=st.integers(0, 3), hashes=HASHES, tier=TIERS)
     def remove(self, slot, hashes, tier):
-        for tree in (self.native, self.twin):
+        for tree in (self.native, self.reference):
             tree.remove(slot, array(hashes), tier)
 
     @rule(slot=st.integers(0, 3))
     def clear(self, slot):
-        for tree in (self.native, self.twin):
+        for tree in (self.native, self.reference):
             tree.clear(slot)
         self.reclaiming = True
 
@@ -198,12 +207,12 @@ class NonsenseMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.native.check()
-        self.twin.check()
-        ours, twins = self.native.stats(), self.twin.stats()
-        assert ours[1:-1] == twins[1:-1]
-        assert ours.nodes == twins.nodes or (self.reclaiming and ours.nodes > twins.nodes)
+        self.reference.check()
+        ours, references = self.native.stats(), self.reference.stats()
+        assert ours[1:-1] == references[1:-1]
+        assert ours.nodes == references.nodes or (self.reclaiming and ours.nodes > references.nodes)
         # Where parents go in a circle, one of them comes first: compared are the copies.
-        assert copies(self.native) == copies(self.twin)
+        assert copies(self.native) == copies(self.reference)
 
 
 def copies(tree) -> Counter[tuple[int, int, Tier]]:

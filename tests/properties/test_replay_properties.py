@@ -7,10 +7,10 @@ from baselines import BASELINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.router.chooser import Chooser
-from penstock.router.policies import POLICIES, make_policy
-from penstock.router.recorded import EVENT, record_context
-from penstock.router.replay import Replay
+from penstock.router.explain.recorded import EVENT, record_context
+from penstock.router.explain.replay import Replay
+from penstock.router.policy.policies import POLICIES, make_policy
+from penstock.router.policy.selector import WorkerSelector
 from penstock.testing.routing_policy import some_contexts
 
 SLOTS_MAX = 17
@@ -20,12 +20,12 @@ SLOTS_MAX = 17
 @given(seed=st.integers(0, 1 << 32), tie=st.integers(0, (1 << 64) - 1))
 @settings(max_examples=3, deadline=None)
 def test_the_same_inputs_get_the_same_choice(policy: str, seed: int, tie: int) -> None:
-    chooser, lines, expected = Chooser(make_policy(policy)), [], []
+    selector, lines, expected = WorkerSelector(make_policy(policy)), [], []
     for context in some_contexts(seed):
         if len(context.eligible) > SLOTS_MAX or not context.eligible.any():
             continue
-        slot = chooser.choose(context, tie).slot
-        chooser.chosen(context, slot)
+        slot = selector.choose(context, tie).slot
+        selector.chosen(context, slot)
         expected.append(f"w{slot}")
         line = {
             "event": EVENT,

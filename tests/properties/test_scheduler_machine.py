@@ -11,12 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.core.errors import EngineError, Overloaded
 from penstock.core.hashing import block_hashes
-from penstock.core.types import BlockRemoved, BlockStored, FinishReason, Request, SamplingParams
+from penstock.core.types.events import BlockRemoved, BlockStored
+from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
-from penstock.engine.scheduler import Scheduler
-from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.engine.sequences import Sampled, SequenceLimits
-from penstock.kv.pool import BlockPool
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
+from penstock.kv.pool.pool import BlockPool
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
@@ -100,10 +101,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=st.sampled_from([(), (), (1, 2, 3), tuple(range(0, VOCAB, 4))]),
         ),
         moved=st.integers(0, 3),
-        hand_over=st.booleans(),
+        prefill_only=st.booleans(),
         has_tail=st.booleans(),
     )
-    def submit(self, burst, length, sampling, moved, *, hand_over, has_tail):
+    def submit(self, burst, length, sampling, moved, *, prefill_only, has_tail):
         for family in range(burst):
             prompt = [(family + 7 * index) % VOCAB for index in range(length)]  # a family shares prefixes
             whole, _ = whole_answer(prompt, sampling)
@@ -115,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 token_ids=pack_tokens(prompt + whole[:done]),
                 sampling=sampling,
                 num_emitted=done,
-                hand_over=hand_over,
+                prefill_only=prefill_only,
             )
             tail = self.scheduler.reserve(1) if has_tail else None
             self.submit_one(request, prompt)
@@ -275,9 +276,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = [*ended.prompt, *ended.tokens[: ended.emitted]]
         if int(request.request_id[1:]) % 2:
             return
-        block_id = self.scheduler.tails.claim(request.request_id)
+        block_id = self.scheduler.partial_blocks.claim(request.request_id)
         full, tokens = divmod(len(known) - 1, BLOCK_SIZE)
-        is_kept = request.hand_over and tokens > 0 and reason is not FinishReason.ERROR
+        is_kept = request.prefill_only and tokens > 0 and reason is not FinishReason.ERROR
         assert (block_id is not None) == is_kept
         if block_id is not None:
             for position in range(tokens):

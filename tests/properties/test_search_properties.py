@@ -5,12 +5,12 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.perf.catalogue import find_shape
-from penstock.perf.demand import Demand
-from penstock.perf.hardware import find_hardware
-from penstock.perf.parallel import parallelisms
-from penstock.perf.roofline import Roofline
-from penstock.perf.search import LayoutSearch
+from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.model.parallel import parallelisms
+from penstock.perf.roofline.roofline import Roofline
+from penstock.perf.search.demand import Demand
+from penstock.perf.search.search import LayoutSearch
 
 SHAPE = find_shape("llama-3.1-8b")
 DEMANDS = st.builds(
@@ -55,9 +55,9 @@ def test_layouts_fit_and_keep_the_targets(demand, devices):
         assert layout.prediction.ttft_s <= demand.ttft_s
         assert layout.prediction.itl_s <= demand.itl_s
         assert 0 <= layout.prediction.kv_share <= 1
-        for crew in layout.crews:
-            assert crew.workers >= 1
-            assert rooms[crew.parallel] >= demand.input_tokens + demand.output_tokens
+        for role_group in layout.role_groups:
+            assert role_group.workers >= 1
+            assert rooms[role_group.parallel] >= demand.input_tokens + demand.output_tokens
 
 
 @settings(max_examples=5, deadline=None)

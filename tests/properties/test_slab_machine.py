@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.core.errors import ChecksumMismatch, TransferError
-from penstock.transfer.block_sums import BLOCK_BYTES
-from penstock.transfer.extents import Extents
-from penstock.transfer.io_threads import Bounce
-from penstock.transfer.slab import SUMS_SUFFIX, Slab
-from penstock.transfer.slab_sums import _CHECK, _HEADER
+from penstock.transfer.storage.block_sums import BLOCK_BYTES
+from penstock.transfer.storage.extents import Extents
+from penstock.transfer.storage.io_threads import Bounce
+from penstock.transfer.storage.slab import SUMS_SUFFIX, Slab
+from penstock.transfer.storage.slab_sums import _CHECK, _HEADER
 
 BLOCKS = 12
 SIZE = BLOCKS * BLOCK_BYTES

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Delta, FinishReason, TokenLogprob
+from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
 from penstock.core.wire import pack_tokens
-from penstock.frontend.completion import ChoiceText
-from penstock.frontend.detokenize import Detokenizer
-from penstock.frontend.stops import StopFinder
-from penstock.testing.tokenizer import tiny_tokenizer_json
+from penstock.frontend.requests.completion import ChoiceText
+from penstock.frontend.text.detokenize import Detokenizer
+from penstock.frontend.text.stops import StopFinder
+from tests.support.tokenizer import tiny_tokenizer_json
 
 
 def _byte_level() -> Tokenizer:

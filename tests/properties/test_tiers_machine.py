@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.hashing import block_hashes
-from penstock.core.types import AllBlocksCleared, BlockStored, Tier
+from penstock.core.types.events import AllBlocksCleared, BlockStored, Tier
 from penstock.core.wire import unpack_hashes
-from penstock.kv.onboarding import Onboarding
-from penstock.kv.pool import BlockPool
-from penstock.kv.tiers import TieredPool
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.tiers.onboarding import Onboarding
+from penstock.kv.tiers.tiers import TieredPool
 
 BLOCK_SIZE = 2
 BLOCKS = {Tier.DEVICE: 5, Tier.HOST: 4, Tier.DISK: 6}
@@ -124,10 +124,10 @@ class TiersMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         device, *lower = [BlockPool(size, BLOCK_SIZE, tier=tier) for tier, size in BLOCKS.items()]
-        self.mover = TextMover()
-        self.pool = TieredPool(device, lower, self.mover)
+        self.copier = TextMover()
+        self.pool = TieredPool(device, lower, self.copier)
         self.arrivals = 0
-        self.onboarding = Onboarding(self.pool, self.mover, self.on_arrival)
+        self.onboarding = Onboarding(self.pool, self.copier, self.on_arrival)
         self.disk = NaiveTier(BLOCKS[Tier.DISK], None)
         self.host = NaiveTier(BLOCKS[Tier.HOST], self.disk)
         self.cache = {}  # device: prefix -> block
@@ -200,8 +200,8 @@ class TiersMachine(RuleBasedStateMachine):
         for text in several:
             before = len(self.live)
             self.admit(text)
-            for fetch in list(self.mover.under_way):
-                self.mover.arrive(fetch)
+            for fetch in list(self.copier.under_way):
+                self.copier.arrive(fetch)
             self.take_arrived()
             if len(self.live) > before:
                 self.release(self.live[-1])
@@ -232,13 +232,13 @@ class TiersMachine(RuleBasedStateMachine):
         for block_id, prefix in (
             list(zip(request.block_ids, prefixes(request.text), strict=True))[-count:] if count else ()
         ):
-            self.mover.cells[Tier.DEVICE][block_id] = prefix
+            self.copier.cells[Tier.DEVICE][block_id] = prefix
         self.publish(request, request.hits)
 
     def publish(self, request, start):
         end = len(request.block_ids)
         for block_id, prefix in zip(request.block_ids, prefixes(request.text), strict=False):
-            assert self.mover.cells[Tier.DEVICE][block_id] == prefix, "KV of another prefix"
+            assert self.copier.cells[Tier.DEVICE][block_id] == prefix, "KV of another prefix"
         hashes = hashes_of(request.text)
         self.pool.commit(
             request.block_ids[start:end], hashes[start:end], int(hashes[start - 1, 0]) if start else None
@@ -252,10 +252,10 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def arrive(self, data):
-        if self.mover.under_way:
-            index = data.draw(st.integers(0, len(self.mover.under_way) - 1))
+        if self.copier.under_way:
+            index = data.draw(st.integers(0, len(self.copier.under_way) - 1))
             before = self.arrivals
-            self.mover.arrive(list(self.mover.under_way)[index])
+            self.copier.arrive(list(self.copier.under_way)[index])
             assert self.arrivals == before + 1
             assert self.onboarding.has_arrived
 
@@ -334,7 +334,7 @@ class TiersMachine(RuleBasedStateMachine):
         for pool in self.pool.tiers[1:]:
             for prefix in self.host.content if pool.tier is Tier.HOST else self.disk.content:
                 (block_id,) = pool.match(hashes_of(prefix)[-1:])
-                assert self.mover.cells[pool.tier][block_id] == prefix, "KV of another prefix"
+                assert self.copier.cells[pool.tier][block_id] == prefix, "KV of another prefix"
 
     def teardown(self):
         self.read_events()

@@ -6,12 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, Role, SamplingParams
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
-from penstock.engine.scheduler import Scheduler
-from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.engine.sequences import Sampled, SequenceLimits
-from penstock.kv.pool import BlockPool
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
+from penstock.kv.pool.pool import BlockPool
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 4000

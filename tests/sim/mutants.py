@@ -10,18 +10,18 @@ from unittest import mock
 
 import msgspec
 
-from penstock.core.radix import RadixTree
-from penstock.core.types import BlockRemoved, BlockStored, Tier
-from penstock.engine.scheduler import Scheduler
-from penstock.kv.pool import BlockPool
-from penstock.kv.tiers import TieredPool
-from penstock.router.connector import Connector, MemberSink
-from penstock.router.gate import Gate
-from penstock.router.loads import LoadTracker
-from penstock.router.open_request import OpenRequest
-from penstock.router.pace import Pace
-from penstock.router.probation import Probation
-from penstock.router.progress import Progress
+from penstock.core.types.events import BlockRemoved, BlockStored, Tier
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.tiers.tiers import TieredPool
+from penstock.router.dispatch.open_request import OpenRequest
+from penstock.router.dispatch.progress import Progress
+from penstock.router.fleet.connector import Connector, MemberSink
+from penstock.router.index.radix import RadixTree
+from penstock.router.queue.request_queue import RequestQueue
+from penstock.router.retries.isolation import PoisonIsolation
+from penstock.router.retries.pace import Pace
+from penstock.router.workers.loads import LoadTracker
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.worker.frontends import Frontends
@@ -260,27 +260,27 @@ def lost_worker_not_noticed() -> Iterator[None]:
 @mutant
 def held_request_forgotten() -> Iterator[None]:
     """Every fifth turn of those that wait, nobody is told."""
-    original, calls = Gate._tell, [0]
+    original, calls = RequestQueue._tell, [0]
 
-    def tell(self, place):
+    def tell(self, ticket):
         calls[0] += 1
         if calls[0] % 5:
-            original(self, place)
+            original(self, ticket)
 
-    with replaced(Gate, "_tell", tell):
+    with replaced(RequestQueue, "_tell", tell):
         yield
 
 
 @mutant
 def turn_not_given_back() -> Iterator[None]:
     """Who was told to go and left keeps all others from going."""
-    original = Gate.leave
+    original = RequestQueue.leave
 
-    def leave(self, place):
-        if not place.told:
-            original(self, place)
+    def leave(self, ticket):
+        if not ticket.released:
+            original(self, ticket)
 
-    with replaced(Gate, "leave", leave):
+    with replaced(RequestQueue, "leave", leave):
         yield
 
 
@@ -314,7 +314,7 @@ def lost_request_expected_for_ever() -> Iterator[None]:
 @mutant
 def suspect_never_cleared() -> Iterator[None]:
     """Who went on with no other suspect beside it and does well keeps its place."""
-    with replaced(Probation, "leave", lambda self, suspect: self._waiting.pop(suspect, None)):
+    with replaced(PoisonIsolation, "leave", lambda self, suspect: self._waiting.pop(suspect, None)):
         yield
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import structlog
 
-from penstock.sim.chaos import Chaos, Fault, FaultKind
-from penstock.sim.cluster import SimCluster
-from penstock.sim.loop import Deadlock, run
-from penstock.sim.trial import Trial, run_trial, small_spec
+from penstock.sim.chaos.chaos import Chaos, Fault, FaultKind
+from penstock.sim.chaos.trial import Trial, run_trial, small_spec
+from penstock.sim.loop.loop import Deadlock, run
+from penstock.sim.world.cluster import SimCluster
 
 HERE = Path(__file__).parent
 FAILED_SEEDS = json.loads((HERE / "failed_seeds.json").read_text())
@@ -138,7 +138,7 @@ def test_a_plan_happens_as_written():
 _TWO = """
 import logging, structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-from penstock.sim.trial import Trial, run_trial
+from penstock.sim.chaos.trial import Trial, run_trial
 print(run_trial(11), run_trial(12), run_trial(13, Trial(prefillers=2)))
 """
 
@@ -167,7 +167,7 @@ def test_without_faults_every_request_ends_as_asked():
 def test_a_trial_that_fails_names_what_does_not_hold():
     from unittest import mock
 
-    from penstock.router.open_request import OpenRequest
+    from penstock.router.dispatch.open_request import OpenRequest
 
     with (
         mock.patch.object(OpenRequest, "_take", lambda _, progress: progress.take()),

@@ -7,10 +7,10 @@ import pytest
 
 from penstock.graph import build
 from penstock.sim.deployment import Deployment, plan_deployment
-from penstock.sim.report import latencies_s
+from penstock.sim.report.report import latencies_s
 from penstock.sim.simulate import simulate
-from penstock.sim.trace import TraceRow
-from penstock.sim.workload import trace_sessions
+from penstock.sim.workload.trace import TraceRow
+from penstock.sim.workload.workload import trace_sessions
 
 
 def wide(*, exact: bool = False, **settings: int) -> Deployment:
@@ -39,7 +39,7 @@ def played_s(deployment: Deployment, *lengths: int, output_tokens: int = 2) -> t
 
 def test_prompts_that_come_at_once_are_computed_at_once_on_a_rank_each() -> None:
     deployment = wide()
-    step_s = deployment.crews[0].latency.prefill_batch_s([(8192, 0)] * 8)
+    step_s = deployment.role_groups[0].latency.prefill_batch_s([(8192, 0)] * 8)
     eight, sixteen = (played_s(deployment, *[8192] * count)[0] for count in (8, 16))
     assert eight.max() < 2.1 * step_s, "the first may have a step of its own"
     assert eight.max() + 0.8 * step_s < sixteen.max() < 3.1 * step_s

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.curves import WORKLOADS, curves
-from penstock.bench.goodput import Search
-from penstock.bench.systems import CALCULATED, SIMULATED
-from penstock.cli import main
-from penstock.core.types import Role
+from benchmarks.command import main
+from benchmarks.simulated.curves import WORKLOADS, curves
+from benchmarks.simulated.goodput import Search
+from benchmarks.simulated.systems import CALCULATED, SIMULATED
+from penstock.core.types.instances import Role
 from penstock.graph import Graph, Overrides, Slo, build, load
-from penstock.perf.demand import Demand
-from penstock.perf.parallel import Parallel
-from penstock.perf.profile import Profile
+from penstock.perf.model.parallel import Parallel
+from penstock.perf.profile.profile import Profile
+from penstock.perf.search.demand import Demand
 from penstock.plan.graph_text import graph_of
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.workload import WorkloadConfig
+from penstock.sim.workload.workload import WorkloadConfig
 
 ROOT = Path(__file__).parents[2]
 GRAPHS, PROFILES = ROOT / "examples" / "graphs", ROOT / "examples" / "profiles"
@@ -42,7 +42,7 @@ def test_the_largest_goodput_is_found_from_any_estimate(estimate: float) -> None
     graph = one_worker(SLO)
     deployment = plan_deployment(graph, beside=GRAPHS)
     found = Search(precision=0.1, requests_min=300).largest(deployment, short_answers, SLO, estimate)
-    prefill_s = deployment.crews[0].latency.prefill_s(2000)
+    prefill_s = deployment.role_groups[0].latency.prefill_s(2000)
     assert 0.5 < found.rate_per_s * prefill_s < 1
     assert 0.9 * found.rate_per_s <= found.good_per_s <= found.rate_per_s
 
@@ -79,7 +79,7 @@ def test_shipped_graphs_keep_the_interactive_targets(file: str, name: str, devic
     spread = Parallel(
         tp=role.tensor_parallel, pp=role.pipeline_parallel, dp=role.data_parallel, ep=role.expert_parallel
     )
-    assert spread in {layout.crews[0].parallel for layout in question.search().aggregated()}
+    assert spread in {layout.role_groups[0].parallel for layout in question.search().aggregated()}
 
 
 def test_every_column_runs_on_the_engines_that_its_router_expects() -> None:
@@ -88,20 +88,22 @@ def test_every_column_runs_on_the_engines_that_its_router_expects() -> None:
         question = BY_NAME[name].ask(Demand(input_tokens=2048, output_tokens=512, ttft_s=2.0, itl_s=0.05))
         layout = question.search().disaggregated()[0]
         deployment = plan_deployment(graph_of(question, layout), beside=Path())
-        crews = {crew.role: crew for crew in deployment.crews}
-        for crew in layout.crews:
-            planned = crews[crew.role]
-            expected = question.price(crew.parallel)
+        role_groups = {role_group.role: role_group for role_group in deployment.role_groups}
+        for role_group in layout.role_groups:
+            planned = role_groups[role_group.role]
+            expected = question.price(role_group.parallel)
             assert planned.latency.decode_step_s(64, 64_000) == expected.decode_step_s(64, 64_000)
 
 
 def test_a_quick_run_reports_every_kind_of_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.bench.deployments.SIMULATED", [replace(BY_NAME["8b-h100"], devices=2)])
-    monkeypatch.setattr("penstock.bench.deployments._SCALES", (2,))
+    monkeypatch.setattr(
+        "benchmarks.simulated.deployments.SIMULATED", [replace(BY_NAME["8b-h100"], devices=2)]
+    )
+    monkeypatch.setattr("benchmarks.simulated.deployments._SCALES", (2,))
     out = tmp_path / "deployments.json"
-    arguments = ["bench", "deployments", "--quick", "--only", "8b-h100"]
+    arguments = ["deployments", "--quick", "--only", "8b-h100"]
     assert main([*arguments, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     figures = report["figures"]
@@ -120,7 +122,7 @@ def test_a_quick_run_reports_every_kind_of_figure(
 
 
 def test_curves_fall_with_what_each_user_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.bench.curves.CALCULATED", [s for s in CALCULATED if s.devices <= 16])
+    monkeypatch.setattr("benchmarks.simulated.curves.CALCULATED", [s for s in CALCULATED if s.devices <= 16])
     targets = (20, 100)
     samples, placements = curves(targets)
     assert samples.pop("curve_tokens_per_s_per_user") == [20.0, 100.0]
@@ -134,9 +136,9 @@ def test_curves_fall_with_what_each_user_gets(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_curves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.bench.curves.CALCULATED", [s for s in CALCULATED if s.devices <= 16])
+    monkeypatch.setattr("benchmarks.simulated.curves.CALCULATED", [s for s in CALCULATED if s.devices <= 16])
     out = tmp_path / "curves.json"
-    assert main(["bench", "deployments", "--quick", "--only", "curves", "--json", str(out)]) == 0
+    assert main(["deployments", "--quick", "--only", "curves", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["figures"] == {}
     assert "curve_8k_1k_h200-host-mtp_tokens_per_s_per_gpu" in report["samples"]
@@ -144,7 +146,7 @@ def test_curves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "deployments", "--only", "9b"]) == 2
+    assert main(["deployments", "--only", "9b"]) == 2
     assert "no system begins with '9b'; known: 8b-h100" in capsys.readouterr().err
 
 
@@ -158,7 +160,7 @@ def test_the_router_expects_what_was_measured_and_engines_may_run_on_something_e
         plan_deployment(told, beside=GRAPHS, engine_profile=other),
     )
     point = Profile.load(measured).decode[0]
-    engines = [deployment.crews[0].latency for deployment in (both, engines_only)]
+    engines = [deployment.role_groups[0].latency for deployment in (both, engines_only)]
     told = [
         deployment.cluster_spec({}).workers[Role.AGGREGATED].prices
         for deployment in (both, engines_only, alone)

@@ -8,9 +8,9 @@ import pytest
 
 from penstock.graph import Overrides, load
 from penstock.sim.deployment import Deployment, plan_deployment
-from penstock.sim.prompt import Prompt, named, named_units
 from penstock.sim.simulate import simulate
-from penstock.sim.workload import Session, Turn
+from penstock.sim.workload.prompt import Prompt, named, named_units
+from penstock.sim.workload.workload import Session, Turn
 
 GRAPHS = Path(__file__).parents[2] / "examples" / "graphs"
 SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 8_192, 256, 128
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 def served_by_one_per_s(deployment: Deployment) -> float:
     """Say how many requests a second one worker that has the prefix serves with its batch full."""
     context = SHARED_TOKENS + OWN_TOKENS + OUTPUT_TOKENS // 2
-    step_s = deployment.crews[0].latency.decode_step_s(BATCH, BATCH * context)
-    prefill_s = deployment.crews[0].latency.prefill_s(OWN_TOKENS, SHARED_TOKENS)
+    step_s = deployment.role_groups[0].latency.decode_step_s(BATCH, BATCH * context)
+    prefill_s = deployment.role_groups[0].latency.prefill_s(OWN_TOKENS, SHARED_TOKENS)
     return 1 / (step_s * OUTPUT_TOKENS / BATCH + prefill_s)
 
 
@@ -53,5 +53,5 @@ def test_a_prefix_hotter_than_a_worker_can_bear_is_held_by_all_and_starves_none(
     computed = np.asarray(recording.prompt_tokens) - np.asarray(recording.cached_tokens)
     assert np.count_nonzero(computed > SHARED_TOKENS) <= 2 * len(shares)
     waits_s = np.asarray(recording.first_token_s) - np.asarray(recording.sent_s)
-    whole_s = deployment.crews[0].latency.prefill_s(SHARED_TOKENS + OWN_TOKENS)
+    whole_s = deployment.role_groups[0].latency.prefill_s(SHARED_TOKENS + OWN_TOKENS)
     assert waits_s.mean() < whole_s / 4

@@ -7,23 +7,24 @@ import numpy as np
 import pytest
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams, Tier
+from penstock.core.types.events import Tier
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.perf.factors import Factors
-from penstock.perf.hardware import find_hardware
-from penstock.perf.model_config import shape_of
-from penstock.perf.parallel import Parallel
-from penstock.perf.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
-from penstock.perf.roofline import Roofline
-from penstock.perf.speculation import price_per_token
-from penstock.sim.engine import JumpEngine
-from penstock.sim.exact import ExactEngine
-from penstock.sim.loop import run_virtual
-from penstock.sim.prices import DecodePrices
-from penstock.sim.timing import Pace
-from penstock.sim.workload import WorkloadConfig, make_sessions
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.model.model_config import shape_of
+from penstock.perf.model.parallel import Parallel
+from penstock.perf.profile.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
+from penstock.perf.roofline.factors import Factors
+from penstock.perf.roofline.roofline import Roofline
+from penstock.perf.roofline.speculation import price_per_token
+from penstock.sim.engine.engine import JumpEngine
+from penstock.sim.engine.exact import ExactEngine
+from penstock.sim.engine.prices import DecodePrices
+from penstock.sim.engine.timing import Pace
+from penstock.sim.loop.loop import run_virtual
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
 
 SHAPE = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from penstock.sim.loop import Deadlock
-from penstock.sim.trial import Trial, run_trial
+from penstock.sim.chaos.trial import Trial, run_trial
+from penstock.sim.loop.loop import Deadlock
 
 SEEDS = range(8)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.perf.demand import Demand
-from penstock.perf.hardware import find_hardware
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.search.demand import Demand
 from penstock.plan.graph_text import graph_of
 from penstock.plan.question import Question
 from penstock.plan.trial import Effort, play, requests_of_run, try_layout

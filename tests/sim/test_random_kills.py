@@ -6,13 +6,13 @@ import random
 import pytest
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
-from penstock.sim.cluster import SimCluster
-from penstock.sim.invariants import StreamWitness
-from penstock.sim.loop import run
-from penstock.sim.timing import reference
-from penstock.sim.trial import Trial, small_spec
+from penstock.sim.chaos.invariants import StreamWitness
+from penstock.sim.chaos.trial import Trial, small_spec
+from penstock.sim.engine.timing import reference
+from penstock.sim.loop.loop import run
+from penstock.sim.world.cluster import SimCluster
 
 WORKERS, STREAMS, TOKENS = 6, 24, 100
 EVERY_S = 0.4

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens
 from penstock.graph import Overrides, load
-from penstock.router.dispatcher import Dispatcher
-from penstock.router.quote import Quote, Route
+from penstock.router.candidates import Route, ScoredCandidates
+from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.router import Router
-from penstock.sim.cluster import SimCluster
 from penstock.sim.deployment import SALT, Deployment, plan_deployment
-from penstock.sim.loop import run
-from penstock.sim.prompt import Prompt
-from penstock.sim.report import latencies_s
+from penstock.sim.loop.loop import run
+from penstock.sim.report.report import latencies_s
 from penstock.sim.simulate import Recording, simulate
-from penstock.sim.workload import Session, Turn, WorkloadConfig, make_sessions
+from penstock.sim.workload.prompt import Prompt
+from penstock.sim.workload.workload import Session, Turn, WorkloadConfig, make_sessions
+from penstock.sim.world.cluster import SimCluster
 
 GRAPH = Path(__file__).parents[2] / "examples" / "graphs" / "8b-h100-three-regions.yaml"
 REGIONS = ("eu", "us", "asia")
@@ -49,14 +49,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Chosen]:
     seen: list[Chosen] = []
     take = Router.take
 
-    def written(router: Router, quote: Quote, *, again: bool) -> Route:
-        context = quote.context
+    def written(router: Router, candidates: ScoredCandidates, *, again: bool) -> Route:
+        context = candidates.context
         overlaps = dict.fromkeys(REGIONS, 0)
         for slot in context.eligible.nonzero()[0]:
-            region = router.fleet.seats.at(slot).instance.region
+            region = router.fleet.slots.at(slot).instance.region
             overlaps[region] = max(overlaps[region], int(context.overlap_blocks[slot]))
-        seen.append(Chosen(router.fleet.seats.at(quote.choice.slot).instance.region, overlaps))
-        return take(router, quote, again=again)
+        seen.append(Chosen(router.fleet.slots.at(candidates.choice.slot).instance.region, overlaps))
+        return take(router, candidates, again=again)
 
     monkeypatch.setattr(Router, "take", written)
     return seen

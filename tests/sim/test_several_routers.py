@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from penstock.graph import Overrides, load
-from penstock.router.dispatcher import Dispatcher
-from penstock.sim.cluster import SimCluster
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.sim.chaos.trial import _request, small_spec
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.loop import run
-from penstock.sim.prompt import Prompt
-from penstock.sim.report import latencies_s
+from penstock.sim.loop.loop import run
+from penstock.sim.report.report import latencies_s
 from penstock.sim.simulate import simulate
-from penstock.sim.trial import _request, small_spec
-from penstock.sim.workload import Session, Turn
+from penstock.sim.workload.prompt import Prompt
+from penstock.sim.workload.workload import Session, Turn
+from penstock.sim.world.cluster import SimCluster
 
 GRAPH = Path(__file__).parents[2] / "examples" / "graphs" / "8b-h100-x8.yaml"
 BUNCH, BUNCHES, PAUSE_S = 8, 12, 3.0
@@ -40,7 +40,7 @@ def mean_ttft_s(*settings: str) -> float:
 def test_four_routers_are_as_good_as_one_where_requests_come_together():
     one = mean_ttft_s()
     assert mean_ttft_s("frontend.processes=4") < 1.05 * one
-    apart = mean_ttft_s("frontend.processes=4", "router.retries.outruns_max=0")
+    apart = mean_ttft_s("frontend.processes=4", "router.retries.stale_routes_max=0")
     assert apart > 1.15 * one, "or the bunches are none"
 
 

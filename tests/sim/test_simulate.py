@@ -15,13 +15,13 @@ from penstock import __version__
 from penstock.cli import main
 from penstock.core.errors import ConfigError
 from penstock.graph import Overrides, load
-from penstock.perf.catalogue import find_shape
+from penstock.perf.model.catalogue import find_shape
 from penstock.router.router import Router
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.network import NetworkConfig
-from penstock.sim.report import latencies_s
+from penstock.sim.report.report import latencies_s
 from penstock.sim.simulate import simulate
-from penstock.sim.workload import WorkloadConfig, make_sessions
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
+from penstock.sim.world.network import NetworkConfig
 
 ROOT = Path(__file__).parents[2]
 GRAPHS = ROOT / "examples" / "graphs"
@@ -59,7 +59,7 @@ def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
     report = simulated(tmp_path, spec, "--graph", SMALL, "--set", "roles.aggregated.replicas=2")
     assert list(report) == [
         "requests", "completed", "failed", "duration_s", "ttft_s", "itl_s", "e2e_s", "output_tokens_per_s",
-        "goodput_rps", "kv_hit_ratio", "kv_hit_ratio_by_tier", "tenants", "roles", "hand_over", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall", "inputs",
+        "goodput_rps", "kv_hit_ratio", "kv_hit_ratio_by_tier", "tenants", "roles", "kv_transfer", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall", "inputs",
     ]  # fmt: skip
     for name in ("ttft_s", "itl_s", "e2e_s"):
         assert list(report[name]) == ["mean", "p50", "p90", "p99"]
@@ -68,7 +68,7 @@ def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
     assert report["requests"] == report["completed"] == 60
     assert report["failed"] == 0
     assert report["tenants"] == {}
-    assert report["hand_over"] is None
+    assert report["kv_transfer"] is None
     assert report["roles"]["aggregated"]["generated_tokens"] == round(
         report["output_tokens_per_s"] * report["duration_s"]
     )
@@ -209,7 +209,7 @@ def test_requests_that_never_meet_take_what_the_latency_model_says(tmp_path):
     line = '{"timestamp": %d, "input_length": %d, "output_length": 400}\n'
     path.write_text("".join(line % (60_000 * number, tokens) for number, tokens in enumerate(lengths)))
     report = simulated(tmp_path, path, "--graph", SMALL)
-    price = plan_deployment(load(SMALL), beside=GRAPHS).crews[0].latency
+    price = plan_deployment(load(SMALL), beside=GRAPHS).role_groups[0].latency
     ttft_s = np.array([way_s + price.prefill_s(tokens) for tokens in lengths])
     decode_s = np.array(
         [sum(price.decode_step_s(1, tokens + step) for step in range(1, 400)) for tokens in lengths]
@@ -308,9 +308,9 @@ def _played(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
     workers: dict[str, list[int]] = {}
     take = Router.take
 
-    def noted(self, quote, *, again):
-        chosen = take(self, quote, again=again)
-        workers.setdefault(quote.request.request_id, []).append(chosen.worker_id)
+    def noted(self, candidates, *, again):
+        chosen = take(self, candidates, again=again)
+        workers.setdefault(candidates.request.request_id, []).append(chosen.decode.worker_id)
         return chosen
 
     with monkeypatch.context() as patch:
@@ -388,9 +388,9 @@ def test_adapters_are_asked_for_where_they_are(monkeypatch):
     went: dict[str | None, set[int]] = {}
     take = Router.take
 
-    def noted(self, quote, *, again):
-        chosen = take(self, quote, again=again)
-        went.setdefault(quote.request.adapter, set()).add(int(chosen.worker_id))
+    def noted(self, candidates, *, again):
+        chosen = take(self, candidates, again=again)
+        went.setdefault(candidates.request.adapter, set()).add(int(chosen.decode.worker_id))
         return chosen
 
     monkeypatch.setattr(Router, "take", noted)

@@ -10,12 +10,12 @@ import pytest
 
 from penstock.cli import main
 from penstock.core.errors import ConfigError
-from penstock.deploy.local import runnable_roles
+from penstock.deploy.supervisor.local import runnable_roles
 from penstock.graph import build, load
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.outcome import simulate_graph
 from penstock.sim.simulate import simulate
-from penstock.sim.workload import WorkloadConfig, make_sessions
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -71,7 +71,7 @@ TOKEN_BYTES = 131_072
 """Of the model's KV: 32 layers, 8 heads of 128, keys and values, two bytes each."""
 
 
-def test_a_report_says_what_each_role_did_and_what_was_handed_over(tmp_path, capsys):
+def test_a_report_says_what_each_role_did_and_what_was_transferred(tmp_path, capsys):
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     shipped = GRAPHS / "70b-h100-fp8-p2d2.yaml"
     spec = tmp_path / "long.yaml"
@@ -85,17 +85,25 @@ def test_a_report_says_what_each_role_did_and_what_was_handed_over(tmp_path, cap
         assert list(role) == ROLE_KEYS
         assert role["workers"] == 2
         assert 0 <= role["kv_use"]["mean"] <= role["kv_use"]["max"] <= 1
-    hand_over = report["hand_over"]
-    assert list(hand_over) == ["remote", "local", "bytes", "second_token_s", "failures", "expired", "refused"]
-    assert (hand_over["remote"], hand_over["local"], hand_over["failures"]) == (40, 0, {})
+    kv_transfer = report["kv_transfer"]
+    assert list(kv_transfer) == [
+        "remote",
+        "local",
+        "bytes",
+        "second_token_s",
+        "failures",
+        "expired",
+        "refused",
+    ]
+    assert (kv_transfer["remote"], kv_transfer["local"], kv_transfer["failures"]) == (40, 0, {})
     decode, prefill = report["roles"]["decode"], report["roles"]["prefill"]
     assert prefill["generated_tokens"] == 40
     tokens = round(report["output_tokens_per_s"] * report["duration_s"])
     assert decode["generated_tokens"] == tokens - 40
-    blocks = hand_over["bytes"] / (64 * 163_840)
+    blocks = kv_transfer["bytes"] / (64 * 163_840)
     assert blocks == int(blocks)
     assert 0 <= prefill["prefilled_tokens"] - 64 * blocks < 64 * 40, "all but a last part of each prompt"
-    assert decode["received_bytes"] == hand_over["bytes"]
+    assert decode["received_bytes"] == kv_transfer["bytes"]
     assert decode["prefilled_tokens"] < (64 + 1) * 40
     text = capsys.readouterr().out
     assert "KV moves at 675 GB/s" in text
@@ -110,8 +118,8 @@ def test_a_mixture_of_experts_with_windows_is_simulated_as_shipped():
     report = simulate_graph(
         load(shipped), chat(60, rate=20, input_tokens=3000, turns=1, slo_ttft_s=1.0, slo_itl_s=0.02)
     )
-    assert (report["completed"], report["failed"], report["hand_over"]["failures"]) == (60, 0, {})
-    assert report["hand_over"]["remote"] > report["hand_over"]["local"]
+    assert (report["completed"], report["failed"], report["kv_transfer"]["failures"]) == (60, 0, {})
+    assert report["kv_transfer"]["remote"] > report["kv_transfer"]["local"]
     assert report["itl_s"]["p90"] < 0.02
     assert report["roles"]["decode"]["kv_tokens"] > 2_000_000, (
         "KV of 16 bits in 36 layers beside 16 GB of weights a GPU"
@@ -147,8 +155,8 @@ def test_a_slow_link_adds_the_last_chunk_to_the_second_token():
         described["router"] |= {"policy": "least-loaded", "disagg": {"link_bytes_per_s": link_bytes_per_s}}
         workload = chat(10, rate=0.5, turns=1, spread=0, input_tokens=2048, output_tokens=10)
         report = simulate_graph(build(described), workload)
-        assert report["hand_over"]["bytes"] == 10 * 2048 * TOKEN_BYTES
-        seconds.append(report["hand_over"]["second_token_s"]["mean"])
+        assert report["kv_transfer"]["bytes"] == 10 * 2048 * TOKEN_BYTES
+        seconds.append(report["kv_transfer"]["second_token_s"]["mean"])
     last_chunk_bytes = 1024 * TOKEN_BYTES
     assert seconds[1] - seconds[0] == pytest.approx(last_chunk_bytes * (1 / 6e9 - 1e-11), rel=0.1)
     assert seconds[0] < 0.02
@@ -160,7 +168,7 @@ def test_the_second_token_does_not_wait_for_prompts_that_are_computed_beside_it(
             graph({"decode": {"prompt_order": order, "max_batch_tokens": 256}}, prefill=1, decode=1),
             chat(60, rate=12, turns=1, input_tokens=4000, output_tokens=20),
             seed=1,
-        )["hand_over"]
+        )["kv_transfer"]
         for order in (None, "fcfs")
     ]
     assert all(report["local"] > 15 and report["remote"] > 30 for report in reports)

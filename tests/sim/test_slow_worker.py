@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams, WorkerLoad
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens
 from penstock.graph import load
-from penstock.router.dispatcher import Dispatcher
-from penstock.router.drift import Drift
-from penstock.sim.cluster import SimCluster
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.router.workers.price_correction import PriceCorrection
 from penstock.sim.deployment import SALT, plan_deployment
-from penstock.sim.loop import run
-from penstock.sim.prompt import Prompt
-from penstock.sim.report import latencies_s
+from penstock.sim.loop.loop import run
+from penstock.sim.report.report import latencies_s
 from penstock.sim.simulate import Recording, simulate
-from penstock.sim.workload import WorkloadConfig, make_sessions
+from penstock.sim.workload.prompt import Prompt
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
+from penstock.sim.world.cluster import SimCluster
 
 GRAPH = Path(__file__).parents[2] / "examples" / "graphs" / "8b-h100-x8.yaml"
 DEPLOYMENT = plan_deployment(load(GRAPH), beside=GRAPH.parent)
@@ -87,17 +88,17 @@ def factors(dispatcher: Dispatcher) -> dict[str, float | None]:
 def test_a_worker_that_turns_twice_as_slow_is_tracked_within_20_observations_and_stays_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    observed: list[tuple[Drift, float, float]] = []
-    report = Drift.report
+    observed: list[tuple[PriceCorrection, float, float]] = []
+    report = PriceCorrection.report
 
-    def counted(drift: Drift, load: WorkerLoad, now_s: float) -> bool:
-        before = drift._correction.observations
-        changed = report(drift, load, now_s)
-        if drift._correction.observations > before:
-            observed.append((drift, now_s, drift.factor))
+    def counted(price_correction: PriceCorrection, load: WorkerLoad, now_s: float) -> bool:
+        before = price_correction._correction.observations
+        changed = report(price_correction, load, now_s)
+        if price_correction._correction.observations > before:
+            observed.append((price_correction, now_s, price_correction.factor))
         return changed
 
-    monkeypatch.setattr(Drift, "report", counted)
+    monkeypatch.setattr(PriceCorrection, "report", counted)
 
     async def scene(cluster: SimCluster, dispatcher: Dispatcher) -> None:
         await asyncio.sleep(30.0)
@@ -106,8 +107,12 @@ def test_a_worker_that_turns_twice_as_slow_is_tracked_within_20_observations_and
         cluster.workers["worker-0"].pace.factor = 2.0
         await asyncio.sleep(60.0)
         after = factors(dispatcher)
-        drift = next(d for d, _, _ in observed if d.factor == after["worker-0"])
-        seen = [(at_s - turned_s, factor) for d, at_s, factor in observed if d is drift and at_s > turned_s]
+        price_correction = next(d for d, _, _ in observed if d.factor == after["worker-0"])
+        seen = [
+            (at_s - turned_s, factor)
+            for d, at_s, factor in observed
+            if d is price_correction and at_s > turned_s
+        ]
         assert before["worker-0"] == pytest.approx(1.0, abs=0.1)
         assert seen[19][1] == pytest.approx(2.0 * before["worker-0"], rel=0.1)
         assert seen[19][0] < 30.0, "virtual seconds"
@@ -151,5 +156,5 @@ def test_requests_wait_less_than_where_nobody_measures(monkeypatch: pytest.Monke
         return float(np.mean(latencies_s(recording)[0]))
 
     measured_s = mean_ttft_s()
-    monkeypatch.setattr(Drift, "report", lambda *_: False)
+    monkeypatch.setattr(PriceCorrection, "report", lambda *_: False)
     assert measured_s < mean_ttft_s()

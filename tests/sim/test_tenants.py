@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens
 from penstock.graph import Overrides, load
-from penstock.router.dispatcher import Dispatcher
-from penstock.sim.cluster import SimCluster
+from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.sim.deployment import SALT, plan_deployment
-from penstock.sim.loop import run
-from penstock.sim.prompt import Prompt
-from penstock.sim.report import make_report
+from penstock.sim.loop.loop import run
+from penstock.sim.report.report import make_report
 from penstock.sim.simulate import simulate
-from penstock.sim.workload import WorkloadConfig, make_sessions
+from penstock.sim.workload.prompt import Prompt
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
+from penstock.sim.world.cluster import SimCluster
 
 GRAPH = Path(__file__).parents[2] / "examples" / "graphs" / "8b-h100-x8.yaml"
 TOKENS = 8_000
@@ -80,7 +80,7 @@ def test_the_report_says_what_each_tenant_waits() -> None:
     )
     waits_s = {}
     for threshold in ("2", "null"):
-        settings = ["roles.aggregated.replicas=2", f"router.hold.threshold_s={threshold}"]
+        settings = ["roles.aggregated.replicas=2", f"router.queue.threshold_s={threshold}"]
         deployment = plan_deployment(load(GRAPH, Overrides(settings)), beside=GRAPH.parent)
         recording = simulate(deployment, make_sessions(config, random.Random(1)), seed=1)
         report = make_report(recording, deployment, None, wall_s=1.0)
@@ -102,6 +102,6 @@ def test_the_report_says_what_each_tenant_waits() -> None:
 def test_a_flood_of_one_tenant_is_its_own_wait() -> None:
     flood_s, quiet_s = mean_ttft_s()
     assert quiet_s < flood_s / 4
-    flood_sent_s, quiet_sent_s = mean_ttft_s("router.hold.threshold_s=null")
+    flood_sent_s, quiet_sent_s = mean_ttft_s("router.queue.threshold_s=null")
     assert quiet_s < quiet_sent_s / 4, "sent at once, it waits behind all of the flood"
     assert flood_s < 1.2 * flood_sent_s

@@ -16,19 +16,19 @@ from msgspec.structs import replace
 from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, PenstockError, Unavailable
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.mock import MockConfig, MockRunner, StepTiming, mock_engine
+from penstock.engine.mock.engine import MockConfig, MockRunner, StepTiming, mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
 from penstock.router.config import RetryConfig, RouterConfig
-from penstock.router.dispatcher import Dispatcher
-from penstock.router.member import Condition
-from penstock.sim.loop import run_virtual
-from penstock.testing.cluster import MemoryCluster
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.router.workers.member import Condition
+from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
+from tests.support.cluster import MemoryCluster
 
 BLOCK_SIZE = 4
 POISON = 666

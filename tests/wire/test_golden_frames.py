@@ -12,33 +12,61 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core import framing, types
 from penstock.core.descriptors import TransferOp
 from penstock.core.errors import ErrorInfo, ProtocolError
-from penstock.core.framing import LENGTH_BYTES, FrameReader, UnknownFrame
-from penstock.core.kv_exchange import KvExchange
-from penstock.core.kv_layout import KvLayout
+from penstock.core.net import framing
+from penstock.core.net.framing import LENGTH_BYTES, FrameReader, UnknownFrame
+from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventSnapshot,
+    Tier,
+)
+from penstock.core.types.instances import (
+    EngineInfo,
+    Instance,
+    InstancePut,
+    InstanceRemoved,
+    InstanceState,
+    Role,
+    WatchSynced,
+)
+from penstock.core.types.kv_exchange import KvExchange, KvSource
+from penstock.core.types.kv_layout import KvLayout
+from penstock.core.types.load import KvRead, WorkerLoad
+from penstock.core.types.requests import (
+    Delta,
+    FinishReason,
+    KvHandle,
+    Prefetch,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.runtime import handshake
 from penstock.runtime.discovery import messages
 from penstock.runtime.requests import frames
-from penstock.transfer import frames as links
-from penstock.transfer import tcp_frames
+from penstock.transfer.link import frames as links
+from penstock.transfer.transports.tcp import frames as tcp_frames
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_frames.json"
 
 ERROR = ErrorInfo(code="overloaded", message="full", param="n", retry_after_s=1.5, http_status=503)
-CARD = types.ModelCard(
+CARD = ModelCard(
     name="m",
     context_length=4096,
     block_size=16,
     salt=b"salt",
     eos_token_ids=(2, 3),
-    files=(types.CardFile(name="tokenizer.json", sha256="ab", size_bytes=9),),
+    files=(CardFile(name="tokenizer.json", sha256="ab", size_bytes=9),),
     created_s=1,
     default_sampling=(("temperature", 0.5),),
 )
-ENGINE = types.EngineInfo(
+ENGINE = EngineInfo(
     block_size=16,
     total_blocks=64,
     context_length=4096,
@@ -49,33 +77,32 @@ ENGINE = types.EngineInfo(
         num_layers=2, num_kv_heads=1, head_dim=8, dtype="float16", element_bytes=2, block_size=16
     ).split(num_blocks=64),
 )
-INSTANCE = types.Instance(
+INSTANCE = Instance(
     worker_id=7,
     name="worker-0",
     address="tcp://127.0.0.1:5000",
-    role=types.Role.DECODE,
+    role=Role.DECODE,
     card=CARD,
     engine=ENGINE,
-    state=types.InstanceState.DRAINING,
+    state=InstanceState.DRAINING,
     pid=42,
     host="h",
     exchange=KvExchange(transports=("shm", "tcp"), listens=("unix",), host=b"host"),
 )
-HANDLE = types.KvHandle(
+SOURCE = KvSource(agent=b"PTA", layout=b"L", regions=((1, 2), (3,)))
+HANDLE = KvHandle(
     producer=7,
     pin_id=3,
     ttl_s=2.5,
     num_tokens=32,
     block_ids=b"\1\0\0\0",
-    agent=b"PTA",
-    layout=b"L",
-    regions=((1, 2), (3,)),
+    source=SOURCE,
 )
-REQUEST = types.Request(
+REQUEST = Request(
     request_id="r-0",
     model="m",
     token_ids=pack_tokens([1, -2, 300000]),
-    sampling=types.SamplingParams(
+    sampling=SamplingParams(
         max_tokens=8,
         temperature=0.0,
         top_p=0.9,
@@ -99,34 +126,32 @@ REQUEST = types.Request(
     expected_cached_tokens=4,
     known_peer_arrivals=7,
 )
-DELTA = types.Delta(
+DELTA = Delta(
     request_id="r-0",
     token_ids=pack_tokens([5]),
-    finish_reason=types.FinishReason.STOP,
+    finish_reason=FinishReason.STOP,
     cached_tokens=16,
-    logprobs=(types.TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5), (6, -1.5))),),
+    logprobs=(TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5), (6, -1.5))),),
     error=ERROR,
     kv=HANDLE,
 )
-_COUNTS = types.WorkerLoad.__struct_fields__[:-7]
-LOAD = types.WorkerLoad(
+_COUNTS = WorkerLoad.__struct_fields__[:-7]
+LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
     onboarded_tokens=(14, 15, 16),
     oldest_wait_s=2.5,
-    kv_reads=(types.KvRead(producer=9, transport="shm", num_bytes=4096, seconds=0.5),),
+    kv_reads=(KvRead(producer=9, transport="shm", num_bytes=4096, seconds=0.5),),
     kv_failures=17,
     kv_expired=18,
     kv_refused=19,
 )
-STORED = types.BlockStored(
-    block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=types.Tier.HOST
-)
-BATCH = types.EventBatch(
+STORED = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=Tier.HOST)
+BATCH = EventBatch(
     sequence=5,
     events=(
         STORED,
-        types.BlockRemoved(block_hashes=pack_hashes([2]), tier=types.Tier.DISK),
-        types.AllBlocksCleared(),
+        BlockRemoved(block_hashes=pack_hashes([2]), tier=Tier.DISK),
+        AllBlocksCleared(),
     ),
 )
 HELLO = {
@@ -156,7 +181,13 @@ PLANE = {
     **HELLO,
     "submit": frames.Submit(request=REQUEST),
     "prefetch": frames.PrefetchKv(
-        prefetch=types.Prefetch(request_id="r-0", block_hashes=pack_hashes([1, 2**63]), kv=HANDLE)
+        prefetch=Prefetch(
+            request_id="r-0",
+            block_hashes=pack_hashes([1, 2**63]),
+            transfer_id=b"transfer",
+            prefill_worker=7,
+            source=SOURCE,
+        )
     ),
     "abort": frames.Abort(request_id="r-0"),
     "grant": frames.Grant(grants=(("r-0", 128), ("r-1", 1))),
@@ -164,14 +195,12 @@ PLANE = {
     "subscribe_all": frames.Subscribe(),
     "fetch": frames.Fetch(fetch_id=1, sha256="ab"),
     "fetch_chunk": frames.FetchChunk(fetch_id=1, data=b"content", last=True, error=ERROR),
-    "deltas": frames.Deltas(deltas=(DELTA, types.Delta(request_id="r-1"))),
+    "deltas": frames.Deltas(deltas=(DELTA, Delta(request_id="r-1"))),
     "load": frames.Load(load=LOAD),
-    "change_role": frames.ChangeRole(call_id=2, role=types.Role.DECODE),
+    "change_role": frames.ChangeRole(call_id=2, role=Role.DECODE),
     "role_changed": frames.RoleChanged(call_id=2, error=ERROR),
     "event_batch": frames.Event(message=BATCH),
-    "event_snapshot": frames.Event(
-        message=types.EventSnapshot(sequence=5, chunk=1, last=True, events=(STORED,))
-    ),
+    "event_snapshot": frames.Event(message=EventSnapshot(sequence=5, chunk=1, last=True, events=(STORED,))),
     **LIFE,
 }
 HUB = {
@@ -183,9 +212,9 @@ HUB = {
     "lapsed": messages.Lapsed(worker_ids=(8,)),
     "withdraw": messages.Withdraw(worker_id=7),
     "watch": messages.Watch(),
-    "change_put": messages.Change(change=types.InstancePut(instance=INSTANCE)),
-    "change_removed": messages.Change(change=types.InstanceRemoved(worker_id=7, reason="gone")),
-    "change_synced": messages.Change(change=types.WatchSynced()),
+    "change_put": messages.Change(change=InstancePut(instance=INSTANCE)),
+    "change_removed": messages.Change(change=InstanceRemoved(worker_id=7, reason="gone")),
+    "change_synced": messages.Change(change=WatchSynced()),
     **LIFE,
 }
 LINK_CODEC = links.link_codec()

@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 
 from penstock.core.descriptors import Descriptors, TransferOp
 from penstock.core.errors import PenstockError
-from penstock.testing.wire_targets import TARGETS, TcpOwner
 from penstock.transfer import RemoteRegion, TransferAgent, TransferConfig
-from penstock.transfer.metadata import TRANSFER_VERSION, AgentMetadata, encode_metadata
-from penstock.transfer.tcp_frames import Done, Ended, Get, PackedRanges, Push, Put, Stop, encode_frame
+from penstock.transfer.link.metadata import TRANSFER_VERSION, AgentMetadata, encode_metadata
+from penstock.transfer.transports.tcp.frames import (
+    Done,
+    Ended,
+    Get,
+    PackedRanges,
+    Push,
+    Put,
+    Stop,
+    encode_frame,
+)
+from tests.support.wire_targets import TARGETS, TcpOwner
 
 U64 = st.integers(0, 2**64 - 1)
 NUMBERS = st.one_of(st.sampled_from([0, 1, 8, 4095, 4096, 4097, 2**63, 2**64 - 8]), U64)

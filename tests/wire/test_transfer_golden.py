@@ -11,12 +11,12 @@ import pytest
 
 from penstock.core.descriptors import MemoryKind, RegionInfo
 from penstock.core.errors import ErrorInfo
-from penstock.core.framing import LENGTH_BYTES, Goodbye, Ping, Pong
-from penstock.core.kv_layout import KvLayout, RankLayout
+from penstock.core.net.framing import LENGTH_BYTES, Goodbye, Ping, Pong
+from penstock.core.types.kv_layout import KvLayout, RankLayout
 from penstock.core.wire import encode
-from penstock.transfer import frames
-from penstock.transfer.grants import Ask, Grant
-from penstock.transfer.metadata import AgentMetadata
+from penstock.transfer.link import frames
+from penstock.transfer.link.metadata import AgentMetadata
+from penstock.transfer.transports.shm.grants import Ask, Grant
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_transfer.json"
 CODEC = frames.link_codec()

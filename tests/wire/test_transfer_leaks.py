@@ -45,8 +45,8 @@ def test_peers_that_connect_and_disconnect_leave_nothing():
                     await reader.post(TransferOp.READ, *ranges, peer).wait()
                     await reader.disconnect(peer)
                 await _until_as_before(before)
-                assert not owner._switchboard._links
-                assert not reader._switchboard._links
+                assert not owner._connections._links
+                assert not reader._connections._links
 
     run_async(main())
 

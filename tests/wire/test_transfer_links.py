@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import PeerLost, ProtocolError
-from penstock.core.framing import LENGTH_BYTES
+from penstock.core.net.framing import LENGTH_BYTES
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.frames import Challenge, Greeting, LinkFrame, Welcome, Withdrawn, link_codec
-from penstock.transfer.listener import Door
-from penstock.transfer.metadata import TRANSFER_VERSION, decode_metadata
-from penstock.transfer.socket_io import send_all
+from penstock.transfer.link.frames import Challenge, Greeting, LinkFrame, Welcome, Withdrawn, link_codec
+from penstock.transfer.link.listener import Endpoint
+from penstock.transfer.link.metadata import TRANSFER_VERSION, decode_metadata
+from penstock.transfer.link.socket_io import send_all
 
 SOCKETS = TransferConfig(listen=("unix", "tcp://127.0.0.1:0"), heartbeat_timeout_s=0.4, connect_timeout_s=1.0)
 
@@ -59,8 +59,8 @@ def test_a_peer_that_goes_silent_is_lost():
             memory = other.register(np.zeros(64, np.uint8), "kv")
             peer = await agent.connect(other.metadata())
             local = agent.register(np.zeros(64, np.uint8))
-            other._switchboard._links[1].channel._transport.pause_reading()
-            other._switchboard._links[1].channel._timer.cancel()
+            other._connections._links[1].channel._transport.pause_reading()
+            other._connections._links[1].channel._timer.cancel()
             await asyncio.sleep(0.6)
             with pytest.raises(PeerLost, match="silent for"):
                 agent.post(TransferOp.READ, local.ranges(), memory.ranges(), peer)
@@ -71,7 +71,7 @@ def test_a_peer_that_goes_silent_is_lost():
 async def _reply(where: str, token: bytes, data: bytes) -> bytes:
     """Say something as a stranger, and give what comes back until the connection ends."""
     loop = asyncio.get_running_loop()
-    connection = await Door(where, token)._connect(1.0)
+    connection = await Endpoint(where, token)._connect(1.0)
     with connection:
         with contextlib.suppress(OSError):
             await loop.sock_sendall(connection, data)
@@ -105,7 +105,7 @@ def test_an_agent_survives_what_strangers_say(data):
         async with TransferAgent("b", SOCKETS) as agent:
             for where in decode_metadata(agent.metadata()).addresses:
                 await _reply(where, agent.identity.token, data)
-            assert not agent._switchboard._links
+            assert not agent._connections._links
             async with TransferAgent("a", SOCKETS) as friend:
                 await friend.connect(agent.metadata())
 
@@ -128,7 +128,7 @@ async def _connect_to_an_impostor(*frames: LinkFrame, match: str) -> None:
     async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", _config("")) as other:
         metadata = other.metadata()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("penstock.transfer.listener._abstract_name", lambda _: path)
+            patch.setattr("penstock.transfer.link.listener._abstract_name", lambda _: path)
             with pytest.raises(ProtocolError, match=match):
                 await agent.connect(metadata)
         assert not agent.peers
@@ -160,7 +160,7 @@ def test_a_refusal_of_the_version_is_known_on_both_sides(monkeypatch):
     async def scenario():
         async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", SOCKETS) as other:
             metadata = other.metadata()
-            monkeypatch.setattr("penstock.transfer.greeting.TRANSFER_VERSION", TRANSFER_VERSION + 5)
+            monkeypatch.setattr("penstock.transfer.link.handshake.TRANSFER_VERSION", TRANSFER_VERSION + 5)
             with pytest.raises(ProtocolError, match="transfer version 6"):
                 await agent.connect(metadata)
             async with asyncio.timeout(1):
@@ -181,9 +181,9 @@ def test_a_stream_that_was_opened_once_cannot_be_opened_by_the_same_bytes_again(
                 sent.append(data)
                 await send_all(connection, data)
 
-            (link,) = agent._switchboard._links.values()
+            (link,) = agent._connections._links.values()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("penstock.transfer.listener.send_all", record)
+                patch.setattr("penstock.transfer.link.listener.send_all", record)
                 (await link.open_stream("tcp")).close()
             theirs = [data for data in sent if data[:4] == b"PTA " or len(data) > 20]
             assert len(theirs) == 2
@@ -216,11 +216,11 @@ def test_a_stream_of_a_link_that_this_side_opened_is_refused():
     async def scenario():
         async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", SOCKETS) as other:
             await agent.connect(other.metadata())
-            (link,) = agent._switchboard._links.values()
+            (link,) = agent._connections._links.values()
             assert link.initiated
-            door = Door("unix", agent.identity.token)
+            endpoint = Endpoint("unix", agent.identity.token)
             for link_id in range(4):
                 with pytest.raises(PeerLost, match="refuses a stream"):
-                    await door.open_stream(link_id, link.stream_key, "tcp", 1.0)
+                    await endpoint.open_stream(link_id, link.stream_key, "tcp", 1.0)
 
     run_async(scenario())

@@ -17,7 +17,7 @@ from penstock.core.descriptors import Region, TransferOp
 from penstock.core.errors import PeerLost, ProtocolError, TransferRefused
 from penstock.core.wire import encode
 from penstock.testing.loop import run_async
-from penstock.testing.transport_harness import Bytes, TwoAgents
+from penstock.testing.transports.harness import Bytes, TwoAgents
 from penstock.transfer import (
     Access,
     Arena,
@@ -26,13 +26,13 @@ from penstock.transfer import (
     TransferCancelled,
     TransferConfig,
     TransferError,
-    copies,
-    shm,
 )
-from penstock.transfer.grants import Ask, Grant, GrantStream
-from penstock.transfer.other_process import is_ending, why_untraceable
-from penstock.transfer.shm import ShmTransport
-from penstock.transfer.shm_channel import ShmWay
+from penstock.transfer.regions import copies
+from penstock.transfer.transports.shm import transport as shm
+from penstock.transfer.transports.shm.channel import ShmWay
+from penstock.transfer.transports.shm.grants import Ask, Grant, GrantStream
+from penstock.transfer.transports.shm.other_process import is_ending, why_untraceable
+from penstock.transfer.transports.shm.transport import ShmTransport
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 SIZE = 1 << 16
@@ -74,6 +74,7 @@ def mappings(access: str = "") -> int:
 
 
 def descriptors() -> int:
+    gc.collect()  # what earlier tests left is closed now, and not while this one counts
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -158,7 +159,7 @@ class TestMappings:
                 given = two.owner.register(arena, "given", access=Access.READ)
                 peer = await two.agent.connect(two.owner.metadata([given]))
                 await two.agent.post(READ, two.local.ranges(), peer.region("given").ranges(), peer).wait()
-                (theirs, _), *_ = peer.ways["shm"].channel._arenas.values()
+                (theirs, _), *_ = peer.routes["shm"].channel._arenas.values()
                 for access in (os.O_RDONLY, os.O_RDWR):
                     fd = os.open(f"/proc/self/fd/{theirs.fd}", access)
                     with pytest.raises(PermissionError):
@@ -179,7 +180,7 @@ class TestMappings:
                 two.write_local(np.full(SIZE, 4, np.uint8))
                 await two.agent.post(WRITE, two.local.ranges(), peer.region("given").ranges(), peer).wait()
                 assert (arena.array == 4).all()
-                assert not peer.ways["shm"].channel._arenas
+                assert not peer.routes["shm"].channel._arenas
 
         play(scenario)
 
@@ -277,7 +278,7 @@ class TestLyingOwners:
             with pytest.raises(PeerLost, match=r"agent owner is gone .*; connect again"):
                 await two.move()
 
-        monkeypatch.setattr("penstock.transfer.shm_channel._LINK_ENDS_S", 0.01)
+        monkeypatch.setattr("penstock.transfer.transports.shm.channel._LINK_ENDS_S", 0.01)
         play(scenario)
 
     def test_messages_that_are_none_end_the_link(self):
@@ -429,7 +430,7 @@ class TestEnds:
     def test_a_process_that_is_ending_ends_copies_before_its_link(self, monkeypatch):
         async def scenario(two: Arenas) -> None:
             await two.move()
-            monkeypatch.setattr("penstock.transfer.shm_channel.is_ending", lambda _: True)
+            monkeypatch.setattr("penstock.transfer.transports.shm.channel.is_ending", lambda _: True)
             with contextlib.suppress(PeerLost):
                 await two.move()  # it begins to look
             await asyncio.sleep(0.02)
@@ -437,7 +438,7 @@ class TestEnds:
                 with pytest.raises(PeerLost, match="is ending"):
                     await two.move(op)
 
-        monkeypatch.setattr("penstock.transfer.shm_channel._WATCH_S", 0.001)
+        monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
         play(scenario)
 
     def test_a_copy_under_way_is_ended(self, monkeypatch):
@@ -454,24 +455,24 @@ class TestEnds:
             monkeypatch.setattr(copies, "copy_ranges", slow)
             handle = two.agent.post(READ, two.local.ranges(), two.remote.ranges(), two.peer)
             await asyncio.to_thread(is_held.wait)
-            monkeypatch.setattr("penstock.transfer.shm_channel.is_ending", lambda _: True)
+            monkeypatch.setattr("penstock.transfer.transports.shm.channel.is_ending", lambda _: True)
             await asyncio.sleep(0.02)
             assert handle.is_pending, "memory is still in use"
             let_go.set()
             with pytest.raises(PeerLost, match="is ending"):
                 await handle.wait()
 
-        monkeypatch.setattr("penstock.transfer.shm_channel._WATCH_S", 0.001)
+        monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
         play(scenario)
 
     def test_nobody_is_watched_when_nothing_is_copied(self, monkeypatch):
         async def scenario(two: Arenas) -> None:
             await two.move()
             await asyncio.sleep(0.02)
-            monkeypatch.setattr("penstock.transfer.shm_channel.is_ending", pytest.fail)
+            monkeypatch.setattr("penstock.transfer.transports.shm.channel.is_ending", pytest.fail)
             await asyncio.sleep(0.02)
 
-        monkeypatch.setattr("penstock.transfer.shm_channel._WATCH_S", 0.001)
+        monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
         play(scenario)
 
     def test_processes_that_are_there_and_that_are_not(self):

@@ -30,7 +30,7 @@ class Two:
         self.local = self.agent.register(self.here)
         self.owned = self.owner.register(self.there, "there")
         self.peer = await self.agent.connect(self.owner.metadata())
-        self.channel = self.peer.ways["tcp"].channel
+        self.channel = self.peer.routes["tcp"].channel
         return self
 
     def post(self, op, index, **options):
@@ -38,7 +38,7 @@ class Two:
         return self.agent.post(op, *ranges, self.peer, **options)
 
     def guest(self):
-        (guest,) = self.owner._transports["tcp"]._guests.values()
+        (guest,) = self.owner._transports["tcp"]._sessions.values()
         return guest
 
     def streams(self, agent):
@@ -107,7 +107,7 @@ def test_what_is_beyond_the_owners_bounds_waits_in_order(op):
                 tasks.create_task(wait(index))
             while len(ended) < PARTS:
                 await asyncio.sleep(0)
-                if both.owner._transports["tcp"]._guests:
+                if both.owner._transports["tcp"]._sessions:
                     assert len(both.guest()._pushes) <= 2
         assert len(both.streams(both.owner)) == 2
         for place, index in enumerate(ended):
@@ -191,7 +191,7 @@ def test_an_owner_keeps_nothing_of_a_peer_that_is_gone(op):
             if handle.error is not None:
                 with pytest.raises(Exception, match="closes"):
                     await handle.wait()
-        await both.until(lambda: not both.owner._transports["tcp"]._guests)
+        await both.until(lambda: not both.owner._transports["tcp"]._sessions)
         assert not both.streams(both.owner)
         assert not both.streams(both.agent)
         there = both.there.copy()

@@ -21,10 +21,9 @@ from penstock.core.errors import (
 )
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.quiet import ContainedTransport
-from penstock.transfer.tcp import TcpTransport
 from penstock.transfer.tcp_config import TcpConfig
-from penstock.transfer.tcp_frames import (
+from penstock.transfer.transports.quiet import ContainedTransport
+from penstock.transfer.transports.tcp.frames import (
     Contact,
     Done,
     Ended,
@@ -38,6 +37,7 @@ from penstock.transfer.tcp_frames import (
     decode_frame,
     encode_frame,
 )
+from penstock.transfer.transports.tcp.transport import TcpTransport
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 KIB, MIB = 1 << 10, 1 << 20
@@ -403,7 +403,7 @@ def test_more_bytes_than_announced_reach_no_memory():
 
 def test_who_reads_nothing_is_given_up():
     async def play(scene):
-        scene.transport._config = scene.transport._estate.config  # the bound is what makes it a megabyte
+        scene.transport._config = scene.transport._server.config  # the bound is what makes it a megabyte
         stream = await scene.rogue.ready_stream()
         stream.setsockopt(1, 8, 4096)  # SO_RCVBUF
         for exchange in range(1, 20):
@@ -620,7 +620,7 @@ def test_a_contact_that_makes_no_sense_is_why_it_is_not_reached(contact, why):
 
 def test_questions_to_who_asks_end_the_link():
     async def play(scene):
-        scene.rogue.link = next(iter(scene.honest._switchboard._links.values()))
+        scene.rogue.link = next(iter(scene.honest._connections._links.values()))
         handle = _post(scene, WRITE, KIB)
         await scene.rogue.hear(Put)
         scene.rogue.say(Get(exchange=1, ranges=scene.packed()))

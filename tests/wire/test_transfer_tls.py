@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError, PeerLost, ProtocolError
-from penstock.testing.certificates import make_authority, make_certificate
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.listener import Door
-from penstock.transfer.metadata import decode_metadata, encode_metadata
+from penstock.transfer.link.listener import Endpoint
+from penstock.transfer.link.metadata import decode_metadata, encode_metadata
 from penstock.transfer.tls import TlsConfig, TlsIdentity
+from tests.support.certificates import make_authority, make_certificate
 
 pytestmark = pytest.mark.needs("openssl")
 
@@ -125,7 +125,7 @@ def test_a_port_says_that_it_speaks_tls_or_does_not(files, kind):
         is_tls = kind in {b"PTA tlsl", b"PTA tlss"}
         async with TransferAgent("b", _config(None if is_tls else files["b"])) as other:
             (address,) = decode_metadata(other.metadata()).addresses
-            connection = await Door(address, other.identity.token)._connect(1.0)
+            connection = await Endpoint(address, other.identity.token)._connect(1.0)
             loop = asyncio.get_running_loop()
             with connection:
                 await loop.sock_sendall(connection, kind)
@@ -144,7 +144,7 @@ def test_garbage_instead_of_a_handshake_is_refused(files, data):
     async def scenario():
         async with TransferAgent("b", _config(files["b"])) as other:
             (address,) = decode_metadata(other.metadata()).addresses
-            connection = await Door(address, other.identity.token)._connect(1.0)
+            connection = await Endpoint(address, other.identity.token)._connect(1.0)
             loop = asyncio.get_running_loop()
             with connection:
                 await loop.sock_sendall(connection, data)

@@ -1,4 +1,4 @@
-"""Streams beside long prompts: what the two sides of `penstock bench disagg` have, the strict comparison first."""
+"""Streams beside long prompts: what the two sides of `python -m benchmarks disagg` have, the strict comparison first."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -164,6 +164,16 @@ def _disagg() -> Iterator[list[str]]:
         f"{', '.join(moved[0])} ms ({', '.join(moved[1])})", f"{', '.join(moved[2])} ms, one thread's copy",
         ", ".join(of(run.file, "hand_over_over_memcpy", ".0f") for run in _THREE), "", "as above",
     ]  # fmt: skip
+    chosen = ("disagg_hand_over", "disagg_hand_over_before")
+    moments, over = (
+        [of(name, key, ".2g") for name in chosen] for key in ("hand_over_ms", "hand_over_over_memcpy")
+    )
+    yield [
+        "`hand_over_ms`, prefill and decode worker chosen together, and one after the other, 60 prompts in turn",
+        f"{moments[0]} ms ({of(chosen[0], 'hand_over_ms_p90', '.2g')} at p90)", f"{moments[1]} ms, one after the other",
+        f"{over[0]} times memcpy; {over[1]}", "2.5 ms: missed, [why](#prefill-and-decode-apart)",
+        f"{link(chosen[0])}, {link(chosen[1])}",
+    ]  # fmt: skip
     yield ["`role_change_s`", of("disagg", "role_change_s", ".2f") + " s", "", "", "1", link("disagg")]
 
 

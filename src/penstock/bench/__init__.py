@@ -1,4 +1,7 @@
-"""Floor 10: what `penstock bench` runs; every bench writes one JSON of one schema (`report.py`)."""
+"""Floor 10: `penstock bench`, load on a running server; every bench writes one JSON of one schema (`report.py`).
+
+Experiments on Penstock itself are in the repository's `benchmarks`, outside the wheel.
+"""
 
 from penstock.bench.registry import add_parsers
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from penstock.bench.prompts import Prompts
-from penstock.sim.trace import TraceRow
+from penstock.sim.workload.trace import TraceRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import functools
 import random
 from dataclasses import dataclass
 
-from penstock.sim.trace import PREFIX_BLOCK_TOKENS
+from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS
 
 _COMMON = (
     "about above after again air all along also always and animal answer any around ask away back because been "

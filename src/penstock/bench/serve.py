@@ -23,7 +23,7 @@ from penstock.bench.prompts import PROBES, Prompts, Scale
 from penstock.bench.report import Report
 from penstock.bench.tally import Slo, Tally
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.sim.trace import TraceRow, read_trace
+from penstock.sim.workload.trace import TraceRow, read_trace
 
 _REQUESTS = 100
 _CONCURRENCY = 16

@@ -4,7 +4,7 @@ What a subcommand needs is imported when it runs, so that `penstock --help` answ
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock import __version__
 from penstock.cli import doctor, explain, graph, plan, profile, role, router, serve, simulate
@@ -18,6 +18,11 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    return run(make_parser, arguments)
+
+
+def run(make_parser: Callable[[], Parser], arguments: Sequence[str] | None) -> int:
+    """Read the arguments, run the subcommand that they name, and return the exit code."""
     try:
         options = make_parser().parse_args(arguments)
         code: int = options.run(options)

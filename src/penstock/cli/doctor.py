@@ -25,8 +25,8 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.bench.doctor.command import run_command  # noqa: PLC0415
     from penstock.core import log  # noqa: PLC0415
+    from penstock.doctor.command import run_command  # noqa: PLC0415
 
     log.configure("error", process="doctor")
     return run_command(options.json, options.directory)

@@ -45,8 +45,8 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.deploy.explain_command import ask, replay  # noqa: PLC0415
-    from penstock.frontend.explaining import LATEST_MAX  # noqa: PLC0415
+    from penstock.deploy.commands.explain import ask, replay  # noqa: PLC0415
+    from penstock.frontend.openai.explaining import LATEST_MAX  # noqa: PLC0415
 
     if options.replay is None:
         if options.policy is not None:

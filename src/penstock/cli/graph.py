@@ -1,6 +1,7 @@
 """`penstock graph`."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from penstock.cli.flags import add_set
@@ -25,10 +26,11 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.deploy.local import runnable_roles  # noqa: PLC0415
+    from penstock.deploy.card import check_model  # noqa: PLC0415
+    from penstock.deploy.supervisor.local import runnable_roles  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
     from penstock.graph.partners import say_empty  # noqa: PLC0415
-    from penstock.sim.deployment import simulated_roles  # noqa: PLC0415
+    from penstock.sim.deployment import simulated_roles, simulated_shape  # noqa: PLC0415
 
     graph = load(options.file, Overrides(options.set))
     roles = ", ".join(
@@ -37,9 +39,18 @@ def _run(options: argparse.Namespace) -> int:
     print(f"{options.file}: valid: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
     for line in say_empty(graph.roles):
         print(f"{options.file}: {line}")  # noqa: T201
-    for command, find_role in (("serve", runnable_roles), ("simulate", simulated_roles)):
+
+    def check_serve() -> None:
+        runnable_roles(graph)
+        check_model(graph)
+
+    def check_simulate() -> None:
+        simulated_roles(graph)
+        simulated_shape(graph, Path(options.file).parent)
+
+    for command, check in (("serve", check_serve), ("simulate", check_simulate)):
         try:
-            find_role(graph)
+            check()
         except ConfigError as error:
             print(f"{options.file}: but not for penstock {command}: {error.message}")  # noqa: T201
     return 0

@@ -8,7 +8,7 @@ from penstock.cli.flags import add_set
 
 def add(commands: Any) -> None:
     """Add the command to those of `penstock`."""
-    from penstock.bench.profiling.arguments import add_arguments  # noqa: PLC0415
+    from penstock.profiling.arguments import add_arguments  # noqa: PLC0415
 
     parser = commands.add_parser(
         "profile",
@@ -22,8 +22,8 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.bench.profiling.command import run_command  # noqa: PLC0415
     from penstock.core import log  # noqa: PLC0415
+    from penstock.profiling.command import run_command  # noqa: PLC0415
 
     log.configure("critical", process="profile")
     return run_command(options)

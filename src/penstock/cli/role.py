@@ -24,13 +24,11 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from penstock.core.config import nearest  # noqa: PLC0415
-    from penstock.core.types import Role  # noqa: PLC0415
-    from penstock.deploy.role_command import run_role  # noqa: PLC0415
+    from penstock.core.types.instances import Role  # noqa: PLC0415
+    from penstock.deploy.commands.role import run_role  # noqa: PLC0415
 
     known = [role.value for role in Role]
     if options.role not in known:
-        raise ConfigError(
-            f"ROLE: must be {', '.join(known[:-1])} or {known[-1]}, got {options.role!r}{nearest(options.role, known)}"
-        )
+        raise ConfigError(f"ROLE: unknown {options.role!r}{nearest(options.role, known)}")
     run_role(options.url, options.worker, Role(options.role))
     return 0

@@ -31,8 +31,8 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from penstock.core import log  # noqa: PLC0415
-    from penstock.deploy.router_command import run_router  # noqa: PLC0415
-    from penstock.frontend.routing_http import RoutingHttpConfig  # noqa: PLC0415
+    from penstock.deploy.commands.router import run_router  # noqa: PLC0415
+    from penstock.frontend.http.routing_http import RoutingHttpConfig  # noqa: PLC0415
     from penstock.graph import Overrides  # noqa: PLC0415
 
     overrides = Overrides(options.set)

@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
     graph = graph_of(options)
     from penstock.core import log  # noqa: PLC0415
     from penstock.core.native import warn_if_disabled  # noqa: PLC0415
-    from penstock.deploy.serve import serve  # noqa: PLC0415
+    from penstock.deploy.commands.serve import serve  # noqa: PLC0415
 
     log.configure(options.log_level, process="supervisor")
     warn_if_disabled()
@@ -103,16 +103,42 @@ def graph_of(options: argparse.Namespace) -> Any:
     if model:
         overrides.assign("model", model, flag="--demo" if options.demo else "MODEL")
     if options.graph:
-        return load(options.graph, overrides)
+        return _with_speedup_used(load(options.graph, overrides), options)
     if not model and engine != "mock":
         raise ConfigError(
             "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
         )
+    _check_partners(roles, overrides.assigned())
     data: dict[str, Any] = {"model": DEMO_MODEL, "roles": {role: {} for role in roles}}
     if options.demo:
         data["roles"] = {role: _demo_role(roles, engine) for role in roles}
         data["supervision"] = {"spare_processes": _DEMO_SPARES}
-    return build(data, overrides, source="serve")
+    return _with_speedup_used(build(data, overrides, source="serve"), options)
+
+
+def _check_partners(roles: list[str], assigned: dict[str, Any]) -> None:
+    """Refuse `--prefill` alone and `--decode` alone, naming the flag that is missing.
+
+    Args:
+        roles: that flags ask for.
+        assigned: what flags set, by dotted path; a path below `roles.decode` describes that role too.
+    """
+    described = {*roles, *(path.split(".")[1] for path in assigned if path.startswith("roles."))}
+    if "prefill" in described and described.isdisjoint({"decode", "aggregated"}):
+        raise ConfigError("--prefill: no decode worker would take its KV; add --decode D")
+    if "decode" in described and "prefill" not in described:
+        raise ConfigError("--decode: no prefill worker would compute its prompts; add --prefill P")
+
+
+def _with_speedup_used(graph: Any, options: argparse.Namespace) -> Any:
+    """Give the graph; refuse `--mock-speedup` where no worker runs the mock engine."""
+    speedup = getattr(options, FLAGS["--mock-speedup"][0])
+    engines = sorted({spec.engine for spec in graph.roles.present().values()})
+    if speedup is not None and "mock" not in engines:
+        raise ConfigError(
+            f"--mock-speedup {speedup}: only with --engine mock, but the engine is {' and '.join(engines)}"
+        )
+    return graph
 
 
 def _demo_role(roles: list[str], engine: str | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ PenstockError (code, http_status, retryable)
       MemoryInUse         memory was deregistered, and somebody who does not answer may still use it
       ChecksumMismatch    bytes arrived, but other ones
   Parked                  503: its reader is slow: what the worker holds for it comes first, then the router chooses again
-  Outrun                  503: requests of other routers reached the worker first; the router chooses again
+  StaleRoute              503: requests of other routers reached the worker first; the router chooses again
   EngineError             500: the engine failed on this request
   ProtocolError           502: a peer spoke another language
 """
@@ -132,8 +132,8 @@ class ChecksumMismatch(TransferError):  # noqa: N818
     code = "checksum_mismatch"
 
 
-class Outrun(PenstockError):  # noqa: N818
-    code = "outrun"
+class StaleRoute(PenstockError):  # noqa: N818
+    code = "stale_route"
     http_status = 503
     retryable = True
 
@@ -158,7 +158,7 @@ _BY_CODE: dict[str, type[PenstockError]] = {
     for kind in (
         ConfigError, RequestError, Overloaded, DeadlineExceeded, Unavailable,
         WorkerLost, StepFailed, PinExpired, TransferError, PeerLost, TransferRefused, TransferCancelled, ChecksumMismatch,
-        Parked, Outrun, EngineError, ProtocolError,
+        Parked, StaleRoute, EngineError, ProtocolError,
     )
 }  # fmt: skip
 

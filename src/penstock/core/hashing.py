@@ -3,7 +3,7 @@
 SipHash-2-4 with 128-bit output, keyed with the deployment's `hash_key`. A root is the hash of salt and
 block size; a block's hash covers its tokens, its extras and then its parent's hash. The parent comes last,
 so that the tokens of many blocks are absorbed side by side and only the short tail is sequential.
-Every native function here has its Python twin (`*_python`), which is the oracle.
+Every native function here has its Python reference (`*_python`), which is the oracle.
 
 Source: Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012; parent-chained prefix hashes as in
 vLLM v1 prefix caching. The choice and its odds of collision: docs/decisions/0003.

@@ -1,6 +1,6 @@
 """The native module, or None where the package was installed with PENSTOCK_NATIVE=OFF.
 
-Every native function has a Python twin that gives equal results, so `native is None` only costs time. A module
+Every native function has a Python reference that gives equal results, so `native is None` only costs time. A module
 that is there but cannot be loaded is an error and not a reason to go on slowly.
 """
 

@@ -13,7 +13,7 @@ TOKEN_S_MIN = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class PriceColumns:
-    """`core.types.Prices` by worker slot, each (num_slots,) float64, and `onboard_token_s` (num_tiers, num_slots).
+    """`core.types.instances.Prices` by worker slot, each (num_slots,) float64, and `onboard_token_s` (num_tiers, num_slots).
 
     `batch_tokens`: the most prompt tokens that one step computes there; `batch_requests`: the most requests that run there at
     once, each in a place of the batch; `prompts_at_once`: as in `EngineInfo`. Workers

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError
-from penstock.core.types import CardFile, ModelCard
+from penstock.core.types.cards import CardFile, ModelCard
 from penstock.demo import MODEL_DIR, MODEL_NAME
-from penstock.engine.paged.checkpoint import Checkpoint
-from penstock.frontend.models import ServedModel
+from penstock.engine.paged.model.checkpoint import Checkpoint, refuse_absent
+from penstock.frontend.text.models import ServedModel
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
+from penstock.perf.model.catalogue import known_shapes
 
 CARD_FILES = (
     "tokenizer.json",
@@ -35,6 +36,22 @@ def open_checkpoint(graph: Graph) -> Checkpoint:
             f"{checkpoint.path}: no tokenizer.json; save the model's tokenizer there in the fast format"
         )
     return checkpoint
+
+
+def check_model(graph: Graph) -> None:
+    """Refuse, before anything starts or is downloaded, a model that this machine cannot have.
+
+    Raises:
+        ConfigError: there is no such directory, or the model is a shape that is only simulated.
+    """
+    if graph.model == DEMO_MODEL:
+        return
+    if graph.model in known_shapes() and not Path(graph.model).is_dir():
+        raise ConfigError(
+            f"model: {graph.model!r} is a shape for penstock simulate and penstock plan, without weights; name a checkpoint's"
+            " directory or a hub name"
+        )
+    refuse_absent(graph.model)
 
 
 def served_name(graph: Graph) -> str:

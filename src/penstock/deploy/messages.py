@@ -6,7 +6,8 @@ The child's end closing tells the supervisor that it is gone, and the other way 
 from collections.abc import Callable
 
 from penstock.core.ids import WorkerId
-from penstock.core.types import ModelCard, Role
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
 
 

@@ -9,15 +9,18 @@ from penstock.core.errors import EngineError, PenstockError, StepFailed, Unavail
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.log import get_logger
-from penstock.core.types import EngineInfo, Request, Role, Step, WorkerLoad
+from penstock.core.types.instances import EngineInfo, Role
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Request
+from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
 from penstock.engine.runner import Runner, end_tokens_within
-from penstock.engine.scheduler import Scheduler
-from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.engine.sequences import SequenceLimits, StepPlan
-from penstock.kv.onboarding import Mover
-from penstock.kv.pool import BlockPool
-from penstock.kv.tiers import TieredPool
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.tiers.onboarding import TierCopier
+from penstock.kv.tiers.tiers import TieredPool
 
 _log = get_logger()
 
@@ -36,7 +39,7 @@ class BatchedEngine:
         config: SchedulerConfig | None = None,
         *,
         hash_key: bytes = DEFAULT_KEY,
-        mover: Mover | None = None,
+        copier: TierCopier | None = None,
     ) -> None:
         """Start nothing.
 
@@ -49,7 +52,7 @@ class BatchedEngine:
         self.by_role: Mapping[Role, SchedulerConfig] = {}
         """What a role's workers take on at once, where that is not `config`; room for requests stays as it was made."""
         self._runner = runner
-        self._mover = mover
+        self._copier = copier
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
         self._started: tuple[EngineInfo, BlockPool | TieredPool, Scheduler] | None = None
@@ -76,7 +79,7 @@ class BatchedEngine:
             vocab_size=runner.vocab_size,
             hash_key=self._hash_key,
         )
-        pool, onboarding = runner.make_pool(self._mover, self._wake.set)
+        pool, onboarding = runner.make_pool(self._copier, self._wake.set)
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, onboarding=onboarding)
         info = EngineInfo(
@@ -171,7 +174,7 @@ class BatchedEngine:
         self._wake.set()
 
     def claim_tail(self, request_id: RequestId) -> BlockId | None:
-        return self.scheduler.tails.claim(request_id)
+        return self.scheduler.partial_blocks.claim(request_id)
 
     def lend_tail(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
         self.scheduler.lend_tail(request_id, block_id, num_tokens)

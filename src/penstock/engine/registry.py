@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
-from penstock.core.types import Role
+from penstock.core.types.instances import Role
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.mock import MockConfig, mock_engine
+from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.engine.scheduling.config import SchedulerConfig
 
 SIMULATED_ONLY = ("vllm", "sglang", "trtllm")
 """Engines that a graph may name so as to be simulated; this version does not run them."""

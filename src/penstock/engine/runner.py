@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.core.kv_layout import KvLayout
 from penstock.core.log import get_logger
-from penstock.core.types import Tier
-from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
-from penstock.kv.onboarding import Mover, Onboarding
-from penstock.kv.pool import BlockPool
-from penstock.kv.tiers import TieredPool
+from penstock.core.types.events import Tier
+from penstock.core.types.kv_layout import KvLayout
+from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.tiers.onboarding import Onboarding, TierCopier
+from penstock.kv.tiers.tiers import TieredPool
 
 _log = get_logger()
 
@@ -39,7 +39,7 @@ class RunnerInfo:
     kv_layout: KvLayout | None = None
 
     def make_pool(
-        self, mover: Mover | None, on_arrival: Callable[[], None]
+        self, copier: TierCopier | None, on_arrival: Callable[[], None]
     ) -> tuple[BlockPool | TieredPool, Onboarding | None]:
         """Make the pool of an engine of this kind, and with lower tiers what brings their blocks back.
 
@@ -50,10 +50,10 @@ class RunnerInfo:
         device = BlockPool(self.num_blocks, self.block_size)
         if not self.lower_blocks:
             return device, None
-        assert mover is not None, "an engine with lower tiers moves blocks between them"
+        assert copier is not None, "an engine with lower tiers moves blocks between them"
         lower = [BlockPool(count, self.block_size, tier=tier) for tier, count in self.lower_blocks]
-        pool = TieredPool(device, lower, mover)
-        return pool, Onboarding(pool, mover, on_arrival)
+        pool = TieredPool(device, lower, copier)
+        return pool, Onboarding(pool, copier, on_arrival)
 
 
 def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class FrontendConfig(Config):
     receive: FrontendReceiveConfig = FrontendReceiveConfig()
     """How requests arrive."""
     inflight_max: int = pydantic.Field(default=8192, ge=1)
-    """Requests under way at once in one process; the next one gets 503 with Retry-After, whoever sends it. More than run on the workers and `router.hold.requests_max` wait, so that these are refused by tenant first."""
+    """Requests under way at once in one process; the next one gets 503 with Retry-After, whoever sends it. More than run on the workers and `router.queue.requests_max` wait, so that these are refused by tenant first."""
     session_header: str = pydantic.Field(default="X-Session-Id", pattern=r"^[A-Za-z0-9-]+$")
     """Header in which a client names its session, for the routing policy `session`."""
     tenant_header: str = pydantic.Field(default="X-Tenant-Id", pattern=r"^[A-Za-z0-9-]+$")

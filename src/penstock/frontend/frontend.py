@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from penstock.core.clock import wall_time_s
-from penstock.core.types import ModelCard
-from penstock.frontend.access import Access
-from penstock.frontend.admission import Admission, Slot
-from penstock.frontend.body import BodyReader
-from penstock.frontend.completion import Completion
+from penstock.core.types.cards import ModelCard
 from penstock.frontend.config import FrontendConfig
-from penstock.frontend.encoders import LARGE_BYTES, Encoders
-from penstock.frontend.headers import Wishes
+from penstock.frontend.limits.access import Access
+from penstock.frontend.limits.admission import Admission, Slot
+from penstock.frontend.limits.body import BodyReader
+from penstock.frontend.limits.headers import RequestOptions
+from penstock.frontend.limits.receiving import ReceiveRoom
 from penstock.frontend.metrics import FrontendMetrics
-from penstock.frontend.models import ModelShelf
-from penstock.frontend.openai import (
+from penstock.frontend.openai.bodies import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -27,10 +25,12 @@ from penstock.frontend.openai import (
     parse_chat,
     parse_completion,
 )
-from penstock.frontend.preprocess import Arrival, Preprocessor, Work
-from penstock.frontend.receiving import ReceiveRoom
-from penstock.frontend.sse import Envelope, EventStream, WholeAnswer
-from penstock.frontend.validation import check_chat, check_completion
+from penstock.frontend.openai.validation import check_chat, check_completion
+from penstock.frontend.requests.completion import Completion
+from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
+from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
+from penstock.frontend.requests.sse import Envelope, EventStream, WholeAnswer
+from penstock.frontend.text.models import ModelCache
 from penstock.seams import RequestDispatcher
 
 
@@ -39,21 +39,21 @@ class Answering:
     """A request that is about to run, and how its answer is to be given."""
 
     completion: Completion
-    work: Work
+    prepared: PreparedRequest
     envelope: Envelope
     stream: bool
     include_usage: bool
 
     def event_stream(self) -> EventStream:
-        token_bytes = self.work.model.detokenizer.token_bytes
+        token_bytes = self.prepared.model.detokenizer.token_bytes
         return EventStream(self.envelope, token_bytes, include_usage=self.include_usage)
 
     def whole_answer(self) -> WholeAnswer:
         return WholeAnswer(
             self.envelope,
-            self.work.model.detokenizer.token_bytes,
-            choices=len(self.work.requests),
-            logprobs=self.work.logprobs is not None,
+            self.prepared.model.detokenizer.token_bytes,
+            choices=len(self.prepared.requests),
+            logprobs=self.prepared.logprobs is not None,
         )
 
 
@@ -94,7 +94,7 @@ class Frontend:
         self.room = ReceiveRoom(config.receive.bytes_max, self.metrics)
         self.bodies = BodyReader(config.body_bytes_max, self.metrics)
         self._rng = rng if rng is not None else random.Random()
-        self._models = ModelShelf(dispatcher, config.models_max)
+        self._models = ModelCache(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
         self._encoders = Encoders(
             config.receive.encoders_max,
@@ -123,43 +123,45 @@ class Frontend:
         self.admission.admit(slot)
         self.metrics.inflight(1)
 
-    async def chat(self, body: Sequence[bytes], slot: Slot, wishes: Wishes) -> Answering:
+    async def chat(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> Answering:
         """Understand and prepare a chat request, whose body came in pieces.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
         """
-        arrival = Arrival(f"chatcmpl-{self.new_id()}", sum(map(len, body)), slot.deadline, wishes)
-        if arrival.size_bytes > LARGE_BYTES:
-            return await self._large(body, slot, arrival, chat=True)
+        metadata = RequestMetadata(f"chatcmpl-{self.new_id()}", sum(map(len, body)), slot.deadline, options)
+        if metadata.size_bytes > LARGE_BYTES:
+            return await self._large(body, slot, metadata, chat=True)
         request = parse_chat(b"".join(body))
         check_chat(request, self.config.choices_max)
-        return await self._small(request, slot, arrival)
+        return await self._small(request, slot, metadata)
 
-    async def completion(self, body: Sequence[bytes], slot: Slot, wishes: Wishes) -> Answering:
+    async def completion(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> Answering:
         """Understand and prepare a plain completion request; see `chat`.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
         """
-        arrival = Arrival(f"cmpl-{self.new_id()}", sum(map(len, body)), slot.deadline, wishes)
-        if arrival.size_bytes > LARGE_BYTES:
-            return await self._large(body, slot, arrival, chat=False)
+        metadata = RequestMetadata(f"cmpl-{self.new_id()}", sum(map(len, body)), slot.deadline, options)
+        if metadata.size_bytes > LARGE_BYTES:
+            return await self._large(body, slot, metadata, chat=False)
         request = parse_completion(b"".join(body))
         check_completion(request, self.config.choices_max)
-        return await self._small(request, slot, arrival)
+        return await self._small(request, slot, metadata)
 
     async def _small(
-        self, request: ChatRequest | CompletionRequest, slot: Slot, arrival: Arrival
+        self, request: ChatRequest | CompletionRequest, slot: Slot, metadata: RequestMetadata
     ) -> Answering:
         model = await self._models.get(request.model)
-        return self._answering(await self._preprocessor.prepare(request, model, arrival), slot, request)
+        return self._answering(await self._preprocessor.prepare(request, model, metadata), slot, request)
 
-    async def _large(self, body: Sequence[bytes], slot: Slot, arrival: Arrival, *, chat: bool) -> Answering:
+    async def _large(
+        self, body: Sequence[bytes], slot: Slot, metadata: RequestMetadata, *, chat: bool
+    ) -> Answering:
         understood = await self._encoders.understand(body, chat=chat)
         request = understood.request
-        work = self._preprocessor.work(request, understood.model, arrival, understood.prompts)
-        return self._answering(work, slot, request)
+        prepared = self._preprocessor.prepared(request, understood.model, metadata, understood.prompts)
+        return self._answering(prepared, slot, request)
 
     async def close(self) -> None:
         """End the processes that work for this one. Safe twice."""
@@ -179,13 +181,13 @@ class Frontend:
     def new_id(self) -> str:
         return f"{self._rng.getrandbits(96):024x}"
 
-    def _answering(self, work: Work, slot: Slot, request: GenerationRequest) -> Answering:
-        name, options = work.model.card.name, request.stream_options
+    def _answering(self, prepared: PreparedRequest, slot: Slot, request: GenerationRequest) -> Answering:
+        name, options = prepared.model.card.name, request.stream_options
         timer = self.metrics.timer(name, slot.arrived)
         return Answering(
-            completion=Completion(work, self.dispatcher, timer, explains=work.wishes.explains),
-            work=work,
-            envelope=Envelope(work.id, int(wall_time_s()), name, isinstance(request, ChatRequest)),
+            completion=Completion(prepared, self.dispatcher, timer, explains=prepared.options.explains),
+            prepared=prepared,
+            envelope=Envelope(prepared.id, int(wall_time_s()), name, isinstance(request, ChatRequest)),
             stream=bool(request.stream),
             include_usage=options is not None and options.include_usage,
         )

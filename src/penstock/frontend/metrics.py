@@ -9,8 +9,8 @@ import os
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from penstock.frontend.openai import Usage
-from penstock.frontend.receive_metrics import ReceiveMetrics
+from penstock.frontend.limits.receive_metrics import ReceiveMetrics
+from penstock.frontend.openai.bodies import Usage
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)

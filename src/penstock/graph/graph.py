@@ -13,7 +13,7 @@ import pydantic
 
 from penstock.core.config import Config, config_error, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.location import Location
+from penstock.core.types.location import Location
 from penstock.graph.document import parse_yaml
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.overrides import Overrides
@@ -21,7 +21,7 @@ from penstock.graph.partners import check_partners, check_ways
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.slo import Slo
 from penstock.graph.supervision import Supervision
-from penstock.perf.profile import Profile
+from penstock.perf.profile.profile import Profile
 from penstock.router.config import RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.worker.config import WorkerConfig
@@ -76,7 +76,7 @@ class Graph(Config):
     @pydantic.model_validator(mode="after")
     def _check_ways(self) -> Self:
         if self.roles.prefill is not None:
-            check_ways(self.worker.hand_over.transfer)
+            check_ways(self.worker.kv_transfer.transfer)
         return self
 
     @pydantic.model_validator(mode="after")
@@ -173,7 +173,7 @@ def _with_profiles(graph: Graph, directory: Path, overrides: Overrides, source: 
 
 def _run_python(path: Path) -> Graph:
     try:
-        graph = runpy.run_path(str(path)).get("graph")
+        names = runpy.run_path(str(path))
     except pydantic.ValidationError as error:
         raise config_error(Graph, error, str(path)) from error
     except OSError as error:
@@ -182,6 +182,9 @@ def _run_python(path: Path) -> Graph:
         raise ConfigError(f"{path}: ended with sys.exit({error.code!r}); it must set `graph`") from error
     except Exception as error:
         raise ConfigError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if "graph" not in names:
+        raise ConfigError(f"{path}: does not set `graph`; it must set it to a penstock.graph.Graph")
+    graph = names["graph"]
     if not isinstance(graph, Graph):
         raise ConfigError(f"{path}: must set `graph` to a penstock.graph.Graph, got {type(graph).__name__}")
     return graph

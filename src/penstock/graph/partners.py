@@ -2,10 +2,10 @@
 
 from penstock.core.config import nearest, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.types import Role
+from penstock.core.types.instances import Role
 from penstock.graph.role import Roles
 from penstock.transfer.config import SAME_HOST, TransferConfig
-from penstock.transfer.transports import BETWEEN_PROCESSES, NAMES
+from penstock.transfer.default_transports import BETWEEN_PROCESSES, NAMES
 
 _SAME = ("engine", "weight_dtype", "expert_dtype", "kv_dtype")
 """What makes a block's bytes, beside the model and the block size, which all roles of a graph have in common."""
@@ -26,8 +26,8 @@ def check_partners(roles: Roles) -> None:
         raise wrong("decode needs prefill: nobody would run its prompts; describe roles.prefill as well")
     if not prefill:
         return
-    takers = {role: spec for role, spec in roles.present().items() if role is not Role.PREFILL}
-    for role, spec in takers.items():
+    answering = {role: spec for role, spec in roles.present().items() if role is not Role.PREFILL}
+    for role, spec in answering.items():
         both = [(field, getattr(prefill, field), getattr(spec, field)) for field in _SAME]
         if prefill.engine == "mock":
             both.append(
@@ -87,7 +87,7 @@ def check_ways(transfer: TransferConfig) -> None:
     Raises:
         PydanticCustomError: why.
     """
-    place = "worker.hand_over.transfer"
+    place = "worker.kv_transfer.transfer"
     names = transfer.transports
     for name in names or ():
         if name not in NAMES:

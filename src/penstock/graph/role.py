@@ -8,12 +8,13 @@ import pydantic
 
 from penstock.core.config import Config, nearest, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.location import Location
-from penstock.core.types import Role, Tier
-from penstock.engine.mock import MockConfig
+from penstock.core.types.events import Tier
+from penstock.core.types.instances import Role
+from penstock.core.types.location import Location
+from penstock.engine.mock.engine import MockConfig
 from penstock.engine.registry import SIMULATED_ONLY, engine_dtypes, engine_names
-from penstock.engine.scheduler_config import AGEING, Order
-from penstock.perf.hardware import find_hardware
+from penstock.engine.scheduling.config import AGEING, Order
+from penstock.perf.model.hardware import find_hardware
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp4", "nvfp4"]
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
@@ -53,7 +54,7 @@ class RoleSpec(Config):
     engine: str = "paged"
     """`paged` runs the model in PyTorch; `mock` answers with made-up text at a modelled speed; `vllm`, `sglang` and `trtllm` are only simulated in this version."""
     hardware: str = "cpu"
-    """What a worker's devices are, as the catalogue in `penstock.perf.hardware` names them."""
+    """What a worker's devices are, as the catalogue in `penstock.perf.model.hardware` names them."""
     usd_per_hour: float | None = pydantic.Field(default=None, gt=0, le=1000)
     """What one device costs, US dollars an hour; None is what the catalogue assumes. Only simulated."""
     watts: float | None = pydantic.Field(default=None, gt=0, le=100_000)

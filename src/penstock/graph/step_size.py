@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from penstock.core.errors import ConfigError
-from penstock.core.types import Prices, Role
+from penstock.core.types.instances import Prices, Role
 from penstock.graph.role import RoleSpec
 from penstock.perf.step_size import saturating_tokens
 

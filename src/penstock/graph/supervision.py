@@ -10,8 +10,8 @@ class Supervision(Config):
 
     start_timeout_s: float = pydantic.Field(default=600.0, gt=0)
     """Seconds that a process gets from its start until it is ready."""
-    heartbeat_timeout_s: float = pydantic.Field(default=15.0, gt=0)
-    """Seconds that a ready process may say nothing, its event loop standing still; then it is killed and started again."""
+    liveness_timeout_s: float = pydantic.Field(default=15.0, gt=0)
+    """Seconds that a ready process may send its supervisor no heartbeat, as its event loop stands still; then it is killed and started again."""
     step_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """Seconds in which a worker's engine that has requests may finish no step; then it is killed and started again. Longer than its longest step."""
     restart_delay_s: float = pydantic.Field(default=0.2, gt=0)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from penstock.core.types import Tier
+from penstock.core.types.events import Tier
 
 
 class Link(StrEnum):

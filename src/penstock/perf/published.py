@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.core.errors import ConfigError
-from penstock.core.types import Prices, Tier
+from penstock.core.types.events import Tier
+from penstock.core.types.instances import Prices
 from penstock.perf.latency import LatencyModel
 from penstock.perf.least_squares import fit_non_negative, num_pairs
 

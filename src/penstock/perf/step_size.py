@@ -1,6 +1,6 @@
 """How large an engine's steps have to be for prompts to be computed about as fast as they can."""
 
-from penstock.core.types import Prices
+from penstock.core.types.instances import Prices
 from penstock.perf.least_squares import num_pairs
 
 _SIZES = tuple(64 << power for power in range(9))

@@ -7,7 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.perf.search import Layout
+from penstock.perf.search.search import Layout
 from penstock.plan.processes import Processes
 from penstock.plan.question import Question
 from penstock.plan.trial import Effort, Proposal, predicted, requests_of_run, try_layout, weight
@@ -32,7 +32,7 @@ class Point:
     user_tokens_per_s: float
     whole_per_s: float
     """Requests a second on all devices, by workers that run whole requests."""
-    apart_per_s: float
+    disaggregated_per_s: float
     """By prefill and decode on workers of their own."""
 
 
@@ -48,9 +48,9 @@ class Answer:
     def best(self) -> Proposal:
         return self.proposals[0]
 
-    def best_of(self, *, apart: bool) -> Proposal | None:
+    def best_of(self, *, disaggregated: bool) -> Proposal | None:
         """Give the best of whole requests, or of prefill and decode apart; None where there is none."""
-        return next((each for each in self.proposals if each.layout.is_apart is apart), None)
+        return next((each for each in self.proposals if each.layout.is_disaggregated is disaggregated), None)
 
 
 def find_answer(
@@ -80,7 +80,7 @@ def find_answer(
     kinds = search.aggregated(), search.disaggregated()
     if not any(kinds) and not kept:
         raise ConfigError(question.why_not())
-    known = {proposal.layout.crews: proposal for proposal in kept}
+    known = {proposal.layout.role_groups: proposal for proposal in kept}
     tried = [layout for kind in kinds for layout in promising(question, kind, effort)]
     targets = user_targets(question) if with_curve else []
     trials = [
@@ -89,7 +89,7 @@ def find_answer(
     trials += [
         processes.submit(try_layout, question, layout, effort)
         for layout in tried
-        if layout.crews not in known
+        if layout.role_groups not in known
     ]
     points = [processes.submit(point_at, question, target) for target in targets]
     work = [*trials, *points]
@@ -123,8 +123,8 @@ def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> 
     families: set[bool] = set()
     ordered = []
     for number, layout in enumerate(layouts):
-        key = (*(crew.parallel for crew in layout.crews), layout.local > 0)
-        has_ranks = any(crew.parallel.dp > 1 for crew in layout.crews)
+        key = (*(role_group.parallel for role_group in layout.role_groups), layout.local > 0)
+        has_ranks = any(role_group.parallel.dp > 1 for role_group in layout.role_groups)
         ordered.append((alike[key] if has_ranks in families else -1, number))
         families.add(has_ranks)
         alike[key] += 1
@@ -163,7 +163,7 @@ def never_less(points: Sequence[Point]) -> tuple[Point, ...]:
             replace(
                 point,
                 whole_per_s=max(point.whole_per_s, stricter.whole_per_s),
-                apart_per_s=max(point.apart_per_s, stricter.apart_per_s),
+                disaggregated_per_s=max(point.disaggregated_per_s, stricter.disaggregated_per_s),
             )
         )
     return tuple(reversed(kept))

@@ -12,16 +12,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from penstock.graph import DEMO_MODEL
-from penstock.perf.catalogue import known_shapes
-from penstock.perf.demand import Demand
-from penstock.perf.hardware import find_hardware
+from penstock.perf.model.catalogue import known_shapes
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.search.demand import Demand
 from penstock.plan.answer import Answer, OnProgress, find_answer
 from penstock.plan.graph_text import graph_text
 from penstock.plan.page import make_page
 from penstock.plan.processes import Processes
 from penstock.plan.question import Question
 from penstock.plan.report import describe, make_report, rows
-from penstock.sim.outputs import check_outputs, put_out
+from penstock.sim.report.outputs import check_outputs, put_out
 
 _FILE_COLUMNS = 1000
 

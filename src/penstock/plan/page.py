@@ -6,8 +6,8 @@ import numpy as np
 
 from penstock.plan.answer import Answer
 from penstock.plan.report import describe, rows
-from penstock.sim.charts import Chart, Dots, Line, XAxis
-from penstock.sim.document import chart_grid, make_document
+from penstock.sim.report.charts import Chart, Dots, Line, XAxis
+from penstock.sim.report.document import chart_grid, make_document
 
 _WHOLE, _APART = 0, 1
 
@@ -33,7 +33,7 @@ def pareto(answer: Answer) -> Chart:
         Dots(
             np.array([1 / proposal.seen.itl_s]),
             np.array([proposal.seen.rate_per_s * tokens]),
-            _APART if proposal.layout.is_apart else _WHOLE,
+            _APART if proposal.layout.is_disaggregated else _WHOLE,
         )
         for proposal in answer.proposals
         if proposal.is_simulated and proposal.seen.itl_s > 0
@@ -45,7 +45,9 @@ def pareto(answer: Answer) -> Chart:
         [
             Line("whole requests", np.array([p.whole_per_s * tokens for p in answer.curve]), _WHOLE),
             Line(
-                "prefill and decode apart", np.array([p.apart_per_s * tokens for p in answer.curve]), _APART
+                "prefill and decode apart",
+                np.array([p.disaggregated_per_s * tokens for p in answer.curve]),
+                _APART,
             ),
         ],
         unit="tokens/s",

@@ -10,14 +10,14 @@ from penstock.core.errors import ConfigError
 from penstock.demo import MODEL_DIR
 from penstock.graph import DEMO_MODEL, RoleSpec, Slo
 from penstock.graph.engine_prices import make_roofline
-from penstock.perf.catalogue import find_shape
-from penstock.perf.demand import Demand
-from penstock.perf.factors import Factors
-from penstock.perf.hardware import Hardware
-from penstock.perf.parallel import Parallel, parallelisms
-from penstock.perf.roofline import Roofline
-from penstock.perf.search import LayoutSearch
-from penstock.perf.shape import ModelShape
+from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model.hardware import Hardware
+from penstock.perf.model.parallel import Parallel, parallelisms
+from penstock.perf.model.shape import ModelShape
+from penstock.perf.roofline.factors import Factors
+from penstock.perf.roofline.roofline import Roofline
+from penstock.perf.search.demand import Demand
+from penstock.perf.search.search import LayoutSearch
 
 DEVICES_MAX = 1024
 BLOCK_SIZE = 64

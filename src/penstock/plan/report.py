@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from penstock.perf.search import Crew, Layout
+from penstock.perf.search.search import Layout, RoleGroup
 from penstock.plan.answer import Answer
 from penstock.plan.graph_text import graph_data
 from penstock.plan.question import spread
 from penstock.plan.trial import Proposal
-from penstock.sim.charts import say_s
+from penstock.sim.report.charts import say_s
 
 _HEAD = (
     "#", "deployment", "GPUs", "requests/s", "requests/s a GPU", "tokens/s a GPU", "TTFT", "TPOT", "KV headroom", "by",
@@ -26,7 +26,7 @@ def describe(answer: Answer) -> str:
 
 def gain(answer: Answer) -> str:
     """Compare the best of whole requests with the best of prefill and decode apart."""
-    whole, apart = answer.best_of(apart=False), answer.best_of(apart=True)
+    whole, apart = answer.best_of(disaggregated=False), answer.best_of(disaggregated=True)
     if apart is None and answer.question.demand.output_tokens == 1:
         return "prefill and decode apart: nobody has a second token to go on with"
     if whole is None or apart is None:
@@ -38,7 +38,7 @@ def gain(answer: Answer) -> str:
 
 def name_layout(layout: Layout) -> str:
     """Name a layout in a few words."""
-    return " + ".join(map(_name_crew, layout.crews))
+    return " + ".join(map(_name_role_group, layout.role_groups))
 
 
 def rows(answer: Answer) -> list[tuple[str, ...]]:
@@ -63,7 +63,7 @@ def make_report(answer: Answer) -> dict[str, Any]:
             {
                 "tokens_per_s_per_user": point.user_tokens_per_s,
                 "aggregated_tokens_per_s_per_gpu": _tokens_per_s(answer, point.whole_per_s),
-                "disaggregated_tokens_per_s_per_gpu": _tokens_per_s(answer, point.apart_per_s),
+                "disaggregated_tokens_per_s_per_gpu": _tokens_per_s(answer, point.disaggregated_per_s),
             }
             for point in answer.curve
         ],
@@ -74,7 +74,7 @@ def _figures(answer: Answer, proposal: Proposal) -> dict[str, Any]:
     seen, devices = proposal.seen, answer.question.devices
     return {
         "name": name_layout(proposal.layout),
-        "kind": "disaggregated" if proposal.layout.is_apart else "aggregated",
+        "kind": "disaggregated" if proposal.layout.is_disaggregated else "aggregated",
         "simulated": proposal.is_simulated,
         "gpus_used": proposal.layout.devices,
         "requests_per_s": seen.rate_per_s,
@@ -109,5 +109,5 @@ def _row(answer: Answer, number: int, proposal: Proposal) -> tuple[str, ...]:
     )
 
 
-def _name_crew(crew: Crew) -> str:
-    return f"{crew.workers} {crew.role} ({spread(crew.parallel)}, {crew.max_batch_tokens:,} tokens a step)"
+def _name_role_group(role_group: RoleGroup) -> str:
+    return f"{role_group.workers} {role_group.role} ({spread(role_group.parallel)}, {role_group.max_batch_tokens:,} tokens a step)"

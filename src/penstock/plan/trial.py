@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.perf.demand import Demand
-from penstock.perf.search import Layout
+from penstock.perf.search.demand import Demand
+from penstock.perf.search.search import Layout
 from penstock.plan.graph_text import graph_of
 from penstock.plan.question import Question
 from penstock.sim.deployment import Deployment, plan_deployment
-from penstock.sim.report import latencies_s
+from penstock.sim.report.report import latencies_s
 from penstock.sim.simulate import Recording, simulate
-from penstock.sim.workload import WorkloadConfig, make_sessions
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
 
 _SEED = 0
 _BEGIN, _END = 0.2, 0.9

@@ -4,10 +4,10 @@ import pydantic
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.location import Location
+from penstock.core.types.location import Location
 from penstock.perf.topology import Topology, Way
-from penstock.router.policies import check_policy_name, make_policy
-from penstock.router.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
+from penstock.router.policy.policies import check_policy_name, make_policy
+from penstock.router.policy.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import RoutingPolicy
 
 
@@ -31,7 +31,7 @@ class RetryConfig(Config):
 
     refusals_max: int = pydantic.Field(default=3, ge=0)
     """Times one request may be tried elsewhere because a worker refused it."""
-    outruns_max: int = pydantic.Field(default=8, ge=0)
+    stale_routes_max: int = pydantic.Field(default=8, ge=0)
     """Times a worker may send one request back as other frontends' came there first, for a choice that knows of them; then it stays."""
     burst: int = pydantic.Field(default=1024, ge=1)
     """Refused requests of all together that may be tried elsewhere at once; past it the refusal is the answer."""
@@ -56,8 +56,8 @@ class DisaggConfig(Config):
     """Prompts of which a decode worker lacks more tokens are computed by prefill workers, as long as one is there, however long they wait for it; None: whatever takes fewer seconds."""
     late_token_share: float = pydantic.Field(default=0.0, ge=0, le=1)
     """The part of the tokens of a decode worker's streams that may be late, as it computes a prompt that would have its first token in half the time there, whatever the two above say; only with policies that predict waits, such as `kv`."""
-    hand_over_s: float = pydantic.Field(default=0.005, ge=0)
-    """What a hand-over takes beside moving bytes, in seconds."""
+    kv_transfer_s: float = pydantic.Field(default=0.005, ge=0)
+    """What a KV transfer takes beside moving bytes, in seconds."""
     link_bytes_per_s: float | None = pydantic.Field(default=None, gt=0)
     """How fast KV moves between any two workers; None is what `router.topology` says of where they are."""
 
@@ -75,7 +75,7 @@ class ExplainConfig(Config):
     """Of the decisions, how many are logged with all that they went by, where the log level is debug."""
 
 
-class HoldConfig(Config):
+class QueueConfig(Config):
     """When requests wait at the router, and whose turn it is. Only policies that predict waits, such as `kv`, hold any."""
 
     threshold_s: float | None = pydantic.Field(default=2.0, gt=0)
@@ -126,7 +126,7 @@ class RouterConfig(Config):
     """Where this router runs; the environment of its process overrides it (`PENSTOCK_REGION`, `_ZONE`, `_RACK`, `_HOST`)."""
     topology: Topology = Topology()
     """What lies between locations, so that a far worker costs what it takes to reach it."""
-    hold: HoldConfig = HoldConfig()
+    queue: QueueConfig = QueueConfig()
     """When requests wait here for a worker that has time, and whose turn it is."""
     migrations: MigrationConfig = MigrationConfig()
     """How requests go on elsewhere whose workers were lost."""

@@ -1,7 +1,5 @@
 """What the router and the dispatcher count, in a registry of the caller's."""
 
-import asyncio
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -10,11 +8,7 @@ from typing import Literal, Self, cast
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.core.log import get_logger
-from penstock.core.radix import RadixStats
 
-_INDEX_INTERVAL_S = 1.0  # its figures move with every step of every worker, and are read every few seconds
-
-_WARN_INTERVAL_S = 60.0  # between warnings that the index is full
 _log = get_logger()
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -84,7 +78,7 @@ class RouterMetrics:
         )
         self.prefetches = counter(
             "prefetches",
-            "Decode workers that read a prompt's KV while it was computed: went on with it (used) or not (dropped)",
+            "Decode workers chosen together with a prefill worker: the request went there (used) or not (dropped)",
             "outcome",
         )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of routed requests")
@@ -102,12 +96,14 @@ class RouterMetrics:
         self.output_tokens = counter("output_tokens", "Tokens received from workers")
         self.requests = counter("requests", "Requests ended, by outcome", "outcome")
         self.open_requests = gauge("open_requests", "Requests under way", together="livesum")
-        self.held_requests = gauge(
-            "held_requests", "Requests that wait for a worker that has time", together="livesum"
+        self.queued_requests = gauge(
+            "queued_requests", "Requests that wait in the router's queue", together="livesum"
         )
-        self.held_s = histogram("held_seconds", "How long those waited that had to", _LATENCIES_S)
-        self.hold_refusals = counter(
-            "hold_refusals",
+        self.queued_s = histogram(
+            "queued_seconds", "How long requests waited in the router's queue", _LATENCIES_S
+        )
+        self.queue_refusals = counter(
+            "queue_refusals",
             "Requests refused as too many wait: of all (full) or of their tenant (tenant)",
             "reason",
         )
@@ -120,8 +116,9 @@ class RouterMetrics:
             together="livesum",
         )
         self.refusals = counter("refusals", "Requests refused by a worker")
-        self.outruns = counter(
-            "outruns", "Requests sent back for another choice: other routers' came to the worker first"
+        self.stale_routes = counter(
+            "stale_routes",
+            "Requests sent back to be routed again, as other routers' reached the worker first",
         )
         self.parked = counter(
             "parked_requests", "Times a request left its worker until its slow reader had read what there was"
@@ -175,42 +172,3 @@ class RouterMetrics:
         """Decisions of a policy for a reason."""
         self.ended: Callable[[str], Counter] = cache(self.requests.labels)
         """Requests with an outcome."""
-
-
-class IndexGauges:
-    """Writes what the prefix index counts into the metrics, at most once a second. One event loop owns it."""
-
-    def __init__(
-        self, metrics: RouterMetrics, read: Callable[[], RadixStats], why_full: Callable[[], str]
-    ) -> None:
-        """Read the index with `read`; `why_full` says what to do where it has to forget blocks."""
-        self.events = 0
-        """KV events applied so far; the indexer counts them."""
-        self._metrics = metrics
-        self._read = read
-        self._why_full = why_full
-        self._warned_s = -math.inf
-        self._events_seen = self._evicted_seen = self._contradictions_seen = 0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def note(self) -> None:
-        """Have the index read again before long."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_INDEX_INTERVAL_S, self._write)
-
-    def _write(self) -> None:
-        self._timer = None
-        stats = self._read()
-        self._metrics.indexed_blocks.set(stats.pairs)
-        evicted = stats.evicted_pairs - self._evicted_seen
-        self._metrics.evicted_blocks.inc(evicted)
-        now_s = asyncio.get_running_loop().time()
-        if evicted and now_s - self._warned_s >= _WARN_INTERVAL_S:
-            self._warned_s = now_s
-            _log.warning("index_full", blocks=stats.pairs, evicted=stats.evicted_pairs, fix=self._why_full())
-        self._metrics.kv_events.inc(self.events - self._events_seen)
-        self._metrics.event_faults.labels("contradiction").inc(
-            stats.contradictions - self._contradictions_seen
-        )
-        self._evicted_seen, self._events_seen = stats.evicted_pairs, self.events
-        self._contradictions_seen = stats.contradictions

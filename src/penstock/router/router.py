@@ -1,11 +1,10 @@
-"""Which worker gets a request, and why."""
+"""Which workers get a request, and why."""
 
 import asyncio
 import math
 import random
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,30 +12,21 @@ from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger, is_debugging
-from penstock.core.radix import PrefixMatch
-from penstock.core.types import Request
+from penstock.core.types.requests import Request
 from penstock.core.wire import num_tokens, unpack_hashes
-from penstock.router.chooser import Choice, Chooser
-from penstock.router.config import HoldConfig, RouterConfig
-from penstock.router.decisions import Decision, Decisions
-from penstock.router.disagg import (
-    Apart,
-    Comparison,
-    Move,
-    as_handed_over,
-    passed_over,
-    prompt_alone,
-    weigh,
-)
-from penstock.router.explanation import Explanation, RouteReason
-from penstock.router.fleet import Fleet
-from penstock.router.handed_over import HandedOver
+from penstock.router.candidates import Plan, Route, ScoredCandidates
+from penstock.router.config import QueueConfig, RouterConfig
+from penstock.router.disagg.disagg import Comparison, DisaggInputs, prompt_alone, weigh
+from penstock.router.disagg.move_prices import MovePrices
+from penstock.router.explain.decisions import Decision, Decisions, Part
+from penstock.router.explain.explanation import Explanation, RouteReason
+from penstock.router.explain.recorded import EVENT, RecordedDecision, record_context, record_inputs
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.worker_pool import WorkerPool
+from penstock.router.index.radix import PrefixMatch
 from penstock.router.metrics import RouterMetrics
-from penstock.router.move_prices import MovePrices
-from penstock.router.policies import mix, recomputed_blocks, tie_of
-from penstock.router.quote import Quote, Route
-from penstock.router.recorded import EVENT, RecordedDecision, record_apart, record_context
-from penstock.router.worker_pool import WorkerPool
+from penstock.router.policy.policies import mix, recomputed_blocks, tie_of
+from penstock.router.policy.selector import Choice, WorkerSelector
 from penstock.seams import RoutingContext
 
 _HASHES = 2.0**64
@@ -51,22 +41,22 @@ class Router:
         self, fleet: Fleet, config: RouterConfig, *, metrics: RouterMetrics, rng: random.Random
     ) -> None:
         self.fleet = fleet
-        self._chooser = Chooser(config.new_policy(), self._on_failure)
-        self._moves = MovePrices(fleet, self._chooser)
+        self._selector = WorkerSelector(config.new_policy(), self._on_failure)
+        self._moves = MovePrices(fleet, self._selector)
         self._has_failed = False
         self._config = config
         if (
-            not self._chooser.wait_terms
-            and config.hold.threshold_s is not None
-            and config.hold != HoldConfig()
+            not self._selector.wait_terms
+            and config.queue.threshold_s is not None
+            and config.queue != QueueConfig()
         ):
             _log.warning(
-                "hold_without_effect",
+                "queue_without_effect",
                 policy=config.policy,
-                fix="router.hold is set, but this policy predicts no waits, so that nothing is held: choose kv, or a policy"
-                " with terms `queue` and `memory`, or leave router.hold out",
+                fix="router.queue is set, but this policy predicts no waits, so that nothing is queued: choose kv, or a policy"
+                " with terms `queue` and `memory`, or leave router.queue out",
             )
-        if not self._chooser.predicts_first_tokens and config.disagg.late_token_share:
+        if not self._selector.predicts_first_tokens and config.disagg.late_token_share:
             _log.warning(
                 "late_token_share_without_effect",
                 policy=config.policy,
@@ -85,20 +75,18 @@ class Router:
         """The loop that owns it, asked for once: asking takes a system call, half a microsecond."""
         return asyncio.get_running_loop()
 
-    def quote(
+    def score(
         self,
         request: Request,
         exclude: Collection[WorkerId] = (),
         *,
-        handed: HandedOver | None = None,
         beside: WorkerId | None = None,
-    ) -> Quote | None:
-        """Price a request on all workers: its prompt on prefill workers, where handing it over costs less.
+    ) -> ScoredCandidates | None:
+        """Price a request on all workers: its prompt on a prefill worker too, where two workers cost less than one.
 
         Args:
             request: with its block hashes.
             exclude: workers that must not get it.
-            handed: what a prefill worker has computed of it, and hands over; None: it is to be decided.
             beside: who has just computed an equal prompt, and gets this one too, if it may; None for anybody.
 
         Returns:
@@ -119,29 +107,16 @@ class Router:
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
         tie = tie_of(hashes, request.token_ids, context.block_size)
 
-        def quote(context: RoutingContext, choice: Choice, **more: Any) -> Quote:
-            return Quote(request, context, choice, tie, exclude, self._chooser.wait_terms, **more)
-
-        if handed is not None:
-            blocks = handed.num_tokens(now_s) // context.block_size
-            producer = None if handed.producer is None else self.fleet.slot_of(handed.producer)
-            move = self._moves.move(pool, context, producer, blocks)
-            takers = self._takers(context, move)
-            if takers is not None:
-                context = context.changed(eligible=context.eligible & takers)
-            rest = as_handed_over(context, move)
-            choice = self._chooser.choose(rest, tie)
-            foregone = passed_over(self._chooser, context, tie, move, choice)
-            return quote(
-                rest, choice, handed_blocks=blocks, source=producer, foregone=foregone, takers=takers
-            )
         prefillers = None if follows else self._prefillers(request, pool, exclude, context)
+        wait_terms = self._selector.wait_terms
         if prefillers is None:
-            return quote(context, self._chooser.choose(context, tie))
-        prompt = self._chooser.choose(prompt_alone(context, prefillers, self._prompt_turn), tie)
+            return ScoredCandidates(
+                request, context, self._selector.choose(context, tie), tie, exclude, wait_terms
+            )
+        prompt = self._selector.choose(prompt_alone(context, prefillers, self._prompt_turn), tie)
         block_s, link_s = self._moves.after(pool, context, prompt, len(hashes))
         kinds = pool.pairs.kinds(len(eligible))
-        apart = Apart(
+        inputs = DisaggInputs(
             prefillers=prefillers,
             prompt_turn=self._prompt_turn,
             blocks=len(hashes),
@@ -150,12 +125,13 @@ class Router:
             numbers=kinds.numbers,
             hosts=kinds.hosts,
             fits=kinds.fits,
-            allowance=self.fleet.late_tokens.allowance(context, self.fleet.loads.peers),
+            budget=self.fleet.itl_budget.budget(context, self.fleet.loads.peers),
             config=self._config.disagg,
         )
-        weighed = weigh(self._chooser, context, tie, apart, prompt)
-        is_remote, foregone = weighed.comparison.is_remote, weighed.foregone
-        return quote(weighed.context, weighed.choice, hand_over=is_remote, weighed=weighed, foregone=foregone)
+        decision = weigh(self._selector, context, tie, inputs, prompt)
+        return ScoredCandidates(
+            request, decision.context, decision.choice, tie, exclude, wait_terms, decision
+        )
 
     def _eligible(
         self, request: Request, ready: NDArray[np.bool_], exclude: Collection[WorkerId]
@@ -169,16 +145,6 @@ class Router:
             ready = self._without_busy(ready)
         return ready if np.count_nonzero(ready) else None  # 0.2 us, where any() takes 2
 
-    def _takers(self, context: RoutingContext, move: Move) -> NDArray[np.bool_] | None:
-        """Say who may go on with a prompt that was computed elsewhere; None for anybody.
-
-        Policies that price what is not cached weigh computing it again; to others all would be alike.
-        """
-        prices_prompts = self._chooser.prefill_term is not None
-        if prices_prompts or not np.count_nonzero(context.eligible & move.takers):
-            return None
-        return move.takers
-
     def _prefillers(
         self, request: Request, pool: WorkerPool, exclude: Collection[WorkerId], context: RoutingContext
     ) -> NDArray[np.bool_] | None:
@@ -191,71 +157,74 @@ class Router:
             return None
         total = context.total_blocks
         holds = (total * context.block_size > context.request_tokens + 1) | (total == 0)
-        fitting = pool.pairs.producers(pool.ready_prefill, context.eligible)
+        fitting = pool.pairs.prefill_workers(pool.ready_prefill, context.eligible)
         return self._eligible(request, fitting & holds, exclude)
 
-    def route(self, request: Request, exclude: Collection[WorkerId] = ()) -> Route | None:
-        """Price a request and take the cheapest worker at once."""
-        quote = self.quote(request, exclude)
-        return None if quote is None else self.take(quote)
+    def plan(self, request: Request, exclude: Collection[WorkerId] = ()) -> Plan | None:
+        """Price a request and take the cheapest workers at once."""
+        candidates = self.score(request, exclude)
+        return None if candidates is None else self.take(candidates)
 
-    def take(self, quote: Quote, *, again: bool = False) -> Route:
-        """Take a quote's cheapest worker; `again` is in place of the one taken before, which was counted."""
-        context, slot = quote.context, quote.choice.slot
-        overlap_blocks, reason = self._outcome(context, slot)
-        if quote.handed_blocks:
-            reason = RouteReason.PREFETCHED if quote.is_early else RouteReason.HANDED_OVER
-        self._chooser.chosen(context, slot)
-        if quote.hand_over:
+    def take(self, candidates: ScoredCandidates, *, again: bool = False) -> Plan:
+        """Take the cheapest of the scored candidates; `again` is in place of those taken before, which were counted."""
+        context, slot, decision = candidates.context, candidates.choice.slot, candidates.decision
+        first = self._part(context, candidates.choice)
+        decode = prompt = None
+        if candidates.is_disaggregated and decision is not None and decision.rest is not None:
+            assert decision.rest_context is not None, "priced on it"
+            prompt, decode = first, self._part(decision.rest_context, decision.rest, decision.whole_context)
+            self._selector.chosen(context, slot)
+            self._selector.chosen(decision.rest_context, decode.slot)
             self._prompt_turn += 1
+            self.fleet.link_bandwidths.link_setup_cost.open(slot, decode.slot, context.now_s)
         else:
-            self._turn += 1
+            self._selector.chosen(context, slot)
+        self._turn += 1
+        if candidates.credit is not None and not again:
+            self.fleet.link_bandwidths.link_setup_cost.forgo(candidates.credit)
         if self._decisions.keeps_any:
-            self._keep(quote, reason)
+            self._keep(candidates, decode or first, prompt)
         if self._log_below and mix(self._turn + self._prompt_turn) < self._log_below:
-            self._record(quote)
+            self._record(candidates)
+        self._spend(candidates, again=again)
+        if candidates.comparison is not None and not again:
+            self._count(candidates.comparison, "remote" if candidates.is_disaggregated else "local")
+        route = self._route(context, slot)
+        if not again:
+            metrics = self._metrics
+            metrics.decided(self._selector.policy.name, first.reason).inc()
+            metrics.prompt_tokens.inc(context.request_tokens)
+            metrics.expected_hit_tokens.inc(context.request_tokens - route.prefill_tokens)
+        if decode is None or decision is None or decision.rest_context is None:
+            return Plan(route)
+        return Plan(self._route(decision.rest_context, decode.slot), prefill=route)
+
+    def _route(self, context: RoutingContext, slot: int) -> Route:
+        overlap_blocks = int(context.overlap_blocks[slot])
         overlap_tokens = (overlap_blocks - recomputed_blocks(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
-        self._use_links(quote, again=again)
-        self._spend(quote, again=again)
-        if quote.comparison is not None and not again:
-            self._count(quote.comparison, "remote" if quote.hand_over else "local")
-        if not again and quote.handed_blocks is None:
-            metrics = self._metrics
-            metrics.decided(self._chooser.policy.name, reason).inc()
-            metrics.prompt_tokens.inc(context.request_tokens)
-            metrics.expected_hit_tokens.inc(overlap_tokens)
         return Route(
-            worker_id=self.fleet.seats.at(slot).worker_id,
+            worker_id=self.fleet.slots.at(slot).worker_id,
             slot=slot,
             prefill_tokens=prefill_tokens,
             cached_tokens=context.request_tokens - prefill_tokens,
             overlap_blocks=overlap_blocks,
             blocks=context.request_blocks,
-            hand_over=quote.hand_over,
         )
 
-    def _use_links(self, quote: Quote, *, again: bool) -> None:
-        """Note which link a request goes over, or without which one it does that it would have gone over."""
-        links = self.fleet.kv_ways.cold_links
-        if quote.foregone is not None and not again:
-            links.forgo(quote.foregone)
-        if quote.handed_blocks and quote.source is not None:
-            links.open(quote.source, quote.choice.slot, quote.context.now_s)
-
-    def _spend(self, quote: Quote, *, again: bool) -> None:
+    def _spend(self, candidates: ScoredCandidates, *, again: bool) -> None:
         """Note what a prompt costs streams; of one that came back from where it was to go, both times."""
-        comparison = quote.comparison
+        comparison = candidates.comparison
         if comparison is not None and comparison.late_steps:
-            slot, now_s = quote.choice.slot, quote.context.now_s
-            self.fleet.late_tokens.spend(slot, comparison.late_s, now_s, int(self.fleet.loads.peers[slot]))
+            slot, now_s = candidates.choice.slot, candidates.context.now_s
+            self.fleet.itl_budget.spend(slot, comparison.late_s, now_s, int(self.fleet.loads.peers[slot]))
             if not again:
                 self._metrics.late_steps.inc(comparison.late_steps)
 
     def _count(self, comparison: Comparison, place: str) -> None:
         """Count where a prompt is computed, and the seconds that were compared."""
         self._metrics.prefills.labels(place).inc()
-        if comparison.remote is None or self._chooser.unit == "none":
+        if comparison.remote is None or self._selector.unit == "none":
             return
         parts = {
             "local": comparison.local,
@@ -292,10 +261,10 @@ class Router:
 
     def _on_failure(self, error: Exception) -> None:
         """Count and log that the policy failed, the first time where in its code."""
-        self._metrics.policy_failures.labels(self._chooser.policy.name).inc()
+        self._metrics.policy_failures.labels(self._selector.policy.name).inc()
         _log.error(
             "policy_failed",
-            policy=self._chooser.policy.name,
+            policy=self._selector.policy.name,
             error=repr(error),
             exc_info=None if self._has_failed else error,
         )
@@ -356,7 +325,7 @@ class Router:
             own_prefill_tokens=loads.own_prefill_tokens,
             own_prefill_pairs=loads.own_prefill_pairs,
             own_blocks=loads.own_blocks,
-            worker_ids=self.fleet.seats.worker_ids,
+            worker_ids=self.fleet.slots.worker_ids,
             session=request.session,
             slo_ttft_s=request.slo_ttft_s,
             slo_itl_s=request.slo_itl_s,
@@ -367,62 +336,75 @@ class Router:
             now_s=now_s,
         )
 
-    def _outcome(self, context: RoutingContext, slot: int) -> tuple[int, RouteReason]:
-        """Say how much of the prompt is cached in the slot, and what that makes of the choice."""
-        overlaps = context.overlap_blocks
+    def _part(
+        self, context: RoutingContext, choice: Choice, before_move: RoutingContext | None = None
+    ) -> Part:
+        """Keep what a choice went by; `before_move` shows what was cached where before KV is moved, None for `context`."""
+        cached = before_move or context
+        return Part(
+            slot=choice.slot,
+            reason=self._reason(context, choice.slot, cached.overlap_blocks),
+            overlap_blocks=context.overlap_blocks,
+            tier_blocks=context.tier_blocks,
+            terms=choice.terms,
+            eligible=context.eligible,
+        )
+
+    def _reason(self, context: RoutingContext, slot: int, overlaps: NDArray[np.int32]) -> RouteReason:
+        """Say what the cached prefix made of a choice."""
         overlap = int(overlaps[slot])
         if overlaps[overlaps.argmax()] > overlap:  # perhaps where it may not go
             overlaps = overlaps * context.eligible
         best = overlaps[overlaps.argmax()]
         if np.count_nonzero(context.eligible) == 1:
-            return overlap, RouteReason.ONLY_WORKER
-        if self._chooser.follows_session(context, slot):
-            return overlap, RouteReason.SESSION
+            return RouteReason.ONLY_WORKER
+        if self._selector.follows_session(context, slot):
+            return RouteReason.SESSION
         if best == 0:
-            return overlap, RouteReason.NO_PREFIX
-        return overlap, RouteReason.LONGEST_PREFIX if overlap == best else RouteReason.SHORTER_PREFIX
+            return RouteReason.NO_PREFIX
+        return RouteReason.LONGEST_PREFIX if overlap == best else RouteReason.SHORTER_PREFIX
 
-    def _keep(self, quote: Quote, reason: RouteReason) -> None:
+    def _keep(self, candidates: ScoredCandidates, decode: Part, prompt: Part | None) -> None:
         """Keep what a choice went by; of live columns that takes a copy."""
-        fleet, request, context = self.fleet, quote.request, quote.context
+        fleet, request, context = self.fleet, candidates.request, candidates.context
         self._decisions.keep(
             Decision(
                 request_id=request.request_id,
                 model=request.model,
                 adapter=request.adapter,
-                chooser=self._chooser,
-                reason=reason,
-                slot=quote.choice.slot,
+                selector=self._selector,
                 request_tokens=context.request_tokens,
                 request_blocks=context.request_blocks,
                 block_size=context.block_size,
                 decided_s=context.now_s,
-                overlap_blocks=context.overlap_blocks,
-                tier_blocks=context.tier_blocks,
-                terms=quote.choice.terms,
-                eligible=context.eligible.copy(),
-                conditions=fleet.seats.conditions.copy(),
-                seats=fleet.seats.now(),
-                excluded=frozenset(quote.excluded),
-                takers=quote.takers,
-                comparison=quote.comparison,
+                decode=decode.kept(),
+                prompt=None if prompt is None else prompt.kept(),
+                answering=(
+                    context if candidates.decision is None else candidates.decision.whole_context
+                ).eligible.copy(),
+                conditions=fleet.slots.conditions.copy(),
+                slots=fleet.slots.now(),
+                excluded=frozenset(candidates.excluded),
+                comparison=candidates.comparison,
             )
         )
 
-    def _record(self, quote: Quote) -> None:
+    def _record(self, candidates: ScoredCandidates) -> None:
         """Log all that a choice went by, for replays."""
-        request, slot, weighed = quote.request, quote.choice.slot, quote.weighed
-        workers = [None if member is None else member.instance.name for member in self.fleet.seats.now()]
+        request, decision = candidates.request, candidates.decision
+        slot, prefill_slot = (candidates.choice.slot, None) if decision is None else decision.slots
+        workers = [None if member is None else member.instance.name for member in self.fleet.slots.now()]
         recorded = RecordedDecision(
             request_id=request.request_id,
             model=request.model,
             policy=self._config.policy,
             worker=workers[slot] or "",
             slot=slot,
-            tie=quote.tie,
+            prefill_slot=prefill_slot,
+            tie=candidates.tie,
             workers=workers,
-            context=record_context(quote.context if weighed is None else weighed.whole_context),
-            apart=None if weighed is None else record_apart(weighed.apart),
+            context=record_context(candidates.context if decision is None else decision.whole_context),
+            inputs=None if decision is None else record_inputs(decision.inputs),
             sessions_max=self._config.sessions_max,
             session_idle_s=self._config.session_idle_s,
         )

@@ -3,10 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from penstock.core.types import (
-    Instance,
-    InstanceChange,
-)
+from penstock.core.types.instances import Instance, InstanceChange
 
 
 class Registration(Protocol):

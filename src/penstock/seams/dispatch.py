@@ -4,13 +4,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from penstock.core.types import (
-    CardFile,
-    Delta,
-    ModelCard,
-    Request,
-    Role,
-)
+from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import Delta, Request
 
 
 class RequestStream(Protocol):

@@ -4,13 +4,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types import (
-    EngineInfo,
-    Request,
-    Role,
-    Step,
-    WorkerLoad,
-)
+from penstock.core.types.instances import EngineInfo, Role
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Request
+from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
 
 
@@ -131,7 +128,7 @@ class KvTails(KvBlocks, Protocol):
     """What an engine may offer beside `KvBlocks`, so that the tokens past a prompt's full blocks move too. Sync, likewise."""
 
     def claim_tail(self, request_id: RequestId) -> BlockId | None:
-        """Hold the last block of a request with `hand_over` that ended in the step just yielded; None where that is full.
+        """Hold the last block of a request with `prefill_only` that ended in the step just yielded; None where that is full.
 
         After the next step has begun it is too late.
         """

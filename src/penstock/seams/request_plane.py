@@ -6,15 +6,10 @@ from typing import Protocol
 
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import (
-    Delta,
-    EventMessage,
-    Instance,
-    Prefetch,
-    Request,
-    Role,
-    WorkerLoad,
-)
+from penstock.core.types.events import EventMessage
+from penstock.core.types.instances import Instance, Role
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta, Prefetch, Request
 
 Answer = Callable[[PenstockError | None], None]
 """Hears once how something ended that was asked for: None where it was done."""

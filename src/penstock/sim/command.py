@@ -27,17 +27,17 @@ from penstock.core.errors import ConfigError
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
 from penstock.graph.overrides import SET
-from penstock.sim.charts import say_s
 from penstock.sim.deployment import Deployment, plan_deployment
-from penstock.sim.figures import Run
-from penstock.sim.inputs import Inputs, mismatches
-from penstock.sim.outputs import check_outputs, put_out
-from penstock.sim.page import make_page
-from penstock.sim.report import make_report
+from penstock.sim.report.charts import say_s
+from penstock.sim.report.figures import Run
+from penstock.sim.report.inputs import Inputs, mismatches
+from penstock.sim.report.outputs import check_outputs, put_out
+from penstock.sim.report.page import make_page
+from penstock.sim.report.report import make_report
+from penstock.sim.report.summary import summarize
 from penstock.sim.simulate import OnProgress, simulate
-from penstock.sim.summary import summarize
-from penstock.sim.trace import read_trace
-from penstock.sim.workload import Session, WorkloadConfig, make_sessions, rescaled, trace_sessions
+from penstock.sim.workload.trace import read_trace
+from penstock.sim.workload.workload import Session, WorkloadConfig, make_sessions, rescaled, trace_sessions
 
 _SAMPLES = 300
 _FILE_COLUMNS = 1000
@@ -93,7 +93,11 @@ def _run(options: argparse.Namespace) -> int:
         with _blamed(named[name], deployment.graph, options):
             deployment.check(sessions)
     profiles = [options.engine_profile]
-    profiles += [crew.spec.profile for deployment in deployments.values() for crew in deployment.crews]
+    profiles += [
+        role_group.spec.profile
+        for deployment in deployments.values()
+        for role_group in deployment.role_groups
+    ]
     check_outputs(
         {"--json": options.json, "--html": options.html},
         [options.workload, *paths, *filter(None, profiles)],
@@ -135,7 +139,7 @@ def _named(paths: list[str]) -> dict[str, str]:
 
 
 def _play(name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace) -> Run:
-    is_sampled = options.html is not None or len(deployment.crews) > 1
+    is_sampled = options.html is not None or len(deployment.role_groups) > 1
     started_s = perf_counter()
     with _progress(name, sum(len(session.turns) for session in sessions)) as on_progress:
         recording = simulate(
@@ -153,7 +157,7 @@ def _play(name: str, deployment: Deployment, sessions: list[Session], options: a
 
 def _print_table(title: str, runs: list[Run]) -> None:
     is_compared = len(runs) > 1
-    expenses = {crew.expenses for run in runs for crew in run.deployment.crews}
+    expenses = {role_group.expenses for run in runs for role_group in run.deployment.role_groups}
     links = {link for run in runs if (link := run.deployment.link)}
     caption = [*(["* best; % against the first"] if is_compared else []), *sorted(expenses), *sorted(links)]
     table = Table(title=title, show_header=is_compared, caption="\n".join(caption))

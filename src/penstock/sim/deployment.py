@@ -9,23 +9,25 @@ from typing import TypeVar
 from penstock.core.config import Config
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
-from penstock.core.types import ModelCard, Request, Role
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import Request
 from penstock.demo import MODEL_DIR
-from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 from penstock.graph.engine_prices import make_latency
 from penstock.graph.partners import check_counts
-from penstock.perf.catalogue import find_shape
+from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model.shape import ModelShape
 from penstock.perf.published import publish
-from penstock.perf.shape import ModelShape
 from penstock.router.config import RouterConfig
 from penstock.runtime.config import PlaneConfig
-from penstock.sim.cluster import ClusterSpec, SimEngine, WorkerSpec
-from penstock.sim.crew import Crew, plan_crew
-from penstock.sim.network import NetworkConfig
-from penstock.sim.prompt import Stream
-from penstock.sim.timing import Pace
-from penstock.sim.workload import Session
+from penstock.sim.engine.timing import Pace
+from penstock.sim.role_group import RoleGroup, plan_role_group
+from penstock.sim.workload.prompt import Stream
+from penstock.sim.workload.workload import Session
+from penstock.sim.world.cluster import ClusterSpec, SimEngine, WorkerSpec
+from penstock.sim.world.network import NetworkConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -39,7 +41,7 @@ class Deployment:
 
     graph: Graph
     shape: ModelShape
-    crews: tuple[Crew, ...]
+    role_groups: tuple[RoleGroup, ...]
     """By role, those that answer first."""
     exact: bool = False
     """Whether engines take every step, instead of jumping from event to event."""
@@ -48,9 +50,9 @@ class Deployment:
     """The first workers to be started take so many times as long for everything, which nobody tells the router."""
 
     @property
-    def answering(self) -> tuple[Crew, ...]:
+    def answering(self) -> tuple[RoleGroup, ...]:
         """Those whose workers answer requests to their end."""
-        return tuple(crew for crew in self.crews if crew.role is not Role.PREFILL)
+        return tuple(role_group for role_group in self.role_groups if role_group.role is not Role.PREFILL)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -59,40 +61,40 @@ class Deployment:
 
     @property
     def devices(self) -> int:
-        return sum(crew.devices for crew in self.crews)
+        return sum(role_group.devices for role_group in self.role_groups)
 
     @property
     def watts(self) -> float:
         """Of all devices together."""
-        return sum(crew.devices * crew.hardware.watts for crew in self.crews)
+        return sum(role_group.devices * role_group.hardware.watts for role_group in self.role_groups)
 
     @property
     def usd_per_hour(self) -> float:
         """Of all devices together."""
-        return sum(crew.devices * crew.hardware.usd_per_hour for crew in self.crews)
+        return sum(role_group.devices * role_group.hardware.usd_per_hour for role_group in self.role_groups)
 
     @property
     def expenses(self) -> str:
         """What a device costs and draws; for people."""
-        return ", ".join(dict.fromkeys(crew.expenses for crew in self.crews))
+        return ", ".join(dict.fromkeys(role_group.expenses for role_group in self.role_groups))
 
     @property
     def router(self) -> RouterConfig:
         """The graph's; where it does not say how KV moves, nor where workers are, it moves over the devices' network links."""
         config = self.graph.router
         is_said = config.disagg.link_bytes_per_s is not None or any(
-            crew.spec.locations for crew in self.crews
+            role_group.spec.locations for role_group in self.role_groups
         )
-        if is_said or len(self.answering) == len(self.crews):
+        if is_said or len(self.answering) == len(self.role_groups):
             return config
-        slowest = min(crew.link_bytes_per_s for crew in self.crews)
+        slowest = min(role_group.link_bytes_per_s for role_group in self.role_groups)
         disagg = config.disagg.model_copy(update={"link_bytes_per_s": slowest})
         return config.model_copy(update={"disagg": disagg})
 
     @property
     def link(self) -> str:
         """How fast KV goes from prefill workers to others; for people, empty where none does."""
-        prefill = [crew for crew in self.crews if crew.role is Role.PREFILL]
+        prefill = [role_group for role_group in self.role_groups if role_group.role is Role.PREFILL]
         if not prefill:
             return ""
         bandwidth = self.router.kv_way(
@@ -117,11 +119,13 @@ class Deployment:
                 f"context_length: the longest request has {longest_tokens:,} tokens, prompt and output, got {asked:,};"
                 " raise it, leave it out, or take a shorter trace"
             )
-        for crew in self.crews:
-            if crew.role is Role.PREFILL:
-                crew.check_fits(longest_prompt_tokens + 1, "prompt, with the first token of its answer,")
+        for role_group in self.role_groups:
+            if role_group.role is Role.PREFILL:
+                role_group.check_fits(
+                    longest_prompt_tokens + 1, "prompt, with the first token of its answer,"
+                )
             else:
-                crew.check_fits(longest_tokens, "request")
+                role_group.check_fits(longest_tokens, "request")
 
         if num_adapters > len(self.adapters):
             raise ConfigError(
@@ -141,16 +145,18 @@ class Deployment:
         def stream_of(request: Request) -> Stream:
             return streams[request.request_id]
 
-        def worker_spec(crew: Crew) -> WorkerSpec:
+        def worker_spec(role_group: RoleGroup) -> WorkerSpec:
             def make_engine(pace: Pace) -> SimEngine:
                 pace.factor = next(factors)
-                return crew.make_engine(pace, stream_of, exact=self.exact)
+                return role_group.make_engine(pace, stream_of, exact=self.exact)
 
             return WorkerSpec(
                 make_engine=make_engine,
-                prices=publish(make_latency(self.shape, crew.spec), context_length=crew.context_length),
-                adapters_of=crew.spec.adapters_of,
-                location_of=crew.spec.location_of,
+                prices=publish(
+                    make_latency(self.shape, role_group.spec), context_length=role_group.context_length
+                ),
+                adapters_of=role_group.spec.adapters_of,
+                location_of=role_group.spec.location_of,
             )
 
         context_length = self.shape.context_length
@@ -160,7 +166,7 @@ class Deployment:
             card=ModelCard(
                 name=graph.model, context_length=context_length, block_size=graph.block_size, salt=SALT
             ),
-            workers={crew.role: worker_spec(crew) for crew in self.crews},
+            workers={role_group.role: worker_spec(role_group) for role_group in self.role_groups},
             router=_with(self.router, explain={"decisions_max": 0}),  # nobody asks why
             # Moments of a step log would be real ones.
             worker=_with(graph.worker.model_copy(update={"step_log": None}), events=replayed),
@@ -188,6 +194,15 @@ def simulated_roles(graph: Graph) -> dict[Role, RoleSpec]:
     return answering | roles
 
 
+def simulated_shape(graph: Graph, beside: Path) -> ModelShape:
+    """Find the shape of a graph's model; a relative path may also start from `beside`.
+
+    Raises:
+        ConfigError: it is neither known nor in a directory.
+    """
+    return find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
+
+
 def plan_deployment(
     graph: Graph, *, beside: Path, engine_profile: Path | None = None, exact: bool = False
 ) -> Deployment:
@@ -203,25 +218,25 @@ def plan_deployment(
         ConfigError: the graph describes something that cannot be simulated, or that does not fit.
     """
     roles = simulated_roles(graph)
-    shape = find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
+    shape = simulated_shape(graph, beside)
     if graph.context_length is not None:
         if graph.context_length > shape.context_length:
             raise ConfigError(
                 f"context_length: must be <= {shape.context_length}, the model's own, got {graph.context_length}"
             )
         shape = replace(shape, context_length=graph.context_length)
-    crews = tuple(
-        plan_crew(role, spec, shape, block_size=graph.block_size, engine_profile=engine_profile)
+    role_groups = tuple(
+        plan_role_group(role, spec, shape, block_size=graph.block_size, engine_profile=engine_profile)
         for role, spec in roles.items()
     )
-    for crew in crews:
-        _check_batch(crew)
-    _check_alike(crews)
-    return Deployment(graph, shape, crews, exact)
+    for role_group in role_groups:
+        _check_batch(role_group)
+    _check_alike(role_groups)
+    return Deployment(graph, shape, role_groups, exact)
 
 
-def _check_batch(crew: Crew) -> None:
-    spec, place, usual = crew.spec, crew.place, SchedulerConfig()
+def _check_batch(role_group: RoleGroup) -> None:
+    spec, place, usual = role_group.spec, role_group.place, SchedulerConfig()
     tokens = spec.max_batch_tokens or usual.max_batch_tokens
     running = spec.max_running_requests or usual.max_running_requests
     if running > tokens:
@@ -238,13 +253,13 @@ def _check_batch(crew: Crew) -> None:
         )
 
 
-def _check_alike(crews: tuple[Crew, ...]) -> None:
+def _check_alike(role_groups: tuple[RoleGroup, ...]) -> None:
     """Refuse roles of which only some can answer a request."""
-    answering = [crew for crew in crews if crew.role is not Role.PREFILL]
+    answering = [role_group for role_group in role_groups if role_group.role is not Role.PREFILL]
     first = answering[0]
-    for crew in answering[1:]:
-        if set(crew.spec.adapters) != set(first.spec.adapters):
+    for role_group in answering[1:]:
+        if set(role_group.spec.adapters) != set(first.spec.adapters):
             raise ConfigError(
-                f"{crew.place}.adapters: must be those of {first.place}, as either may be asked for them, got"
-                f" {', '.join(crew.spec.adapters) or 'none'} and {', '.join(first.spec.adapters) or 'none'}"
+                f"{role_group.place}.adapters: must be those of {first.place}, as either may be asked for them, got"
+                f" {', '.join(role_group.spec.adapters) or 'none'} and {', '.join(first.spec.adapters) or 'none'}"
             )

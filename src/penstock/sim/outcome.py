@@ -6,10 +6,10 @@ from time import perf_counter
 
 from penstock.graph import Graph
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.report import make_report
+from penstock.sim.report.report import make_report
+from penstock.sim.report.summary import Report
 from penstock.sim.simulate import simulate
-from penstock.sim.summary import Report
-from penstock.sim.workload import Session
+from penstock.sim.workload.workload import Session
 
 
 def simulate_graph(

@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, Role, SamplingParams
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens, num_tokens
-from penstock.router.dispatcher import Dispatcher
-from penstock.sim.cluster import SimCluster
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.sim.counters import Counters
 from penstock.sim.deployment import SALT, Deployment
-from penstock.sim.loop import run
-from penstock.sim.prompt import Prompt
-from penstock.sim.tally import Tally
-from penstock.sim.workload import Session, Turn
+from penstock.sim.loop.loop import run
+from penstock.sim.workload.prompt import Prompt
+from penstock.sim.workload.workload import Session, Turn
+from penstock.sim.world.cluster import SimCluster
 
 OnProgress = Callable[[int, float], None]
 _SAMPLES_MAX = 600
@@ -98,7 +99,7 @@ class Recording:
     end_s: float = 0.0
     """When the last request ended."""
     samples: Samples | None = None
-    tallies: dict[Role, Tally] = field(default_factory=dict)
+    counters: dict[Role, Counters] = field(default_factory=dict)
     """What the workers of each role have done."""
 
     @property
@@ -173,10 +174,10 @@ class _Player:
         loop = self._loop
         spec = self._deployment.cluster_spec(self._streams)
         async with SimCluster(spec, self._rng) as cluster:
-            for crew in self._deployment.crews:
-                name = "worker" if crew.role is Role.AGGREGATED else crew.role.value
-                for number in range(crew.spec.replicas):
-                    await cluster.start(f"{name}-{number}", crew.role)
+            for role_group in self._deployment.role_groups:
+                name = "worker" if role_group.role is Role.AGGREGATED else role_group.role.value
+                for number in range(role_group.spec.replicas):
+                    await cluster.start(f"{name}-{number}", role_group.role)
             for dispatcher in cluster.dispatchers:
                 await dispatcher.serving()
             await asyncio.sleep(1.0)  # every frontend knows every worker
@@ -187,9 +188,9 @@ class _Player:
                 sampling.cancel()
             loads = [worker.engine.load().onboarded_tokens for worker in cluster.workers.values()]
             self._recording.onboarded_tokens.extend(sum(tier) for tier in zip(*loads, strict=True))
-            for crew in self._deployment.crews:
-                workers = [worker for worker in cluster.workers.values() if worker.role is crew.role]
-                self._recording.tallies[crew.role] = Tally.of(workers, cluster)
+            for role_group in self._deployment.role_groups:
+                workers = [worker for worker in cluster.workers.values() if worker.role is role_group.role]
+                self._recording.counters[role_group.role] = Counters.of(workers, cluster)
         return self._recording
 
     async def _play(self, sessions: Iterable[Session], cluster: SimCluster) -> None:

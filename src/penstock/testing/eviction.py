@@ -9,15 +9,15 @@ import random
 
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import BlockId
-from penstock.kv.eviction import EvictionPolicy
-from penstock.kv.pool import BlockPool
+from penstock.kv.pool.eviction import EvictionPolicy
+from penstock.kv.pool.pool import BlockPool
 
 _POOL_BLOCKS = 40
 _BLOCK_SIZE = 4
 
 
 class EvictionPolicySuite:
-    """Defines `kv.eviction.EvictionPolicy`."""
+    """Defines `kv.pool.eviction.EvictionPolicy`."""
 
     def make(self) -> EvictionPolicy:
         raise NotImplementedError

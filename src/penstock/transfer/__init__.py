@@ -19,16 +19,16 @@ from penstock.core.errors import (
     TransferError,
     TransferRefused,
 )
-from penstock.core.kv_layout import KvLayout, RankLayout
+from penstock.core.types.kv_layout import KvLayout, RankLayout
 from penstock.transfer.agent import TransferAgent
-from penstock.transfer.arena import Arena
 from penstock.transfer.config import CopyConfig, StorageConfig, TransferConfig
-from penstock.transfer.file import FileRegion
-from penstock.transfer.handle import Telemetry, TransferHandle, TransferState
-from penstock.transfer.object import ObjectRegion
-from penstock.transfer.peer import Peer
-from penstock.transfer.prepared import PreparedTransfer
-from penstock.transfer.regions import Registration, RemoteRegion
+from penstock.transfer.posting.handle import Telemetry, TransferHandle, TransferState
+from penstock.transfer.posting.peer import Peer
+from penstock.transfer.posting.prepared import PreparedTransfer
+from penstock.transfer.regions.arena import Arena
+from penstock.transfer.regions.regions import Registration, RemoteRegion
+from penstock.transfer.storage.file import FileRegion
+from penstock.transfer.storage.object import ObjectRegion
 from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.tls import TlsConfig
 

@@ -16,23 +16,23 @@ from penstock.core.errors import (
 )
 from penstock.core.log import get_logger
 from penstock.seams import Transport
-from penstock.transfer.acquaintances import Acquaintances
-from penstock.transfer.buffers import region_of
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.counters import TransferCounters, add
-from penstock.transfer.handle import TransferHandle
-from penstock.transfer.identity import Identity
-from penstock.transfer.links import AgentLink
-from penstock.transfer.mailbox import Mailbox
-from penstock.transfer.metadata import decode_metadata
-from penstock.transfer.pairs import pair_ranges
-from penstock.transfer.peer import Peer
-from penstock.transfer.prepared import PreparedTransfer
-from penstock.transfer.quarantine import Quarantine
-from penstock.transfer.regions import RegionTable, Registration, RemoteRegion
-from penstock.transfer.running import RunningTransfers
-from penstock.transfer.switchboard import Switchboard
-from penstock.transfer.transports import STORAGE, allowed, default_transports
+from penstock.transfer.default_transports import STORAGE, allowed, default_transports
+from penstock.transfer.link.connections import Connections
+from penstock.transfer.link.identity import Identity
+from penstock.transfer.link.links import AgentLink
+from penstock.transfer.link.metadata import decode_metadata
+from penstock.transfer.notification_queue import NotificationQueue
+from penstock.transfer.peer_table import PeerTable
+from penstock.transfer.posting.handle import TransferHandle
+from penstock.transfer.posting.peer import Peer
+from penstock.transfer.posting.prepared import PreparedTransfer
+from penstock.transfer.posting.running import RunningTransfers
+from penstock.transfer.regions.buffers import region_of
+from penstock.transfer.regions.pairs import pair_ranges
+from penstock.transfer.regions.quarantine import Quarantine
+from penstock.transfer.regions.regions import RegionTable, Registration, RemoteRegion
 
 _log = get_logger()
 _REFUSALS_KEPT = 64
@@ -69,13 +69,13 @@ class TransferAgent:
         made = default_transports(self.config) if transports is None else transports
         self._transports = allowed(made, self.config.transports)
         self._table = RegionTable()
-        self._mailbox = Mailbox(name, self.config.notifications_max, self.counters)
-        self.running = RunningTransfers(self.config, self.counters, self._mailbox)
-        self._switchboard = Switchboard(self)
+        self._notification_queue = NotificationQueue(name, self.config.notifications_max, self.counters)
+        self.running = RunningTransfers(self.config, self.counters, self._notification_queue)
+        self._connections = Connections(self)
         self._quarantine = Quarantine(name, self._transports)
-        self._met = Acquaintances(
+        self._met = PeerTable(
             Peer(name, self.identity.token, None),
-            self._switchboard,
+            self._connections,
             self._transports,
             self.running,
             self.config.connect_timeout_s,
@@ -99,7 +99,7 @@ class TransferAgent:
                     self._met.unavailable[transport.name] = error.message
                     del self._transports[transport.name]
                     await transport.close()
-            self._addresses = self._switchboard.open(self.config.listen, self._tasks)
+            self._addresses = self._connections.open(self.config.listen, self._tasks)
             await self._met.find_ways(
                 self._met.own, {name: t.contact() for name, t in self._transports.items()}
             )
@@ -124,13 +124,13 @@ class TransferAgent:
             return
         await self.running.close(TransferError(f"agent {self.name} closes"))
         peers = [*self._met.by_name.values(), self._met.own]
-        self._switchboard.close()
+        self._connections.close()
         for peer in peers:
             await peer.close_ways()
         for transport in self._transports.values():
             await transport.close()
         self._met.let_go()
-        for task in self._switchboard.tasks:
+        for task in self._connections.tasks:
             task.cancel()
         await tasks.__aexit__(None, None, None)
         await self._quarantine.drain(self._table, self.config.heartbeat_timeout_s)
@@ -182,7 +182,7 @@ class TransferAgent:
         self._met.own.infos.pop(region_id, None)
         gone = TransferRefused(f"region {region_id} of agent {self.name} was deregistered")
         await self.running.end_local(region_id, gone)
-        await self._switchboard.withdraw(region_id)
+        await self._connections.withdraw(region_id)
         for transport in self._transports.values():
             await transport.deregister(region_id)
 
@@ -351,9 +351,9 @@ class TransferAgent:
         there = self._met.find(peer)
         now_s = asyncio.get_running_loop().time()
         seconds = [
-            way.seconds(op, num_bytes, ranges, now_s)
-            for way in there.ways.values()
-            if remote is None or way.channel.refusal(op, (), (remote.info,)) is None
+            route.seconds(op, num_bytes, ranges, now_s)
+            for route in there.routes.values()
+            if remote is None or route.channel.refusal(op, (), (remote.info,)) is None
         ]
         if not seconds:
             raise TransferError(f"no transport reaches agent {there.name}: {there.unreachable}")
@@ -361,7 +361,7 @@ class TransferAgent:
 
     def notifications(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield what peers sent with transfers or alone: (agent's name, payload), for ever. One reader at a time."""
-        return self._mailbox.read()
+        return self._notification_queue.read()
 
     def send_notification(self, peer: Peer | str, payload: bytes) -> None:
         """Tell a peer something; one that this agent connected to, or that connected to it. Ordered, not acknowledged.
@@ -371,9 +371,9 @@ class TransferAgent:
             TransferRefused: it is too long.
         """
         name = peer if isinstance(peer, str) else peer.name
-        link = self._switchboard.link_to(name)
-        self._mailbox.check(link, payload)
-        self._mailbox.send(link, payload)
+        link = self._connections.link_to(name)
+        self._notification_queue.check(link, payload)
+        self._notification_queue.send(link, payload)
 
     @property
     def transfers_under_way(self) -> int:
@@ -415,13 +415,13 @@ class TransferAgent:
         _log.warning("transfer_refused", agent=self.name, peer=peer, error=error.message)
 
     def spawn(self, work: Coroutine[object, object, None]) -> None:
-        self._switchboard.create_task(work)
+        self._connections.create_task(work)
 
     def transport(self, name: str) -> Transport | None:
         return self._transports.get(name)
 
     def notified(self, link: AgentLink, payload: bytes) -> None:
-        self._mailbox.received(link, payload)
+        self._notification_queue.received(link, payload)
 
     async def withdrawn(self, link: AgentLink, region_id: int) -> None:
         """A peer's region is gone: end what uses it, then say so."""

@@ -7,7 +7,7 @@ from penstock.runtime.config import EventConfig
 from penstock.transfer.config import TransferConfig
 
 
-class HandOverConfig(Config):
+class KvTransferConfig(Config):
     """How prefilled prompts go from worker to worker."""
 
     pin_ttl_s: float = pydantic.Field(default=30.0, gt=0)
@@ -36,7 +36,7 @@ class WorkerConfig(Config):
     """Tell routers what the prefix cache holds, where the engine does; without, they guess it from what they sent."""
     events: EventConfig = pydantic.Field(default_factory=EventConfig)
     """What is kept of the KV events for those who follow them."""
-    hand_over: HandOverConfig = pydantic.Field(default_factory=HandOverConfig)
+    kv_transfer: KvTransferConfig = pydantic.Field(default_factory=KvTransferConfig)
     """Between prefill and decode workers."""
     own_cores: bool = False
     """Keep each worker's engine that computes on a CPU to a core of its own, and the deployment's other processes off the cores of decode

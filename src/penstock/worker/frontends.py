@@ -12,7 +12,8 @@ from functools import cached_property
 import msgspec
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Delta, Request, WorkerLoad
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta, Request
 from penstock.core.wire import num_tokens
 from penstock.seams import FrontendSink
 

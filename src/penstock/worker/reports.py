@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 
-from penstock.core.types import WorkerLoad
+from penstock.core.types.load import WorkerLoad
 from penstock.worker.config import WorkerConfig
 
 

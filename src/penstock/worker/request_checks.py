@@ -4,7 +4,8 @@ import math
 from collections.abc import Collection
 
 from penstock.core.errors import RequestError, Unavailable
-from penstock.core.types import EngineInfo, Request
+from penstock.core.types.instances import EngineInfo
+from penstock.core.types.requests import Request
 from penstock.core.wire import num_tokens
 
 _HASH_BYTES = 16
@@ -27,11 +28,11 @@ def check_request(request: Request, info: EngineInfo, adapters: Collection[str],
         raise RequestError("deadline_s: must be a number of seconds, or none, got nan")
     if request.adapter is not None and request.adapter not in adapters:
         raise Unavailable(f"{worker} does not have adapter {request.adapter!r}; try another worker")
-    have = len(request.block_hashes) // _HASH_BYTES
     expected = num_tokens(request.token_ids) // info.block_size
-    if have != expected:
+    if len(request.block_hashes) != expected * _HASH_BYTES:
         raise RequestError(
-            f"block_hashes: got {have}, expected {expected}: this worker has blocks of {info.block_size} tokens;"
+            f"block_hashes: got {len(request.block_hashes)} bytes, expected {expected} hashes of {_HASH_BYTES} bytes:"
+            f" this worker has blocks of {info.block_size} tokens;"
             " use the model card it serves",
             param="block_hashes",
         )

@@ -15,39 +15,31 @@ from penstock.core.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineError,
-    Outrun,
     PenstockError,
     RequestError,
+    StaleRoute,
     Unavailable,
     WorkerLost,
 )
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.location import Location
 from penstock.core.log import get_logger
-from penstock.core.types import (
-    Delta,
-    EngineInfo,
-    EventMessage,
-    FinishReason,
-    Instance,
-    ModelCard,
-    Prefetch,
-    Prices,
-    Request,
-    Role,
-    Step,
-    WorkerLoad,
-)
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.events import EventMessage
+from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.location import Location
+from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
+from penstock.core.types.steps import Step
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.seams import Answer, Discovery, Engine, EventSink, FrontendSink, KvBlocks, RequestPlane
 from penstock.transfer import TransferAgent
-from penstock.worker.computing import Computing
 from penstock.worker.config import WorkerConfig
+from penstock.worker.engine_driver import EngineDriver
 from penstock.worker.frontends import Frontend, Frontends, Running
-from penstock.worker.hand_over import HandOver
+from penstock.worker.kv_transfer.kv_transfer import KvTransfer
+from penstock.worker.registration import WorkerRegistration
 from penstock.worker.reports import LoadReports
 from penstock.worker.request_checks import check_request
-from penstock.worker.standing import Standing
 from penstock.worker.step_log import StepLog
 
 _log = get_logger()
@@ -114,11 +106,11 @@ class Worker:
         self._info: EngineInfo | None = None
         self._frontends = Frontends()
         self._stopping = asyncio.Event()
-        self._standing: Standing | None = None
+        self._registration: WorkerRegistration | None = None
         self._group: asyncio.TaskGroup | None = None
         self._role_change: asyncio.Task[None] | None = None
-        self._computing = Computing(engine, self._fail)
-        self._reports = LoadReports(self.config, self._computing.load, self._push_load)
+        self._driver = EngineDriver(engine, self._fail)
+        self._reports = LoadReports(self.config, self._driver.load, self._push_load)
         if identity.role is not Role.AGGREGATED and not isinstance(engine, KvBlocks):
             raise ConfigError(
                 f"role {identity.role}: the engine of {identity.name} does not give its KV blocks; use the role aggregated,"
@@ -139,36 +131,36 @@ class Worker:
         if config.step_log is not None:
             self._step_log = StepLog.open(config.step_log, self._identity.name, config.step_log_bytes_max)
         try:
-            info = self._computing.announce(self._frontends.tell_begun, await self._engine.start())
+            info = self._driver.announce(self._frontends.tell_begun, await self._engine.start())
             if not config.kv_events:
                 info = msgspec.structs.replace(info, kv_events=False)
-            self._info = info = self._computing.assume(self._identity.role, info)
+            self._info = info = self._driver.assume(self._identity.role, info)
             card = self._fitting_card(info)
             async with AsyncExitStack() as stack:
-                self._computing.context_length = card.context_length
+                self._driver.context_length = card.context_length
                 if self._agent is not None and isinstance(self._engine, KvBlocks):
-                    hand_over = HandOver(
+                    kv_transfer = KvTransfer(
                         self._engine,
                         info,
                         self._identity.worker_id,
                         agent=self._agent,
-                        config=self.config.hand_over,
+                        config=self.config.kv_transfer,
                     )
-                    self._computing.hand_over = await stack.enter_async_context(hand_over)
+                    self._driver.kv_transfer = await stack.enter_async_context(kv_transfer)
                     if self._identity.role is not Role.AGGREGATED:
-                        await hand_over.begin()
+                        await kv_transfer.begin()
                 server = await self._plane.serve(self)
                 stack.push_async_callback(server.close)
-                standing = self._standing = Standing(
+                registration = self._registration = WorkerRegistration(
                     self._make_instance(server.address, card, info),
                     self.config,
                     self._frontends,
-                    self._computing,
+                    self._driver,
                     self._hand_over,
                 )
-                stack.push_async_callback(standing.withdraw)
-                await standing.register(self._discovery)
-                await self._serve(standing)
+                stack.push_async_callback(registration.withdraw)
+                await registration.register(self._discovery)
+                await self._serve(registration)
         finally:
             self._reports.close()
             if self._step_log is not None:
@@ -182,12 +174,12 @@ class Worker:
     @property
     def instance(self) -> Instance | None:
         """As registered; None before that."""
-        return None if self._standing is None else self._standing.instance
+        return None if self._registration is None else self._registration.instance
 
     # -- WorkerService
 
     def connected(self, sink: FrontendSink) -> None:
-        self._push_load_to(self._frontends.connect(sink), self._computing.load())
+        self._push_load_to(self._frontends.connect(sink), self._driver.load())
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         frontend = self._frontends.at(sink)
@@ -195,11 +187,11 @@ class Worker:
         self._reports.accepted += 1
         try:
             self._check(request, frontend)
-            self._computing.submit(request, frontend)
+            self._driver.submit(request, frontend)
         except PenstockError as error:
-            self._computing.forget(request.request_id, frontend)  # what was begun for it
-            if isinstance(error, Outrun):  # what it did not know comes before its request
-                self._push_load_to(frontend, self._computing.load())
+            self._driver.forget(request.request_id, frontend)  # what was begun for it
+            if isinstance(error, StaleRoute):  # what it did not know comes before its request
+                self._push_load_to(frontend, self._driver.load())
             self._push_error(frontend, request.request_id, error)
             return
         running = self._frontends.take(request, frontend)
@@ -216,8 +208,8 @@ class Worker:
         frontend = self._frontends.at(sink)
         frontend.sent += 1
         self._reports.accepted += 1
-        if self._standing is not None and self._standing.refusal is None:
-            self._computing.prefetch(prefetch, frontend)
+        if self._registration is not None and self._registration.refusal is None:
+            self._driver.prefetch(prefetch, frontend)
         self._reports.note()
 
     def abort(self, request_id: RequestId, sink: FrontendSink) -> None:
@@ -226,7 +218,7 @@ class Worker:
             return  # its requests ended with its connection
         running = self._frontends.requests.get(request_id)
         if running is None:
-            self._computing.forget(request_id, frontend)
+            self._driver.forget(request_id, frontend)
         elif running.frontend is frontend:
             self._abort(running)
         else:
@@ -237,7 +229,7 @@ class Worker:
         if frontend is not None:
             for request_id in tuple(frontend.requests):
                 self._abort(self._frontends.requests[request_id])
-            self._computing.disown(frontend)
+            self._driver.disown(frontend)
 
     def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
         return self.publisher.events_after(sequence)
@@ -252,22 +244,22 @@ class Worker:
         return asyncio.get_running_loop().run_in_executor(None, self._read_file, sha256)
 
     def change_role(self, role: Role, answer: Answer) -> None:
-        standing = self._standing
-        if standing is None or self._group is None or self._stopping.is_set():
+        registration = self._registration
+        if registration is None or self._group is None or self._stopping.is_set():
             answer(Unavailable(f"{self._name} is about to start or to stop; choose another worker"))
             return
         try:
-            standing.check_change(role)
+            registration.check_change(role)
         except PenstockError as error:
             answer(error)
         else:
-            self._role_change = self._group.create_task(self._change_role(standing, role, answer))
+            self._role_change = self._group.create_task(self._change_role(registration, role, answer))
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree; for tests and simulations."""
         self._frontends.check()
         self.publisher.check()
-        self._computing.check()
+        self._driver.check()
 
     # -- starting
 
@@ -292,30 +284,32 @@ class Worker:
             pid=identity.pid,
             prices=self._prices,
             adapters=self._adapters,
-            exchange=None if self.hand_over is None else self.hand_over.exchange,
+            exchange=self._driver.exchange,
             **identity.location.model_dump(),
         )
 
     # -- serving
 
-    async def _serve(self, standing: Standing) -> None:
+    async def _serve(self, registration: WorkerRegistration) -> None:
         self.ready.set()
         async with asyncio.TaskGroup() as self._group:
-            steps = self._group.create_task(self._consume_steps(standing), name="engine steps")
+            steps = self._group.create_task(self._consume_steps(registration), name="engine steps")
             stopping = self._group.create_task(self._stopping.wait())
             await asyncio.wait((steps, stopping), return_when=asyncio.FIRST_COMPLETED)
             if self._role_change is not None:
                 self._role_change.cancel()
             if not steps.done():
-                await standing.leave()
+                await registration.leave()
             stopping.cancel()
             steps.cancel()
-        if isinstance(standing.refusal, WorkerLost):
-            raise EngineError(f"{self._name}: {standing.refusal.message}") from standing.refusal.__cause__
+        if isinstance(registration.refusal, WorkerLost):
+            raise EngineError(
+                f"{self._name}: {registration.refusal.message}"
+            ) from registration.refusal.__cause__
 
-    async def _change_role(self, standing: Standing, role: Role, answer: Answer) -> None:
+    async def _change_role(self, registration: WorkerRegistration, role: Role, answer: Answer) -> None:
         try:
-            await standing.change(role)
+            await registration.change(role)
         except PenstockError as error:
             answer(error)
         except asyncio.CancelledError:
@@ -324,7 +318,7 @@ class Worker:
         else:
             answer(None)
 
-    async def _consume_steps(self, standing: Standing) -> None:
+    async def _consume_steps(self, registration: WorkerRegistration) -> None:
         """Hand out what the engine yields, until it dies or this is cancelled."""
         problem: Exception | None = None
         try:
@@ -338,7 +332,7 @@ class Worker:
             _log.error("engine_died", worker=self._name, requests=len(self._frontends.requests))
         refusal = WorkerLost(f"the engine ended: {problem!r}" if problem else "the engine ended by itself")
         refusal.__cause__ = problem
-        standing.refusal = refusal
+        registration.refusal = refusal
         self._hand_over(refusal)
 
     def _on_step(self, step: Step) -> None:
@@ -346,7 +340,7 @@ class Worker:
         if self._step_log is not None:
             self._step_log.note(step)
         # Read before blocks of prompts are held for others: that is no work left.
-        load = self._computing.load(step.load)
+        load = self._driver.load(step.load)
         parts: dict[Frontend, list[Delta]] = {}
         for delta in step.deltas:
             running = self._frontends.requests.get(delta.request_id)
@@ -356,19 +350,18 @@ class Worker:
                 self._frontends.prefilled(running)
             if delta.finish_reason is not None or delta.error is not None:
                 self._frontends.forget(delta.request_id)
-            told = self._computing.told(delta, running.request, running.frontend)
+            told = self._driver.told(delta, running.request, running.frontend)
             parts.setdefault(running.frontend, []).append(told)
         for request_id in step.prefilling:
             running = self._frontends.requests.get(request_id)
-            opened = running and self._computing.prefilling(running.request, running.frontend)
-            if running and opened:
-                parts.setdefault(running.frontend, []).append(opened)
+            if running is not None:
+                self._driver.prefilling(running.request)
         # Deltas go last: whoever sees an answer end, and asks at once again, is routed by what it left behind.
         assert self._info is not None, "started"
         if self._info.kv_events:
             self.publisher.publish(step.events)
         self._reports.note(load)
-        self._computing.stepped(load)
+        self._driver.stepped(load)
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)
 
@@ -380,9 +373,9 @@ class Worker:
                 self._push_error(running.frontend, request_id, error)
 
     @property
-    def hand_over(self) -> HandOver | None:
-        """What moves KV between this worker and others, once started; None where prompts are not handed over."""
-        return self._computing.hand_over
+    def kv_transfer(self) -> KvTransfer | None:
+        """What moves KV between this worker and others, once started; None where KV is not transferred."""
+        return self._driver.kv_transfer
 
     @property
     def _name(self) -> str:
@@ -391,8 +384,8 @@ class Worker:
     # -- requests
 
     def _check(self, request: Request, frontend: Frontend) -> None:
-        if self._standing is not None and self._standing.refusal is not None:
-            raise self._standing.refusal
+        if self._registration is not None and self._registration.refusal is not None:
+            raise self._registration.refusal
         running = self._frontends.requests.get(request.request_id)
         if running is not None:
             if running.frontend is frontend:  # it could not tell one's deltas from the other's: both end
@@ -405,7 +398,7 @@ class Worker:
         check_request(request, self._info, self._adapters, self._name)
         unknown = self._frontends.unknown_arrivals(request, frontend)
         if unknown:
-            raise Outrun(
+            raise StaleRoute(
                 f"request {request.request_id}: its router chose {self._name} without knowing of {unknown} requests that"
                 " others have sent there since; it chooses again by the load that comes with this"
             )
@@ -413,13 +406,13 @@ class Worker:
     def _abort(self, running: Running) -> None:
         request_id = running.request.request_id
         self._frontends.forget(request_id)
-        self._computing.abort(request_id, running.frontend)
+        self._driver.abort(request_id, running.frontend)
         self._reports.note()
 
     def _expire(self, request_id: RequestId, deadline_s: float) -> None:
         running = self._frontends.forget(request_id)
         if running is not None:
-            self._computing.abort(request_id, running.frontend)
+            self._driver.abort(request_id, running.frontend)
             error = DeadlineExceeded(
                 f"request {request_id}: its {deadline_s:g} s have passed; allow more time"
             )

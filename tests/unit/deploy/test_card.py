@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types import ModelCard
+from penstock.core.types.cards import ModelCard
 from penstock.deploy.card import make_card, open_checkpoint, served_name
 from penstock.graph import Graph, RoleSpec
-from penstock.testing.tokenizer import tiny_model_files
+from tests.support.tokenizer import tiny_model_files
 
 PAGED = RoleSpec(engine="paged")
 MOCK = RoleSpec(engine="mock")

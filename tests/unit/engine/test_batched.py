@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import EngineError, Unavailable
-from penstock.core.types import FinishReason
+from penstock.core.types.requests import FinishReason
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo, ThreadedRunner
-from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.engine.sequences import Sampled
-from penstock.testing.engine_probe import EngineProbe, make_request
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.sequences import Sampled
+from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
 
 SHAPE = RunnerInfo(num_blocks=32, block_size=4, context_length=64, vocab_size=50)

@@ -5,10 +5,10 @@ import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types import Role
+from penstock.core.types.instances import Role
 from penstock.engine import registry
 from penstock.engine.registry import EngineSpec, create_engine, engine_names
-from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.testing.loop import run_async
 
 SPEC = EngineSpec(model="/nowhere", block_size=16, context_length=1000)

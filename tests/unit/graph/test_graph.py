@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.location import Location
-from penstock.core.types import Role
+from penstock.core.types.instances import Role
+from penstock.core.types.location import Location
 from penstock.demo import MODEL_DIR
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 from penstock.graph.engine_prices import engine_prices, make_roofline
-from penstock.perf.model_config import load_shape
-from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
+from penstock.perf.model.model_config import load_shape
+from penstock.perf.profile.profile import DecodePoint, PrefillPoint, Profile
 
 ROOT = Path(__file__).parents[3] / "examples"
 EXAMPLES = [ROOT / "graph.py", *sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "graphs").glob("*.yaml"))]
@@ -103,6 +103,9 @@ def test_a_python_file_that_fails_is_one_line(tmp_path: Path) -> None:
     assert mistakes(write(tmp_path, "graph = 3\n", "a.py")) == [
         "a.py: must set `graph` to a penstock.graph.Graph, got int"
     ]
+    assert mistakes(write(tmp_path, "grahp = 3\n", "c.py")) == [
+        "c.py: does not set `graph`; it must set it to a penstock.graph.Graph"
+    ]
     assert mistakes(write(tmp_path, "1 / 0\n", "b.py")) == ["b.py: ZeroDivisionError: division by zero"]
     assert mistakes(write(tmp_path, "import sys\nsys.exit(7)\n", "d.py")) == [
         "d.py: ended with sys.exit(7); it must set `graph`"
@@ -143,16 +146,16 @@ def test_roles_must_fit_each_other(tmp_path: Path) -> None:
             "roles: prefill.mock.kv_bytes_per_block is 4096 and decode.mock.kv_bytes_per_block is 0",
         ),
         (
-            "roles: {prefill: {}, decode: {}}\nworker: {hand_over: {transfer: {transports: [file, memory]}}}",
-            "worker.hand_over.transfer.transports: file, memory cannot reach another worker's memory; name at least one",
+            "roles: {prefill: {}, decode: {}}\nworker: {kv_transfer: {transfer: {transports: [file, memory]}}}",
+            "worker.kv_transfer.transfer.transports: file, memory cannot reach another worker's memory; name at least one",
         ),
         (
-            "roles: {prefill: {}, decode: {}}\nworker: {hand_over: {transfer: {transports: [shmem]}}}",
-            "worker.hand_over.transfer.transports: there is no transport 'shmem'; did you mean 'shm'?",
+            "roles: {prefill: {}, decode: {}}\nworker: {kv_transfer: {transfer: {transports: [shmem]}}}",
+            "worker.kv_transfer.transfer.transports: there is no transport 'shmem'; did you mean 'shm'?",
         ),
         (
-            "roles: {prefill: {}, decode: {}}\nworker: {hand_over: {transfer: {listen: [memory]}}}",
-            "worker.hand_over.transfer.listen: memory cannot be reached by other workers",
+            "roles: {prefill: {}, decode: {}}\nworker: {kv_transfer: {transfer: {listen: [memory]}}}",
+            "worker.kv_transfer.transfer.listen: memory cannot be reached by other workers",
         ),
     ],
 )

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types import Prices, Role
+from penstock.core.types.instances import Prices, Role
 from penstock.demo import MODEL_DIR
 from penstock.graph import RoleSpec
 from penstock.graph.engine_prices import engine_prices

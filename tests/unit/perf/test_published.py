@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.types import Prices, Tier
-from penstock.perf.catalogue import find_shape
-from penstock.perf.hardware import Dtype, find_hardware
+from penstock.core.types.events import Tier
+from penstock.core.types.instances import Prices
 from penstock.perf.latency import LatencyModel
-from penstock.perf.parallel import Parallel
-from penstock.perf.profile import Profile, ProfiledModel
+from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model.hardware import Dtype, find_hardware
+from penstock.perf.model.parallel import Parallel
+from penstock.perf.profile.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
-from penstock.perf.roofline import Roofline
+from penstock.perf.roofline.roofline import Roofline
 
 PROFILES = Path(__file__).parents[3] / "examples" / "profiles"
 EIGHT = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"), Parallel())

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.core.types import Prices
+from penstock.core.types.instances import Prices
 from penstock.perf.step_size import saturating_tokens
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.perf.demand import Demand
-from penstock.perf.hardware import find_hardware
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.search.demand import Demand
 from penstock.plan.answer import USUAL, Answer, Point, find_answer, never_less, promising, user_targets
 from penstock.plan.page import make_page
 from penstock.plan.question import Question
@@ -51,7 +51,7 @@ class Contrary:
         """Finds no more for a layout that is known to keep stricter targets."""
         done = Future()
         seen = Seen(1000 / layout.rate_per_s, ttft_s=0.5, itl_s=0.005, kv_share=0.5)
-        is_good = layout.is_apart or layout.crews[0].parallel.tp != 2
+        is_good = layout.is_disaggregated or layout.role_groups[0].parallel.tp != 2
         if known is not None:
             done.set_result(Proposal(layout, known, is_simulated=True))
         else:
@@ -62,7 +62,7 @@ class Contrary:
 def test_layouts_are_ranked_by_what_the_simulator_finds(question):
     found = find_answer(replace(question, devices=2), Contrary()).proposals
     assert len({proposal.layout.rate_per_s for proposal in found}) > 3
-    assert {proposal.layout.is_apart for proposal in found} == {True, False}
+    assert {proposal.layout.is_disaggregated for proposal in found} == {True, False}
     seen = [proposal.seen.rate_per_s for proposal in found]
     assert seen == sorted(seen, reverse=True)
     predicted_per_s = [proposal.layout.rate_per_s for proposal in found]
@@ -75,7 +75,7 @@ def test_what_keeps_stricter_targets_is_not_lost_at_laxer_ones(question):
     laxer = replace(question, devices=2, demand=replace(question.demand, itl_s=0.02))
     found = find_answer(laxer, Contrary(), kept=[best])
     assert found.best == best
-    assert [proposal.layout.crews for proposal in found.proposals].count(best.layout.crews) == 1
+    assert [proposal.layout.role_groups for proposal in found.proposals].count(best.layout.role_groups) == 1
 
 
 def test_a_curve_never_gives_less_at_a_laxer_target():
@@ -92,7 +92,7 @@ def test_both_kinds_are_compared(answer):
 
 
 def test_where_answers_are_one_token_nothing_is_handed_over(answer):
-    whole = [proposal for proposal in answer.proposals if not proposal.layout.is_apart]
+    whole = [proposal for proposal in answer.proposals if not proposal.layout.is_disaggregated]
     demand = replace(answer.question.demand, output_tokens=1)
     one = replace(answer, proposals=whole, question=replace(answer.question, demand=demand))
     assert describe(one).endswith("prefill and decode apart: nobody has a second token to go on with")
@@ -130,11 +130,21 @@ def test_the_best_of_each_spread_are_simulated(question):
     chosen = promising(question, layouts, USUAL)
     assert chosen[0] == layouts[0]
     assert len(chosen) == 3
-    assert len({layout.crews[0].parallel for layout in chosen}) == 3
-    one = [layout for layout in layouts if layout.crews[0].parallel == layouts[0].crews[0].parallel]
+    assert len({layout.role_groups[0].parallel for layout in chosen}) == 3
+    one = [
+        layout for layout in layouts if layout.role_groups[0].parallel == layouts[0].role_groups[0].parallel
+    ]
     assert promising(question, one, USUAL) == one[:3]
     apart = promising(question, question.search().disaggregated(), USUAL)
-    assert len({(*(crew.parallel for crew in layout.crews), layout.local > 0) for layout in apart}) == 3
+    assert (
+        len(
+            {
+                (*(role_group.parallel for role_group in layout.role_groups), layout.local > 0)
+                for layout in apart
+            }
+        )
+        == 3
+    )
 
 
 def test_the_best_without_data_parallel_ranks_is_simulated_where_all_better_ones_have_them():
@@ -149,8 +159,8 @@ def test_the_best_without_data_parallel_ranks_is_simulated_where_all_better_ones
     layouts = wide.search().aggregated()
     first, second = promising(wide, layouts, replace(USUAL, layouts=2, requests_max=10**9))
     assert first == layouts[0]
-    assert first.crews[0].parallel.dp > 1
-    assert second == next(layout for layout in layouts if layout.crews[0].parallel.dp == 1)
+    assert first.role_groups[0].parallel.dp > 1
+    assert second == next(layout for layout in layouts if layout.role_groups[0].parallel.dp == 1)
 
 
 def test_what_would_take_too_long_is_not_simulated(question):

@@ -6,9 +6,9 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.graph import build
-from penstock.perf.demand import Demand
-from penstock.perf.hardware import find_hardware
-from penstock.perf.parallel import Parallel
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.model.parallel import Parallel
+from penstock.perf.search.demand import Demand
 from penstock.plan.graph_text import graph_data, graph_of, graph_text
 from penstock.plan.question import Question, spread
 
@@ -105,11 +105,11 @@ def test_a_graph_says_what_was_found():
     prefill, decode = graph.roles.prefill, graph.roles.decode
     assert prefill is not None
     assert decode is not None
-    for crew, role in zip(layout.crews, (prefill, decode), strict=True):
-        assert (role.replicas, role.tensor_parallel) == (crew.workers, crew.parallel.tp)
-        assert role.max_batch_tokens == crew.max_batch_tokens
+    for role_group, role in zip(layout.role_groups, (prefill, decode), strict=True):
+        assert (role.replicas, role.tensor_parallel) == (role_group.workers, role_group.parallel.tp)
+        assert role.max_batch_tokens == role_group.max_batch_tokens
         assert role.max_running_requests is not None
-        assert role.max_running_requests <= crew.max_batch_tokens
+        assert role.max_running_requests <= role_group.max_batch_tokens
         assert role.weight_dtype == "fp8"
     assert graph.slo == question.slo
     # One pair of devices within a node of 8: 450 GB/s, of which 0.75 are reached.

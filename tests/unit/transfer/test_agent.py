@@ -14,9 +14,9 @@ from penstock.core.errors import (
     TransferError,
     TransferRefused,
 )
-from penstock.sim.loop import run_virtual
+from penstock.sim.loop.loop import run_virtual
 from penstock.transfer import MemoryKind, TransferAgent, TransferConfig, TransferOp, TransferState
-from penstock.transfer.memory import MemoryTransport
+from penstock.transfer.transports.memory import MemoryTransport
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 IN_PROCESS = TransferConfig(listen=("memory",), transfers_max=2, notifications_max=3)

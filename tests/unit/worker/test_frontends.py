@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.core.ids import RequestId
-from penstock.core.types import Request, SamplingParams, WorkerLoad
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.worker.frontends import Frontends, Prefill
 

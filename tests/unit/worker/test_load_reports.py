@@ -2,8 +2,8 @@
 
 import asyncio
 
-from penstock.core.types import WorkerLoad
-from penstock.sim.loop import run_virtual
+from penstock.core.types.load import WorkerLoad
+from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from penstock.worker.reports import LoadReports
 

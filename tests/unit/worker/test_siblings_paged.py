@@ -5,19 +5,20 @@ import asyncio
 import msgspec
 import pytest
 
-from penstock.core.types import Role, SamplingParams
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.testing.cluster import MemoryCluster, small_card
-from penstock.testing.hand_over import PRICES, tiny_request
 from penstock.testing.loop import run_async
+from tests.support.cluster import MemoryCluster, small_card
+from tests.support.hand_over import PRICES, tiny_request
 
 pytest.importorskip("torch")
 
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.engine import paged_engine
-from penstock.testing.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.engine
 BLOCK_SIZE = 8
@@ -68,7 +69,9 @@ def answered(checkpoint, names, *, beside):
                 streams.append(dispatcher.open(request, beside=first))
                 first = streams[0] if beside else None
             answers = await asyncio.gather(*map(answer, streams))
-            workers = {decision.worker for decision in dispatcher.latest_decisions(99)}
+            decisions = dispatcher.latest_decisions(99)
+            workers = {one.worker for one in decisions}
+            workers |= {one.prefill.worker for one in decisions if one.prefill and one.prefill.worker}
             return answers, [stream.cached_tokens for stream in streams], workers
 
     return run_async(main())

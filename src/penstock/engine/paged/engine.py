@@ -5,7 +5,7 @@ from penstock.engine.batched import BatchedEngine
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.runner import PagedRunner
 from penstock.engine.runner import ThreadedRunner
-from penstock.engine.scheduler_config import SchedulerConfig
+from penstock.engine.scheduling.config import SchedulerConfig
 
 
 def paged_engine(

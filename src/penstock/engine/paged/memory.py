@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from penstock.core.errors import ConfigError, TransferError
-from penstock.core.kv_layout import KvLayout
+from penstock.core.types.kv_layout import KvLayout
 from penstock.transfer import Arena
 
 _CPU_DEFAULT_BYTES = 1 << 30

@@ -8,20 +8,20 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.core.log import get_logger
-from penstock.core.types import TokenLogprob
-from penstock.engine.paged.batch import BatchBuilder, StepBatch
-from penstock.engine.paged.checkpoint import Checkpoint
+from penstock.core.types.requests import TokenLogprob
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.cores import keep_to_cores
-from penstock.engine.paged.decoding import row_limits
 from penstock.engine.paged.fence import Fence, make_fence
 from penstock.engine.paged.memory import Gather, KvMemory, plan_blocks
-from penstock.engine.paged.models import PagedModel
-from penstock.engine.paged.sampling import Sampler, SamplingColumns
-from penstock.engine.paged.step import PagedStep
-from penstock.engine.paged.weights import load_model, read_config
+from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.paged.model.models import PagedModel
+from penstock.engine.paged.model.weights import load_model, read_config
+from penstock.engine.paged.step.batch import BatchBuilder, StepBatch
+from penstock.engine.paged.step.decoding import row_limits
+from penstock.engine.paged.step.sampling import Sampler, SamplingColumns
+from penstock.engine.paged.step.step import PagedStep
 from penstock.engine.runner import RunnerInfo, end_tokens_within
-from penstock.engine.sequences import Sampled, SequenceTable, StepPlan
+from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
 
 _log = get_logger()
 

@@ -8,13 +8,13 @@ import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from penstock.core.address import Address
-from penstock.core.channel import FrameChannel
 from penstock.core.errors import ConfigError, Overloaded, PenstockError, ProtocolError
 from penstock.core.ids import WorkerId
-from penstock.core.listening import Listener, listen, remove_socket
 from penstock.core.log import get_logger
-from penstock.core.types import Instance, InstanceChange
+from penstock.core.net.address import Address
+from penstock.core.net.channel import FrameChannel
+from penstock.core.net.listening import Listener, listen, remove_socket
+from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime import handshake
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.messages import (

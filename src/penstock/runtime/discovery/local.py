@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
-from penstock.core.address import Address
-from penstock.core.channel import FrameChannel
 from penstock.core.errors import PenstockError, ProtocolError, Unavailable, from_info
 from penstock.core.ids import WorkerId
-from penstock.core.listening import dial
 from penstock.core.log import get_logger
-from penstock.core.types import Instance, InstanceChange, InstancePut, InstanceRemoved, WatchSynced
+from penstock.core.net.address import Address
+from penstock.core.net.channel import FrameChannel
+from penstock.core.net.listening import dial
+from penstock.core.types.instances import Instance, InstanceChange, InstancePut, InstanceRemoved, WatchSynced
 from penstock.runtime import handshake
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.hub import LocalHub

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from penstock.core.ids import WorkerId
-from penstock.core.types import Instance, InstanceChange
+from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime.discovery.table import InstanceTable
 
 

@@ -1,9 +1,9 @@
 """What the local hub and its clients say to each other."""
 
 from penstock.core.errors import ErrorInfo
-from penstock.core.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.ids import WorkerId
-from penstock.core.types import Instance, InstanceChange
+from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
+from penstock.core.types.instances import Instance, InstanceChange
 from penstock.core.wire import Wire
 from penstock.runtime.handshake import Challenge, Hello, HelloReply
 

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from penstock.core.errors import Overloaded
 from penstock.core.ids import WorkerId
-from penstock.core.types import Instance, InstanceChange, InstancePut, InstanceRemoved, WatchSynced
+from penstock.core.types.instances import Instance, InstanceChange, InstancePut, InstanceRemoved, WatchSynced
 
 _REASONS_MAX = 1024  # why the latest instances went; a watcher further behind than this tells no reason
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Protocol
 
-from penstock.core.types import EventBatch, EventMessage
+from penstock.core.types.events import EventBatch, EventMessage
 from penstock.seams import WorkerService
 
 

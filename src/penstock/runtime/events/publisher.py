@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from penstock.core.content import Content
 from penstock.core.log import get_logger
-from penstock.core.types import (
+from penstock.core.types.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -22,6 +21,7 @@ from penstock.core.types import (
 )
 from penstock.core.wire import unpack_hashes
 from penstock.runtime.config import EventConfig
+from penstock.runtime.events.content import Content
 from penstock.runtime.events.snapshot import Snapshot
 from penstock.seams import EventSink
 

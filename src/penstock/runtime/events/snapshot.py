@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from penstock.core.content import Runs, Walk
-from penstock.core.types import BlockStored, EventSnapshot, Tier
+from penstock.core.types.events import BlockStored, EventSnapshot, Tier
 from penstock.core.wire import PackedHashes
+from penstock.runtime.events.content import Runs, Walk
 
 _HASH_BYTES = 8
 _STEPS_AT_ONCE = 4096

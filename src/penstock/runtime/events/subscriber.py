@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types import EventBatch, EventMessage, EventSnapshot, KvEvent
+from penstock.core.types.events import EventBatch, EventMessage, EventSnapshot, KvEvent
 from penstock.runtime.config import EventConfig
 from penstock.seams import Connection
 

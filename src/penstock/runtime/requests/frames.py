@@ -1,9 +1,12 @@
-"""The messages of a request plane's connection. See `penstock.core.framing` for how they are cut and checked."""
+"""The messages of a request plane's connection. See `penstock.core.net.framing` for how they are cut and checked."""
 
 from penstock.core.errors import ErrorInfo, RequestError
-from penstock.core.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.ids import RequestId
-from penstock.core.types import Delta, EventMessage, Prefetch, Request, Role, WorkerLoad
+from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
+from penstock.core.types.events import EventMessage
+from penstock.core.types.instances import Role
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import Wire
 from penstock.runtime.handshake import Challenge, Hello, HelloReply
 

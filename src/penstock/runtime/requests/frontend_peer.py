@@ -5,11 +5,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from penstock.core.channel import FrameChannel
 from penstock.core.errors import Overloaded, PenstockError, ProtocolError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
-from penstock.core.types import Delta, EventMessage, WorkerLoad
+from penstock.core.net.channel import FrameChannel
+from penstock.core.types.events import EventMessage
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.events.feed import EventFeed

@@ -14,7 +14,10 @@ import msgspec
 
 from penstock.core.errors import PenstockError, WorkerLost, from_info
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types import Delta, EventMessage, Instance, Prefetch, Request, Role, WorkerLoad
+from penstock.core.types.events import EventMessage
+from penstock.core.types.instances import Instance, Role
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.calls import Calls

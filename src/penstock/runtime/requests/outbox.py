@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from penstock.core.errors import ErrorInfo, Parked
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
-from penstock.core.types import Delta, FinishReason, KvHandle, TokenLogprob
+from penstock.core.types.requests import Delta, FinishReason, KvHandle, TokenLogprob
 from penstock.core.wire import NO_TOKENS, PackedTokens
 
 # What Python needs to hold anything for one request, for a logprob, and for one of its alternatives;
@@ -51,7 +51,7 @@ class _Held:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         growth = len(delta.token_ids) + _logprobs_bytes(delta.logprobs)
-        growth += len(delta.kv.block_ids) + len(delta.kv.agent) if delta.kv else 0
+        growth += len(delta.kv.block_ids) + len(delta.kv.source.agent) if delta.kv else 0
         self.num_bytes += growth
         return growth
 

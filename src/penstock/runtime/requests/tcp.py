@@ -3,10 +3,10 @@
 import asyncio
 from dataclasses import replace
 
-from penstock.core.address import Address
 from penstock.core.errors import ConfigError, WorkerLost
-from penstock.core.listening import Listener, dial, listen, remove_socket
-from penstock.core.types import Instance
+from penstock.core.net.address import Address
+from penstock.core.net.listening import Listener, dial, listen, remove_socket
+from penstock.core.types.instances import Instance
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.frontend_peer import FrontendPeer

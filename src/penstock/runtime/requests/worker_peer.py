@@ -6,7 +6,6 @@ from itertools import count
 
 import msgspec
 
-from penstock.core.channel import FrameChannel
 from penstock.core.errors import (
     Overloaded,
     PenstockError,
@@ -17,7 +16,9 @@ from penstock.core.errors import (
 )
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types import Instance, Prefetch, Request, Role
+from penstock.core.net.channel import FrameChannel
+from penstock.core.types.instances import Instance, Role
+from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.calls import Calls

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from penstock.core.hashing import DEFAULT_KEY
-from penstock.core.types import KvEvent, Request, SamplingParams, TokenLogprob
+from penstock.core.types.events import KvEvent
+from penstock.core.types.requests import Request, SamplingParams, TokenLogprob
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.engine.scheduler import Scheduler
-from penstock.engine.scheduler_config import SchedulerConfig
-from penstock.engine.sequences import SequenceLimits
-from penstock.kv.pool import BlockPool
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.sequences import SequenceLimits
+from penstock.kv.pool.pool import BlockPool
 
 PROMPT_TOKENS = (3, 150)
 NUM_PROMPTS = 32
@@ -84,7 +85,7 @@ class HandEngine:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """Give the directory of a tiny random checkpoint of an architecture."""
-    from penstock.testing.checkpoints import make_checkpoint
+    from tests.support.checkpoints import make_checkpoint
 
     return functools.cache(
         lambda architecture: make_checkpoint(tmp_path_factory.mktemp(architecture), architecture)

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, TransferError
 from penstock.transfer import Arena
-from penstock.transfer import arena as arena_module
+from penstock.transfer.regions import arena as arena_module
 
 torch = pytest.importorskip("torch")
 

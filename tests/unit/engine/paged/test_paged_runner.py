@@ -10,9 +10,9 @@ from penstock.core.hashing import block_hashes
 
 torch = pytest.importorskip("torch")
 
-from penstock.engine.paged import step as step_module  # noqa: E402
 from penstock.engine.paged.config import PagedConfig  # noqa: E402
 from penstock.engine.paged.runner import PagedRunner  # noqa: E402
+from penstock.engine.paged.step import step as step_module  # noqa: E402
 
 pytestmark = pytest.mark.engine
 SAMPLED = {"temperature": 1.0, "seed": 11, "top_p": 0.95, "presence_penalty": 0.6, "repetition_penalty": 1.1}

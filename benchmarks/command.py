@@ -1,0 +1,89 @@
+"""The experiments by name, and the command that runs them."""
+
+from collections.abc import Sequence
+
+from penstock.bench.registry import Benches
+from penstock.cli import run
+from penstock.cli.parser import Parser
+
+EXPERIMENTS = Benches(
+    "benchmarks",
+    {
+        "cancel": (
+            "benchmarks.processes.cancel",
+            "from a client's going away to its KV blocks being free",
+        ),
+        "deployments": (
+            "benchmarks.simulated.deployments",
+            "models on H100, GB200 and GB300, simulated: tokens per second, joule and dollar at latency targets",
+        ),
+        "disagg": (
+            "benchmarks.disagg",
+            "streams beside long prompts: a prefill and a decode worker against two that do both, real processes",
+        ),
+        "engine": (
+            "benchmarks.processes.engine",
+            "the paged engine beside a plain generate loop, in process and over HTTP",
+        ),
+        "hashing": (
+            "benchmarks.micro.hashing",
+            "token ids into block hashes, against the Python twin",
+        ),
+        "mock": (
+            "benchmarks.processes.mock",
+            "the whole path but the model: requests per second through frontend, router and workers",
+        ),
+        "placements": (
+            "benchmarks.simulated.placements",
+            "whole requests against prefill and decode apart on H100, simulated: the best of each by latency targets",
+        ),
+        "plan": (
+            "benchmarks.simulated.plan",
+            "what `penstock plan` takes, for four models",
+        ),
+        "policies": (
+            "benchmarks.policies",
+            "routing policies side by side, on the simulator: kv and the baselines under benchmarks/baselines",
+        ),
+        "pool": (
+            "benchmarks.micro.pool",
+            "a request's work in the block pool, against the Python twin",
+        ),
+        "profile": (
+            "benchmarks.processes.profile",
+            "how well `penstock profile` predicts the paged engine at points it was not fitted to",
+        ),
+        "reshard": (
+            "benchmarks.micro.reshard",
+            "listing the bytes that move between workers of different tensor parallelism and layout",
+        ),
+        "router": (
+            "benchmarks.micro.router",
+            "the prefix index: lookups, stored and removed blocks per second, bytes, beside a peer's",
+        ),
+        "routers": (
+            "benchmarks.simulated.routers",
+            "several frontends beside one on the same requests, simulated: how much later first tokens come",
+        ),
+        "simulate": (
+            "benchmarks.simulated.simulate",
+            "the simulator: requests per wall second, and where the time goes",
+        ),
+        "transfer": (
+            "benchmarks.transfer",
+            "bytes moved by every transport between two processes, beside NIXL, memcpy and fio",
+        ),
+    },
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run an experiment and return its exit code."""
+    return run(make_parser, arguments)
+
+
+def make_parser() -> Parser:
+    """Make the parser of all experiments."""
+    parser = Parser(prog="python -m benchmarks", description="Run an experiment, and write one JSON.")
+    EXPERIMENTS.add_names(parser)
+    return parser

@@ -1,0 +1,242 @@
+"""Streams' latencies beside long prompts: a prefill and a decode worker against two that do both, as real processes."""
+
+import argparse
+import importlib.util
+import tempfile
+from pathlib import Path
+
+from benchmarks.disagg import figures, plot
+from benchmarks.disagg.choice import best_chunk
+from benchmarks.disagg.memcpy import memcpy_bytes_per_s
+from benchmarks.disagg.model import KV_BYTES_PER_TOKEN, SIZES, make_model
+from benchmarks.disagg.sides import (
+    CHUNKS,
+    LATE_TOKEN_SHARE,
+    PROMPT_TOKENS_MAX,
+    PROMPT_TOKENS_MIN,
+    WHOLE,
+    aggregated_flags,
+    disaggregated_flags,
+)
+from benchmarks.disagg.stage import Stage
+from benchmarks.disagg.table import Row, print_table
+from benchmarks.disagg.workload import ARRIVALS, Workload
+from penstock.bench.report import Report
+from penstock.core.errors import ConfigError
+
+_SECONDS, _QUICK_SECONDS = 30.0, 3.0
+_TURNS, _QUICK_TURNS = 3, 1
+_STREAMS, _QUICK_STREAMS = 12, 4
+_QUIET_PROMPTS, _QUICK_QUIET_PROMPTS = 6, 1
+_QUICK_CHUNKS = (WHOLE,)
+_PREFILL_SHARE = 0.55
+_PROMPT_TOKENS = (2100, 2600)
+# In the place of a chunk size: alone are the streams, without prompts; of strict no token may be late.
+_APART, _ALONE, _STRICT = 0, -1, -2
+_RATIO_WANTED = 3.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help=f"to measure each side for in a turn (default {_SECONDS:g})",
+    )
+    add("--turns", type=int, metavar="N", help=f"of all sides, each with other prompts (default {_TURNS})")
+    add("--streams", type=int, metavar="N", help=f"that decode all the time (default {_STREAMS})")
+    add(
+        "--prefill-share",
+        type=float,
+        default=_PREFILL_SHARE,
+        metavar="P",
+        help="of its time that the prefill worker is to compute prompts; it sets how often they come (default %(default)s)",
+    )
+    add(
+        "--prompt-tokens",
+        type=int,
+        nargs=2,
+        default=_PROMPT_TOKENS,
+        metavar=("MIN", "MAX"),
+        help=f"of the long prompts (default {_PROMPT_TOKENS[0]} {_PROMPT_TOKENS[1]})",
+    )
+    add(
+        "--late-token-share",
+        type=float,
+        default=LATE_TOKEN_SHARE,
+        metavar="P",
+        help="of the disaggregated side, which is measured with 0 as well (default %(default)s)",
+    )
+    add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="of the long prompts (default %(default)s)")
+    add("--seed", type=int, default=0, help="of weights, prompts and moments (default 0)")
+    add(
+        "--hand-over",
+        type=int,
+        metavar="N",
+        help="measure only what handing a prompt over takes, with N prompts one after the other and nothing beside them",
+    )
+    add("--plot", type=Path, metavar="OUT", help="draw both sides into this SVG")
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Measure the disaggregated side, which sets the load, and the aggregated one with every chunk size, in turns.
+
+    Raises:
+        ConfigError: the engine's packages are not installed, or an option makes no sense.
+    """
+    workload, quick = _workload(options), options.quick
+    if options.hand_over is not None:
+        return _only_hand_over(options, workload)
+    chunks = _QUICK_CHUNKS if quick else CHUNKS
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
+        stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
+        flags = {_APART: disaggregated_flags(options.late_token_share), _STRICT: disaggregated_flags(0.0)}
+        stage.set_load(
+            flags[_APART],
+            prefill_share=options.prefill_share,
+            quiet_prompts=_QUICK_QUIET_PROMPTS if quick else _QUIET_PROMPTS,
+        )
+        sides = flags | {chunk: aggregated_flags(chunk) for chunk in (*chunks, WHOLE)}
+        if not quick:  # which has no time for a limit
+            sides[_ALONE] = flags[_APART]
+        measured = stage.play(sides, _turns(options), without_prompts=_ALONE)
+    apart, together = measured[_APART], {chunk: measured[chunk] for chunk in chunks}
+    moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
+    memcpy = memcpy_bytes_per_s(moved_bytes)
+    level, alone = figures.point_of(_APART, apart), measured.get(_ALONE)
+    strict = figures.point_of(_STRICT, measured[_STRICT])
+    points = [figures.point_of(chunk, measured) for chunk, measured in together.items()]
+    best = best_chunk(points, level.ttft_p99_ms)
+    whole = figures.point_of(WHOLE, measured[WHOLE])
+    rows = [Row("1 prefill, 1 decode, none late", strict), Row("the same, a few late", level)]
+    if alone is not None:
+        rows.append(Row("the same, no prompts", figures.point_of(_ALONE, alone), remark="limit"))
+    rows += [
+        Row("2 aggregated", point, str(point.chunk), "best" if point is best else "") for point in points
+    ]
+    print_table([*rows, Row("2 aggregated", whole, "whole")])
+    if options.plot is not None:
+        _write_plot(options.plot, plot.draw(level, strict, points, best))
+    found = (
+        figures.strict(measured[_STRICT], best_chunk(points, strict.ttft_p99_ms))
+        | figures.compared(apart, together[best.chunk])
+        | {"chunk_aggregated": best.chunk}
+        | figures.curve(points)
+        | figures.of_side("aggregated_whole", measured[WHOLE])
+        | figures.hand_over(stage.quiet_hand_over_s, apart, moved_bytes, memcpy)
+        | {
+            "prefill_ms": figures.median(stage.quiet_ttft_s) * 1e3,
+            "prompts_per_s": stage.rate_per_s,
+            "role_change_s": figures.median(stage.role_changes_s),
+        }
+    )
+    return Report(
+        name="disagg",
+        config=_config(options, workload, chunks),
+        figures=found,
+        samples=figures.samples_of(
+            {
+                "disaggregated": apart,
+                "disaggregated_strict": measured[_STRICT],
+                "aggregated_whole": measured[WHOLE],
+            }
+            | {f"aggregated_c{chunk}": side for chunk, side in together.items()}
+            | ({} if alone is None else {"alone": alone})
+        ),
+        limits={"memcpy_gb_per_s": memcpy / 1e9} | ({} if alone is None else figures.limits(best, alone)),
+        problems=stage.problems + ([] if quick else _problems(found)),
+    )
+
+
+def _only_hand_over(options: argparse.Namespace, workload: Workload) -> Report:
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
+        stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
+        flags = disaggregated_flags(0.0)
+        stage.set_load(flags, prefill_share=options.prefill_share, quiet_prompts=options.hand_over)
+    moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
+    memcpy = memcpy_bytes_per_s(moved_bytes)
+    return Report(
+        name="disagg",
+        config={"disaggregated": flags, "prompts": options.hand_over, "seed": options.seed},
+        figures=figures.quiet_hand_over(stage.quiet_hand_over_s, moved_bytes, memcpy),
+        samples={"hand_over_s": stage.quiet_hand_over_s},
+        limits={"memcpy_gb_per_s": memcpy / 1e9},
+        problems=stage.problems,
+    )
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    missing = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock[engine]`")
+    if not 0 < options.prefill_share < 1:
+        raise ConfigError(f"--prefill-share: must be > 0 and < 1, got {options.prefill_share:g}")
+    if not 0 <= options.late_token_share < 1:
+        raise ConfigError(f"--late-token-share: must be >= 0 and < 1, got {options.late_token_share:g}")
+    for flag, value in (
+        ("--seconds", options.seconds),
+        ("--turns", options.turns),
+        ("--streams", options.streams),
+        ("--hand-over", options.hand_over),
+    ):
+        if value is not None and not value >= 1:
+            raise ConfigError(f"{flag}: must be >= 1, got {value:g}")
+    shortest, longest = options.prompt_tokens
+    if not PROMPT_TOKENS_MIN <= shortest <= longest <= PROMPT_TOKENS_MAX:
+        raise ConfigError(
+            f"--prompt-tokens: must be from {PROMPT_TOKENS_MIN} to {PROMPT_TOKENS_MAX}, the smaller one first, got {shortest} {longest}"
+        )
+    return Workload(
+        streams=options.streams or (_QUICK_STREAMS if options.quick else _STREAMS),
+        seconds=options.seconds or (_QUICK_SECONDS if options.quick else _SECONDS),
+        prompt_tokens_min=shortest,
+        prompt_tokens_max=longest,
+        seed=options.seed,
+        arrivals=options.arrivals,
+    )
+
+
+def _turns(options: argparse.Namespace) -> int:
+    return int(options.turns or (_QUICK_TURNS if options.quick else _TURNS))
+
+
+def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, ...]) -> dict[str, object]:
+    return {
+        "model": SIZES | {"architecture": "llama", "dtype": "float32"},
+        "streams": workload.streams,
+        "stream_tokens": [workload.stream_input_tokens, workload.stream_output_tokens],
+        "prompt_tokens": [workload.prompt_tokens_min, workload.prompt_tokens_max],
+        "prompt_output_tokens": workload.prompt_output_tokens,
+        "seconds": workload.seconds,
+        "turns": _turns(options),
+        "prefill_share": options.prefill_share,
+        "arrivals": workload.arrivals,
+        "disaggregated": disaggregated_flags(options.late_token_share),
+        "disaggregated_strict": disaggregated_flags(0.0),
+        "aggregated": aggregated_flags(chunks[0]),
+        "chunks": list(chunks),
+        "seed": options.seed,
+        "quick": options.quick,
+    }
+
+
+def _problems(found: dict[str, float]) -> list[str]:
+    problems = [
+        f"{said}ITL p99 is {found[name]:.2g} times as low, expected {_RATIO_WANTED:g}"
+        for name, said in (
+            ("itl_p99_ratio_strict", "where no token may be late, "),
+            ("itl_p99_ratio", ""),
+        )
+        if found[name] < _RATIO_WANTED
+    ]
+    if found["output_tokens_ratio"] < 1:
+        problems.append(f"{found['output_tokens_ratio']:.3g} times the output tokens/s, expected 1 or more")
+    return problems
+
+
+def _write_plot(path: Path, svg: str) -> None:
+    try:
+        path.write_text(svg)
+    except OSError as error:
+        raise ConfigError(f"--plot: {path}: cannot be written: {error.strerror}") from error

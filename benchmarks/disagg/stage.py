@@ -1,0 +1,95 @@
+"""Where sides are measured one after the other, over and over, all under the load that the first one sets."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.disagg.measured import Measured, measure, measure_quiet
+from benchmarks.disagg.model import SIZES
+from benchmarks.disagg.sides import deployed
+from benchmarks.disagg.traffic import Traffic, Users
+from benchmarks.disagg.workload import Arrival, Workload
+from benchmarks.processes.served import Served
+from penstock.core.types.instances import Role
+from penstock.deploy.commands.role import change_role
+from penstock.worker.step_log import read_steps
+
+_ROLE_CHANGES = 2
+
+
+@dataclass(slots=True)
+class Stage:
+    """`rate_per_s` is of the prompts; `problems` are sentences about what failed."""
+
+    directory: Path
+    model_dir: Path
+    workload: Workload
+    rate_per_s: float = 0.0
+    quiet_ttft_s: list[float] = field(default_factory=list)
+    quiet_hand_over_s: list[float] = field(default_factory=list)
+    role_changes_s: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def set_load(self, flags: Sequence[str], *, prefill_share: float, quiet_prompts: int) -> None:
+        """Find out what a prompt takes while there is nothing else, and change roles.
+
+        Args:
+            flags: of `penstock serve`, with one prefill worker.
+            prefill_share: of its time that it is to compute prompts.
+            quiet_prompts: how many are asked.
+        """
+        steps = self.directory / "quiet"
+        with deployed(self.model_dir, flags, steps) as deployment:
+            traffic: Traffic = uvloop.run(self._ask_quietly(deployment, prefill_share, quiet_prompts))
+            for role in (Role.DECODE, Role.PREFILL) * _ROLE_CHANGES:
+                self.role_changes_s.append(change_role(deployment.url, "prefill-1", role).took_s)
+        self.quiet_ttft_s, self.quiet_hand_over_s = measure_quiet(traffic, read_steps(steps))
+
+    def play(
+        self, sides: Mapping[int, Sequence[str]], turns: int, *, without_prompts: int
+    ) -> dict[int, list[Measured]]:
+        """Measure each side's flags once a turn, every other turn in the opposite order; each turn has prompts of its own.
+
+        Args:
+            sides: flags of `penstock serve`, by what names the side.
+            turns: how many.
+            without_prompts: the side that has streams only.
+        """
+        measured: dict[int, list[Measured]] = {side: [] for side in sides}
+        for turn in range(turns):
+            workload = dataclasses.replace(self.workload, seed=self.workload.seed + turn)
+            prompts = workload.long_prompts(self.rate_per_s)
+            for side, flags in list(sides.items())[:: -1 if turn % 2 else 1]:
+                arrivals = [] if side == without_prompts else prompts
+                steps = self.directory / f"{turn}-{side}"
+                measured[side].append(self._play(workload, flags, steps, arrivals))
+        return measured
+
+    def _play(
+        self, workload: Workload, flags: Sequence[str], steps: Path, arrivals: Sequence[Arrival]
+    ) -> Measured:
+        with deployed(self.model_dir, flags, steps) as deployment:
+            traffic: Traffic = uvloop.run(self._ask(deployment, workload, arrivals))
+        return measure(traffic, read_steps(steps))
+
+    async def _ask_quietly(self, deployment: Served, prefill_share: float, count: int) -> Traffic:
+        users = Users(deployment, self.workload, SIZES["vocab_size"])
+        try:
+            await users.ask_quietly(count)
+            self.rate_per_s = prefill_share / users.quiet_ttft_s()
+        finally:
+            users.close()
+        self.problems += users.traffic.problems
+        return users.traffic
+
+    async def _ask(self, deployment: Served, workload: Workload, arrivals: Sequence[Arrival]) -> Traffic:
+        users = Users(deployment, workload, SIZES["vocab_size"])
+        try:
+            await users.play(arrivals)
+        finally:
+            users.close()
+        self.problems += users.traffic.problems
+        return users.traffic

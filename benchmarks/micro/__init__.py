@@ -1,0 +1,1 @@
+"""One part at a time, in this process: hashing, block pool, resharding plans, prefix index."""

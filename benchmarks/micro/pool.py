@@ -1,0 +1,116 @@
+"""What a request costs the block pool, called as an engine calls it: everything between its match and its release."""
+
+import argparse
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.bench.report import Report
+from penstock.core.errors import ConfigError
+from penstock.core.ids import BlockId
+from penstock.core.native import native
+from penstock.core.wire import HashArray
+from penstock.kv.pool.eviction import Lru
+from penstock.kv.pool.pool import BlockPool
+
+_POOL_REQUESTS = 37
+"""Requests whose blocks fill the pool: about what an 8B model has on one H100, where prompts have 12,000 tokens."""
+_LIVE_REQUESTS = 16
+_CHUNK_BLOCKS = 128
+"""Committed at once: 8,192 tokens of 64 a block."""
+_PREFIXES = 40
+_OUTPUT_BLOCKS = 4
+
+
+class _LruTwin(Lru):
+    """A policy that the native pool does not know, so that its twin runs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", default=[190, 760], help="blocks of a prompt (default 190 and 760)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the blocks' names (default 0)")
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Take the CPU time of a full pool, where what is allocated has to be evicted first, and of its twin."""
+    if min(options.blocks) < 2:
+        raise ConfigError(f"--blocks: must be >= 2, got {min(options.blocks)}")
+    rounds, requests = (2, 40) if options.quick else (20, 100)
+    samples: dict[str, list[float]] = {}
+    figures: dict[str, float] = {}
+    for blocks in options.blocks:
+        prompts = list(_prompts(np.random.default_rng(options.seed), blocks, rounds * requests))
+        for name, eviction in (("pool", Lru()), ("pool_twin", _LruTwin())):
+            pool = BlockPool(_POOL_REQUESTS * blocks, block_size=64, eviction=eviction)
+            seconds = _serve(pool, prompts, requests)
+            samples[f"{name}_request_s_{blocks}_blocks"] = seconds
+            figures[f"{name}_request_us_{blocks}_blocks"] = statistics.median(seconds) * 1e6
+        figures[f"pool_speedup_over_twin_{blocks}_blocks"] = (
+            figures[f"pool_twin_request_us_{blocks}_blocks"] / figures[f"pool_request_us_{blocks}_blocks"]
+        )
+    return Report(
+        name="pool",
+        config={
+            "blocks": options.blocks,
+            "pool_requests": _POOL_REQUESTS,
+            "live_requests": _LIVE_REQUESTS,
+            "seed": options.seed,
+            "quick": options.quick,
+            "implementation": "native" if native else "python",
+            "requests_per_sample": requests,
+        },
+        samples=samples,
+        figures=figures,
+    )
+
+
+def _prompts(rng: np.random.Generator, blocks: int, count: int) -> Iterator[HashArray]:
+    """Name the blocks of prompts that begin as others do, for a quarter of their length on average."""
+    prefixes = _names(rng, _PREFIXES * blocks).reshape(_PREFIXES, blocks, 2)
+    for _ in range(count):
+        hashes = _names(rng, blocks)
+        shared = int(rng.integers(blocks // 2))
+        hashes[:shared] = prefixes[rng.integers(_PREFIXES), :shared]
+        yield hashes
+
+
+def _names(rng: np.random.Generator, count: int) -> NDArray[np.uint64]:
+    return rng.integers(0, 1 << 64, (count, 2), dtype=np.uint64, endpoint=False)
+
+
+def _serve(pool: BlockPool, prompts: list[HashArray], requests: int) -> list[float]:
+    """Give CPU seconds per request, one value for each `requests` of them; the first ones fill the pool."""
+    live: deque[list[BlockId]] = deque()
+    seconds = []
+    for start in range(0, len(prompts), requests):
+        begin = time.process_time()
+        for hashes in prompts[start : start + requests]:
+            live.append(_admit(pool, hashes))
+            if len(live) > _LIVE_REQUESTS:
+                pool.release(live.popleft())
+                pool.take_events()
+        seconds.append((time.process_time() - begin) / requests)
+    return seconds
+
+
+def _admit(pool: BlockPool, hashes: HashArray) -> list[BlockId]:
+    """Take a prompt in and publish its blocks in chunks, with the events of each."""
+    held = pool.match(hashes)
+    pool.count_idle(held)
+    pool.acquire(held)
+    start = len(held)
+    taken = pool.allocate(len(hashes) - start + _OUTPUT_BLOCKS)
+    assert taken is not None, "there is room for more than the live requests"
+    held += taken
+    while start < len(hashes):
+        end = min(start + _CHUNK_BLOCKS, len(hashes))
+        pool.commit(held[start:end], hashes[start:end], int(hashes[start - 1, 0]) if start else None)
+        pool.take_events()
+        start = end
+    return held

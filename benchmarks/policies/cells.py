@@ -1,0 +1,122 @@
+"""What is compared: cells of workload, deployment, load and trouble, and how often each is played."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from benchmarks.policies.workload import RECORDED, SYNTHETIC
+from penstock.core.errors import ConfigError
+
+DEPLOYMENTS = {
+    "70b-fp8": ("70b-h100-fp8-tp2-x8", "70b-h100-fp8-tp2"),
+    "8b-bf16": ("8b-h100-x8", "8b-h100-bf16-tp1"),
+    "70b-fp8-host": ("70b-h100-fp8-tp2-x8-host", "70b-h100-fp8-tp2"),
+    "8b-bf16-host": ("8b-h100-x8-host", "8b-h100-bf16-tp1"),
+}
+"""By short name: the graph, and the profile that its engines run on."""
+LOADS = (30, 60, 80, 95, 110)
+"""In per cent of saturation."""
+OVERLOAD = 110
+HEADLINE = (SYNTHETIC, "70b-fp8", 80)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What the router does not know: the first worker takes `slowness` times as long; reports come late."""
+
+    slowness: float = 1.0
+    load_delay_s: float = 0.0
+
+
+TROUBLES = {
+    "slow-worker": Trouble(slowness=1.5),
+    "fast-worker": Trouble(slowness=0.5),
+    "late-loads": Trouble(load_delay_s=0.2),
+}
+TROUBLED_LOAD = 80
+"""Troubles are played at this load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row of the comparison. `trouble` names one of `TROUBLES`, None is what the router expects."""
+
+    workload: str
+    deployment: str
+    load: int
+    trouble: str | None = None
+
+    @property
+    def name(self) -> str:
+        name = f"{self.workload}/{self.deployment}/{self.load}"
+        return name if self.trouble is None else f"{name}/{self.trouble}"
+
+    @property
+    def is_headline(self) -> bool:
+        return (self.workload, self.deployment, self.load) == HEADLINE and self.trouble is None
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Requests and seeds of a cell, and how closely saturation is looked for; None takes a guess for it.
+
+    `saturation_rps` is taken as it is, by workload/deployment.
+    """
+
+    requests: int
+    headline_requests: int
+    seeds: int
+    headline_seeds: int
+    tolerance: float | None
+    saturation_rps: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, cell: Cell) -> tuple[int, range]:
+        """Give a cell's requests and its seeds."""
+        if cell.is_headline:
+            return self.headline_requests, range(1, self.headline_seeds + 1)
+        return self.requests, range(1, self.seeds + 1)
+
+
+def all_cells(*, with_recorded: bool) -> Iterator[Cell]:
+    """Give every cell; those of the recorded workload only where there is a trace."""
+    for workload in (SYNTHETIC, RECORDED) if with_recorded else (SYNTHETIC,):
+        for deployment in DEPLOYMENTS:
+            for load in LOADS:
+                yield Cell(workload, deployment, load)
+            for trouble in TROUBLES:
+                yield Cell(workload, deployment, TROUBLED_LOAD, trouble)
+
+
+def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
+    """Take the cells whose name matches one of the patterns, such as `S/*/80`; all where there is none.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(cell.name, pattern) for cell in cells):
+            names = ", ".join(cell.name for cell in cells)
+            raise ConfigError(f"--cells: {pattern!r} matches none of {names}; workload M needs --trace")
+    return [c for c in cells if not patterns or any(fnmatchcase(c.name, p) for p in patterns)]
+
+
+def read_rates(text: str) -> dict[str, float]:
+    """Read `S/8b-bf16=31.9,...`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    known = {f"{workload}/{deployment}" for workload in (SYNTHETIC, RECORDED) for deployment in DEPLOYMENTS}
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, rate = part.partition("=")
+        try:
+            found[name] = float(rate)
+        except ValueError:
+            found[name] = 0.0
+        if name not in known or not 0 < found[name] < math.inf:
+            raise ConfigError(
+                f"--saturation: {part!r}: expected NAME=RATE with a rate > 0 and one of {', '.join(sorted(known))}"
+            )
+    return found

@@ -1,0 +1,1 @@
+"""Real processes of `penstock serve` under load, and the paged engine beside a plain generate loop."""

@@ -1,0 +1,72 @@
+"""A deployment for a bench to load: the `penstock serve` command itself, as a process of its own."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.core.errors import Unavailable
+
+_START_TIMEOUT_S = 180.0
+_STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    url: str
+    model: str
+
+
+@contextlib.contextmanager
+def served(*flags: str) -> Iterator[Served]:
+    """Run `penstock serve FLAGS --port 0` until the context ends, without spare processes: their start would be measured as well.
+
+    Raises:
+        Unavailable: it did not become ready, or did not stop with exit code 0.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "serve",
+        *flags,
+        "--port",
+        "0",
+        "--set",
+        "supervision.spare_processes=0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        watchdog = threading.Timer(_START_TIMEOUT_S, process.kill)
+        watchdog.start()
+        try:
+            ready = _wait_ready(process)
+            watchdog.cancel()
+            yield ready
+        finally:
+            watchdog.cancel()
+            _stop(process)
+    if process.returncode:
+        raise Unavailable(f"`penstock serve {' '.join(flags)}` ended with exit code {process.returncode}")
+
+
+def _wait_ready(process: subprocess.Popen[str]) -> Served:
+    """Read state changes, one a line, until the deployment's own says where it answers."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        name, state, *detail = line.split()
+        if (name, state) == ("penstock", "ready"):
+            return Served(url=detail[0], model=detail[detail.index("model") + 1])
+    raise Unavailable("`penstock serve` ended before it was ready; its own words stand above")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Ask it to drain, and read on so that it never waits for us."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -1,0 +1,95 @@
+"""The largest goodput of a simulated deployment: the rate at which just enough requests still meet the targets."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.graph import Slo
+from penstock.sim.deployment import Deployment
+from penstock.sim.report.report import is_good
+from penstock.sim.simulate import simulate
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
+
+_SEED = 0
+_LIFETIMES = (
+    2.5  # the first third fills the deployment, the second is measured, the last keeps it full meanwhile
+)
+_FACTOR_MIN, _FACTOR_MAX = 0.02, 4.0
+"""Between these times the estimate a rate is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """At the largest rate that meets the targets; 0 where none does."""
+
+    rate_per_s: float
+    """Requests that arrive."""
+    good_per_s: float
+    """Of them, those that meet both targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How precisely and with how many requests to search."""
+
+    precision: float = 0.05
+    """Relative, of the rate."""
+    step: float = 1.15
+    """Factor between rates until one is too much and one is not."""
+    requests_min: int = 1000
+    requests_max: int = 200_000
+
+    def largest(
+        self,
+        deployment: Deployment,
+        workload: Callable[[int, float], WorkloadConfig],
+        slo: Slo,
+        start_per_s: float,
+    ) -> Goodput:
+        """Find the largest rate at which `slo.percentile` of the requests meet both targets.
+
+        Args:
+            deployment: what serves them.
+            workload: makes one of so many requests at such a rate.
+            slo: the targets.
+            start_per_s: where to begin, an estimate.
+        """
+        needed = slo.percentile / 100
+
+        def good_share(rate_per_s: float) -> float:
+            config = workload(1, rate_per_s)
+            lifetime_s = slo.ttft_s + slo.itl_s * config.output_tokens
+            requests = math.ceil(_LIFETIMES * lifetime_s * rate_per_s)
+            requests = min(max(requests, self.requests_min), self.requests_max)
+            return _good_share(deployment, workload(requests, rate_per_s), slo)
+
+        low, low_share, high = 0.0, 0.0, math.inf
+        rate_per_s = start_per_s
+        lowest, highest = _FACTOR_MIN * start_per_s, _FACTOR_MAX * start_per_s
+        while high > low * (1 + self.precision) and lowest < rate_per_s < highest:
+            share = good_share(rate_per_s)
+            if share >= needed:
+                low, low_share = rate_per_s, share
+            else:
+                high = rate_per_s
+            if not low:
+                rate_per_s = high / self.step
+            elif math.isinf(high):
+                rate_per_s = low * self.step
+            else:
+                rate_per_s = math.sqrt(low * high)
+        return Goodput(low, low * low_share)
+
+
+def _good_share(deployment: Deployment, workload: WorkloadConfig, slo: Slo) -> float:
+    """Give the share of good requests among those sent in the middle third; a failed one is not good."""
+    sessions = list(make_sessions(workload, random.Random(_SEED)))
+    recording = simulate(deployment, sessions, seed=_SEED)
+    third = len(sessions) // 3
+    begin_s, end_s = sessions[third].at_s, sessions[len(sessions) - third - 1].at_s
+    sent_s = np.asarray(recording.sent_s)
+    middle = (sent_s >= begin_s) & (sent_s <= end_s)
+    return float(is_good(recording, slo)[middle].sum()) / max(1, len(sessions) - 2 * third)

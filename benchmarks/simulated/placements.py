@@ -1,0 +1,211 @@
+"""Whole requests against prefill and decode apart: the best layout of each kind, simulated, by target and number of devices."""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.simulated.slower import SLOWER
+from penstock.bench.report import Report
+from penstock.core.errors import ConfigError
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.model.parallel import Parallel
+from penstock.perf.roofline.factors import Factors
+from penstock.perf.roofline.roofline import Roofline
+from penstock.perf.search.demand import Demand
+from penstock.plan.answer import Answer, find_answer
+from penstock.plan.processes import Processes
+from penstock.plan.question import Question
+from penstock.plan.report import name_layout
+from penstock.plan.trial import Effort, Proposal
+from penstock.sim.report.charts import Chart, Line, XAxis
+from penstock.sim.report.document import make_picture
+from penstock.sim.report.outputs import check_outputs
+
+_MODEL, _HARDWARE, _FORMATS = "llama-3.1-70b", "h100", {"weight_dtype": "fp8"}
+_MAIN = Demand(input_tokens=3000, output_tokens=150, ttft_s=1.0, itl_s=0.03)
+_ITL_MS = (12, 15, 20, 40, 60)
+_TTFT_MS = (500, 2000)
+_DEVICES = (8, 16)
+_EFFORT = Effort(requests=1500, precision=0.02, step=1.04, layouts=4, requests_max=500_000)
+_SWEEP = Effort(requests=600, precision=0.04, step=1.07, layouts=2, requests_max=500_000)
+_QUICK = Effort(requests=150, precision=0.2, step=1.3, layouts=1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="processes that simulate (default: all cores, at most 8)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="OUT", help="draw requests/s a GPU by target as SVG")
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Find the best layouts at each target.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError(f"--jobs: must be >= 1, got {options.jobs}")
+    check_outputs({"--plot": options.plot}, [options.json] if options.json else [])
+    found = _Found()
+    with Processes(options.jobs) as processes:
+        for devices in _DEVICES[:1] if options.quick else _DEVICES:
+            for demand in _demands(quick=options.quick):
+                effort = _QUICK if options.quick else _EFFORT if demand == _MAIN else _SWEEP
+                kept = list(found.stricter(devices, demand))
+                found.add(find_answer(_ask(devices, demand), processes, effort=effort, kept=kept))
+    if options.plot is not None:
+        options.plot.write_text(make_picture(list(found.charts())), encoding="utf-8")
+    return Report(
+        name="placements",
+        config={
+            "model": _MODEL,
+            "hardware": _HARDWARE,
+            "formats": _FORMATS,
+            "input_tokens": _MAIN.input_tokens,
+            "output_tokens": _MAIN.output_tokens,
+            "percentile": _MAIN.percentile,
+            "requests": {"at 1 s and 30 ms": _EFFORT.requests, "elsewhere": _SWEEP.requests},
+            "layouts": found.layouts,
+            "quick": options.quick,
+        },
+        figures=found.figures | dict(_parts()),
+        samples=found.samples(),
+    )
+
+
+@dataclass(slots=True)
+class _Found:
+    """Rates by devices, target and kind; 0 where nothing keeps the targets."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    layouts: dict[str, list[str]] = field(default_factory=dict)
+    """Of each target and kind, what was simulated, the best first."""
+    rates: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    """By devices and targets in ms: requests a second and device, whole and apart."""
+    answers: list[Answer] = field(default_factory=list)
+
+    def stricter(self, devices: int, demand: Demand) -> Iterator[Proposal]:
+        """Yield the best simulated of either kind at each stricter target that was asked before: they keep this one, too."""
+        for answer in self.answers:
+            asked = answer.question.demand
+            if (
+                answer.question.devices == devices
+                and asked.ttft_s <= demand.ttft_s
+                and asked.itl_s <= demand.itl_s
+            ):
+                for apart in (False, True):
+                    best = answer.best_of(disaggregated=apart)
+                    if best is not None and best.is_simulated:
+                        yield best
+
+    def add(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        question, demand = answer.question, answer.question.demand
+        targets = round(1e3 * demand.ttft_s), round(1e3 * demand.itl_s)
+        key = f"x{question.devices}_ttft{targets[0]}ms_itl{targets[1]}ms"
+        rates = []
+        for kind, apart in (("aggregated", False), ("disaggregated", True)):
+            best = answer.best_of(disaggregated=apart)
+            rate = 0.0 if best is None else best.seen.rate_per_s / question.devices
+            self.figures[f"{kind}_rps_per_gpu_{key}"] = rate
+            self.layouts[f"{kind}_{key}"] = [
+                _say(proposal) for proposal in answer.proposals if proposal.layout.is_disaggregated is apart
+            ]
+            rates.append(rate)
+        whole, apart_rate = rates
+        if whole:
+            self.figures[f"ratio_{key}"] = apart_rate / whole
+            self.figures[f"ratio_slower_{key}"] = _ratio(question, SLOWER)
+        self.rates[question.devices, *targets] = whole, apart_rate
+        _tell(f"{key}: {whole:.3f} whole, {apart_rate:.3f} apart")
+
+    def samples(self) -> dict[str, list[float]]:
+        """Give the sweeps over the time between tokens, at the main target for the first."""
+        samples: dict[str, list[float]] = {}
+        for (devices, ttft_ms, itl_ms), (whole, apart) in sorted(self.rates.items()):
+            if ttft_ms == round(1e3 * _MAIN.ttft_s):
+                samples.setdefault(f"itl_ms_x{devices}", []).append(itl_ms)
+                samples.setdefault(f"aggregated_rps_per_gpu_x{devices}", []).append(whole)
+                samples.setdefault(f"disaggregated_rps_per_gpu_x{devices}", []).append(apart)
+        return samples
+
+    def charts(self) -> Iterator[Chart]:
+        samples = self.samples()
+        for devices in sorted({devices for devices, *_ in self.rates}):
+            yield Chart(
+                f"Requests/s a GPU, {devices} H100",
+                "70B fp8, 3,000 in and 150 out, over the target of TPOT in ms (p90), first token within 1 s",
+                np.array(samples[f"itl_ms_x{devices}"]),
+                [
+                    Line("whole requests", np.array(samples[f"aggregated_rps_per_gpu_x{devices}"]), 0),
+                    Line(
+                        "prefill and decode apart",
+                        np.array(samples[f"disaggregated_rps_per_gpu_x{devices}"]),
+                        1,
+                    ),
+                ],
+                x_axis=XAxis.PLAIN,
+            )
+
+
+def _demands(*, quick: bool) -> list[Demand]:
+    """List what is asked, each after all that is stricter."""
+    if quick:
+        return [_MAIN]
+    varied = [replace(_MAIN, itl_s=itl_ms / 1e3) for itl_ms in _ITL_MS]
+    varied += [replace(_MAIN, ttft_s=ttft_ms / 1e3) for ttft_ms in _TTFT_MS]
+    return sorted([_MAIN, *varied], key=lambda demand: (demand.ttft_s, demand.itl_s))
+
+
+def _ask(devices: int, demand: Demand) -> Question:
+    return Question(
+        model=_MODEL, hardware=find_hardware(_HARDWARE), devices=devices, demand=demand, formats=_FORMATS
+    )
+
+
+def _ratio(question: Question, factors: Factors) -> float:
+    """Predict the ratio on engines of other factors, for which layouts are searched anew; 0 where whole requests have none."""
+    search = question.search()
+
+    def price(parallel: Parallel) -> Roofline:
+        return replace(question.price(parallel), factors=factors)
+
+    search.price = price
+    whole, apart = (
+        max((layout.rate_per_s for layout in kind), default=0.0)
+        for kind in (search.aggregated(), search.disaggregated())
+    )
+    return apart / whole if whole else 0.0
+
+
+def _parts() -> Iterator[tuple[str, float]]:
+    """Give what explains the ratio: what a prompt takes in steps of several sizes beside 32 streams, and an answer's token."""
+    question = _ask(8, _MAIN)
+    for tp in (2, 4, 8):
+        model = question.price(Parallel(tp=tp))
+        yield f"prompt_gpu_s_tp{tp}_alone", tp * model.prefill_s(_MAIN.input_tokens)
+        context = round(32 * _MAIN.context_tokens)
+        yield f"decode_step_ms_tp{tp}_batch32", 1e3 * model.decode_step_s(32, context)
+        for tokens in (128, 256, 512, 1024):
+            step_s = model.mixed_step_s([(tokens, _MAIN.input_tokens // 2)], 32, context)
+            yield f"mixed_step_ms_tp{tp}_{tokens}", 1e3 * step_s
+            pieces = math.ceil(_MAIN.input_tokens / tokens)
+            yield f"prompt_gpu_s_tp{tp}_{tokens}", tp * pieces * step_s
+
+
+def _say(proposal: Proposal) -> str:
+    seen = proposal.seen
+    return (
+        f"{name_layout(proposal.layout)}: {seen.rate_per_s:.4g} requests/s, TTFT {seen.ttft_s:.3f} s, TPOT {1e3 * seen.itl_s:.1f} ms,"
+        f" predicted {proposal.layout.rate_per_s:.4g} requests/s"
+    )
+
+
+def _tell(text: str) -> None:
+    print(f"benchmarks placements: {text}", file=sys.stderr)

@@ -1,0 +1,182 @@
+"""Several routers beside one, on the same requests: how much worse they choose for seeing each other late.
+
+Each request goes to the frontend whose turn it is, as a balancer without any knowledge would deal them out. The routers
+share nothing but the workers.
+"""
+
+import argparse
+import math
+import multiprocessing
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.policies.arena import Files, default_jobs
+from benchmarks.policies.cells import read_rates
+from benchmarks.policies.game import Place, figures, prepare_process
+from benchmarks.policies.workload import RECORDED, SYNTHETIC, Workload
+from penstock.bench.report import Report
+from penstock.core.errors import ConfigError
+from penstock.sim.simulate import simulate
+from penstock.sim.workload.trace import read_trace
+
+SATURATION_RPS = {
+    (SYNTHETIC, "70b-fp8"): 18.9,
+    (SYNTHETIC, "8b-bf16"): 31.3,
+    (RECORDED, "70b-fp8"): 6.95,
+    (RECORDED, "8b-bf16"): 14.3,
+}
+"""Requests a second that one router just sustains, as `python -m benchmarks policies` finds them; a later run's with `--saturation`."""
+LOADS = (60, 80, 95)
+"""In per cent of saturation."""
+WORSE_MAX = 1.15
+"""So much higher may the p99 of the time to the first token be."""
+_METRICS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s")
+_QUICK_REQUESTS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation."""
+
+    place: Place
+    workload: Workload
+    rate_per_s: float
+    routers: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="workload M, in Mooncake's format; left out without"
+    )
+    parser.add_argument(
+        "--routers", type=int, default=4, metavar="N", help="frontends beside one (default %(default)s)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=6000, metavar="N", help="of a run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="runs of each kind (default %(default)s)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
+    )
+    parser.add_argument(
+        "--saturation",
+        metavar="RATES",
+        help="requests/s that one router sustains, such as S/8b-bf16=31.9,M/8b-bf16=9, as `bench policies` finds them",
+    )
+    parser.add_argument(
+        "--examples",
+        type=Path,
+        default=Path("examples"),
+        metavar="DIR",
+        help="graphs and profiles (default %(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Play every workload and deployment at every load, with one router and with several.
+
+    Raises:
+        ConfigError: an option or file is wrong.
+    """
+    for name, least in (("routers", 2), ("requests", 50), ("seeds", 1), ("jobs", 1)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name}: must be >= {least}, got {getattr(options, name)}")
+    if options.trace is not None:
+        read_trace(options.trace)
+    runs = dict(_runs(options))
+    found: dict[str, dict[int, list[float]]] = {}
+    with ProcessPoolExecutor(
+        options.jobs, multiprocessing.get_context("spawn"), prepare_process, (str(options.examples),)
+    ) as pool:
+        for key, results in zip(runs, pool.map(play, runs.values()), strict=True):
+            cell, routers, seed = key
+            for metric in _METRICS:
+                found.setdefault(f"{cell} {metric}", {}).setdefault(routers, []).append(results[metric])
+            _tell(f"{cell}, {routers} at once, seed {seed}: p99 TTFT {results['ttft_p99_s']:.3f} s")
+    return _report(found, options)
+
+
+def play(run: Run) -> dict[str, float]:
+    """Simulate one.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    deployment = run.place.deployment()
+    graph = deployment.graph
+    frontend = graph.frontend.model_copy(update={"processes": run.routers})
+    deployment = replace(deployment, graph=graph.model_copy(update={"frontend": frontend}))
+    sessions = run.workload.sessions(run.rate_per_s)
+    span_s = sessions[-1].at_s
+    recording = simulate(deployment, sessions, seed=run.workload.seed, sample_interval_s=max(span_s, 0.1))
+    return figures(recording, span_s)
+
+
+def _runs(options: argparse.Namespace) -> Iterator[tuple[tuple[str, int, int], Run]]:
+    files = Files(options.examples, options.examples, options.trace)
+    cells = [(*place, load) for place in SATURATION_RPS for load in LOADS]
+    if options.trace is None:
+        cells = [cell for cell in cells if cell[0] != RECORDED]
+    if options.quick:
+        cells = cells[-1:]
+    saturation = _saturation(options)
+    requests, seeds = (_QUICK_REQUESTS, 1) if options.quick else (options.requests, options.seeds)
+    for name, deployment, load in cells:
+        rate_per_s = saturation[f"{name}/{deployment}"] * load / 100
+        for seed, routers in product(range(1, seeds + 1), (1, options.routers)):
+            workload = Workload(name, requests, seed, options.trace if name == RECORDED else None)
+            run = Run(files.place(deployment), workload, rate_per_s, routers)
+            yield (f"{name}/{deployment}/{load}", routers, seed), run
+
+
+def _saturation(options: argparse.Namespace) -> dict[str, float]:
+    usual = {"/".join(place): rate for place, rate in SATURATION_RPS.items()}
+    return usual | read_rates(options.saturation or "")
+
+
+def _report(found: Mapping[str, Mapping[int, list[float]]], options: argparse.Namespace) -> Report:
+    """Hold several routers against one: the ratio of the means over the seeds, of each cell and of the worst."""
+    ratios: dict[str, dict[str, float]] = {metric: {} for metric in _METRICS}
+    samples: dict[str, list[float]] = {}
+    for name, by_routers in found.items():
+        cell, metric = name.split(" ")
+        ratios[metric][cell] = float(np.mean(by_routers[options.routers]) / np.mean(by_routers[1]))
+        samples |= {f"{cell} routers={n} {metric}": values for n, values in by_routers.items()}
+    named = {}
+    for metric, cells in ratios.items():
+        short = metric.removesuffix("_s")
+        named[f"routers_{short}_ratio_worst"] = max(cells.values())
+        named[f"routers_{short}_ratio_geomean"] = math.exp(float(np.mean(np.log(list(cells.values())))))
+        named |= {f"{cell} {short}_ratio": ratio for cell, ratio in cells.items()}
+    worse = {cell: ratio for cell, ratio in ratios["ttft_p99_s"].items() if ratio > WORSE_MAX}
+    return Report(
+        name="routers",
+        config={
+            "routers": options.routers,
+            "requests": _QUICK_REQUESTS if options.quick else options.requests,
+            "seeds": 1 if options.quick else options.seeds,
+            "trace": None if options.trace is None else options.trace.name,
+            "saturation_rps": _saturation(options),
+            "quick": options.quick,
+        },
+        figures=named,
+        samples=samples,
+        problems=()
+        if options.quick
+        else [
+            f"{cell}: the p99 TTFT of {options.routers} routers is {ratio:.2f} times one's, more than {WORSE_MAX}"
+            for cell, ratio in worse.items()
+        ],
+    )
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,98 @@
+"""Contenders in turns, and what their times say: medians, and ratios of what was measured side by side."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from benchmarks.transfer.contenders import OPS, Contender
+from benchmarks.transfer.nixl_peer import VARIANTS
+from benchmarks.transfer.shapes import SHAPES, SMALL, Shape
+from penstock.core.descriptors import TransferOp
+
+Samples = dict[str, list[float]]
+"""Seconds, one value a round, by contender, direction and shape."""
+
+_BESIDE = {
+    "shm": ("memcpy", "nixl"),
+    "shm_private": ("memcpy", "nixl"),
+    "ours_nixl": ("nixl",),
+    "tcp": ("nixl_tcp",),
+    "uds": ("nixl_tcp",),
+    "file": ("fio",),
+}
+
+
+async def play(
+    contenders: Sequence[Contender], shapes: Sequence[Shape], rounds: int, repeats: int
+) -> Samples:
+    """Have all contenders move each shape in turn, round after round, another one first each time.
+
+    Of a contender's repeats in a round the median counts.
+    """
+    samples: Samples = {}
+    for shape in shapes:
+        for op in OPS:
+            for number in range(rounds):
+                first = number % len(contenders) if contenders else 0
+                for contender in (*contenders[first:], *contenders[:first]):
+                    seconds = await contender.move(op, shape, repeats)
+                    samples.setdefault(key(contender.name, op, shape), []).append(statistics.median(seconds))
+    return samples
+
+
+def figures_of(samples: Samples, names: Sequence[str]) -> dict[str, float]:
+    """Give GB/s, microseconds and ratios. Of NIXL's variants the best one of each shape counts."""
+    best = dict(_best(samples))
+    shown = {**samples, **best}
+    figures: dict[str, float] = {}
+    for name in [*(name for name in names if name not in {"memcpy", "fio"}), "nixl", "nixl_tcp"]:
+        if any(name == f"{kind}_{variant}" for kind in ("nixl", "nixl_tcp") for variant in VARIANTS):
+            continue
+        for op in OPS:
+            for shape in SHAPES:
+                seconds = shown.get(key(name, op, shape))
+                if seconds is None:
+                    continue
+                figures[f"{name}_{op.value}_{shape.name}_gb_per_s"] = _gb_per_s(seconds, shape)
+                for other in _BESIDE.get(name, ()):
+                    beside = shown.get(key(other, op, shape))
+                    if beside is not None:
+                        ratio = statistics.median(b / s for b, s in zip(beside, seconds, strict=True))
+                        figures[f"{name}_{op.value}_{shape.name}_over_{other}"] = ratio
+        small = shown.get(key(name, TransferOp.WRITE, SMALL))
+        if small is not None:
+            figures[f"{name}_4KiB_us"] = statistics.median(small) * 1e6
+    return figures
+
+
+def limits_of(samples: Samples) -> dict[str, float]:
+    """Give what memory and disk do at best."""
+    limits = {}
+    for shape in SHAPES:
+        both = [second for op in OPS for second in samples.get(key("memcpy", op, shape), ())]
+        if both:
+            limits[f"memcpy_{shape.name}_gb_per_s"] = _gb_per_s(both, shape)
+    for shape in SHAPES:
+        for op in OPS:
+            seconds = samples.get(key("fio", op, shape))
+            if seconds:
+                size = "" if shape.name.endswith("x1MiB") else f"_{shape.name.partition('x')[2]}"
+                limits[f"fio_{op.value}{size}_gb_per_s"] = _gb_per_s(seconds, shape)
+    return limits
+
+
+def key(name: str, op: TransferOp, shape: Shape) -> str:
+    return f"{name}_{op.value}_{shape.name}_s"
+
+
+def _best(samples: Mapping[str, list[float]]) -> Iterator[tuple[str, list[float]]]:
+    for kind in ("nixl", "nixl_tcp"):
+        for op in OPS:
+            for shape in (*SHAPES, SMALL):
+                tried = [samples.get(key(f"{kind}_{variant}", op, shape)) for variant in VARIANTS]
+                known = [seconds for seconds in tried if seconds]
+                if known:
+                    yield key(kind, op, shape), min(known, key=statistics.median)
+
+
+def _gb_per_s(seconds: Sequence[float], shape: Shape) -> float:
+    return shape.num_bytes / statistics.median(seconds) / 1e9

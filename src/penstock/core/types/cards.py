@@ -1,0 +1,37 @@
+"""What a frontend on another host needs to serve a model."""
+
+import msgspec
+
+from penstock.core.wire import Wire
+
+
+class CardFile(Wire, frozen=True):
+    """A file of a model card, fetched from any worker of the model by its content hash."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+class ModelCard(Wire, frozen=True):
+    """What a frontend on another host needs to serve a model; the files come over the request plane.
+
+    `salt` starts every block-hash chain: model revision and KV dtype. `default_sampling` holds the model's own
+    (name, value) defaults, such as temperature. `parent` is the model that a LoRA adapter of this name belongs to.
+    """
+
+    name: str
+    context_length: int
+    block_size: int
+    salt: bytes
+    eos_token_ids: tuple[int, ...] = ()
+    files: tuple[CardFile, ...] = ()
+    created_s: int = 0
+    default_sampling: tuple[tuple[str, float], ...] = ()
+    parent: str | None = None
+
+    def adapted(self, adapter: str) -> "ModelCard":
+        """Describe the model with a LoRA adapter: all the same but its KV, so its blocks are named apart."""
+        name = adapter.encode()
+        salt = self.salt + b"|adapter=%d:" % len(name) + name
+        return msgspec.structs.replace(self, name=adapter, parent=self.name, salt=salt)

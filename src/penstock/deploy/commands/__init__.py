@@ -1,0 +1,1 @@
+"""What `penstock serve`, `router`, `role` and `explain` do."""

@@ -1,0 +1,83 @@
+"""Asks a running deployment over its HTTP API, for commands."""
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.core.errors import ConfigError, RequestError, Unavailable
+from penstock.core.net.address import Address
+from penstock.deploy.state import ADMIN_TOKEN_VARIABLE, admin_token_path, load_admin_token
+from penstock.frontend.limits.access import API_KEY_VARIABLE
+
+_TIMEOUT_S = 10.0
+_UNAUTHORIZED = 401
+
+
+def base_of(url: str) -> str:
+    """Give the URL that paths are put behind.
+
+    Raises:
+        ConfigError: this is no URL.
+    """
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        raise ConfigError(f"--url: {url!r}: expected a URL such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def ask(base: str, path: str, *, body: bytes | None = None, timeout_s: float = _TIMEOUT_S) -> bytes:
+    """Get an answer, or with a body of JSON post it.
+
+    Raises:
+        ConfigError: the admin token's file cannot be used.
+        RequestError: the server refuses; with its status, and what it says. `param` is None where it is no Penstock.
+        Unavailable: nobody answers there.
+    """
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    if secret := _secret_for(base, path):
+        headers["Authorization"] = f"Bearer {secret}"
+    request = urllib.request.Request(base + path, data=body, headers=headers)  # noqa: S310 - checked
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - checked
+            content: bytes = answer.read()
+            return content
+    except urllib.error.HTTPError as error:
+        message, param = _error_of(error)
+        if error.code == _UNAUTHORIZED and path.startswith("/admin/") and not secret:
+            message = _no_token(base)
+        raise RequestError(message, http_status=error.code, param=param) from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise Unavailable(f"--url: {base}: nobody answers ({reason}); is it started?") from error
+
+
+def _secret_for(base: str, path: str) -> str:
+    """Give what to prove oneself by. The token in this user's file is sent to no other machine."""
+    if not path.startswith("/admin/"):
+        return os.environ.get(API_KEY_VARIABLE, "").strip()
+    if given := os.environ.get(ADMIN_TOKEN_VARIABLE, "").strip():
+        return given
+    host = urlsplit(base).hostname or ""
+    if not Address(host=host).is_local or not admin_token_path().exists():
+        return ""
+    return load_admin_token()
+
+
+def _no_token(base: str) -> str:
+    """Say why no admin token was sent to `base`, and how to give one."""
+    path = admin_token_path()
+    if Address(host=urlsplit(base).hostname or "").is_local:
+        return f"no admin token in {path}; run as the server's user, or set {ADMIN_TOKEN_VARIABLE}"
+    return f"the admin token in {path} is sent to this machine only; set {ADMIN_TOKEN_VARIABLE} to that of the server"
+
+
+def _error_of(error: urllib.error.HTTPError) -> tuple[str, str | None]:
+    """Give an error's message, and what it is about; of a server that is not Penstock, only the status."""
+    try:
+        body: dict[str, Any] = json.loads(error.read())["error"]
+        return str(body["message"]), body.get("param")
+    except (ValueError, KeyError, TypeError):
+        return f"answers {error.code} {error.reason}", None

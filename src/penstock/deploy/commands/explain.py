@@ -1,0 +1,199 @@
+"""`penstock explain`: why requests went where they did, asked of what runs, or computed again from a log."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from penstock.core.errors import ConfigError, RequestError
+from penstock.core.types.events import Tier
+from penstock.deploy.commands.admin import ask as ask_server
+from penstock.deploy.commands.admin import base_of
+from penstock.frontend.openai.explaining import LATEST_DEFAULT
+from penstock.router.explain.explanation import Candidate, Explanation, Prefill
+from penstock.router.explain.replay import Replay, Replayed
+
+EXIT_DIFFERS = 1
+_PATHS = ("/admin/explain", "/explain")  # of `penstock serve`, and of `penstock router`
+_TRIES = 64  # processes share a port: a connection finds any of them, and only one knows the request
+_DIFFERENCES_SHOWN = 20
+_NOT_FOUND = 404
+
+
+class _Answer(msgspec.Struct):
+    decisions: list[Explanation]
+    pid: int
+
+
+def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) -> None:
+    """Print what a running deployment says of a request, or of its latest decisions.
+
+    Raises:
+        ConfigError: this is no URL.
+        Unavailable: nobody answers there.
+        RequestError: it knows nothing of the request.
+    """
+    base = base_of(url)
+    if request_id is None:
+        body = _fetch(base, f"?last={last or LATEST_DEFAULT}", tries=1)
+    else:
+        body = _fetch(base, f"/{quote(request_id, safe='')}", tries=_TRIES)
+    if as_json:
+        _print(body.decode())
+        return
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--url: {url}: the answer is not Penstock's, or another version's: {error}"
+        ) from error
+    by = f"by process {answer.pid}"
+    _print("\n\n".join("\n".join(_lines(one, by)) for one in answer.decisions) or f"no decisions yet {by}")
+
+
+def replay(file: Path, policy: str | None) -> int:
+    """Make the decisions of a log again, print where they differ, and return the exit code.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no decisions.
+    """
+    again = Replay(policy)
+    total, differences = 0, []
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for replayed in again.run(lines):
+                total += 1
+                if replayed.differs:
+                    differences.append(replayed)
+    except OSError as error:
+        raise ConfigError(f"--replay: {file}: {error.strerror}") from error
+    except ConfigError as error:
+        raise ConfigError(f"--replay: {file}: {error.message}") from error
+    if not total:
+        raise ConfigError(
+            f"--replay: {file}: no decisions in {sum(again.other_lines.values())} lines; expected a log written with"
+            " --log-level debug and PENSTOCK_LOG_FORMAT=json"
+        )
+    _print("\n".join([*_differences(differences), _summary(total, len(differences), again, policy)]))
+    return EXIT_DIFFERS if differences and policy is None else 0
+
+
+def _fetch(base: str, rest: str, *, tries: int) -> bytes:
+    problem = ""
+    for path in _PATHS:
+        for _ in range(tries):
+            try:
+                return ask_server(base, path + rest)
+            except RequestError as error:
+                problem = error.message if error.param or not problem else problem
+                if error.http_status != _NOT_FOUND:
+                    raise RequestError(f"--url: {base}: {error.message}") from error
+                if error.param is None:
+                    break  # no such path: it is the other kind of server
+    raise RequestError(problem, http_status=_NOT_FOUND)
+
+
+def _lines(decision: Explanation, by: str) -> Iterator[str]:
+    """Write a decision as a title, a table of candidates, and who was left out; `by` says who made it."""
+    yield (
+        f"{decision.request_id}  {decision.age_s:.1f} s ago  model {decision.model}  policy {decision.policy}  {by}"
+    )
+    tokens, blocks = _counted(decision.request_tokens, "token"), _counted(decision.request_blocks, "block")
+    size = f"{tokens}, {blocks} of {decision.block_size}"
+    yield f"to {decision.worker} ({decision.reason}), next {decision.next_worker or 'nobody'}; {size}"
+    prefill = decision.prefill
+    if prefill is not None:
+        yield _where(prefill, decision.unit)
+        if prefill.worker is not None:
+            why = "" if prefill.reason is None else f" ({prefill.reason})"
+            yield f"prompt to {prefill.worker}{why}, next {prefill.next_worker or 'nobody'}"
+            yield from _table(prefill.candidates, prefill.num_candidates, decision.unit)
+            yield f"answer by {decision.worker}"
+    moves = prefill is not None and prefill.remote
+    yield from _table(decision.candidates, decision.num_candidates, decision.unit, moves=moves)
+    if decision.left_out:
+        named = ", ".join(f"{left.worker} {left.why}" for left in decision.left_out)
+        more = decision.num_left_out - len(decision.left_out)
+        yield f"left out: {named}" + (f" and {more} more" if more else "")
+
+
+def _table(candidates: Sequence[Candidate], total: int, unit: str, *, moves: bool = False) -> Iterator[str]:
+    """Write candidates as a table, the chosen one first; `moves` says that a KV transfer brings the blocks under `object`."""
+    first = candidates[0]
+    tiers = [tier for tier in first.tier_blocks if any(c.tier_blocks[tier] for c in candidates)]
+    names = ["to move" if moves and tier is Tier.OBJECT else str(tier) for tier in tiers]
+    head = ["worker", "cost" if unit == "none" else f"cost {unit}", *first.terms, "cached", *names]
+    rows = [head, *(_row(candidate, tiers) for candidate in candidates)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    for row in rows:
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
+        ]
+        yield "  " + "  ".join(cells)
+    if more := total - len(candidates):
+        yield f"  and {more} more"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _where(prefill: Prefill, unit: str) -> str:
+    """Say whether its prompt is computed apart from its answer, and what that was held against."""
+    where = "prompt by a prefill worker" if prefill.remote else "prompt where the answer is"
+    if prefill.prefill is None or prefill.decode is None or prefill.local is None:
+        why = "not compared by cost" if prefill.remote else "too little of it is to be computed"
+        return f"{where}: {why}"
+    link, transfer = prefill.link_setup or 0.0, prefill.kv_transfer or 0.0
+    total = prefill.prefill + prefill.decode + link
+    parts = [
+        f"{prefill.prefill_worker or 'prefill'} {prefill.prefill:.1f}",
+        f"{prefill.decode_worker or 'decode'} {prefill.decode + link - transfer:.1f}"
+        + (f" ({link:.1f} of it for a new link)" if link else ""),
+        *([f"KV transfer {transfer:.1f}"] if transfer else []),
+    ]
+    why = ", past router.disagg.local_tokens_max" if prefill.remote and total >= prefill.local else ""
+    if prefill.sooner:
+        why = ", its first token sooner by router.disagg.late_token_share"
+    alone = f"alone on {prefill.local_worker or 'one worker'} {prefill.local:.1f} {unit}"
+    return f"{where}: {' + '.join(parts)} = {total:.1f} {unit}; {alone}{why}"
+
+
+def _row(candidate: Candidate, tiers: Sequence[str]) -> list[str]:
+    cost = "never" if candidate.cost is None else _cost(candidate)
+    terms = [f"{value:.1f}" for value in candidate.terms.values()]
+    blocks = {str(tier): count for tier, count in candidate.tier_blocks.items()}
+    return [
+        candidate.worker,
+        cost,
+        *terms,
+        str(candidate.overlap_blocks),
+        *(str(blocks[tier]) for tier in tiers),
+    ]
+
+
+def _cost(candidate: Candidate) -> str:
+    """Write milliseconds; the numbers of a policy without terms may be of any size."""
+    return f"{candidate.cost:.1f}" if candidate.terms else f"{candidate.cost:.4g}"
+
+
+def _differences(differences: Sequence[Replayed]) -> Iterator[str]:
+    for one in differences[:_DIFFERENCES_SHOWN]:
+        unit = "" if one.unit == "none" else f" {one.unit}"
+        less = "" if one.costs_more is None else f" {one.costs_more:.1f}{unit} less"
+        yield f"{one.request_id}  {one.worker} -> {one.again}  by {one.policy}{less}"
+    if len(differences) > _DIFFERENCES_SHOWN:
+        yield f"and {len(differences) - _DIFFERENCES_SHOWN} more"
+
+
+def _summary(total: int, differing: int, again: Replay, policy: str | None) -> str:
+    others = "".join(f", {count} other lines ({kind})" for kind, count in sorted(again.other_lines.items()))
+    by = "the policies that made them" if policy is None else policy
+    return f"{total} decisions by {by}: {total - differing} the same, {differing} not{others}"
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")

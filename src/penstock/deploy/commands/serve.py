@@ -1,0 +1,79 @@
+"""`penstock serve`: a deployment in the foreground, until Ctrl-C or SIGTERM."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import uvloop
+
+from penstock.deploy.card import served_name
+from penstock.deploy.supervisor.local import LocalDeployment
+from penstock.graph import Graph
+
+
+def serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
+    """Run a deployment until told to stop; told twice, it does not wait for requests under way.
+
+    Raises:
+        ConfigError: something about the graph or this machine is wrong.
+        PenstockError: the deployment failed for good.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(graph, log_level=log_level, first_chat=first_chat))
+
+
+async def _serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
+    deployment = LocalDeployment(graph, log_level=log_level, say=say)
+    stopping = _Stopping(deployment)
+    try:
+        async with deployment:
+            stopping.is_started = True
+            say("penstock", "ready", f"{deployment.url}  model {served_name(graph)}  Ctrl-C stops")
+            if first_chat:
+                await _chat_until(stopping.told, deployment)
+            await stopping.told.wait()
+            say("penstock", "stopping", "finishes what is under way; Ctrl-C again ends it at once")
+    except asyncio.CancelledError:
+        if not stopping.told.is_set():
+            raise
+    say("penstock", "stopped")
+
+
+async def _chat_until(told: asyncio.Event, deployment: LocalDeployment) -> None:
+    """Send the first chat; whoever is told to stop meanwhile does not wait for its answer."""
+    from penstock.deploy.commands.first_chat import chat_once  # noqa: PLC0415 - with an HTTP client
+
+    chat = chat_once(deployment.url, served_name(deployment.graph), deployment.api_key)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(chat), group.create_task(told.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+
+
+class _Stopping:
+    """What SIGINT, SIGTERM and SIGHUP mean: give up a start under way, else drain, the second time end at once."""
+
+    def __init__(self, deployment: LocalDeployment) -> None:
+        self.told = asyncio.Event()
+        self.is_started = False
+        self._deployment = deployment
+        self._task = asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.told.is_set():
+            self._deployment.kill()
+        self.told.set()
+        if not self.is_started and self._task is not None:
+            self._task.cancel()
+
+
+def say(name: str, state: str, detail: str = "") -> None:
+    """Print one change of state; that nobody reads it any more is no reason to stop serving."""
+    try:
+        print(f"{name:<11} {state:<9} {detail}".rstrip(), flush=True)  # noqa: T201 - what a command is for
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

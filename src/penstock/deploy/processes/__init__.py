@@ -1,0 +1,1 @@
+"""The child processes: a frontend or a worker, from its start to its end."""

@@ -1,0 +1,93 @@
+"""What a graph says of one worker's engine."""
+
+from penstock.core.errors import ConfigError
+from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.types.instances import Role
+from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.registry import EngineSpec
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.graph import Graph, RoleSpec
+from penstock.graph.engine_prices import engine_prices
+from penstock.graph.step_size import with_step_size
+
+_VOCABULARY = 32_000  # of a checkpoint that does not say, for engines that ask
+
+
+def engine_spec(
+    graph: Graph,
+    role: RoleSpec,
+    checkpoint: Checkpoint,
+    *,
+    device_index: int = 0,
+    core: int | None = None,
+    hash_key: bytes = DEFAULT_KEY,
+) -> EngineSpec:
+    """Describe the engine of a role's workers.
+
+    Args:
+        graph: the deployment.
+        role: one of its roles.
+        checkpoint: the graph's model.
+        device_index: of the devices of the role's hardware, where that is no CPU.
+        core: the one that an engine on a CPU keeps to; None for any.
+        hash_key: of the deployment's block hashes.
+
+    Raises:
+        ConfigError: the checkpoint does not say what the engine needs, or the engine cannot do what the role says.
+    """
+    if role.kv_tiers.present():
+        raise ConfigError(
+            f"kv_tiers: engine {role.engine!r} keeps KV on its device alone, expected every tier to be 0, got"
+            f" {', '.join(f'{tier} {size:g}' for tier, size in role.kv_tiers.present().items())}; `penstock simulate`"
+            " can tell what more tiers would give"
+        )
+    present = graph.roles.present()
+    schedulers = {name: _scheduler(_sized(name, each, checkpoint)) for name, each in present.items()}
+    return EngineSpec(
+        model=str(checkpoint.path),
+        block_size=graph.block_size,
+        context_length=checkpoint.served_context(graph.context_length),
+        vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
+        eos_token_ids=checkpoint.eos_token_ids,
+        kv_blocks=role.kv_blocks,
+        sharing_engines=_sharing(graph, role),
+        scheduler=next(
+            (schedulers[name] for name, each in present.items() if each is role), _scheduler(role)
+        ),
+        schedulers=schedulers,
+        dtype=role.weight_dtype,
+        device=_device(role, device_index, core),
+        hash_key=hash_key,
+        mock=role.mock,
+    )
+
+
+def _sharing(graph: Graph, role: RoleSpec) -> int:
+    """Count the engines that take memory where those of a role do: a device is one engine's, the host all others'."""
+    if role.hardware != "cpu":
+        return 1
+    roles = graph.roles.present().values()
+    hosted = sum(each.replicas for each in roles if each.engine == role.engine and each.hardware == "cpu")
+    return max(1, hosted)
+
+
+def _device(role: RoleSpec, index: int, core: int | None) -> str:
+    if role.hardware != "cpu":
+        return f"cuda:{index}"
+    return "cpu" if core is None else f"cpu:{core}"
+
+
+def _sized(name: Role, role: RoleSpec, checkpoint: Checkpoint) -> RoleSpec:
+    return with_step_size(name, role, lambda: engine_prices(role, checkpoint.path))
+
+
+def _scheduler(role: RoleSpec) -> SchedulerConfig:
+    others = {"max_waiting_requests": role.max_waiting_requests}
+    return SchedulerConfig.of_ranks(
+        role.data_parallel,
+        max_batch_tokens=role.max_batch_tokens,
+        max_running_requests=role.max_running_requests,
+        order=role.prompt_order,
+        ageing=role.prompt_ageing,
+        **{name: value for name, value in others.items() if value is not None},
+    )

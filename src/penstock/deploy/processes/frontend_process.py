@@ -1,0 +1,81 @@
+"""A frontend's process: HTTP, preprocessing, routing; no engine and no torch."""
+
+import asyncio
+import random
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter
+
+from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
+from penstock.deploy.processes.control import Control
+from penstock.deploy.processes.location import location_here
+from penstock.frontend.frontend import Frontend
+from penstock.frontend.http.server import FrontendServer
+from penstock.frontend.limits.access import Access
+from penstock.graph import Graph
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.handshake import Identity
+from penstock.runtime.requests.tcp import TcpPlane
+
+
+async def run_frontend(
+    assignment: Assignment, job: FrontendJob, stopping: asyncio.Event, tell: Tell, control: Control
+) -> None:
+    """Serve until `stopping`, then finish what is under way; a further SIGTERM ends that with an error.
+
+    Raises:
+        ConfigError: the port cannot be listened on.
+    """
+    common = assignment.common
+    graph = Graph.model_validate_json(common.graph_json)
+    config = graph.frontend.model_copy(update={"host": job.host, "port": job.port})
+    identity = Identity(process=assignment.name, hash_key=common.hash_key, secret=common.secret)
+    registry = CollectorRegistry()
+    failures = Counter(
+        "penstock_deploy_process_failures",
+        "Processes of the deployment that ended by themselves or were killed for standing still, and why.",
+        ["process", "reason"],
+        registry=registry,
+    )
+    control.on_news = lambda news: failures.labels(news.name, news.reason).inc(news.count)
+    rng = random.Random()
+    discovery = LocalDiscovery(common.hub_address, identity, rng=rng)
+    dispatcher = Dispatcher(
+        discovery,
+        TcpPlane(identity, config=graph.request_plane),
+        rng=rng,
+        config=graph.router.model_copy(update={"location": location_here(graph.router.location)}),
+        hash_key=common.hash_key,
+        registry=registry,
+    )
+    access = Access(api_keys=common.api_keys, admin_token=common.admin_token)
+    frontend = Frontend(
+        config, dispatcher, hash_key=common.hash_key, access=access, registry=registry, rng=rng
+    )
+    async with discovery, dispatcher:
+        # Others may share the port: who takes requests while it knows of no worker refuses what they could serve.
+        await _unless(stopping, dispatcher.looked(), timeout_s=graph.router.connect_timeout_s)
+        server = FrontendServer(frontend, share_port=True)
+        await server.start()
+        try:
+            if await _unless(stopping, dispatcher.serving()):
+                tell(Ready(detail=", ".join(dispatcher.models())))
+                await stopping.wait()
+        finally:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.hurry)
+            await server.close()
+
+
+async def _unless(
+    stopping: asyncio.Event, waiting: Coroutine[Any, Any, object], *, timeout_s: float | None = None
+) -> bool:
+    """Wait, for so long at most; False if told to stop before."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(waiting), group.create_task(stopping.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
+        for task in tasks:
+            task.cancel()
+    return not stopping.is_set()

@@ -1,0 +1,114 @@
+"""A worker's process: one engine, driven by a `Worker`, reachable over a socket in the runtime directory."""
+
+import asyncio
+import os
+import random
+from functools import partial
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
+from penstock.core.types.instances import Prices
+from penstock.deploy.messages import Assignment, Beat, Ready, Tell, WorkerJob
+from penstock.deploy.processes.control import Control
+from penstock.deploy.processes.engine_spec import engine_spec
+from penstock.deploy.processes.location import location_here
+from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.registry import create_engine
+from penstock.graph import Graph, RoleSpec
+from penstock.graph.engine_prices import engine_prices
+from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.handshake import Identity
+from penstock.runtime.requests.tcp import TcpPlane
+from penstock.seams import Engine
+from penstock.transfer import TransferAgent
+from penstock.worker.files import ModelFiles
+from penstock.worker.worker import Worker, WorkerIdentity
+
+_log = get_logger()
+
+
+async def run_worker(
+    assignment: Assignment, job: WorkerJob, stopping: asyncio.Event, tell: Tell, control: Control
+) -> None:
+    """Serve until `stopping`, then finish what is under way.
+
+    Raises:
+        ConfigError: the model or a setting cannot work.
+        EngineError: the engine died.
+    """
+    common = assignment.common
+    graph = Graph.model_validate_json(common.graph_json)
+    role = graph.roles.present()[job.role]
+    name = assignment.name
+    identity = Identity(process=name, worker_id=job.worker_id, hash_key=common.hash_key, secret=common.secret)
+    spec = engine_spec(
+        graph,
+        role,
+        Checkpoint.open(job.model_dir),
+        device_index=job.device,
+        core=job.core,
+        hash_key=common.hash_key,
+    )
+    engine = create_engine(role.engine, spec)
+    async with LocalDiscovery(common.hub_address, identity, rng=random.Random()) as discovery:
+        worker = Worker(
+            engine,
+            discovery,
+            TcpPlane(identity, listen=f"unix://{common.runtime_dir}/{name}.sock", config=graph.request_plane),
+            identity=WorkerIdentity(
+                worker_id=job.worker_id,
+                name=name,
+                role=job.role,
+                pid=os.getpid(),
+                location=location_here(role.location_of(job.index)),
+            ),
+            card=job.card,
+            prices=_prices(role, Path(job.model_dir)),
+            adapters=job.adapters,
+            read_file=ModelFiles(Path(job.model_dir), job.card.files).read,
+            config=graph.worker,
+            agent=_transfer_agent(graph, job, name, common.secret),
+        )
+        async with asyncio.TaskGroup() as group:
+            telling = group.create_task(_tell_ready(worker, engine, role, tell, control))
+            obeying = group.create_task(_stop_when(stopping, worker))
+            try:
+                await worker.run()
+            finally:
+                telling.cancel()
+                obeying.cancel()
+
+
+def _transfer_agent(graph: Graph, job: WorkerJob, name: str, secret: bytes) -> TransferAgent:
+    """Make what moves KV between workers; it costs nothing until a prompt is handed over, or the worker's role is for that."""
+    config = graph.worker.kv_transfer.transfer.model_copy(update={"secret": SecretStr(secret.hex())})
+    return TransferAgent(f"{name}-{job.worker_id}", config)
+
+
+def _prices(role: RoleSpec, model_dir: Path) -> Prices | None:
+    try:
+        return engine_prices(role, model_dir)
+    except ConfigError as error:
+        _log.warning("worker_has_no_prices", reason=error.message)
+        return None
+
+
+async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell, control: Control) -> None:
+    await worker.ready.wait()
+    assert worker.instance is not None, "ready"
+    control.pulse = partial(_pulse, engine)
+    instance = worker.instance
+    tell(Ready(detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks"))
+
+
+def _pulse(engine: Engine) -> Beat:
+    load = engine.load()
+    return Beat(steps=load.steps, has_requests=load.running_requests + load.waiting_requests > 0)
+
+
+async def _stop_when(stopping: asyncio.Event, worker: Worker) -> None:
+    await stopping.wait()
+    worker.stop()

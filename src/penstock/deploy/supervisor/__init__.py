@@ -1,0 +1,1 @@
+"""The supervisor of one machine: members, their processes, port, cores and devices."""

@@ -1,0 +1,343 @@
+"""A deployment on this machine: a supervisor with the hub inside, frontends and workers as its child processes."""
+
+import asyncio
+import itertools
+import os
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import ConfigError
+from penstock.core.ids import WorkerId
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import Role
+from penstock.deploy.card import check_model, make_card, open_checkpoint, served_name
+from penstock.deploy.causes import cause_of
+from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, ProcessFailed, WorkerJob
+from penstock.deploy.state import RuntimeDirectory, load_admin_token, load_hash_key, state_dir
+from penstock.deploy.supervisor.child import Child
+from penstock.deploy.supervisor.devices import device_numbers
+from penstock.deploy.supervisor.group_guard import GroupGuard
+from penstock.deploy.supervisor.member import Member
+from penstock.deploy.supervisor.port import Port
+from penstock.deploy.supervisor.process_cores import ProcessCores, usable_cores
+from penstock.deploy.supervisor.spares import SpareProcesses
+from penstock.deploy.supervisor.watchdog import turn_s
+from penstock.engine.registry import SIMULATED_ONLY, engine_modules
+from penstock.frontend.limits.access import load_api_keys
+from penstock.graph import Graph, RoleSpec
+from penstock.graph.partners import check_counts, say_empty
+from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.handshake import Identity
+
+Say = Callable[[str, str, str], None]
+Start = Callable[[Assignment], Awaitable[Child]]
+_SECRET_BYTES = 32
+_WORKER_MODULE = "penstock.deploy.processes.worker_process"
+_WORKER_NAMES = {Role.AGGREGATED: "worker", Role.PREFILL: "prefill", Role.DECODE: "decode"}
+_KILL_AFTER_S = 5.0  # what a process gets to end by itself beyond its own time to drain
+
+
+class LocalDeployment:
+    """Runs a graph on this machine, for as long as its context.
+
+        async with LocalDeployment(graph) as deployment:
+            ...  # deployment.url answers
+
+    Entering waits until everything is ready. Leaving drains: frontends take nothing new and finish their
+    streams, then workers end; no process, socket or directory is left. A body that raises is not waited for.
+    Should the deployment fail for good meanwhile, the body is cancelled and leaving raises why. One task owns it.
+    """
+
+    def __init__(self, graph: Graph, *, log_level: str = "warning", say: Say | None = None) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            graph: what to run.
+            log_level: of the child processes, which log on stderr.
+            say: hears of every change of state, as name, state and detail.
+
+        Raises:
+            ConfigError: the graph asks for what this version cannot run.
+        """
+        self._roles = runnable_roles(graph)
+        self._api_keys = load_api_keys(graph.frontend.api_key_file)
+        self._cores = ProcessCores(self._roles, usable_cores() if graph.worker.own_cores else None)
+        self.graph = graph
+        self.url = ""
+        """Where it answers, once entered."""
+        self.admin_token = ""
+        """What `/admin` asks for, once entered."""
+        self.hub: LocalHub
+        self._log_level = log_level
+        self._say: Say = say or (lambda *_: None)
+        self._workers: list[Member] = []
+        self._frontends: list[Member] = []
+        self._has_started = False
+        self._guard = GroupGuard()
+        self._spares = SpareProcesses(graph.supervision.spare_processes, _imports(self._roles), self._guard)
+        self._untold: Counter[tuple[str, str]] = Counter()
+        """Failures of processes, by name and reason, of which no frontend has heard."""
+        self._context = self._run()
+
+    @property
+    def api_key(self) -> str | None:
+        """One that the API takes; None where it asks for none."""
+        return self._api_keys[0] if self._api_keys else None
+
+    @property
+    def members(self) -> list[Member]:
+        return [*self._workers, *self._frontends]
+
+    def pids(self) -> dict[str, int]:
+        """Return the processes that run now, by name."""
+        return {member.name: member.pid for member in self.members if member.pid is not None}
+
+    def kill(self) -> None:
+        """End every process at once; for whoever has waited enough while it drains."""
+        for member in self.members:
+            member.kill()
+
+    async def __aenter__(self) -> Self:
+        await self._context.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._context.__aexit__(kind, error, trace)
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
+            self.url = port.url
+            self.admin_token = load_admin_token()
+            check_model(self.graph)
+            self._say("penstock", "starting", f"model {served_name(self.graph)}")
+            for line in say_open(port, self._api_keys):
+                self._say("penstock", "warning", line)
+            for line in say_empty(self.graph.roles):
+                self._say("penstock", "starting", line)
+            checkpoint = await asyncio.to_thread(open_checkpoint, self.graph)
+            cards = {
+                name: await asyncio.to_thread(make_card, checkpoint, self.graph, role)
+                for name, role in self._roles.items()
+            }
+            expect_same_blocks(cards)
+            common = await self._share(stack)
+            await stack.enter_async_context(self._guard)
+            await stack.enter_async_context(self._spares)
+            self._employ(common, port, cards, str(checkpoint.path))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = {member: group.create_task(member.run()) for member in self.members}
+                    try:
+                        for member in self.members:
+                            await member.ready.wait()
+                        self._has_started = True
+                        self._spares.refill()
+                        yield
+                    except BaseException:
+                        self.kill()
+                        raise
+                    await self._drain(tasks)
+            except BaseExceptionGroup as errors:
+                raise cause_of(errors) from None
+
+    async def _share(self, stack: AsyncExitStack) -> Common:
+        """Make what all processes share: a key, a secret, a directory, the hub."""
+        hash_key = load_hash_key(state_dir(self.graph.name))
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        directory = RuntimeDirectory()
+        stack.callback(directory.remove)
+        self.hub = LocalHub(
+            Identity(process="hub", hash_key=hash_key, secret=secret),
+            listen=f"unix://{directory.path}/hub.sock",
+        )
+        await self.hub.start()
+        stack.push_async_callback(self.hub.close)
+        return Common(
+            graph_json=self.graph.model_dump_json(),
+            runtime_dir=str(directory.path),
+            hub_address=self.hub.address,
+            secret=secret,
+            hash_key=hash_key,
+            log_level=self._log_level,
+            supervisor_pid=os.getpid(),
+            admin_token=self.admin_token,
+            api_keys=self._api_keys,
+            heartbeat_interval_s=turn_s(self.graph.supervision),
+        )
+
+    def _employ(self, common: Common, port: Port, cards: dict[Role, ModelCard], model_dir: str) -> None:
+        metrics_dir = Path(common.runtime_dir, "metrics") if self.graph.frontend.processes > 1 else None
+        if metrics_dir is not None:
+            metrics_dir.mkdir()
+        worker_ids = itertools.count(1)  # every process gets a new one, a restarted one too
+
+        def work(role: Role, index: int, device: int) -> WorkerJob:
+            return WorkerJob(
+                worker_id=WorkerId(next(worker_ids)),
+                role=role,
+                card=cards[role],
+                model_dir=model_dir,
+                index=index,
+                device=device,
+                core=self._cores.of_engine(role, index),
+                adapters=self._roles[role].adapters_of(index),
+            )
+
+        def front() -> FrontendJob:
+            if metrics_dir is not None:
+                self._forget_dead(metrics_dir)
+            return FrontendJob(host=port.host, port=port.number, metrics_dir=str(metrics_dir or ""))
+
+        devices = device_numbers(self._roles)
+        self._workers = [
+            self._member(
+                f"{_WORKER_NAMES[role]}-{n + 1}",
+                partial(work, role, n, devices.get((role, n), 0)),
+                common,
+                self._cores.of_process(role, n),
+                self._spares.start,
+            )
+            for role, spec in self._roles.items()
+            for n in range(spec.replicas)
+        ]
+        self._frontends = [
+            self._member(
+                f"frontend-{n + 1}",
+                front,
+                common,
+                self._cores.of_process(),
+                partial(Child.start, guard=self._guard),
+            )
+            for n in range(self.graph.frontend.processes)
+        ]
+        for group in (self._workers, self._frontends):
+            for member in group:
+                member.may_give_up = partial(_nobody_serves, group)
+                member.may_refuse = partial(self._may_refuse, group)
+                member.on_failure = self._note_failure
+        for member in self._frontends:
+            member.on_ready = self._tell_failures
+        for member in self._workers:
+            member.on_ready = self._refill_spares
+
+    def _may_refuse(self, group: list[Member]) -> bool:
+        """Tell whether settings that cannot work end the deployment: at its start always, whoever happened to be ready first."""
+        return not self._has_started or _nobody_serves(group)
+
+    def _refill_spares(self) -> None:
+        """Have spares start once a worker is there again; at first they would be in the way of the others' start."""
+        if self._has_started:
+            self._spares.refill()
+
+    def _note_failure(self, name: str, reason: str) -> None:
+        self._untold[name, reason] += 1
+        self._tell_failures()
+
+    def _tell_failures(self) -> None:
+        """Have one frontend count what has failed: its metrics speak for all, and what it counts stays when it ends."""
+        frontend = next((member for member in self._frontends if member.ready.is_set()), None)
+        if frontend is not None:
+            for (name, reason), count in self._untold.items():
+                frontend.tell(ProcessFailed(name=name, reason=reason, count=count))
+            self._untold.clear()
+
+    def _forget_dead(self, metrics_dir: Path) -> None:
+        """Remove what frontends that died had said of the present; what they counted stays."""
+        living = set(self.pids().values())
+        for path in metrics_dir.glob("gauge_live*.db"):
+            if int(path.stem.rpartition("_")[2]) not in living:
+                path.unlink()
+
+    def _member(
+        self, name: str, job: Callable[[], Job], common: Common, cores: tuple[int, ...], start: Start
+    ) -> Member:
+        return Member(
+            name,
+            lambda: Assignment(name=name, job=job(), common=common, cores=cores),
+            self.graph.supervision,
+            start=start,
+            say=self._say,
+        )
+
+    async def _drain(self, tasks: dict[Member, asyncio.Task[None]]) -> None:
+        """End the frontends, which finish their streams, and only then the workers that feed these."""
+        for members, patience_s in (
+            (self._frontends, self.graph.frontend.drain_timeout_s),
+            (self._workers, self.graph.worker.drain_timeout_s),
+        ):
+            for member in members:
+                member.stop()
+            await asyncio.wait([tasks[member] for member in members], timeout=patience_s + _KILL_AFTER_S)
+            for member in members:
+                member.kill()
+
+
+def _imports(roles: dict[Role, RoleSpec]) -> tuple[str, ...]:
+    """Name what a process of any worker of these roles imports."""
+    engines = sorted({role.engine for role in roles.values()})
+    return (_WORKER_MODULE, *(module for engine in engines for module in engine_modules(engine)))
+
+
+def say_open(port: Port, api_keys: Sequence[str]) -> Iterator[str]:
+    """Say so if whoever reaches this machine may use the API."""
+    if not api_keys and not port.is_loopback:
+        yield (
+            f"{port.host} port {port.number} answers whoever reaches it: no API key is set;"
+            " give --api-key-file or PENSTOCK_API_KEY"
+        )
+
+
+def _nobody_serves(group: list[Member]) -> bool:
+    return not any(member.ready.is_set() for member in group)
+
+
+def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
+    """Give the roles that this machine is to run.
+
+    Raises:
+        ConfigError: the graph asks for what this version cannot run.
+    """
+    roles = graph.roles.present()
+    for name, role in roles.items():
+        if role.engine in SIMULATED_ONLY:
+            raise ConfigError(
+                f"roles.{name}.engine: {role.engine!r} is only simulated in this version (penstock simulate); run"
+                " 'paged', or 'mock' for made-up text"
+            )
+        if role.engine == "mock":
+            continue  # one process stands for a worker, however many devices it would have, and computes nothing
+        for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):
+            degree = getattr(role, field)
+            if degree != 1:
+                raise ConfigError(f"roles.{name}.{field}: must be 1 in this version, got {degree}")
+        if role.kv_dtype not in {"auto", role.weight_dtype}:
+            raise ConfigError(
+                f"roles.{name}.kv_dtype: must be auto or that of the weights in this version, got {role.kv_dtype}"
+            )
+    check_counts(graph.roles, graph.router.workers_max)
+    return roles
+
+
+def expect_same_blocks(cards: dict[Role, ModelCard]) -> None:
+    """Refuse roles whose KV would never be the same.
+
+    Raises:
+        ConfigError: they name blocks differently.
+    """
+    first, *others = cards
+    for other in others:
+        if cards[other].salt != cards[first].salt:
+            raise ConfigError(
+                f"roles.{first} and roles.{other}: their KV differs, so that no prompt could be handed over or found again;"
+                " give both the same engine, weight_dtype, expert_dtype and kv_dtype"
+            )

@@ -1,0 +1,54 @@
+"""What `penstock doctor` does."""
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from penstock.core.errors import ConfigError
+from penstock.core.files import check_writable, write_whole
+from penstock.doctor.examination import examine
+from penstock.doctor.findings import Findings
+from penstock.doctor.tables import absences, paths_table
+
+
+def run_command(out: Path | None, directory: Path | None) -> int:
+    """Examine and print; 1 if something failed that should work.
+
+    Args:
+        out: where the JSON goes too.
+        directory: where files are tried; None for the directory for temporary ones.
+
+    Raises:
+        ConfigError: one of them is not to be written.
+    """
+    if out is not None:
+        check_writable(out, flag="--json")
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix=".penstock-doctor-", dir=directory)
+    except OSError as error:
+        raise ConfigError(f"--directory: {directory}: {(error.strerror or str(error)).lower()}") from error
+    with scratch as name:
+        findings = asyncio.run(examine(Path(name)))
+    _print(findings)
+    if out is not None:
+        write_whole(out, msgspec.json.format(msgspec.json.encode(findings), indent=1) + b"\n")
+    for problem in findings.problems:
+        print(f"penstock doctor: {problem}", file=sys.stderr)  # noqa: T201
+    return 1 if findings.problems else 0
+
+
+def _print(findings: Findings) -> None:
+    console = Console(highlight=False)
+    console.print(f"Penstock {findings.version}, {findings.machine}\n")
+    console.print(paths_table(findings))
+    console.print("\n[bold]not here[/bold]")
+    for what, why in absences(findings):
+        console.print(f"{what}: {why}", markup=False, soft_wrap=True)
+    console.print("\n[bold]host[/bold]")
+    for finding in findings.host:
+        advice = f"  ({finding.advice})" if finding.advice else ""
+        console.print(f"{finding.name:<28}{finding.value}{advice}", markup=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""An engine without a model: honest scheduling, blocks and events, time from a formula."""

@@ -1,0 +1,240 @@
+"""A model on disk: where it lies, what its JSON files say, and a name for its exact content. Needs no PyTorch."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.core.errors import ConfigError
+
+REVISION_BYTES = 16
+_GENERATION = "generation_config.json"
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
+_SAMPLE_BYTES = 64 << 10
+_SAMPLES_MAX = 512
+"""Of a weight file above 32 MiB, this many evenly spread samples are read: 0.1 s, where reading all takes a minute."""
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A local checkpoint in Hugging Face's layout.
+
+    name:       what the user called it
+    config:     config.json
+    generation: generation_config.json, empty where there is none
+    """
+
+    path: Path
+    name: str
+    config: dict[str, Any] = field(repr=False)
+    generation: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def open(cls, model: str) -> Self:
+        """Find a checkpoint: a directory as it is, any other name on the Hugging Face hub or in its cache.
+
+        Raises:
+            ConfigError: there is no such directory or repository, or it has no config.json.
+        """
+        path = Path(model).expanduser()
+        if not path.is_dir():
+            path = _download(model)
+        config = _read_json(path / "config.json")
+        if config is None:
+            raise ConfigError(f"{path}: no config.json; expected a directory with a Hugging Face checkpoint")
+        return cls(path, model, config, _read_json(path / _GENERATION) or {})
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """What concerns the language model; a model of several modalities keeps it one level down."""
+        inner = self.config.get("text_config")
+        return inner if isinstance(inner, dict) else self.config
+
+    @property
+    def context_length(self) -> int:
+        """Tokens the model was made for.
+
+        Raises:
+            ConfigError: config.json does not say.
+        """
+        length = self.text_config.get("max_position_embeddings")
+        if not isinstance(length, int) or length < 1:
+            raise ConfigError(
+                f"{self.path / 'config.json'}: max_position_embeddings: must be a number of tokens, got {length!r}"
+            )
+        return length
+
+    def served_context(self, asked: int | None) -> int:
+        """Tokens of a request where a deployment asks for so many; None is all that the model was made for.
+
+        Raises:
+            ConfigError: it is more than that, or config.json does not say what that is.
+        """
+        limit = self.context_length
+        if asked is not None and asked > limit:
+            raise ConfigError(f"context_length: must be <= {limit}, the model's own, got {asked}")
+        return asked or limit
+
+    def has_long_factors(self, context_length: int) -> bool:
+        """Tell whether a served context takes the long one of two sets of rotary factors (longrope).
+
+        One set holds for all requests, as in vLLM: a row's keys must not depend on the others, nor on how long it becomes.
+        """
+        config = self.text_config
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+        limits = [
+            config.get("original_max_position_embeddings") or kind.get("original_max_position_embeddings")
+            for kind in kinds
+            if "long_factor" in kind
+        ]
+        return any(isinstance(limit, int) and context_length > limit for limit in limits)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer; generation_config.json goes before config.json.
+
+        Raises:
+            ConfigError: the file says something else than token ids.
+        """
+        for file, source in (
+            (_GENERATION, self.generation), ("config.json", self.text_config), ("config.json", self.config),
+        ):  # fmt: skip
+            found = source.get("eos_token_id")
+            if found is not None:
+                token_ids = tuple(found) if isinstance(found, list) else (found,)
+                if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
+                    raise ConfigError(
+                        f"{self.path / file}: eos_token_id: must be a token id or a list of them, got {found!r}"
+                    )
+                return token_ids
+        return ()
+
+    @property
+    def default_sampling(self) -> tuple[tuple[str, float], ...]:
+        """The model's own sampling settings, by name; greedy where it says `do_sample: false`.
+
+        Raises:
+            ConfigError: one of them is no number.
+        """
+        if self.generation.get("do_sample") is False:
+            return (("temperature", 0.0),)
+        said = {key: value for key in _SAMPLING_KEYS if (value := self.generation.get(key)) is not None}
+        for key, value in said.items():
+            if type(value) not in {int, float} or not math.isfinite(value):
+                raise ConfigError(f"{self.path / _GENERATION}: {key}: must be a finite number, got {value!r}")
+        return tuple((key, float(value)) for key, value in said.items())
+
+    def weight_files(self) -> list[Path]:
+        """List the safetensors files.
+
+        Raises:
+            ConfigError: there are none, or the index names one that is missing.
+        """
+        index_path = self.path / "model.safetensors.index.json"
+        index = _read_json(index_path)
+        if index is not None:
+            files = [self.path / name for name in sorted(set(index.get("weight_map", {}).values()))]
+            missing = [file.name for file in files if not file.is_file()]
+            if missing:
+                raise ConfigError(
+                    f"{index_path}: {len(missing)} of {len(files)} weight files are missing, such as {missing[0]};"
+                    " copy or download them again"
+                )
+            return files
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            pickled = next(self.path.glob("*.bin"), None)
+            hint = f"; {pickled.name} is a pickle, save it as safetensors" if pickled else ""
+            raise ConfigError(f"{self.path}: no weights, expected *.safetensors{hint}")
+        return files
+
+    def revision(self) -> bytes:
+        """Name the content of configuration and weights, for the salt of block hashes.
+
+        Equal content gives equal bytes on every host and path. Of a weight file larger than `_SAMPLES_MAX` samples,
+        `_SAMPLE_BYTES` at as many even distances are read, so that an edit between them goes unseen: enough for
+        caches that live with their workers, not for KV stored beyond them.
+        """
+        digest = hashlib.blake2b(digest_size=REVISION_BYTES)
+        digest.update(json.dumps(self.config, sort_keys=True).encode())
+        for file in self.weight_files():
+            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+            for sample in _samples(file):
+                digest.update(sample)
+        return digest.digest()
+
+
+def refuse_absent(model: str) -> None:
+    """Refuse a path that leads to no directory; a name on the hub is not looked up.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    if Path(model).expanduser().is_dir():
+        return
+    if Path(model).expanduser().exists():
+        raise ConfigError(
+            f"model: {model} is not a directory; expected a checkpoint's directory or a hub name"
+        )
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ConfigError(
+            f"model: no such directory: {model}; expected a checkpoint's directory or a hub name"
+        )
+
+
+def _download(model: str) -> Path:
+    refuse_absent(model)
+    try:
+        import huggingface_hub  # noqa: PLC0415 - needed for hub names only, and slow to import
+    except ImportError as error:
+        raise ConfigError(
+            f"model: {model!r} is no directory, and loading it from the hub needs the extra: pip install 'penstock[engine]'"
+        ) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=_FILES))
+    except (OSError, ValueError) as error:
+        reason = _reason(error)
+        raise ConfigError(
+            f"model: {model!r} is no directory here, and the Hugging Face hub did not give it ({reason});"
+            " name a directory with config.json and *.safetensors"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Word the innermost cause in one short line."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        line = f"line {error.lineno}: " if isinstance(error, json.JSONDecodeError) else ""
+        raise ConfigError(f"{file}: {line}not JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: must be a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _samples(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    count = min(_SAMPLES_MAX, -(-size // _SAMPLE_BYTES))
+    with file.open("rb") as stream:
+        for index in range(count):
+            start = (
+                index * _SAMPLE_BYTES
+                if count < _SAMPLES_MAX
+                else index * (size - _SAMPLE_BYTES) // (count - 1)
+            )
+            stream.seek(start)
+            yield stream.read(_SAMPLE_BYTES)

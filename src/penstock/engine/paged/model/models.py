@@ -1,0 +1,125 @@
+"""Transformers' own model definitions, run over paged KV."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.core.errors import ConfigError
+from penstock.engine.paged.memory import KvShape
+from penstock.engine.paged.model.attention import AttentionStep, LayerCall
+
+
+class PagedModel:
+    """A causal language model whose attention is a `PagedStep`'s. One thread uses it."""
+
+    def __init__(self, module: torch.nn.Module, name: str) -> None:
+        self.name = name
+        self._module = module
+        self.config = module.config.get_text_config()
+        self.device = module.device
+        probe = self._probe()
+        self.kv_shape = probe.shape()
+        self.num_heads = probe.num_heads
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    def logits(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, last_tokens: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """Run the model.
+
+        Args:
+            token_ids: (tokens,) of all sequences, one after another.
+            positions: (tokens,) of each token in its own sequence.
+            last_tokens: (rows,) which tokens' logits to compute.
+            step: handles the attention.
+
+        Returns:
+            (rows, vocabulary)
+        """
+        output = self._module(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=last_tokens,
+            paged_step=step,
+        )
+        return output.logits[0]
+
+    def _probe(self) -> "_Probe":
+        """Run one token to see what attention the model really does, rather than trust its config for it."""
+        probe = _Probe(self.name, int(self.config.num_hidden_layers))
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            try:
+                self.logits(zero, zero, zero, probe)
+            except ConfigError:
+                raise
+            except Exception as error:
+                reason = f"a trial run of {type(self._module).__name__} failed: {one_line(error)}"
+                raise unsupported(self.name, reason) from error
+        return probe
+
+
+@dataclass(slots=True)
+class _Probe:
+    """Checks every attention call of a forward pass and returns zeros."""
+
+    name: str
+    num_layers: int
+    seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+    num_heads: int = 0
+    """Of queries, in the layer with most."""
+
+    def attend(
+        self,
+        call: LayerCall,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        extra: dict[str, Any],
+    ) -> torch.Tensor:
+        strange = [
+            name for name in ("attention_mask", "s_aux", "position_bias") if extra.get(name) is not None
+        ]
+        if strange:
+            raise unsupported(self.name, f"its attention needs {strange[0]}")
+        if query.shape[-1] != key.shape[-1] or key.shape != value.shape or query.shape[1] % key.shape[1]:
+            raise unsupported(
+                self.name,
+                "queries, keys and values differ in head size or do not divide:"
+                f" {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}",
+            )
+        self.seen[call.layer] = tuple(key.shape)
+        self.dtype = key.dtype
+        self.num_heads = max(self.num_heads, query.shape[1])
+        return torch.zeros_like(query.transpose(1, 2))
+
+    def shape(self) -> KvShape:
+        if sorted(self.seen) != list(range(self.num_layers)) or self.dtype is None:
+            raise unsupported(
+                self.name,
+                f"{len(self.seen)} of its {self.num_layers} layers keep keys and values of their own",
+            )
+        shapes = set(self.seen.values())
+        if len(shapes) > 1:
+            raise unsupported(self.name, f"its layers' keys differ in shape: {sorted(shapes)}")
+        _, kv_heads, _, head_dim = shapes.pop()
+        return KvShape(self.num_layers, kv_heads, head_dim, self.dtype)
+
+
+def unsupported(name: str, reason: str) -> ConfigError:
+    """Word that a model's architecture cannot run here."""
+    return ConfigError(
+        f"model: {name}: the paged engine cannot run it: {reason};"
+        " it runs decoders whose layers all keep keys and values, such as Llama, Qwen, Mistral and Gemma"
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """Shorten what a library said to a line of readable length."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,1 @@
+"""One step on the device: its arrays, its attention, its sampled tokens."""

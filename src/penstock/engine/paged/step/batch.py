@@ -1,0 +1,147 @@
+"""One step as plain arrays, made from the scheduler's plan without a Python loop over rows.
+
+A `StepBatch` holds all that a forward pass needs and nothing of requests: it could as well be sent to the
+other ranks of a tensor-parallel group.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.paged.step.sampling import SamplingColumns, SamplingRows
+from penstock.engine.scheduling.sequences import SequenceTable, StepPlan
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Tokens [start, end) of the batch: a run of one sequence, after `num_cached` tokens that are in its blocks."""
+
+    start: int
+    end: int
+    num_cached: int
+    block_ids: Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """Which spans of prompts become decode rows, each token one.
+
+    Those of up to `tokens`, and those whose tokens times all that the last one attends to is up to `pairs`.
+    """
+
+    tokens: int = 1
+    pairs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What one step computes. Decode rows come first, shortest context first, then prefill spans.
+
+    A decode row is one token that attends to the blocks of its sequence; a short span of a prompt may be as many rows.
+
+    tokens:         (4, bucket): token ids, positions, and the block and the offset in it where each token's keys
+                    and values go; from `num_tokens` on it is padding, whose keys and values go to the spare block
+    decode_tables:  (num_decode, longest) block ids
+    decode_lengths: (num_decode,) tokens to attend to, the new one included; ascending but within a span
+    last_tokens:    (samples,) index of each sampled row's last token in the batch
+    sampling:       how to sample them; None is greedy for all
+    """
+
+    num_tokens: int
+    num_decode: int
+    tokens: Int64s
+    decode_tables: Int32s
+    decode_lengths: Int64s
+    prefills: tuple[PrefillSpan, ...]
+    last_tokens: Int64s
+    sampling: SamplingRows | None
+
+
+class BatchBuilder:
+    """Makes each step's `StepBatch` in buffers that are kept: a batch is valid until the next one is built."""
+
+    def __init__(
+        self, block_size: int, spare_block: int, columns: SamplingColumns, *, rows: RowLimits = RowLimits()
+    ) -> None:
+        """Begin with no memory.
+
+        Args:
+            block_size: of the engine.
+            spare_block: where padding goes.
+            columns: how sequences are sampled.
+            rows: which spans become decode rows.
+        """
+        self._rows = rows
+        self._block_size = block_size
+        self._spare_block = spare_block
+        self._columns = columns
+        self._tokens = np.zeros((4, 0), dtype=np.int64)
+
+    def build(self, plan: StepPlan, table: SequenceTable) -> tuple[StepBatch, Int64s]:
+        """Make the batch of a plan.
+
+        Returns:
+            The batch, and the (samples,) rows of the plan whose tokens it samples, in its order.
+        """
+        before = table.num_computed[plan.slots]
+        pairs = plan.num_new.astype(np.int64) * (before + plan.num_new)
+        is_span = (plan.num_new > self._rows.tokens) & (pairs > self._rows.pairs)
+        order = np.lexsort((np.where(is_span, 0, before), is_span))
+        first_span = len(order) - np.count_nonzero(is_span)
+        slots, num_new = plan.slots[order], plan.num_new[order]
+        computed = table.num_computed[slots]
+        ends = np.cumsum(num_new, dtype=np.int64)
+        starts = ends - num_new
+        num_tokens = int(ends[-1]) if len(ends) else 0
+
+        of_token = np.repeat(slots, num_new)
+        positions = np.arange(num_tokens) + np.repeat(computed - starts, num_new)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        tokens = self._buffer(bucket(num_tokens))
+        tokens[0, :num_tokens] = table.token_ids[of_token, positions]
+        tokens[1, :num_tokens] = positions
+        tokens[2, :num_tokens] = table.block_tables[of_token, blocks]
+        tokens[3, :num_tokens] = offsets
+        tokens[:, num_tokens:] = [[0], [0], [self._spare_block], [0]]
+
+        decode = int(ends[first_span - 1]) if first_span else 0
+        lengths = positions[:decode] + 1
+        longest = -(-int(lengths.max()) // self._block_size) if decode else 0
+        rows = order[plan.samples[order]]
+        batch = StepBatch(
+            num_tokens=num_tokens,
+            num_decode=decode,
+            tokens=tokens,
+            decode_tables=np.ascontiguousarray(table.block_tables[of_token[:decode], :longest]),
+            decode_lengths=lengths,
+            prefills=tuple(
+                self._span(table, int(slots[row]), int(starts[row]), int(ends[row]))
+                for row in range(first_span, len(slots))
+            ),
+            last_tokens=ends[plan.samples[order]] - 1,
+            sampling=self._columns.rows(table, plan.slots[rows]),
+        )
+        return batch, rows
+
+    def _span(self, table: SequenceTable, slot: int, start: int, end: int) -> PrefillSpan:
+        num_cached = int(table.num_computed[slot])
+        num_blocks = -(-(num_cached + end - start) // self._block_size)
+        return PrefillSpan(start, end, num_cached, table.block_tables[slot, :num_blocks].copy())
+
+    def _buffer(self, size: int) -> NDArray[np.int64]:
+        """Give (4, size) of memory that stays where it is; it grows only for a step larger than any before."""
+        if size > self._tokens.shape[1]:
+            self._tokens = np.zeros((4, size), dtype=np.int64)
+        return self._tokens[:, :size]
+
+
+def bucket(num_tokens: int) -> int:
+    """Round a step's tokens up to one of few sizes, beyond 32 by less than an eighth: 1, 2, 4, 8, 12, ... 64, 72, 80, ..."""
+    if num_tokens <= 2:
+        return num_tokens
+    step = max(4, 1 << max(0, (num_tokens - 1).bit_length() - 4))
+    return -(-num_tokens // step) * step

@@ -1,0 +1,450 @@
+"""Decides what each step computes, and what its outcome means for the requests.
+
+Continuous batching: decode rows first, then prefill in chunks, within a budget of tokens per step. The oldest
+request is served first, or the shortest prompt (see `shortest_first_queue`), and the newest gives its blocks up when they run out;
+it is computed again later, which its still cached blocks make cheap. The oldest always fits, so there is always progress.
+Work per step is a few array operations over slots; Python runs per row where a row crosses a block's border or ends.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import count
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError
+from penstock.core.ids import BlockId, RequestId
+from penstock.core.types.instances import Role
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta, FinishReason, Request
+from penstock.core.types.steps import Step
+from penstock.engine.scheduling.admission import Admission
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.queue import WaitingQueue
+from penstock.engine.scheduling.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
+from penstock.engine.scheduling.shortest_first_queue import ShortestFirstQueue
+from penstock.engine.scheduling.slots import Int32s, Slots
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.tiers.onboarding import Onboarding
+from penstock.kv.tiers.tiers import TieredPool
+
+
+class Scheduler:
+    """Owns an engine's requests, its `SequenceTable` and its pool.
+
+    A step is `plan`, the runner's work, then `commit` or `fail`. Between `plan` and `commit` the table is the
+    runner's: `submit` and `abort` may be called, and take effect afterwards. It knows no time: deadlines are its
+    callers' business.
+    Not thread-safe; one task owns it.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool | TieredPool,
+        limits: SequenceLimits,
+        config: SchedulerConfig,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        onboarding: Onboarding | None = None,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            pool: the engine's.
+            limits: what every request must keep to.
+            config: how much is taken on at once.
+            eos_token_ids: what ends an answer.
+            onboarding: of the same pool; None where it has no tiers beneath the device.
+        """
+        self._pool = pool
+        self._onboarding = onboarding
+        self._limits = limits
+        self._config = config
+        is_eos = np.zeros(limits.vocab_size, dtype=np.bool_)
+        is_eos[list(eos_token_ids)] = True
+        self._arrivals = count()
+        self._by_id: dict[RequestId, Sequence] = {}
+        self._waiting: WaitingQueue[Sequence] = WaitingQueue()
+        self._slots = Slots(config.max_running_requests, limits, is_eos)
+        self._under_way: StepPlan | None = None
+        self._aborted_slots: set[int] = set()  # of the step under way
+        self._admission = Admission(
+            self._waiting, self._slots, pool, limits=limits, config=config, onboarding=onboarding
+        )
+        self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
+        self._steps = self._failed_steps = self._preemptions = 0
+        self._prefilled_tokens = self._generated_tokens = 0
+        self.assume(Role.AGGREGATED, config)
+
+    @property
+    def table(self) -> SequenceTable:
+        """What runners read."""
+        return self._slots.table
+
+    def assume(self, role: Role, config: SchedulerConfig) -> None:
+        """Take on, and order, what a worker of this role does; as many requests fit into the batch as before."""
+        self._config = self._admission.config = config
+        self._waiting.reorder(ShortestFirstQueue(config.ageing) if config.is_shortest_first(role) else None)
+        self._admission.look_again()
+
+    # ---- requests in and out --------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never run here.
+            Overloaded: the queue is full.
+        """
+        if request.request_id in self._by_id:
+            raise RequestError(f"request_id: {request.request_id!r} is under way already; choose another")
+        sequence = Sequence.of(
+            request, self._limits, arrival=next(self._arrivals), since_tokens=self._prefilled_tokens
+        )
+        if len(self._waiting) >= self._config.max_waiting_requests:
+            raise Overloaded(
+                f"{len(self._waiting)} requests wait already, max_waiting_requests; try again later",
+                retry_after_s=1.0,
+            )
+        self._by_id[request.request_id] = sequence
+        self._waiting.push(sequence)
+        if self._waiting.shortest_first is not None:
+            self._admission.look_again()  # it may be the first now
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forget a request, without another delta; an unknown one is no error."""
+        sequence = self._by_id.pop(request_id, None)
+        if sequence is None:
+            return
+        if sequence.slot is not None and self._under_way is not None:
+            self._aborted_slots.add(sequence.slot)
+        else:
+            self._drop(sequence)
+
+    def lend_tail(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        """Take a held block over for a request that was submitted this moment; see `seams.KvTails`."""
+        sequence = self._by_id.get(request_id)
+        if sequence is None or sequence.slot is not None:
+            self.pins.unpin([block_id])
+        else:
+            self.partial_blocks.lend(request_id, block_id, num_tokens)
+
+    # ---- one step -------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """Choose what to compute next; None while there is nothing to do (`take_step` may still have something)."""
+        self.check_between_steps()
+        self.partial_blocks.forget_kept()
+        self._take_arrived()
+        table = self.table
+        slots = self._slots.running_array()
+        remaining = table.num_tokens[slots] - table.num_computed[slots]
+        if self._onboarding is not None:
+            remaining[self._is_onboarding(slots)] = 0
+        num_new, new_slots, new_counts = self._share_budget(slots, remaining)
+        kept = self._grow(slots, num_new)
+        if kept == len(slots):
+            left = self._config.max_batch_tokens - int(num_new.sum()) - sum(new_counts)
+            more_slots, more_counts = self._admission.admit(left)
+            new_slots += more_slots
+            new_counts += more_counts
+        else:  # out of blocks: nobody was admitted
+            slots, num_new, remaining = slots[:kept], num_new[:kept], remaining[:kept]
+        is_decode = remaining == 1
+        is_prefill = (remaining > 1) & (num_new > 0)
+        slots = np.concatenate((slots[is_decode], slots[is_prefill], np.array(new_slots, dtype=np.int32)))
+        if not len(slots):
+            return None
+        num_new = np.concatenate(
+            (num_new[is_decode], num_new[is_prefill], np.array(new_counts, dtype=np.int32))
+        )
+        self._under_way = StepPlan(
+            slots=slots,
+            num_new=num_new,
+            num_decode=int(np.count_nonzero(is_decode)),
+            samples=table.num_computed[slots] + num_new == table.num_tokens[slots],
+        )
+        return self._under_way
+
+    def begin(self, plan: StepPlan) -> tuple[RequestId, ...]:
+        """Name the requests of a plan that no step has computed before; they count as begun from now on."""
+        unbegun = self._slots.unbegun
+        if not unbegun:
+            return ()
+        begun = [slot for slot in plan.slots.tolist() if slot in unbegun]
+        for slot in begun:
+            self._slots.sequence(slot).has_begun = True
+        unbegun.difference_update(begun)
+        return tuple(self._slots.request_ids[slot] for slot in begun)
+
+    def requests_of(self, plan: StepPlan) -> list[RequestId]:
+        """Name the requests that a plan computes, those aborted since included."""
+        return [self._slots.request_ids[slot] for slot in plan.slots.tolist()]
+
+    def commit(self, plan: StepPlan, sampled: Sampled) -> Step:
+        """Take over what the runner computed: publish full blocks, append tokens, end what is at its end or failed.
+
+        Raises:
+            EngineError: a token is not in the vocabulary; nothing was taken over.
+        """
+        samples = plan.samples.copy()
+        samples[list(sampled.errors)] = False
+        rows = np.flatnonzero(samples)
+        token_ids = sampled.token_ids[rows]
+        if ((token_ids < 0) | (token_ids >= self._limits.vocab_size)).any():
+            raise EngineError(f"sampled a token that is not in the vocabulary of {self._limits.vocab_size}")
+        self._under_way = None
+        self._steps += 1
+        self._prefilled_tokens += int(plan.num_new[plan.num_decode :].sum())
+        self.table.num_computed[plan.slots] += plan.num_new
+        self._publish(plan.slots)
+        if self._aborted_slots:
+            rows = rows[np.isin(plan.slots[rows], list(self._aborted_slots), invert=True)]
+            self._vacate_aborted()
+        prefilling = self._prefilling(plan)
+        failed = self._end_rows(plan, sampled.errors)
+        return self._make_step(failed + self._append(plan, rows, sampled), prefilling)
+
+    def fail(self, plan: StepPlan, error: PenstockError) -> Step:
+        """End the requests of a plan that could not be computed; none of its work is kept."""
+        self._under_way = None
+        self._steps += 1
+        self._failed_steps += 1
+        self._vacate_aborted()
+        return self._make_step(self._end_rows(plan, dict.fromkeys(range(len(plan.slots)), error)))
+
+    def take_step(self) -> Step | None:
+        """Hand over what happened without computing: imported blocks, and those that had to go for them."""
+        step = self._make_step([])
+        return step if step.events else None
+
+    def check_between_steps(self) -> None:
+        """Raise AssertionError while the table and the blocks are a runner's."""
+        assert self._under_way is None, "a step is under way: blocks may move only between steps"
+
+    def reserve(self, count: int) -> list[BlockId] | None:
+        """Hold blocks to be written from outside; None where what runs will need them soon."""
+        if count + self._admission.blocks_reserved() > self._pool.num_available:
+            return None
+        return self.pins.reserve(count)
+
+    def load(self) -> WorkerLoad:
+        table, pool = self.table, self._pool
+        running = self._slots.running_array()
+        remaining = table.num_tokens[running] - table.num_computed[running]
+        if self._onboarding is not None:
+            fetched = table.num_tokens[running] - table.num_blocks[running] * self._limits.block_size
+            remaining = np.where(self._is_onboarding(running), fetched, remaining)
+        return WorkerLoad(
+            running_requests=len(running),
+            waiting_requests=len(self._waiting),
+            active_blocks=pool.num_active,
+            cached_blocks=pool.num_cached,
+            total_blocks=pool.num_blocks,
+            queued_prefill_tokens=self._waiting.num_tokens + int(remaining[remaining > 1].sum()),
+            context_tokens=int(table.num_computed[running].sum()),
+            steps=self._steps,
+            preemptions=self._preemptions,
+            prefilled_tokens=self._prefilled_tokens,
+            prefix_hit_tokens=self._admission.prefix_hit_tokens,
+            generated_tokens=self._generated_tokens,
+            failed_steps=self._failed_steps,
+            onboarded_tokens=() if self._onboarding is None else self._onboarding.tokens,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        self._pool.check()
+        self._slots.check()
+        self._waiting.check()
+        if self._onboarding is not None:
+            self._onboarding.check()
+        waiting = {request_id for request_id, sequence in self._by_id.items() if sequence.slot is None}
+        self.partial_blocks.check(waiting)
+        held = Counter(self._slots.holders())
+        held.update(self.pins.holders())
+        assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
+        known = len(self._by_id) + len(self._aborted_slots)
+        assert known == len(self._slots.running) + len(self._waiting), "a request is lost"
+        queued = [sequence for sequence in self._by_id.values() if sequence in self._waiting]
+        assert all(sequence.slot is None for sequence in queued), "a waiting request has a slot"
+        if self._waiting and self._slots.running and self._waiting.shortest_first is None:
+            newest = self._slots.sequence(self._slots.running[-1])
+            assert newest.arrival < self._waiting.first.arrival, (
+                "an older request waits while a newer one runs"
+            )
+
+    # ---- planning -------------------------------------------------------------------------------------
+
+    def _share_budget(self, slots: Int32s, remaining: Int32s) -> tuple[Int32s, list[int], list[int]]:
+        """Give each running row its tokens of this step: decode rows one each, then prefill rows, in turn.
+
+        Decode rows never exceed the budget, as a request is admitted only where each row had its token and one was left.
+
+        Returns:
+            the rows' tokens; slots that were admitted as it was their turn before a row's, and their tokens.
+        """
+        decode = remaining == 1
+        left = self._config.max_batch_tokens - int(np.count_nonzero(decode))
+        if self._waiting.shortest_first is not None:
+            return self._share_by_turn(slots, remaining, left)
+        prefill = np.where(remaining > 1, np.minimum(remaining, self._config.prompt_budget), 0)
+        before = np.cumsum(prefill) - prefill
+        shared: Int32s = (decode + np.clip(left - before, 0, prefill)).astype(np.int32)
+        return shared, [], []
+
+    def _share_by_turn(
+        self, slots: Int32s, remaining: Int32s, left: int
+    ) -> tuple[Int32s, list[int], list[int]]:
+        """Share as `_share_budget` does, with prompts that wait and those under way in one order."""
+        shortest_first = self._waiting.shortest_first
+        assert shortest_first is not None, "asked only with shortest prompts first"
+        shared = (remaining == 1).astype(np.int32)
+        new_slots: list[int] = []
+        new_counts: list[int] = []
+        lacking = [(row, int(remaining[row])) for row in np.flatnonzero(remaining > 1).tolist()]
+        ranks = [
+            (shortest_first.rank_of(self._slots.sequence(int(slots[row])), left), row, left)
+            for row, left in lacking
+        ]
+        for rank, row, tokens in sorted(ranks):
+            more_slots, more_counts = self._admission.admit(left, before=rank)
+            new_slots += more_slots
+            new_counts += more_counts
+            left -= sum(more_counts)
+            shared[row] = min(left, self._config.prompt_budget, tokens)
+            left -= int(shared[row])
+        return shared, new_slots, new_counts
+
+    def _grow(self, slots: Int32s, num_new: Int32s) -> int:
+        """Give rows the blocks for their new tokens, oldest first; newest rows are preempted where none are left.
+
+        Returns:
+            How many of the leading rows still run.
+        """
+        table = self.table
+        ends = table.num_computed[slots] + num_new
+        lacking = -(-ends // self._limits.block_size) - table.num_blocks[slots]
+        for row in np.flatnonzero(lacking > 0).tolist():
+            while row < len(self._slots.running):  # those admitted since come last, and fit beside all others
+                block_ids = self._pool.allocate(int(lacking[row]))
+                if block_ids is not None:
+                    self._slots.add_blocks(int(slots[row]), block_ids)
+                    break
+                if self.partial_blocks.give_all_back():
+                    continue
+                self._preempt(self._slots.running[-1])
+        return min(len(self._slots.running), len(slots))
+
+    def _preempt(self, slot: int) -> None:
+        """Put a running request back to the front of the queue; its blocks stay cached for as long as they can."""
+        sequence = self._slots.sequence(slot)
+        self._vacate(slot)
+        self._waiting.push_front(sequence)
+        self._preemptions += 1
+
+    # ---- lower tiers ----------------------------------------------------------------------------------
+
+    def _take_arrived(self) -> None:
+        """Publish what was fetched; those it was for are computed from there on."""
+        if self._onboarding is None:
+            return
+        for request_id in self._onboarding.take_arrived():
+            slot = self._by_id[request_id].slot
+            assert slot is not None, "it runs"
+            self.table.num_computed[slot] = self.table.num_blocks[slot] * self._limits.block_size
+            self._publish(np.array([slot], dtype=np.int32))
+
+    def _is_onboarding(self, slots: Int32s) -> NDArray[np.bool_]:
+        """Mask those that wait for their prefix."""
+        assert self._onboarding is not None, "asked only where there are lower tiers"
+        is_under_way, ids = self._onboarding.is_under_way, self._slots.request_ids
+        return np.array([is_under_way(ids[slot]) for slot in slots.tolist()], dtype=np.bool_)
+
+    # ---- outcomes -------------------------------------------------------------------------------------
+
+    def _publish(self, slots: Int32s) -> None:
+        """Put blocks that have become full into the prefix cache: all their tokens are computed."""
+        num_full = self.table.num_computed[slots] // self._limits.block_size
+        for row in np.flatnonzero(num_full > self._slots.num_published[slots]).tolist():
+            slot, end = int(slots[row]), int(num_full[row])
+            start = int(self._slots.num_published[slot])
+            sequence = self._slots.sequence(slot)
+            sequence.hash_blocks(self.table.token_ids[slot], end, self._limits)
+            hashes = sequence.block_hashes
+            block_ids = self.table.block_tables[slot, start:end].tolist()
+            self._pool.commit(block_ids, hashes[start:end], int(hashes[start - 1, 0]) if start else None)
+            self._slots.num_published[slot] = end
+
+    def _append(self, plan: StepPlan, rows: NDArray[np.intp], sampled: Sampled) -> list[Delta]:
+        """Add a token to each of the sampled rows, build the deltas that tell of it, and end what is at its end."""
+        slots, token_ids = plan.slots[rows], sampled.token_ids[rows]
+        stopped, ended = self._slots.append(slots, token_ids)
+        self._generated_tokens += len(slots)
+        deltas = self._slots.tell(slots, token_ids, stopped, ended)
+        for row, logprob in sampled.logprobs.items():
+            index = int(np.searchsorted(rows, row))
+            if index < len(rows) and rows[index] == row:
+                deltas[index] = replace(deltas[index], logprobs=(logprob,))
+        for slot in slots[ended].tolist():
+            del self._by_id[self._slots.request_ids[slot]]
+            self._keep_tail(slot)
+            self._vacate(slot)
+        return deltas
+
+    def _keep_tail(self, slot: int) -> None:
+        """Keep the last block of a prefill-only request, where it is not full: no cache would give it."""
+        request, computed = self.table.requests[slot], int(self.table.num_computed[slot])
+        full, tail = divmod(computed, self._limits.block_size)
+        if request is not None and request.prefill_only and tail:
+            self.partial_blocks.keep(request.request_id, BlockId(int(self.table.block_tables[slot, full])))
+
+    def _prefilling(self, plan: StepPlan) -> tuple[RequestId, ...]:
+        """Name the requests that had a chunk of their prompt computed, and have more of it to come."""
+        if plan.num_decode == len(plan.slots):
+            return ()
+        slots = plan.slots[~plan.samples].tolist()
+        requests = (self.table.requests[slot] for slot in slots)
+        return tuple(request.request_id for request in requests if request is not None)
+
+    def _make_step(self, deltas: list[Delta], prefilling: tuple[RequestId, ...] = ()) -> Step:
+        return Step(
+            deltas=tuple(deltas), events=self._pool.take_events(), load=self.load(), prefilling=prefilling
+        )
+
+    def _end_rows(self, plan: StepPlan, errors: Mapping[int, PenstockError]) -> list[Delta]:
+        """End the requests of these rows, each with a last delta that tells its error."""
+        deltas = []
+        for row, error in errors.items():
+            slot = int(plan.slots[row])
+            request = self.table.requests[slot]
+            if request is None:
+                continue  # it was aborted
+            del self._by_id[request.request_id]
+            self._vacate(slot)
+            deltas.append(
+                Delta(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error.to_info())
+            )
+        return deltas
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence.slot is not None:
+            self._vacate(sequence.slot)
+        else:
+            self._waiting.remove(sequence)
+            self.partial_blocks.give_back(sequence.request.request_id)
+            self._admission.look_again()
+
+    def _vacate_aborted(self) -> None:
+        for slot in self._aborted_slots:
+            self._vacate(slot)
+        self._aborted_slots.clear()
+
+    def _vacate(self, slot: int) -> None:
+        """Give a slot and its blocks back."""
+        if self._onboarding is not None:
+            self._onboarding.cancel(self._slots.request_ids[slot])
+        self._pool.release(self._slots.vacate(slot))
+        self._admission.look_again()

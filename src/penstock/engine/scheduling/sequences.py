@@ -1,0 +1,242 @@
+"""The requests an engine has, each as a `Sequence`, and those it is running as columns: what a step needs of all at once.
+
+Rows ("slots") are handed out at admission and kept until the sequence ends or is preempted, so that a step is
+a few array operations over slots and not a Python loop over requests.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from penstock.core.errors import PenstockError, RequestError
+from penstock.core.hashing import block_hashes
+from penstock.core.types.requests import Request, SamplingParams, TokenLogprob
+from penstock.core.wire import HashArray, TokenArray, unpack_hashes, unpack_tokens
+from penstock.engine.scheduling.sampling import checked_sampling
+
+_CHOICE_MAX = (1 << 31) - 1
+
+
+@dataclass(slots=True)
+class SequenceTable:
+    """Columns by slot, preallocated. The scheduler writes it between steps; runners read it. Not thread-safe.
+
+    token_ids:    (slots, context_length) int32, prompt then output
+    num_tokens:   (slots,) int32, how many of token_ids are known
+    num_computed: (slots,) int32, how many of them have their KV in the pool
+    block_tables: (slots, max_blocks) int32, block ids; entries from num_blocks on are 0
+    num_blocks:   (slots,) int32
+    num_prompt:   (slots,) int32, tokens before the output (without `num_emitted` ones); the output position
+                  of the token that a step samples is num_tokens - num_prompt
+    requests:     the request in each slot, None for a free one
+
+    A sequence's rows only grow while it keeps its slot. A preempted one comes back later in any slot with its
+    output in token_ids and num_computed at what the prefix cache gave: state that a runner keeps by slot is
+    valid while `requests[slot]` is the very same object.
+    """
+
+    token_ids: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    num_computed: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    num_blocks: NDArray[np.int32]
+    num_prompt: NDArray[np.int32]
+    requests: list[Request | None]
+
+    @classmethod
+    def allocate(cls, slots: int, context_length: int, block_size: int) -> "SequenceTable":
+        max_blocks = -(-context_length // block_size)
+        return cls(
+            token_ids=np.zeros((slots, context_length), dtype=np.int32),
+            num_tokens=np.zeros(slots, dtype=np.int32),
+            num_computed=np.zeros(slots, dtype=np.int32),
+            block_tables=np.zeros((slots, max_blocks), dtype=np.int32),
+            num_blocks=np.zeros(slots, dtype=np.int32),
+            num_prompt=np.zeros(slots, dtype=np.int32),
+            requests=[None] * slots,
+        )
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes, decode rows first.
+
+    slots:      (rows,) int32 into the SequenceTable, each at most once
+    num_new:    (rows,) int32, tokens to compute from `num_computed` on; 1 for every decode row. The blocks for
+                them are in block_tables already
+    num_decode: rows [0, num_decode) compute exactly their one newest token; a sequence's first row after it got
+                its slot is never among them
+    samples:    (rows,) bool, the row reaches the end of its known tokens, so a token is sampled for it; true
+                for every decode row
+    """
+
+    slots: NDArray[np.int32]
+    num_new: NDArray[np.int32]
+    num_decode: int
+    samples: NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What a runner gives back.
+
+    token_ids: (rows,) int32, -1 where nothing was sampled. At an output position below `min_tokens` a runner
+               picks no end-of-sequence or stop token; the scheduler would not end the request there
+    logprobs:  by row of the plan, for the requests that ask for them
+    errors:    by row of the plan, for the requests that end here because they themselves could not be prepared;
+               what was sampled for them counts for nothing
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    errors: dict[int, PenstockError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLimits:
+    """What every request of an engine must keep to. `kv_tokens` is what all blocks together can hold."""
+
+    block_size: int
+    model_context_length: int
+    kv_tokens: int
+    vocab_size: int
+    hash_key: bytes
+
+    @property
+    def context_length(self) -> int:
+        return min(self.model_context_length, self.kv_tokens)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One accepted request, waiting or running.
+
+    token_ids:     what was known of it when it last began to wait; while it runs, the table knows more
+    block_hashes:  (n, 2) uint64 of its leading full blocks, as far as they were needed
+    end_tokens:    with so many tokens it ends
+    stops_after:   with more tokens than this a stop token ends it
+    cached_tokens: what the prefix cache gave of the prompt at the first admission; None before
+    is_fresh:      no delta of it went out yet
+    has_begun:     a step has computed some of it, or is about to
+    since_tokens:  prompt tokens that the engine had computed when it came
+    rank:          its turn while it waits, where that is not as it came
+    """
+
+    request: Request
+    arrival: int
+    token_ids: TokenArray
+    block_hashes: HashArray
+    num_prompt: int
+    end_tokens: int
+    stops_after: int
+    slot: int | None = None
+    cached_tokens: int | None = None
+    is_fresh: bool = True
+    has_begun: bool = False
+    since_tokens: int = 0
+    rank: float | None = None
+
+    @classmethod
+    def of(
+        cls, request: Request, limits: SequenceLimits, *, arrival: int, since_tokens: int = 0
+    ) -> "Sequence":
+        """Check a request and make its sequence.
+
+        Raises:
+            RequestError: it can never run here, or contradicts itself.
+        """
+        token_ids = _checked_tokens(request, limits)
+        num_prompt = len(token_ids) - request.num_emitted
+        sampling = _checked_params(request, limits)
+        return cls(
+            request=request if sampling is request.sampling else replace(request, sampling=sampling),
+            arrival=arrival,
+            since_tokens=since_tokens,
+            token_ids=token_ids,
+            block_hashes=_checked_hashes(request, limits, len(token_ids)),
+            num_prompt=num_prompt,
+            end_tokens=min(num_prompt + sampling.max_tokens, limits.context_length),
+            stops_after=num_prompt + sampling.min_tokens,
+        )
+
+    @property
+    def known(self) -> int:
+        """How many tokens were known of it when it last began to wait."""
+        return len(self.token_ids)
+
+    def hash_blocks(self, token_ids: TokenArray, count: int, limits: SequenceLimits) -> None:
+        """Extend `block_hashes` to the first `count` blocks.
+
+        Args:
+            token_ids: all its tokens, (at least count * block_size,).
+            count: how many blocks must have their hash.
+        """
+        known = len(self.block_hashes)
+        if count <= known:
+            return
+        low, high = self.block_hashes[-1].tolist() if known else (0, 0)
+        more = block_hashes(
+            token_ids[known * limits.block_size : count * limits.block_size],
+            limits.block_size,
+            self.request.salt,
+            key=limits.hash_key,
+            parent=(low, high) if known else None,
+        )
+        self.block_hashes = np.concatenate((self.block_hashes, more))
+
+
+def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
+    count, odd_bytes = divmod(len(request.token_ids), 4)
+    if odd_bytes or not count:
+        raise RequestError(
+            f"token_ids: must be int32 ids, at least one, got {len(request.token_ids)} bytes", param="prompt"
+        )
+    token_ids = unpack_tokens(request.token_ids)
+    lowest, highest = int(token_ids.min()), int(token_ids.max())
+    if lowest < 0 or highest >= limits.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise RequestError(
+            f"token id {wrong}: must be >= 0 and < {limits.vocab_size}, the size of the vocabulary",
+            param="prompt",
+        )
+    if count >= limits.context_length:
+        why = f"the context length is {limits.model_context_length} tokens"
+        if limits.kv_tokens < limits.model_context_length:
+            why = f"all {limits.kv_tokens // limits.block_size} KV blocks hold {limits.kv_tokens} tokens"
+        raise RequestError(
+            f"prompt of {count} tokens: must be < {limits.context_length}, as {why}; shorten it",
+            param="prompt",
+        )
+    if not 0 <= request.num_emitted < count:
+        raise RequestError(f"num_emitted: must be >= 0 and < {count}, all tokens, got {request.num_emitted}")
+    if request.sampling.max_tokens <= request.num_emitted:
+        raise RequestError(
+            f"max_tokens: must be > {request.num_emitted}, what was emitted already, got {request.sampling.max_tokens}",
+            param="max_tokens",
+        )
+    return token_ids
+
+
+def _checked_params(request: Request, limits: SequenceLimits) -> SamplingParams:
+    if not 0 <= request.choice <= _CHOICE_MAX:
+        raise RequestError(f"choice: must be >= 0 and <= {_CHOICE_MAX}, got {request.choice}")
+    return checked_sampling(
+        request.sampling, vocab_size=limits.vocab_size, context_length=limits.context_length
+    )
+
+
+def _checked_hashes(request: Request, limits: SequenceLimits, num_tokens: int) -> HashArray:
+    num_blocks = num_tokens // limits.block_size
+    if not request.block_hashes:
+        return block_hashes(request.token_ids, limits.block_size, request.salt, key=limits.hash_key)
+    if len(request.block_hashes) != num_blocks * 16:
+        raise RequestError(
+            f"block_hashes: must be {num_blocks} of 16 bytes for {num_tokens} tokens in blocks of {limits.block_size}, "
+            f"got {len(request.block_hashes)} bytes; hash with the block size of the model card"
+        )
+    return unpack_hashes(request.block_hashes).reshape(-1, 2)

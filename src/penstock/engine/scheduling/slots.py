@@ -1,0 +1,185 @@
+"""The sequences in the batch, each in a slot: the table that runners read, and what only the scheduler needs of them."""
+
+from bisect import insort
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from penstock.core.ids import BlockId, RequestId
+from penstock.core.types.requests import Delta, FinishReason
+from penstock.core.wire import PackedTokens
+from penstock.engine.scheduling.sequences import Sequence, SequenceLimits, SequenceTable
+
+Int32s = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+
+
+class Slots:
+    """Seats sequences and keeps their columns. Blocks come and go through the scheduler, which owns the pool.
+
+    running:       slots in use, oldest arrival first
+    request_ids:   by slot
+    num_published: (slots,) int32, how many leading blocks are in the prefix cache
+    is_fresh:      (slots,) bool, no delta went out yet
+    unbegun:       slots of sequences that no step has computed since they came
+    """
+
+    def __init__(self, count: int, limits: SequenceLimits, is_eos: Bools) -> None:
+        self.table = SequenceTable.allocate(count, limits.context_length, limits.block_size)
+        self.running: list[int] = []
+        self.request_ids = [RequestId("")] * count
+        self.num_published = np.zeros(count, dtype=np.int32)
+        self.is_fresh = np.zeros(count, dtype=np.bool_)
+        self.unbegun: set[int] = set()
+        self._limits = limits
+        self._is_eos = is_eos
+        self._sequences: list[Sequence | None] = [None] * count
+        self._free = list(reversed(range(count)))
+        self._end_tokens = np.zeros(count, dtype=np.int32)
+        self._stops_after = np.zeros(count, dtype=np.int32)
+        self._heeds_eos = np.zeros(count, dtype=np.bool_)
+        self._has_stops = np.zeros(count, dtype=np.bool_)
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
+
+    def running_array(self) -> Int32s:
+        """Copy `running` as (running,) int32."""
+        return np.array(self.running, dtype=np.int32)
+
+    def sequence(self, slot: int) -> Sequence:
+        """Give the sequence in a slot that is in use."""
+        sequence = self._sequences[slot]
+        assert sequence is not None, f"slot {slot} is free"
+        return sequence
+
+    def seat(self, sequence: Sequence, hits: list[BlockId]) -> int:
+        """Put a sequence into a free slot, with the cached blocks it starts from."""
+        table, sampling = self.table, sequence.request.sampling
+        known = len(sequence.token_ids)
+        slot = sequence.slot = self._free.pop()
+        self._sequences[slot] = sequence
+        self.request_ids[slot] = sequence.request.request_id
+        table.requests[slot] = sequence.request
+        table.token_ids[slot, :known] = sequence.token_ids
+        table.num_tokens[slot] = known
+        table.num_computed[slot] = len(hits) * self._limits.block_size
+        table.num_prompt[slot] = sequence.num_prompt
+        self.num_published[slot] = len(hits)
+        self.is_fresh[slot] = sequence.is_fresh
+        if not sequence.has_begun:
+            self.unbegun.add(slot)
+        self._end_tokens[slot] = sequence.end_tokens
+        self._stops_after[slot] = sequence.stops_after
+        self._heeds_eos[slot] = not sampling.ignore_eos
+        self._has_stops[slot] = bool(sampling.stop_token_ids)
+        self.add_blocks(slot, hits)
+        insort(self.running, slot, key=lambda other: self.sequence(other).arrival)
+        return slot
+
+    def vacate(self, slot: int) -> list[BlockId]:
+        """Free a slot; its sequence keeps what is known of it, to be seated again.
+
+        Returns:
+            Its blocks in order, for the pool.
+        """
+        table, sequence = self.table, self.sequence(slot)
+        sequence.token_ids = table.token_ids[slot, : table.num_tokens[slot]].copy()
+        sequence.is_fresh = bool(self.is_fresh[slot])
+        sequence.slot = None
+        row = table.block_tables[slot, : table.num_blocks[slot]]
+        block_ids: list[BlockId] = row.tolist()
+        row[:] = 0
+        table.num_blocks[slot] = table.num_tokens[slot] = table.num_computed[slot] = 0
+        table.requests[slot] = self._sequences[slot] = None
+        self.running.remove(slot)
+        self.unbegun.discard(slot)
+        self._free.append(slot)
+        return block_ids
+
+    def add_blocks(self, slot: int, block_ids: list[BlockId]) -> None:
+        start = int(self.table.num_blocks[slot])
+        end = start + len(block_ids)
+        self.table.block_tables[slot, start:end] = block_ids
+        self.table.num_blocks[slot] = end
+
+    def add_tail(self, slot: int, block_id: BlockId, num_tokens: int) -> None:
+        """Put a block after those of a slot whose first tokens are computed, and not all."""
+        self.add_blocks(slot, [block_id])
+        self.table.num_computed[slot] += num_tokens
+
+    def append(self, slots: Int32s, token_ids: Int32s) -> tuple[Bools, Bools]:
+        """Add one token to each of the slots.
+
+        Returns:
+            Which of them a stop token ends, and which end at all, each (slots,).
+        """
+        table = self.table
+        num_tokens = table.num_tokens[slots]
+        table.token_ids[slots, num_tokens] = token_ids
+        num_tokens += 1
+        table.num_tokens[slots] = num_tokens
+        stopped = self._is_eos[token_ids] & self._heeds_eos[slots]
+        for row in np.flatnonzero(self._has_stops[slots]).tolist():
+            stop_token_ids = self.sequence(int(slots[row])).request.sampling.stop_token_ids
+            stopped[row] |= int(token_ids[row]) in stop_token_ids
+        stopped &= num_tokens > self._stops_after[slots]
+        return stopped, stopped | (num_tokens >= self._end_tokens[slots])
+
+    def tell(self, slots: Int32s, token_ids: Int32s, stopped: Bools, ended: Bools) -> list[Delta]:
+        """Build the deltas that tell of a token each; the arguments are those of `append` and what it gave."""
+        is_plain = ~(ended | self.is_fresh[slots])
+        packed = token_ids.astype("<i4", copy=False).tobytes()
+        deltas = []
+        for index, (slot, plain) in enumerate(zip(slots.tolist(), is_plain.tolist(), strict=True)):
+            delta = Delta(
+                request_id=self.request_ids[slot],
+                token_ids=PackedTokens(packed[4 * index : 4 * index + 4]),
+            )
+            if not plain:
+                delta = replace(
+                    delta,
+                    finish_reason=_finish_reason(stopped=stopped[index], ended=ended[index]),
+                    cached_tokens=self.sequence(slot).cached_tokens if self.is_fresh[slot] else None,
+                )
+            deltas.append(delta)
+        self.is_fresh[slots] = False
+        return deltas
+
+    def holders(self) -> dict[BlockId, int]:
+        """Count how often each block is held, to check the pool's references."""
+        held: dict[BlockId, int] = {}
+        for slot in self.running:
+            for block_id in self.table.block_tables[slot, : self.table.num_blocks[slot]].tolist():
+                held[block_id] = held.get(block_id, 0) + 1
+        return held
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        table, size = self.table, self._limits.block_size
+        in_some_state = sorted([*self.running, *self._free])
+        assert in_some_state == list(range(len(self._sequences))), "a slot is lost, or both free and running"
+        arrivals = [self.sequence(slot).arrival for slot in self.running]
+        assert arrivals == sorted(arrivals), "running slots are not in order of arrival"
+        for slot in self.running:
+            sequence = self.sequence(slot)
+            assert sequence.slot == slot, f"slot {slot}: its sequence thinks it is in {sequence.slot}"
+            assert table.requests[slot] is sequence.request, f"slot {slot}: another request is in the table"
+            known, computed = int(table.num_tokens[slot]), int(table.num_computed[slot])
+            blocks, published = int(table.num_blocks[slot]), int(self.num_published[slot])
+            assert 0 <= computed < known <= self._limits.context_length, f"slot {slot}: {computed} of {known}"
+            assert computed <= blocks * size, f"slot {slot}: {computed} tokens in {blocks} blocks"
+            assert published == computed // size, f"slot {slot}: {published} blocks for {computed} tokens"
+            assert not table.block_tables[slot, blocks:].any(), f"slot {slot}: blocks past num_blocks"
+        for slot in self._free:
+            assert self._sequences[slot] is None, f"slot {slot} is free and taken"
+            assert table.requests[slot] is None, f"slot {slot} is free and has a request in the table"
+            assert not table.num_blocks[slot], f"slot {slot} is free and has blocks"
+
+
+def _finish_reason(*, stopped: bool, ended: bool) -> FinishReason | None:
+    if stopped:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if ended else None

@@ -1,0 +1,132 @@
+"""One client's connection: what comes before a request is one, and what never becomes one."""
+
+import logging
+from asyncio import AbstractEventLoop, TimerHandle
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from penstock.core.errors import Overloaded, PenstockError
+from penstock.frontend.config import ReceiveConfig
+from penstock.frontend.errors import ReceiveTimeoutError
+from penstock.frontend.limits.receiving import Received, ReceiveRoom
+
+Refuse = Callable[[BaseException | None, int], web.Response]
+Raw = Callable[[PenstockError], bytes]
+
+
+class Connection(web.RequestHandler):
+    """Refuses what is not HTTP in the API's shape too, and headers that do not come to their end in time.
+
+    Bytes that no request has taken yet, of headers or of a request behind one that is being answered, are counted in
+    the room for all; those of bodies are counted by who reads them.
+    """
+
+    __slots__ = ("_early", "_headers_timer", "_last_body", "_raw", "_refuse", "_settings", "_timeout_s")
+
+    def __init__(
+        self,
+        server: web.Server,
+        *,
+        refuse: Refuse,
+        raw: Raw,
+        room: ReceiveRoom,
+        receive: ReceiveConfig,
+        loop: AbstractEventLoop,
+        logger: logging.Logger,
+        keepalive_timeout_s: float,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            server: what answers.
+            refuse: words what aiohttp refused, as an answer.
+            raw: words a refusal, as bytes to be sent where there is no request to answer.
+            room: for the bytes of all connections.
+            receive: how long headers may take.
+            loop: the event loop.
+            logger: for what aiohttp logs.
+            keepalive_timeout_s: how long the connection may be idle.
+        """
+        no_access_log: Any = None  # as aiohttp allows, though its annotation does not
+        super().__init__(
+            server,
+            loop=loop,
+            logger=logger,
+            access_log=no_access_log,
+            keepalive_timeout=keepalive_timeout_s,
+            auto_decompress=False,  # BodyReader does, within bounds
+        )
+        self._refuse = refuse
+        self._raw = raw
+        self._timeout_s = receive.timeout_s
+        self._settings = room.settings
+        self._early = Received(room, self._drop)
+        self._headers_timer: TimerHandle | None = None
+        self._last_body: Any = None  # aiohttp's reader of the latest request's body
+
+    def data_received(self, data: bytes) -> None:
+        requests = self._request_count
+        is_body = self._last_body is not None and not self._last_body.is_eof() and not self._messages
+        super().data_received(data)
+        if self._request_count != requests:
+            self._stop_timer()
+            if self._messages:
+                self._last_body = self._messages[-1][1]
+            if self._current_request is None:
+                return  # it is taken up at once
+        elif is_body:
+            return  # of a body, counted by who reads it
+        elif self._current_request is None and self._headers_timer is None and data:
+            self._headers_timer = self._loop.call_later(self._timeout_s, self._headers_late)
+        if data and self.transport is not None:
+            try:
+                self._early.take(len(data))
+            except Overloaded as error:
+                self._drop(error)
+
+    def request_began(self) -> None:
+        """Hear that a request is taken up: what was counted before is its own."""
+        if not self._messages:
+            self._early.release()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_timer()
+        self._early.release()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # logs, and gives up on an answer already begun
+        return self._refuse(exc, status)
+
+    def _headers_late(self) -> None:
+        self._headers_timer = None
+        self._end(
+            ReceiveTimeoutError(
+                f"the headers had not come whole {self._timeout_s:g} s after their first byte; send them faster, or raise "
+                f"{self._settings}receive.timeout_s"
+            )
+        )
+
+    def _drop(self, why: PenstockError) -> None:
+        if self._current_request is None:
+            self._end(why)
+        elif self.transport is not None:  # behind a request that is being answered: nothing can be said
+            self.transport.abort()
+
+    def _end(self, why: PenstockError) -> None:
+        if self.transport is not None:
+            self.transport.write(self._raw(why))
+        self.force_close()
+
+    def _stop_timer(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None

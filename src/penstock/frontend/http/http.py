@@ -1,0 +1,287 @@
+"""The HTTP surface: routes, headers, status codes, and writing no faster than a client reads.
+
+No logic of its own: `Frontend` understands and prepares, `Completion` runs. A client that goes away cancels
+its handler, and with it the request on its workers, before the first token as well as after.
+"""
+
+import math
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from http import HTTPStatus
+
+import msgspec
+from aiohttp import web
+
+from penstock.core.errors import PenstockError, RequestError
+from penstock.core.log import get_logger
+from penstock.core.types.instances import Role
+from penstock.frontend.errors import (
+    MethodError,
+    ReceiveTimeoutError,
+    UnknownPathError,
+    error_answer,
+)
+from penstock.frontend.frontend import Answering, Frontend
+from penstock.frontend.http.connection import Connection
+from penstock.frontend.http.sse_response import SseResponse
+from penstock.frontend.limits.admission import Slot
+from penstock.frontend.limits.headers import RequestOptions, read_options
+from penstock.frontend.openai.bodies import encode
+from penstock.frontend.openai.body_error import body_error
+from penstock.frontend.openai.explaining import why_latest, why_one
+
+_REQUEST_ID = "X-Request-Id"
+_REQUEST_ID_CHARACTERS_MAX = 128
+_CLIENT_GONE = 499  # as nginx counts a client that closed before its answer's end
+_REASON_CHARACTERS_MAX = 300
+
+_request_id: ContextVar[str] = ContextVar("request_id")  # each request runs in a context of its own
+_log = get_logger()
+
+Prepare = Callable[[Sequence[bytes], Slot, RequestOptions], Awaitable[Answering]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpSurface:
+    """Handlers over one `Frontend`."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._config = frontend.config
+        self.draining = False
+        """Answer what comes, but keep no connection open."""
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._frame], client_max_size=0)
+        app.on_response_prepare.append(self._add_headers)
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completion),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/health", self._health),
+                web.get("/live", self._live),
+                web.get("/metrics", self._metrics),
+                web.get("/admin/workers", self._workers),
+                web.post("/admin/workers/{name}/role", self._change_role),
+                web.get("/admin/explain", self._explain_latest),
+                web.get("/admin/explain/{id}", self._explain_one),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Give every answer an id and every failure the API's shape, and count them."""
+        if isinstance(request.protocol, Connection):
+            request.protocol.request_began()
+        given = request.headers.get(_REQUEST_ID, "")
+        sound = 0 < len(given) <= _REQUEST_ID_CHARACTERS_MAX and given.isascii() and given.isprintable()
+        _request_id.set(given if sound else self._frontend.new_id())
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unknown"
+        code = _CLIENT_GONE
+        try:
+            response = await self._answer(request, handler, route)
+            code = response.outcome if isinstance(response, SseResponse) else response.status
+        finally:
+            self._frontend.metrics.answered(route, code)
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler, route: str) -> web.StreamResponse:
+        try:
+            if route.startswith("/v1/"):
+                self._frontend.access.check_api(request.headers)
+            elif route.startswith("/admin/"):
+                self._frontend.access.check_admin(request.headers)
+            return await handler(request)
+        except PenstockError as error:
+            if isinstance(error, ReceiveTimeoutError):
+                self._frontend.metrics.refused_body("body_late")
+            return error_response(error)
+        except web.HTTPException as error:
+            return error_response(self._translate(error, request), error.headers.get("Allow"))
+        except web.RequestPayloadError as error:
+            return error_response(payload_refusal(error))
+        except ConnectionError:  # the client is gone
+            raise
+        except Exception:  # noqa: BLE001 - a handler's fate is owned here
+            return error_response(_unexpected(request))
+
+    def refuse(self, error: BaseException | None, status: int) -> web.Response:
+        """Answer what never became a request: what came was not HTTP, or more of it than a header may be."""
+        refusal = garbage_refusal(error, status)
+        self._frontend.metrics.answered("unknown", refusal.http_status)
+        response = error_response(refusal)
+        response.headers[_REQUEST_ID] = self._frontend.new_id()
+        response.force_close()
+        return response
+
+    def refuse_raw(self, error: PenstockError) -> bytes:
+        """Word a refusal as a whole answer, for a connection on which no request has come to be answered."""
+        if isinstance(error, ReceiveTimeoutError):
+            self._frontend.metrics.refused_body("headers_late")
+        self._frontend.metrics.answered("unknown", error.http_status)
+        return raw_error(error, f"{_REQUEST_ID}: {self._frontend.new_id()}\r\n")
+
+    def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
+        """Say in the API's words what aiohttp refused."""
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            return MethodError(
+                f"{request.method} is not allowed on {request.path}; use {', '.join(sorted(error.allowed_methods))}"
+            )
+        if isinstance(error, web.HTTPNotFound):
+            routes = dict.fromkeys(resource.canonical for resource in request.app.router.resources())
+            return UnknownPathError(f"{request.path} does not exist; there are {', '.join(routes)}")
+        return RequestError(f"{error.status}: {error.reason}", http_status=error.status)
+
+    async def _add_headers(self, _: web.Request, response: web.StreamResponse) -> None:
+        # One that aiohttp refuses before `_frame`, as for an `Expect` that it does not know, has no id yet.
+        response.headers[_REQUEST_ID] = _request_id.get("") or self._frontend.new_id()
+        if self.draining:
+            response.force_close()
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, self._frontend.chat)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, self._frontend.completion)
+
+    async def _generate(self, request: web.Request, prepare: Prepare) -> web.StreamResponse:
+        with self._frontend.arrive() as slot:
+            answering = await self._understand(request, prepare, slot)
+            if answering.stream:
+                return await self._stream(request, answering, slot)
+            answer = answering.whole_answer()
+            async with slot.limit():
+                await answering.completion.run(answer.take)
+            return json_response(answer.body(answering.completion.usage()))
+
+    async def _understand(self, request: web.Request, prepare: Prepare, slot: Slot) -> Answering:
+        """Receive and prepare a request; only one that is there whole takes a place among those under way."""
+        frontend = self._frontend
+        options = read_options(request.headers, self._config)
+        with frontend.room.hold(slot.end) as received:
+            async with slot.limit():
+                body = await frontend.bodies.read(request, received)
+            frontend.admit(slot)
+            async with slot.limit():
+                return await prepare(body, slot, options)
+
+    async def _stream(self, request: web.Request, answering: Answering, slot: Slot) -> web.StreamResponse:
+        response = SseResponse(request, answering, self._config)
+        try:
+            async with slot.limit():
+                with response.kept_alive():
+                    await answering.completion.run(response.take)
+                await response.finish()
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if not response.prepared:
+                raise  # nothing is out yet: it gets a status of its own
+            await response.fail(error if isinstance(error, PenstockError) else _unexpected(request))
+        return response
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return json_response(encode(self._frontend.models()))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        return json_response(encode(self._frontend.model(request.match_info["model"])))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        reason = "the server is shutting down" if self.draining else self._frontend.unhealthy()
+        if reason is not None:
+            return json_response(encode({"status": "unavailable", "reason": reason}), status=503)
+        return json_response(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
+
+    async def _live(self, _: web.Request) -> web.Response:
+        return json_response(b'{"status":"live"}')
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = self._frontend.metrics.expose()
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _explain_latest(self, request: web.Request) -> web.Response:
+        return json_response(encode(why_latest(self._frontend.dispatcher, request)))
+
+    async def _explain_one(self, request: web.Request) -> web.Response:
+        return json_response(encode(why_one(self._frontend.dispatcher, request)))
+
+    async def _workers(self, _: web.Request) -> web.Response:
+        return json_response(encode({"pid": os.getpid(), "workers": self._frontend.dispatcher.workers()}))
+
+    async def _change_role(self, request: web.Request) -> web.Response:
+        if request.content_type != "application/json":  # of a page of some other site, the browser asks first
+            raise RequestError(
+                f"Content-Type: must be application/json, got {request.content_type}", http_status=415
+            )
+        with self._frontend.arrive() as slot, self._frontend.room.hold(slot.end) as received:
+            async with slot.limit():
+                body = b"".join(await self._frontend.bodies.read(request, received))
+        try:
+            wish = msgspec.json.decode(body, type=_RoleWish)
+        except (ValueError, RecursionError) as error:
+            raise body_error(error, body, _RoleWish) from error
+        dispatcher = self._frontend.dispatcher
+        return json_response(encode(await dispatcher.change_role(request.match_info["name"], wish.role)))
+
+
+class _RoleWish(msgspec.Struct, forbid_unknown_fields=True):
+    role: Role
+
+
+def _reason(error: BaseException) -> str:
+    """Say in one line what aiohttp found wrong."""
+    text = " ".join(str(getattr(error, "message", error)).split()).removeprefix("400, message: ")
+    return text if len(text) <= _REASON_CHARACTERS_MAX else f"{text[:_REASON_CHARACTERS_MAX]}..."
+
+
+def garbage_refusal(error: BaseException | None, status: int) -> PenstockError:
+    """Word what aiohttp refused before it was a request."""
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or error is None:
+        return PenstockError("the server failed on this request; its log says more")
+    return RequestError(f"not a valid HTTP request: {_reason(error)}", http_status=status)
+
+
+def payload_refusal(error: web.RequestPayloadError) -> PenstockError:
+    """Word what is wrong with how a body was sent."""
+    return RequestError(f"the body cannot be read: {_reason(error)}")
+
+
+def raw_error(error: PenstockError, header_lines: str = "") -> bytes:
+    """Word an error as a whole answer that ends its connection; each of `header_lines` ends with CRLF."""
+    body = encode(error_answer(error))
+    head = (
+        f"HTTP/1.1 {error.http_status} {HTTPStatus(error.http_status).phrase}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"{header_lines}Connection: close\r\n"
+    )
+    if error.retry_after_s is not None:
+        head += f"Retry-After: {math.ceil(error.retry_after_s)}\r\n"
+    return f"{head}\r\n".encode() + body
+
+
+def json_response(body: bytes, status: int = 200) -> web.Response:
+    """Answer with encoded JSON."""
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def error_response(error: PenstockError, allow: str | None = None) -> web.Response:
+    """Answer with an error in the API's shape; `allow` names the methods, where the method was wrong."""
+    response = json_response(encode(error_answer(error)), error.http_status)
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if error.http_status == HTTPStatus.UNAUTHORIZED:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if allow is not None:
+        response.headers["Allow"] = allow
+    return response
+
+
+def _unexpected(request: web.Request) -> PenstockError:
+    """Log the failure being handled, and say no more of it to the client than that it happened."""
+    _log.exception("request_failed", path=request.path, request_id=_request_id.get())
+    return PenstockError("the server failed on this request; its log says more")

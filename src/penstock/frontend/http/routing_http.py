@@ -1,0 +1,320 @@
+"""The routing service over HTTP, for gateways: `docs/router.md` has its API. No logic of its own."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Self, TypeVar
+
+import msgspec
+import pydantic
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+
+from penstock.core.config import Config
+from penstock.core.errors import ConfigError, PenstockError, RequestError
+from penstock.core.log import get_logger
+from penstock.core.net.address import Address
+from penstock.core.net.listening import Listener, listen
+from penstock.frontend.config import ReceiveConfig, check_bodies
+from penstock.frontend.errors import ReceiveTimeoutError
+from penstock.frontend.http.connection import Connection
+from penstock.frontend.http.http import (
+    error_response,
+    garbage_refusal,
+    json_response,
+    payload_refusal,
+    raw_error,
+)
+from penstock.frontend.limits.access import Access
+from penstock.frontend.limits.admission import Slot
+from penstock.frontend.limits.body import BodyReader
+from penstock.frontend.limits.headers import ITL_MS, TTFT_MS, asks_why, target_s
+from penstock.frontend.limits.receive_metrics import ReceiveMetrics
+from penstock.frontend.limits.receiving import ReceiveRoom
+from penstock.frontend.openai.bodies import encode
+from penstock.frontend.openai.body_error import body_error
+from penstock.frontend.openai.explaining import Explanation, why_latest, why_one
+from penstock.router.service.gateway import Query, Server, Stage
+from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
+
+_NAME_CHARACTERS_MAX = 128
+_SESSION_CHARACTERS_MAX = 256
+_OPEN = ("/health", "/metrics")
+_log = get_logger()
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+class RoutingHttpConfig(Config):
+    """Where the service listens, and what it routes by."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface. """
+    api_key_file: str | None = None
+    """A file of API keys, one a line; then all but `/health` and `/metrics` asks for one as a bearer token, as where PENSTOCK_API_KEY is set."""
+    port: int = pydantic.Field(default=8100, ge=0, le=65535)
+    """TCP port; 0 lets the system choose."""
+    body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
+    """Largest request body, after decompression; a larger one gets 413."""
+    receive: ReceiveConfig = ReceiveConfig()
+    """How requests arrive."""
+    keepalive_timeout_s: float = pydantic.Field(default=75.0, gt=0)
+    """How long an idle connection stays open."""
+    service: RoutingServiceConfig = RoutingServiceConfig()
+    """Policy, block size and bounds."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_bodies(self) -> Self:
+        check_bodies(self.body_bytes_max, self.receive)
+        return self
+
+
+class _RouteBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of `token_ids`, `prompt` and `messages`. Targets are in milliseconds."""
+
+    model: str
+    token_ids: list[int] | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    session: str | None = None
+    exclude: tuple[str, ...] = ()
+    slo_ttft_ms: float | None = None
+    slo_itl_ms: float | None = None
+
+
+class _FeedbackBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    stage: Stage
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class RoutingServer:
+    """Serves one `RoutingService` until `close`."""
+
+    def __init__(
+        self,
+        service: RoutingService,
+        config: RoutingHttpConfig,
+        registry: CollectorRegistry,
+        access: Access | None = None,
+    ) -> None:
+        """Prepare; `registry` is what /metrics shows, without `access` it is open."""
+        self._access = access or Access()
+        self._service = service
+        self._config = config
+        self._registry = registry
+        self._receiving = ReceiveMetrics(registry, "penstock_router")
+        self._bodies = BodyReader(config.body_bytes_max, self._receiving, settings="")
+        self.room = ReceiveRoom(config.receive.bytes_max, self._receiving, settings="")
+        """For the bytes of all connections."""
+        self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
+
+    async def start(self) -> tuple[str, int]:
+        """Listen.
+
+        Returns:
+            The address and the port, which the system chose if the configured one is 0.
+
+        Raises:
+            ConfigError: the port is taken, or the address is not this machine's.
+        """
+        config = self._config
+        app = web.Application(middlewares=[self._answer, self._check], client_max_size=0)
+        app.add_routes(
+            [
+                web.post("/route", self._route),
+                web.post("/feedback", self._feedback),
+                web.get("/workers", self._workers),
+                web.put("/workers/{name}", self._put),
+                web.delete("/workers/{name}", self._delete),
+                web.get("/explain", self._explain_latest),
+                web.get("/explain/{id}", self._explain_one),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        runner = self._runner = web.AppRunner(app)
+        await runner.setup()
+        server = runner.server
+        assert server is not None  # it is set up
+        loop = asyncio.get_running_loop()
+        # What aiohttp itself refuses, as garbage instead of HTTP, is the client's fault and no event here.
+        quiet = logging.getLogger("penstock.frontend.http.routing_http")
+        quiet.setLevel(logging.CRITICAL)
+        try:
+            self._listener, bound = await listen(
+                lambda: Connection(
+                    server,
+                    refuse=_refuse,
+                    raw=self._refuse_raw,
+                    room=self.room,
+                    receive=config.receive,
+                    loop=loop,
+                    logger=quiet,
+                    keepalive_timeout_s=config.keepalive_timeout_s,
+                ),
+                Address(host=config.host, port=config.port),
+                on_failure=self._receiving.accept_failed,
+            )
+        except ConfigError as error:
+            await self.close()
+            raise ConfigError(
+                f"router: cannot listen on {config.host} port {config.port}: {_reason(error)}; stop what listens"
+                " there, or choose another with --port"
+            ) from error
+        return bound.host, bound.port
+
+    async def close(self) -> None:
+        """Stop listening and end what is under way. Safe twice."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+            await listener.wait_closed()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _read(self, request: web.Request, kind: type[_Body]) -> _Body:
+        """Receive a body and decode it.
+
+        Raises:
+            PenstockError: it came too late, there is no room for it, or it is no `kind`.
+        """
+        timeout_s = self._config.receive.timeout_s
+        now_s = asyncio.get_running_loop().time()
+        slot = Slot(now_s, now_s + timeout_s, timeout_s, settings="")
+        with self.room.hold(slot.end) as received:
+            async with slot.limit():
+                body = b"".join(await self._bodies.read(request, received))
+            try:
+                return msgspec.json.decode(body, type=kind)
+            except (ValueError, RecursionError) as error:
+                raise body_error(error, body, kind) from error
+
+    def _refuse_raw(self, error: PenstockError) -> bytes:
+        """Word a refusal for a connection on which no request has come to be answered."""
+        if isinstance(error, ReceiveTimeoutError):
+            self._receiving.refused_body("headers_late")
+        return raw_error(error)
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Give every failure the API's shape."""
+        if isinstance(request.protocol, Connection):
+            request.protocol.request_began()
+        try:
+            return await handler(request)
+        except PenstockError as error:
+            if isinstance(error, ReceiveTimeoutError):
+                self._receiving.refused_body("body_late")
+            return error_response(error)
+        except web.HTTPException as error:
+            text = f"{request.method} {request.path}: {error.reason}"
+            if isinstance(error, web.HTTPNotFound):
+                text = f"{request.path} does not exist; see docs/router.md"
+            return error_response(RequestError(text, http_status=error.status), error.headers.get("Allow"))
+        except web.RequestPayloadError as error:
+            return error_response(payload_refusal(error))
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception:  # noqa: BLE001 - a handler's fate is owned here
+            _log.exception("request_failed", path=request.path)
+            return error_response(PenstockError("the router failed on this request; its log says more"))
+
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in _OPEN:
+            self._access.check_api(request.headers)
+        return await handler(request)
+
+    async def _route(self, request: web.Request) -> web.Response:
+        body, is_asked_why = await self._read(request, _RouteBody), asks_why(request.headers)
+        choice = self._service.route(_query_of(body))
+        answer = msgspec.structs.asdict(choice)
+        if is_asked_why:
+            answer["why"] = Explanation(self._service.explain(choice.id))
+        return json_response(encode(answer))
+
+    async def _feedback(self, request: web.Request) -> web.Response:
+        body = await self._read(request, _FeedbackBody)
+        self._service.feedback(body.id, body.stage, body.cached_tokens, body.output_tokens)
+        return json_response(encode({"id": body.id, "stage": body.stage}))
+
+    async def _workers(self, _: web.Request) -> web.Response:
+        return json_response(encode({"workers": self._service.workers()}))
+
+    async def _put(self, request: web.Request) -> web.Response:
+        name, server = request.match_info["name"], await self._read(request, Server)
+        if len(name) > _NAME_CHARACTERS_MAX:
+            raise RequestError(f"name: must have at most {_NAME_CHARACTERS_MAX} characters, got {len(name)}")
+        if not name.isprintable():
+            raise RequestError(f"name: must have printable characters only, got {name!r}")
+        return json_response(encode(await self._service.put(name, server)))
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        await self._service.remove(name)
+        return json_response(encode({"removed": name}))
+
+    async def _explain_latest(self, request: web.Request) -> web.Response:
+        return json_response(encode(why_latest(self._service, request)))
+
+    async def _explain_one(self, request: web.Request) -> web.Response:
+        return json_response(encode(why_one(self._service, request)))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return json_response(b'{"status":"ok"}')
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = generate_latest(self._registry)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _reason(error: ConfigError) -> str:
+    cause = error.__cause__
+    return (cause.strerror if isinstance(cause, OSError) else None) or error.message
+
+
+def _refuse(error: BaseException | None, status: int) -> web.Response:
+    """Answer what never became a request."""
+    response = error_response(garbage_refusal(error, status))
+    response.force_close()
+    return response
+
+
+def _query_of(body: _RouteBody) -> Query:
+    """Say what is asked for.
+
+    Raises:
+        RequestError: a field has a value that it must not have.
+    """
+    given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise RequestError(f"give one of token_ids, prompt and messages, got {' and '.join(given) or 'none'}")
+    if body.session is not None and len(body.session) > _SESSION_CHARACTERS_MAX:
+        raise RequestError(
+            f"session: must have at most {_SESSION_CHARACTERS_MAX} characters, got {len(body.session)}",
+            param="session",
+        )
+    prompt: list[int] | str
+    if body.token_ids is not None:
+        prompt = body.token_ids
+    else:
+        prompt = body.prompt if body.prompt is not None else _text_of(body.messages or [])
+    ttft_ms, itl_ms = body.slo_ttft_ms, body.slo_itl_ms
+    return Query(
+        model=body.model,
+        prompt=prompt,
+        session=body.session,
+        exclude=body.exclude,
+        slo_ttft_s=None if ttft_ms is None else target_s("slo_ttft_ms", ttft_ms, TTFT_MS),
+        slo_itl_s=None if itl_ms is None else target_s("slo_itl_ms", itl_ms, ITL_MS),
+    )
+
+
+def _text_of(messages: list[dict[str, Any]]) -> str:
+    """Write messages one after the other, so that a conversation's text begins with that of its earlier turns."""
+    return "".join(msgspec.json.encode(message).decode() + "\n" for message in messages)

@@ -1,0 +1,162 @@
+"""A stream of server-sent events over HTTP, no faster than its client reads."""
+
+import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
+from collections.abc import Iterator
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from penstock.core.errors import DeadlineExceeded, PenstockError
+from penstock.frontend.config import FrontendConfig
+from penstock.frontend.frontend import Answering
+from penstock.frontend.requests.completion import TextEvent
+from penstock.frontend.requests.sse import DONE, error_event
+
+_INT_BYTES = 4
+_HEARTBEAT = b": heartbeat\n\n"  # a comment, by the standard of server-sent events
+_RESOLUTION_S = 0.001
+
+
+class SseResponse(web.StreamResponse):
+    """Sends events as they come.
+
+    Headers go out with the first one, so that an early error has its own status, or after a while without any; a stream
+    that is silent for long gets comments.
+    """
+
+    def __init__(self, request: web.Request, answering: Answering, config: FrontendConfig) -> None:
+        """Send nothing yet.
+
+        Args:
+            request: whose answer it is.
+            answering: what comes.
+            config: how much is written ahead, how long a client may take nothing, and what silent streams send.
+        """
+        super().__init__(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        self.outcome = 200
+        """The status it would have had if its end had been known at its start."""
+        self._request = request
+        self._answering = answering
+        self._encoder = answering.event_stream()
+        self._writer: AbstractStreamWriter | None = None
+        self._write_buffer_bytes = config.write_buffer_bytes
+        self._reader_timeout_s = config.reader_timeout_s
+        self._has_stalled = False
+        self._stream = config.stream
+        self._loop = asyncio.get_running_loop()
+        self._beginning = asyncio.Lock()
+        self._sent_s = 0.0  # in the event loop's time
+        self._timer: asyncio.TimerHandle | None = None
+        self._beat: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Send headers and comments, where nothing else is sent for long, until the block ends."""
+        self._timer = self._loop.call_later(self._stream.headers_after_s, self._on_silence)
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+            if self._beat is not None:
+                self._beat.cancel()
+
+    async def take(self, event: TextEvent) -> None:
+        await self._send(self._encoder.event(event))
+
+    async def finish(self) -> None:
+        end = DONE
+        if self._answering.include_usage:
+            end = self._encoder.usage(self._answering.completion.usage()) + DONE
+        await self._send(end)
+
+    async def fail(self, error: PenstockError) -> None:
+        """End with an error; a client that has not read what was sent before would not read it and is cut off."""
+        self.outcome = error.http_status
+        transport = self._request.transport
+        if transport is not None and (
+            self._has_stalled or transport.get_write_buffer_size() > self._write_buffer_bytes
+        ):
+            transport.abort()
+        elif self._writer is not None:
+            await self._writer.write(error_event(error))  # not waiting for a client that may not read
+
+    async def _send(self, chunk: bytes) -> None:
+        """Write, and wait while the client has not read enough of what was written before."""
+        writer = self._writer or await self._begin()
+        self._sent_s = self._loop.time()
+        await writer.write(chunk)
+        await self._drain(writer)
+
+    async def _drain(self, writer: AbstractStreamWriter) -> None:
+        """Wait until there is room again, for as long as the client takes something.
+
+        Raises:
+            DeadlineExceeded: it took nothing for too long.
+        """
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() <= self._write_buffer_bytes:
+            return None  # as nearly always: a timeout and a system call for each token would cost more than its write
+        while True:
+            left = self._unsent_bytes()
+            try:
+                async with asyncio.timeout(self._reader_timeout_s):
+                    return await writer.drain()
+            except TimeoutError:
+                if self._unsent_bytes() < left:
+                    continue
+            self._has_stalled = True
+            raise DeadlineExceeded(
+                f"the client took nothing of its stream for {self._reader_timeout_s:g} s; read faster, or raise"
+                " frontend.reader_timeout_s"
+            )
+
+    def _unsent_bytes(self) -> int:
+        """Count what the client's side has not taken, in this process and in the kernel, which takes more only in large parts."""
+        transport = self._request.transport
+        if transport is None:
+            return 0
+        sock = transport.get_extra_info("socket")
+        in_kernel = bytearray(_INT_BYTES)
+        with contextlib.suppress(OSError):  # it is gone
+            fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, in_kernel)
+        return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
+
+    async def _begin(self) -> AbstractStreamWriter:
+        async with self._beginning:  # the first token and a comment may come at once
+            if self._writer is None:
+                transport = self._request.transport
+                if transport is not None:
+                    transport.set_write_buffer_limits(high=self._write_buffer_bytes)
+                self._writer = await self.prepare(self._request)
+                if self._writer is None:
+                    raise ConnectionResetError("the client is gone")
+            return self._writer
+
+    def _on_silence(self) -> None:
+        """Send a comment if nothing was sent for long; look again when that could be so the next time."""
+        now_s = self._loop.time()
+        silent_s = now_s - self._sent_s if self._writer is not None else self._stream.heartbeat_s
+        if silent_s >= self._stream.heartbeat_s and (self._beat is None or self._beat.done()):
+            self._beat = self._loop.create_task(self._send_comment())
+            silent_s = 0.0
+        rest_s = max(self._stream.heartbeat_s - silent_s, _RESOLUTION_S)
+        self._timer = self._loop.call_later(rest_s, self._on_silence)
+
+    async def _send_comment(self) -> None:
+        transport = self._request.transport
+        if transport is None or transport.get_write_buffer_size() > 0:
+            return  # gone, or it has not read what was sent before: it needs no sign of life
+        with contextlib.suppress(ConnectionError):  # whoever sends the events notices, too
+            writer = self._writer or await self._begin()
+            self._sent_s = self._loop.time()
+            await writer.write(_HEARTBEAT)

@@ -1,0 +1,1 @@
+"""What a client may use up: keys, places, time, body sizes."""

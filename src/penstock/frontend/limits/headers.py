@@ -1,0 +1,116 @@
+"""What a client says of a request outside of its body."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.core.errors import RequestError
+from penstock.frontend.config import FrontendConfig
+from penstock.frontend.errors import ForbiddenError
+
+EXPLAIN_HEADER = "X-Penstock-Explain"
+TTFT_HEADER = "X-Penstock-SLO-TTFT-Ms"
+ITL_HEADER = "X-Penstock-SLO-ITL-Ms"
+TTFT_MS = (1.0, 3_600_000.0)
+"""Bounds of a target for the first token: from a millisecond to an hour."""
+ITL_MS = (0.1, 60_000.0)
+"""Bounds of a target for the time between two tokens: to a minute."""
+_NAME_CHARACTERS_MAX = 256
+_PRIORITIES = {"high": 1, "normal": 0, "low": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """The client's name for the session that the request is of, and whether the answer is to say why it went where it did.
+
+    `tenant`, `priority` and targets as in `Request`.
+    """
+
+    session: str | None = None
+    tenant: str = ""
+    priority: int = 0
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
+    explains: bool = False
+
+
+NO_OPTIONS = RequestOptions()
+
+
+def read_options(headers: Mapping[str, str], config: FrontendConfig) -> RequestOptions:
+    """Read the headers.
+
+    Raises:
+        RequestError: one has a value that it must not have, or asks for what is not told here (403).
+    """
+    explains = asks_why(headers)
+    if explains and not config.explains:
+        raise ForbiddenError(
+            f"{EXPLAIN_HEADER}: this server does not tell (frontend.explains); leave the header out",
+            param=EXPLAIN_HEADER,
+        )
+    return RequestOptions(
+        session=_name_in(headers, config.session_header) or None,
+        tenant=_name_in(headers, config.tenant_header),
+        priority=_priority_in(headers, config.priority_header),
+        slo_ttft_s=_target_in(headers, TTFT_HEADER, TTFT_MS),
+        slo_itl_s=_target_in(headers, ITL_HEADER, ITL_MS),
+        explains=explains,
+    )
+
+
+def asks_why(headers: Mapping[str, str]) -> bool:
+    """Tell whether the answer is to say why the request went where it did.
+
+    Raises:
+        RequestError: the header says neither.
+    """
+    value = headers.get(EXPLAIN_HEADER, "0").strip()
+    if value not in {"0", "1"}:
+        raise RequestError(f"{EXPLAIN_HEADER}: must be 1 or 0, got {value[:40]!r}", param=EXPLAIN_HEADER)
+    return value == "1"
+
+
+def target_s(name: str, target_ms: float, bounds_ms: tuple[float, float]) -> float:
+    """Give a target in seconds.
+
+    Raises:
+        RequestError: it is out of bounds; `name` says whose it is.
+    """
+    low, high = bounds_ms
+    if not low <= target_ms <= high:
+        raise RequestError(
+            f"{name}: must be {low:g} to {high:,.0f} milliseconds, got {target_ms:g}", param=name
+        )
+    return target_ms / 1e3
+
+
+def _target_in(headers: Mapping[str, str], header: str, bounds_ms: tuple[float, float]) -> float | None:
+    text = headers.get(header)
+    if text is None:
+        return None
+    try:
+        target_ms = float(text)
+    except ValueError as error:
+        raise RequestError(
+            f"{header}: must be a number of milliseconds, got {text[:40]!r}", param=header
+        ) from error
+    return target_s(header, target_ms, bounds_ms)
+
+
+def _name_in(headers: Mapping[str, str], header: str) -> str:
+    name = headers.get(header, "")
+    if len(name) > _NAME_CHARACTERS_MAX:
+        raise RequestError(
+            f"{header}: must have at most {_NAME_CHARACTERS_MAX} characters, got {len(name)}", param=header
+        )
+    return name
+
+
+def _priority_in(headers: Mapping[str, str], header: str) -> int:
+    name = headers.get(header, "normal")
+    priority = _PRIORITIES.get(name.strip().lower())
+    if priority is None:
+        raise RequestError(
+            f"{header}: must be one of {', '.join(_PRIORITIES)}, got {name[:40]!r}", param=header
+        )
+    return priority

@@ -1,0 +1,191 @@
+"""Checks of a decoded request's values; every refusal names the field, the value and what is allowed.
+
+Nothing is clamped or dropped in silence: what cannot be honoured is refused.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.core.errors import RequestError
+from penstock.frontend.openai.bodies import (
+    STOP_CHARACTERS_MAX,
+    STOPS_MAX,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+)
+from penstock.frontend.text.template import RESERVED
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+LOGPROBS_MAX = 20
+STOP_IDS_MAX = 64
+CACHE_SALT_CHARACTERS_MAX = 256
+_SEED_BITS = 63
+_TOP_K_MAX = (1 << 31) - 1
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+"""Fields that are not served, each with the values that ask for nothing."""
+
+
+def check_chat(request: ChatRequest, choices_max: int) -> None:
+    """Raises: RequestError: a value is out of its range, or asks for what is not served."""
+    _check_generation(request, choices_max)
+    _check_range(request, "max_completion_tokens", 1, None)
+    if None not in (request.max_tokens, request.max_completion_tokens) and (
+        request.max_tokens != request.max_completion_tokens
+    ):
+        raise RequestError(
+            f"max_tokens: {request.max_tokens} contradicts max_completion_tokens: "
+            f"{request.max_completion_tokens}; send one of them",
+            param="max_tokens",
+        )
+    _check_range(request, "top_logprobs", 0, LOGPROBS_MAX)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError(
+            f"top_logprobs: got {request.top_logprobs} without logprobs; set logprobs to true",
+            param="top_logprobs",
+        )
+    for name in request.chat_template_kwargs or ():
+        if name in RESERVED:
+            raise RequestError(
+                f"chat_template_kwargs.{name}: is not the request's to set; leave it out",
+                param=f"chat_template_kwargs.{name}",
+            )
+    if not request.messages:
+        raise RequestError("messages: must hold at least one message, got none", param="messages")
+    for index, message in enumerate(request.messages):
+        _check_message(message, f"messages[{index}]")
+
+
+def check_completion(request: CompletionRequest, choices_max: int) -> None:
+    """Raises: RequestError: a value is out of its range, or asks for what is not served."""
+    _check_generation(request, choices_max)
+    _check_range(request, "logprobs", 0, LOGPROBS_MAX)
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return
+    if not prompt:
+        raise RequestError("prompt: must not be an empty list", param="prompt")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        names = " and ".join(
+            sorted({str: "strings", int: "token ids", list: "lists"}[kind] for kind in kinds)
+        )
+        raise RequestError(
+            f"prompt: mixes {names}; expected a string, strings, token ids or lists of token ids",
+            param="prompt",
+        )
+    choices = (request.n or 1) * (1 if kinds == {int} else len(prompt))
+    if choices > choices_max:
+        raise RequestError(
+            f"prompt: {len(prompt)} prompts times n = {request.n or 1} are {choices} choices, "
+            f"at most {choices_max} are allowed; send several requests",
+            param="prompt",
+        )
+
+
+def _check_generation(request: GenerationRequest, choices_max: int) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name, None)
+        if value is None or value in neutral or _is_ruled_out(request, name):
+            continue
+        raise RequestError(f"{name}: not supported by this server; leave it out", param=name)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError(
+            "stream_options: only allowed with stream: true; leave it out", param="stream_options"
+        )
+    _check_range(request, "max_tokens", 1, None)
+    _check_range(request, "n", 1, choices_max)
+    _check_range(request, "temperature", 0, 2)
+    _check_range(request, "top_p", 0, 1, above_low=True)
+    _check_range(request, "presence_penalty", -2, 2)
+    _check_range(request, "frequency_penalty", -2, 2)
+    _check_range(request, "repetition_penalty", 0, 10, above_low=True)
+    _check_range(request, "min_p", 0, 1)
+    _check_range(request, "top_k", -1, _TOP_K_MAX)  # -1 and 0 are off, as other servers have it
+    _check_range(request, "min_tokens", 0, None)
+    _check_range(request, "seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
+    _check_stops(request)
+    _check_length("stop_token_ids", request.stop_token_ids or (), STOP_IDS_MAX, "ids")
+    if request.cache_salt is not None:
+        if not request.cache_salt:
+            raise RequestError("cache_salt: must not be empty; leave it out", param="cache_salt")
+        _check_length("cache_salt", request.cache_salt, CACHE_SALT_CHARACTERS_MAX, "characters")
+
+
+def _is_ruled_out(request: GenerationRequest, name: str) -> bool:
+    """Tell whether the request itself says that a field is not to be used: tools that must not be called change no answer."""
+    by = {"tools": "tool_choice", "functions": "function_call"}.get(name)
+    return by is not None and getattr(request, by, None) == "none"
+
+
+def _check_range(
+    request: GenerationRequest, name: str, low: float, high: float | None, *, above_low: bool = False
+) -> None:
+    value = getattr(request, name)
+    if value is None:
+        return
+    if (value > low or (value == low and not above_low)) and (high is None or value <= high):
+        return
+    bounds = f"{'>' if above_low else '>='} {low}" + ("" if high is None else f" and <= {high}")
+    raise RequestError(f"{name}: must be {bounds}, got {value}", param=name)
+
+
+def _check_stops(request: GenerationRequest) -> None:
+    stops = stop_strings(request)
+    _check_length("stop", stops, STOPS_MAX, "strings")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= STOP_CHARACTERS_MAX:
+            raise RequestError(
+                f"stop: string {index} has {len(stop)} characters, expected 1 to {STOP_CHARACTERS_MAX}",
+                param="stop",
+            )
+
+
+def _check_length(name: str, value: Sequence[Any], most: int, unit: str) -> None:
+    if len(value) > most:
+        raise RequestError(f"{name}: at most {most} {unit} are allowed, got {len(value)}", param=name)
+
+
+def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def _check_message(message: Message, path: str) -> None:
+    if message.role not in ROLES:
+        raise RequestError(
+            f"{path}.role: must be one of {', '.join(ROLES)}, got {message.role!r}", param=f"{path}.role"
+        )
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        raise RequestError(f"{path}.content: required, but missing", param=f"{path}.content")
+    if not isinstance(message.content, list):
+        return
+    for index, part in enumerate(message.content):
+        where = f"{path}.content[{index}]"
+        if part.type != "text":
+            raise RequestError(
+                f"{where}.type: {part.type!r} is not supported, this model reads text only; "
+                "send parts of type 'text'",
+                param=f"{where}.type",
+            )
+        if part.text is None:
+            raise RequestError(f"{where}.text: required, but missing", param=f"{where}.text")

@@ -1,0 +1,225 @@
+"""One user request under way: engine deltas in, pieces of text out, for all its choices at once.
+
+Knows nothing of HTTP. Each choice is a small state machine (`ChoiceText`) fed with deltas; stop strings,
+characters split over tokens, log-probabilities and usage are settled here.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.core.errors import EngineError
+from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.wire import num_tokens, token_list
+from penstock.frontend.metrics import RequestTimer
+from penstock.frontend.openai.bodies import PromptTokensDetails, Usage
+from penstock.frontend.requests.preprocess import PreparedRequest
+from penstock.frontend.text.detokenize import Detokenizer, TextDecoder
+from penstock.frontend.text.stops import StopFinder
+from penstock.seams import RequestDispatcher, RequestStream
+
+_GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One output token with its log-probability; `start` is where it begins in the choice's text."""
+
+    logprob: TokenLogprob
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """What one delta added to one choice. The last event of a choice has its finish reason.
+
+    With it comes, if the client has asked, why the choice was sent where it was.
+    """
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: tuple[TokenText, ...] = ()
+    decisions: Sequence[object] = ()
+
+
+class ChoiceText:
+    """Turns one choice's deltas into text events. Not thread-safe; one task owns it."""
+
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, stops: Sequence[str], *, begins_text: bool
+    ) -> None:
+        self.index = index
+        self.output_tokens = 0
+        self.cached_tokens = 0
+        self.finished = False
+        self._decoder: TextDecoder = detokenizer.stream(begins_text=begins_text)
+        self._finder = StopFinder(stops) if stops else None
+        self._decoded = 0  # characters out of the decoder
+        self._given = 0  # characters out of here
+        self._waiting: deque[TokenText] = deque()  # log-probabilities of tokens whose text is not out yet
+
+    def feed(self, delta: Delta) -> TextEvent | None:
+        """Take a delta; None while all its text is held back.
+
+        Raises:
+            EngineError: the worker gave up on the request.
+        """
+        if delta.finish_reason in _GIVEN_UP:
+            raise EngineError(f"the worker ended the request as {delta.finish_reason}; try again")
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+        token_ids = token_list(delta.token_ids)
+        tokens_before = self.output_tokens
+        self.output_tokens += len(token_ids)
+        if delta.finish_reason is FinishReason.STOP and token_ids:
+            token_ids.pop()  # the stop token counts, but is not text
+        used, text = self._decode(token_ids, delta.logprobs)
+        stopped = used is not None
+        reason = "stop" if stopped else None
+        if used is not None:
+            self.output_tokens = tokens_before + used
+        elif delta.finish_reason is not None:
+            stopped, rest = self._end()
+            text += rest
+            reason = "length" if delta.finish_reason is FinishReason.LENGTH and not stopped else "stop"
+        if not text and reason is None:
+            return None
+        self._given += len(text)
+        self.finished = reason is not None
+        everything = self.finished and not stopped
+        logprobs = self._take_logprobs(None if everything else self._given) if self._waiting else ()
+        return TextEvent(self.index, text, reason, logprobs)
+
+    def _decode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[int | None, str]:
+        """Give how many tokens it took to complete a stop string (None: there is none), and the text to go out."""
+        if self._finder is None and not logprobs:
+            text = self._decoder.feed(token_ids)
+            self._decoded += len(text)
+            return None, text
+        text = ""
+        for index, token_id in enumerate(token_ids):
+            if index < len(logprobs):
+                self._waiting.append(TokenText(logprobs[index], self._decoded))
+            decoded = self._decoder.feed((token_id,))
+            self._decoded += len(decoded)
+            stopped, found = self._find(decoded)
+            text += found
+            if stopped:
+                return index + 1, text
+        return None, text
+
+    def _end(self) -> tuple[bool, str]:
+        stopped, text = self._find(self._decoder.finish())
+        if not stopped and self._finder is not None:
+            text += self._finder.finish()
+        return stopped, text
+
+    def _find(self, text: str) -> tuple[bool, str]:
+        if self._finder is None:
+            return False, text
+        text, stopped = self._finder.feed(text)
+        return stopped, text
+
+    def _take_logprobs(self, before: int | None) -> tuple[TokenText, ...]:
+        waiting, taken = self._waiting, []
+        while waiting and (before is None or waiting[0].start < before):
+            taken.append(waiting.popleft())
+        return tuple(taken)
+
+
+Emit = Callable[[TextEvent], Awaitable[None]]
+
+
+class Completion:
+    """Runs a request's choices side by side and hands their text to one receiver."""
+
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        dispatcher: RequestDispatcher,
+        timer: RequestTimer,
+        *,
+        explains: bool = False,
+    ) -> None:
+        """Prepare; `explains`: the last event of each choice says why it was sent where it was."""
+        self._explains = explains
+        self._prepared = prepared
+        self._dispatcher = dispatcher
+        self._timer = timer
+        self._choices = [
+            ChoiceText(index, prepared.model.detokenizer, prepared.stops, begins_text=prepared.begins_text)
+            for index in range(len(prepared.requests))
+        ]
+
+    async def run(self, emit: Emit) -> None:
+        """Go on until every choice has ended; cancelling this ends them all at once.
+
+        Args:
+            emit: takes each event; while it waits, that choice takes no more tokens from its worker.
+
+        Raises:
+            PenstockError: a choice failed; the others are cancelled.
+        """
+        try:
+            streams = self._open()
+            if len(self._choices) == 1:
+                await self._run_choice(self._choices[0], self._prepared.requests[0], streams[0], emit)
+                return
+            async with asyncio.TaskGroup() as group:
+                for choice, request, opened in zip(
+                    self._choices, self._prepared.requests, streams, strict=True
+                ):
+                    group.create_task(self._run_choice(choice, request, opened, emit))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        finally:
+            self._timer.finish(self.usage(), asyncio.get_running_loop().time())
+
+    def usage(self) -> Usage:
+        """Count tokens so far: each prompt once, and every choice's output."""
+        prompt_tokens = self._prepared.prompt_tokens
+        output_tokens = sum(choice.output_tokens for choice in self._choices)
+        cached_tokens = sum(
+            choice.cached_tokens for choice in self._choices[:: self._prepared.choices_per_prompt]
+        )
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=output_tokens,
+            total_tokens=prompt_tokens + output_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        )
+
+    def _open(self) -> Sequence[RequestStream]:
+        """Open all choices, those of one prompt beside each other."""
+        streams: list[RequestStream] = []
+        for index, request in enumerate(self._prepared.requests):
+            first = index - index % self._prepared.choices_per_prompt
+            streams.append(self._dispatcher.open(request, beside=streams[first] if first < index else None))
+        return streams
+
+    async def _run_choice(
+        self, choice: ChoiceText, request: Request, opened: RequestStream, emit: Emit
+    ) -> None:
+        timer, clock = self._timer, asyncio.get_running_loop().time
+        last: float | None = None
+        async with opened as stream:
+            decisions = self._explained(request)
+            async for delta in stream:
+                if tokens := num_tokens(delta.token_ids):
+                    now = clock()
+                    timer.tokens(tokens, now, last)
+                    last = now
+                event = choice.feed(delta)
+                if event is not None:
+                    if self._explains and choice.finished:
+                        event = replace(event, decisions=self._explained(request) or decisions)
+                    await emit(event)
+                    if choice.finished:
+                        return
+        raise EngineError("the worker's stream ended without a finish reason; try again")
+
+    def _explained(self, request: Request) -> Sequence[object]:
+        """Ask as soon as there is a decision, and again at the end: there may be more of them, or it may be forgotten."""
+        return self._dispatcher.explain(request.request_id) if self._explains else ()

@@ -1,0 +1,130 @@
+"""A process that understands large bodies for a frontend: `python -m penstock.frontend.requests.encoder FD`, FD being its end of a socket pair.
+
+Decoding and checking 8 MiB of JSON takes 10 ms to 2 s, rendering and encoding more, most of it with the GIL held: in the
+frontend's own process, every stream would wait.
+"""
+
+import socket
+import sys
+from collections import OrderedDict
+
+import msgspec
+
+from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError
+from penstock.core.types.cards import ModelCard
+from penstock.core.wire import Wire, encode
+from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from penstock.frontend.openai.validation import check_chat, check_completion
+from penstock.frontend.requests.encoding import Prompt, encode_prompts, without_prompts
+from penstock.frontend.text.models import ServedModel
+
+LENGTH_BYTES = 8
+
+
+class Read(Wire, frozen=True, tag="read"):
+    """Understand a body, whose bytes follow the message; the answer is `Named`."""
+
+    body_bytes: int
+    chat: bool
+    choices_max: int
+
+
+class Encode(Wire, frozen=True, tag="encode"):
+    """Encode the body just read for this model, which has the files of `source`; the answer is `Encoded`, or `Lacks`.
+
+    `files` are there after `Lacks`.
+    """
+
+    card: ModelCard
+    source: ModelCard
+    hash_key: bytes
+    models_max: int
+    files: dict[str, bytes] | None = None
+
+
+class Named(Wire, frozen=True, tag="named"):
+    """The model that the body names."""
+
+    model: str
+
+
+class Lacks(Wire, frozen=True, tag="lacks"):
+    """The files of this model are not here."""
+
+
+class Encoded(Wire, frozen=True, tag="encoded"):
+    """The body's prompts, and what else it asks for, in msgpack."""
+
+    request: bytes
+    prompts: tuple[Prompt, ...]
+
+
+class Refused(Wire, frozen=True, tag="refused"):
+    """The body cannot be served."""
+
+    error: ErrorInfo
+
+
+Task = Read | Encode
+Reply = Named | Lacks | Encoded | Refused
+_tasks: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)
+
+
+class Encoder:
+    """Does one task after the other; a body is kept from `Read` to `Encoded`."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[ModelCard, ServedModel] = OrderedDict()
+        self._request: ChatRequest | CompletionRequest | None = None
+
+    def run(self, task: Task, body: bytes) -> Reply:
+        """Do a task; `body` is what `Read` announced."""
+        try:
+            return self._read(task, body) if isinstance(task, Read) else self._encode(task)
+        except PenstockError as error:
+            self._request = None  # nobody asks for it any more
+            return Refused(error=error.to_info())
+
+    def _read(self, task: Read, body: bytes) -> Named:
+        if task.chat:
+            chat = self._request = parse_chat(body)
+            check_chat(chat, task.choices_max)
+        else:
+            completion = self._request = parse_completion(body)
+            check_completion(completion, task.choices_max)
+        return Named(model=self._request.model)
+
+    def _encode(self, task: Encode) -> Lacks | Encoded:
+        if self._request is None:
+            raise ProtocolError("the encoder was asked to encode before it was given a body")
+        if task.files is not None:
+            self._models[task.source] = ServedModel(task.source, task.files)
+            while len(self._models) > task.models_max:
+                self._models.popitem(last=False)
+        model = self._models.get(task.source)
+        if model is None:
+            return Lacks()
+        self._models.move_to_end(task.source)
+        request, self._request = self._request, None
+        prompts = encode_prompts(request, model.adapted(task.card), task.hash_key)
+        return Encoded(request=encode(without_prompts(request)), prompts=prompts)
+
+
+def main() -> int:
+    """Work until the frontend is gone."""
+    encoder = Encoder()
+    with socket.socket(fileno=int(sys.argv[1])) as link, link.makefile("rb") as tasks:
+        link.set_inheritable(False)
+        while len(head := tasks.read(LENGTH_BYTES)) == LENGTH_BYTES:
+            task = _tasks.decode(tasks.read(int.from_bytes(head)))
+            body = tasks.read(task.body_bytes) if isinstance(task, Read) else b""
+            try:
+                reply = encode(encoder.run(task, body))
+                link.sendall(len(reply).to_bytes(LENGTH_BYTES) + reply)
+            except OSError:
+                break
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

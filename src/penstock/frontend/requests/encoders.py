@@ -1,0 +1,198 @@
+"""The processes that understand large bodies for this frontend, so that no stream waits for one: see `encoder.py`."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.core.errors import PenstockError, ProtocolError
+from penstock.core.log import get_logger
+from penstock.core.wire import encode
+from penstock.frontend.errors import refusal_of
+from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
+from penstock.frontend.requests.encoder import (
+    LENGTH_BYTES,
+    Encode,
+    Encoded,
+    Lacks,
+    Named,
+    Read,
+    Refused,
+    Reply,
+    Task,
+)
+from penstock.frontend.requests.encoding import Prompt
+from penstock.frontend.text.models import ModelCache, ServedModel
+
+LARGE_BYTES = 64 << 10
+"""Bodies above this go to an encoder. Up to it, decoding and checking takes at most 5 ms, of whatever JSON (2 cores of an AMD EPYC)."""
+
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """A body's request without its prompts, its model, and the prompts encoded."""
+
+    request: GenerationRequest
+    model: ServedModel
+    prompts: tuple[Prompt, ...]
+
+
+class Encoders:
+    """Starts encoders when they are needed, and lends each to one body at a time. One event loop owns it."""
+
+    def __init__(
+        self, most: int, cache: ModelCache, *, hash_key: bytes, choices_max: int, models_max: int
+    ) -> None:
+        self._shelf = cache
+        self._hash_key = hash_key
+        self._choices_max = choices_max
+        self._models_max = models_max
+        self._free = asyncio.Semaphore(most)
+        self._idle: list[_Process] = []
+
+    async def understand(self, body: Sequence[bytes], *, chat: bool) -> Understood:
+        """Decode, check and encode a body, once an encoder is free; whoever calls limits the time.
+
+        Cancelling this ends its encoder: what is not wanted any more takes no time from others.
+
+        Raises:
+            PenstockError: it cannot be served; the text says why.
+        """
+        async with self._lend() as process:
+            read = Read(body_bytes=sum(map(len, body)), chat=chat, choices_max=self._choices_max)
+            named = await process.do(read, body)
+            if not isinstance(named, Named):
+                raise _unexpected(named)
+            model = await self._shelf.get(named.model)
+            task = Encode(
+                card=model.card, source=model.source, hash_key=self._hash_key, models_max=self._models_max
+            )
+            encoded = await process.do(task)
+            if isinstance(encoded, Lacks):
+                files = await self._shelf.files(model.source)
+                encoded = await process.do(msgspec.structs.replace(task, files=files))
+        if not isinstance(encoded, Encoded):
+            raise _unexpected(encoded)
+        kind = ChatRequest if chat else CompletionRequest
+        request: GenerationRequest = msgspec.msgpack.decode(encoded.request, type=kind)
+        return Understood(request, model, encoded.prompts)
+
+    async def close(self) -> None:
+        """End the encoders that are idle; those at work end with their tasks."""
+        while self._idle:
+            process = self._idle.pop()
+            process.end()
+            await process.ended()
+
+    @contextlib.asynccontextmanager
+    async def _lend(self) -> AsyncIterator["_Process"]:
+        async with self._free:
+            process = self._idle.pop() if self._idle else await _Process.start()
+            try:
+                yield process
+            except PenstockError:
+                self._take_back(process)
+                raise
+            except BaseException:
+                process.end()
+                raise
+            self._take_back(process)
+
+    def _take_back(self, process: "_Process") -> None:
+        if process.is_sound:
+            self._idle.append(process)
+        else:
+            process.end()
+
+
+class _Process:
+    """One encoder, seen from the frontend."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._exit: asyncio.Future[int] | None = None
+        self.is_sound = True
+
+    @classmethod
+    async def start(cls) -> "_Process":
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        # In a thread: starting it takes longer the more memory this process has.
+        starting = asyncio.get_running_loop().run_in_executor(None, _start, theirs)
+        try:
+            process = await asyncio.shield(starting)
+        except BaseException:
+            writer.close()  # a process that starts all the same ends by that
+            starting.add_done_callback(_reap)
+            raise
+        _log.info("encoder_started", pid=process.pid)
+        return cls(process, reader, writer)
+
+    async def do(self, task: Task, body: Sequence[bytes] = ()) -> Reply:
+        """Have a task done; `body` is what `Read` announces.
+
+        Raises:
+            PenstockError: the body is refused, or the process has died of it.
+        """
+        message = encode(task)
+        try:
+            self._writer.write(len(message).to_bytes(LENGTH_BYTES))
+            self._writer.write(message)
+            for piece in body:  # one by one: copying it as a whole would keep the loop for milliseconds
+                self._writer.write(piece)
+                await self._writer.drain()
+            size_bytes = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES))
+            reply = _replies.decode(await self._reader.readexactly(size_bytes))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self.is_sound = False
+            status = await self.ended()
+            _log.error("encoder_died", pid=self._process.pid, status=status)
+            raise PenstockError(
+                f"the process that encodes large bodies ended (status {status}) on this request; the server's log says more"
+            ) from error
+        if isinstance(reply, Refused):
+            raise refusal_of(reply.error)
+        return reply
+
+    async def ended(self) -> int:
+        """Wait for its end, and return its exit status."""
+        if self._exit is None:
+            self._exit = asyncio.get_running_loop().run_in_executor(None, self._process.wait)
+        return await self._exit
+
+    def end(self) -> None:
+        self._writer.close()
+        self._process.kill()
+        if self._exit is None:
+            self._exit = asyncio.get_running_loop().run_in_executor(None, self._process.wait)
+
+
+def _start(link: socket.socket) -> subprocess.Popen[bytes]:
+    with link:
+        return subprocess.Popen(  # noqa: S603 - nothing of it is a client's
+            [sys.executable, "-P", "-m", "penstock.frontend.requests.encoder", str(link.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(link.fileno(),),
+            start_new_session=True,  # Ctrl-C is the frontend's to handle
+        )
+
+
+def _reap(starting: asyncio.Future[subprocess.Popen[bytes]]) -> None:
+    if starting.exception() is None:
+        asyncio.get_running_loop().run_in_executor(None, starting.result().wait)
+
+
+def _unexpected(reply: Reply) -> PenstockError:
+    return ProtocolError(f"an encoder answered {type(reply).__name__}, which was not asked for")

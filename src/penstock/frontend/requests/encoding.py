@@ -1,0 +1,138 @@
+"""A prompt's text becomes tokens and block hashes: pure functions, run on the loop, in a thread or in an encoder process."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.core.errors import RequestError
+from penstock.core.hashing import block_hashes
+from penstock.core.wire import PackedHashes, PackedTokens, TokenArray, Wire, pack_hashes, pack_tokens
+from penstock.frontend.errors import ContextLengthError
+from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
+from penstock.frontend.text.models import ServedModel
+
+_UNREAD = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+
+
+class Prompt(Wire, frozen=True):
+    """One prompt of a request, encoded; `param` is the field that it came in. One too long for its model has no hashes."""
+
+    token_ids: PackedTokens
+    block_hashes: PackedHashes
+    param: str
+
+
+def encode_prompts(
+    request: ChatRequest | CompletionRequest, model: ServedModel, hash_key: bytes
+) -> tuple[Prompt, ...]:
+    """Encode a request that was checked (`validation.py`).
+
+    Raises:
+        RequestError: the template refuses the messages, ids are out of range, or what cannot fit is too large to be tried.
+    """
+    salt = request_salt(model.card.salt, request.cache_salt)
+    if isinstance(request, ChatRequest):
+        encoded, param = [_encode_chat(request, model)], "messages"
+    else:
+        encoded, param = _encode_texts(request, model), "prompt"
+    return tuple(
+        Prompt(
+            token_ids=pack_tokens(token_ids),
+            block_hashes=pack_hashes(block_hashes(token_ids, model.card.block_size, salt, key=hash_key))
+            if len(token_ids) < model.card.context_length
+            else PackedHashes(b""),
+            param=param,
+        )
+        for token_ids in encoded
+    )
+
+
+def without_prompts(request: GenerationRequest) -> GenerationRequest:
+    """Give what is left to be read of a request whose prompts are encoded."""
+    changes: dict[str, Any] = dict.fromkeys(_UNREAD)
+    if isinstance(request, ChatRequest):
+        changes |= {"messages": [], "chat_template_kwargs": None, "parallel_tool_calls": None}
+    else:
+        changes["prompt"] = ""
+    return msgspec.structs.replace(request, **changes)
+
+
+def request_salt(card_salt: bytes, cache_salt: str | None) -> bytes:
+    """Combine the model's salt with the caller's: callers with different cache salts share no blocks."""
+    return card_salt if cache_salt is None else card_salt + b"|cache_salt=" + cache_salt.encode()
+
+
+def _encode_chat(request: ChatRequest, model: ServedModel) -> TokenArray:
+    if model.template is None:
+        raise RequestError(
+            f"messages: model {model.card.name!r} has no chat template; use /v1/completions", param="messages"
+        )
+    text = model.template.render([_message(m) for m in request.messages], request.chat_template_kwargs)
+    return _encode(model, text, "messages", special=False)  # the template writes the special tokens
+
+
+def _message(message: Message) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text or "" for part in content)
+    fields: dict[str, Any] = {"role": message.role, "content": content}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return fields
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Turn the arguments, a JSON text in the API, into the object that templates expect."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _encode_texts(request: CompletionRequest, model: ServedModel) -> list[TokenArray]:
+    prompt: Any = request.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        prompt = [prompt]
+    return [
+        _encode(model, item, "prompt", special=True) if isinstance(item, str) else _check_ids(item, model)
+        for item in prompt
+    ]
+
+
+def _encode(model: ServedModel, text: str, param: str, *, special: bool) -> TokenArray:
+    context_length = model.card.context_length
+    if len(text) > context_length and (least := model.length_bound.tokens_min(text)) >= context_length:
+        raise ContextLengthError(
+            f"{param}: {len(text.encode())} bytes are at least {least} tokens and do not fit the model's context of "
+            f"{context_length}, which has to hold the answer too; shorten them",
+            param=param,
+        )
+    # The batch calls release the GIL, the plain ones do not; the fast one leaves out character offsets.
+    (encoding,) = model.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+    return np.array(encoding.ids, dtype=np.int32)
+
+
+def _check_ids(token_ids: list[int], model: ServedModel) -> TokenArray:
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < model.num_token_ids:
+            raise RequestError(
+                f"prompt: token ids must be >= 0 and < {model.num_token_ids}, got {token_id}", param="prompt"
+            )
+    return np.array(token_ids, dtype=np.int32)

@@ -1,0 +1,198 @@
+"""From an API request to engine requests: template, tokens, block hashes, sampling parameters.
+
+Block hashes are computed once per prompt and shared by all its choices; they travel with the request.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.core.errors import RequestError
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.wire import num_tokens
+from penstock.frontend.errors import ContextLengthError
+from penstock.frontend.limits.headers import NO_OPTIONS, RequestOptions
+from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
+from penstock.frontend.openai.validation import stop_strings
+from penstock.frontend.requests.encoding import Prompt, encode_prompts, request_salt
+from penstock.frontend.text.models import ServedModel
+
+COMPLETION_TOKENS_DEFAULT = 16
+"""`max_tokens` of a plain completion that gives none, as OpenAI documents it."""
+_THREAD_BYTES = 20_000  # a body this large is encoded in a thread: about 5 ms (2 cores of an AMD EPYC)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetadata:
+    """What is known of a request beside its content: the answer's id, the body's size, when time is up, its headers."""
+
+    id: str
+    size_bytes: int
+    deadline: float  # in the event loop's time
+    options: RequestOptions = NO_OPTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request ready to be sent: one engine request per choice, in the order of the API's indices."""
+
+    id: str
+    model: ServedModel
+    requests: tuple[Request, ...]
+    choices_per_prompt: int
+    prompt_tokens: int
+    options: RequestOptions = NO_OPTIONS
+    stops: tuple[str, ...] = ()
+    logprobs: int | None = None
+    begins_text: bool = True
+
+
+class Preprocessor:
+    """Prepares requests of every model. Not thread-safe."""
+
+    def __init__(self, *, hash_key: bytes, rng: random.Random) -> None:
+        """Take what all requests share.
+
+        Args:
+            hash_key: the deployment's, for block hashes.
+            rng: where the seeds of requests without one come from; another one in each process.
+        """
+        self._hash_key = hash_key
+        self._rng = rng
+
+    async def prepare(
+        self, request: ChatRequest | CompletionRequest, model: ServedModel, metadata: RequestMetadata
+    ) -> PreparedRequest:
+        """Prepare a request that was checked (`validation.py`); a large one is encoded in a thread.
+
+        Raises:
+            RequestError: its prompt is empty, is refused by the template, has ids out of range, or does not fit the context.
+        """
+        if metadata.size_bytes <= _THREAD_BYTES:
+            prompts = encode_prompts(request, model, self._hash_key)
+        else:
+            prompts = await asyncio.to_thread(encode_prompts, request, model, self._hash_key)
+        return self.prepared(request, model, metadata, prompts)
+
+    def prepared(
+        self,
+        request: GenerationRequest,
+        model: ServedModel,
+        metadata: RequestMetadata,
+        prompts: Sequence[Prompt],
+    ) -> PreparedRequest:
+        """Prepare a request whose prompts are encoded.
+
+        Raises:
+            RequestError: a prompt is empty, or does not fit the context.
+        """
+        card, n = model.card, request.n or 1
+        limit, logprobs = _limits(request)
+        salt = request_salt(card.salt, request.cache_salt)
+        seed = self._rng.getrandbits(63) if request.seed is None else request.seed & (2**63 - 1)
+        deadline_s = max(metadata.deadline - asyncio.get_running_loop().time(), 0.0)
+        requests: list[Request] = []
+        for prompt in prompts:
+            room = _check_context(prompt, request, limit, card.context_length)
+            sampling = _sampling(request, model, max_tokens=limit or room, seed=seed, logprobs=logprobs)
+            for _ in range(n):
+                requests.append(
+                    Request(
+                        request_id=RequestId(f"{metadata.id}-{len(requests)}"),
+                        model=card.parent or card.name,
+                        adapter=None if card.parent is None else card.name,
+                        token_ids=prompt.token_ids,
+                        sampling=sampling,
+                        block_hashes=prompt.block_hashes,
+                        salt=salt,
+                        choice=len(requests),
+                        deadline_s=deadline_s,
+                        session=metadata.options.session,
+                        tenant=metadata.options.tenant,
+                        priority=metadata.options.priority,
+                        slo_ttft_s=metadata.options.slo_ttft_s,
+                        slo_itl_s=metadata.options.slo_itl_s,
+                    )
+                )
+        return PreparedRequest(
+            id=metadata.id,
+            model=model,
+            requests=tuple(requests),
+            choices_per_prompt=n,
+            prompt_tokens=sum(num_tokens(prompt.token_ids) for prompt in prompts),
+            options=metadata.options,
+            stops=stop_strings(request),
+            logprobs=logprobs,
+            begins_text=isinstance(request, ChatRequest),
+        )
+
+
+def _limits(request: GenerationRequest) -> tuple[int | None, int | None]:
+    """Give the most tokens of an answer and the log-probabilities of each, None where the request says nothing."""
+    if isinstance(request, ChatRequest):
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return request.max_completion_tokens or request.max_tokens, logprobs
+    assert isinstance(request, CompletionRequest)
+    return request.max_tokens or COMPLETION_TOKENS_DEFAULT, request.logprobs
+
+
+def _check_context(prompt: Prompt, request: GenerationRequest, limit: int | None, context_length: int) -> int:
+    """Give how many tokens fit after the prompt."""
+    size = num_tokens(prompt.token_ids)
+    if not size:
+        raise RequestError(f"{prompt.param}: is empty; expected at least one token", param=prompt.param)
+    room = context_length - size
+    if room < 1:
+        raise ContextLengthError(
+            f"{prompt.param}: {size} tokens do not fit the model's context of {context_length}, which has "
+            "to hold the answer too; shorten them",
+            param=prompt.param,
+        )
+    if limit is not None and limit > room:
+        name = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
+        raise ContextLengthError(
+            f"{name}: {size} prompt tokens and {limit} for the answer exceed the model's context of "
+            f"{context_length}; at most {room} are left",
+            param=name,
+        )
+    return room
+
+
+def _sampling(
+    request: GenerationRequest, model: ServedModel, *, max_tokens: int, seed: int, logprobs: int | None
+) -> SamplingParams:
+    defaults = model.defaults
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens: must be <= max_tokens, got {min_tokens} > {max_tokens}", param="min_tokens"
+        )
+    for token_id in request.stop_token_ids or ():
+        if not 0 <= token_id < model.num_token_ids:
+            raise RequestError(
+                f"stop_token_ids: must be >= 0 and < {model.num_token_ids}, got {token_id}",
+                param="stop_token_ids",
+            )
+
+    def value(name: str, neutral: float) -> float:
+        given = getattr(request, name)
+        return defaults.get(name, neutral) if given is None else given
+
+    top_k = int(value("top_k", 0))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=value("temperature", 1.0),
+        top_p=value("top_p", 1.0),
+        top_k=top_k if top_k > 0 else None,
+        min_p=value("min_p", 0.0),
+        presence_penalty=value("presence_penalty", 0.0),
+        frequency_penalty=value("frequency_penalty", 0.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
+        seed=seed,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+    )

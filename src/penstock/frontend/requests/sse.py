@@ -1,0 +1,202 @@
+"""Answers in the API's shapes: server-sent events chunk by chunk, or one body at the end.
+
+All that is the same in every chunk of a choice is put together once; per chunk only the text is encoded.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import PenstockError
+from penstock.core.types.requests import TokenLogprob
+from penstock.frontend.errors import error_answer
+from penstock.frontend.openai.bodies import (
+    Answer,
+    AssistantMessage,
+    ChatChoice,
+    ChatLogprobs,
+    CompletionChoice,
+    CompletionLogprobs,
+    TokenEntry,
+    TopLogprob,
+    Usage,
+    encode,
+)
+from penstock.frontend.openai.explaining import Explanation
+from penstock.frontend.requests.completion import TextEvent, TokenText
+
+DONE = b"data: [DONE]\n\n"
+_END = b"}\n\n"
+TokenBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every chunk of one answer says of it."""
+
+    id: str
+    created: int
+    model: str
+    chat: bool
+
+
+class EventStream:
+    """Encodes one answer's events as server-sent events."""
+
+    def __init__(self, envelope: Envelope, token_bytes: TokenBytes, *, include_usage: bool) -> None:
+        """Put together what is the same in all chunks.
+
+        Args:
+            envelope: the answer's.
+            token_bytes: a token's own bytes, for log-probabilities.
+            include_usage: every chunk names `usage`, and the last one gives it.
+        """
+        kind = "chat.completion.chunk" if envelope.chat else "text_completion"
+        head = {"id": envelope.id, "object": kind, "created": envelope.created, "model": envelope.model}
+        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._before_text = b',"delta":{"content":' if envelope.chat else b',"text":'
+        self._after_text = b'},"logprobs":' if envelope.chat else b',"logprobs":'
+        self._tail = (b'],"usage":null' if include_usage else b"]") + _END
+        self._plain_tail = self._after_text + b'null,"finish_reason":null}' + self._tail
+        self._starts: dict[int, bytes] = {}
+        self._chat = envelope.chat
+        self._token_bytes = token_bytes
+
+    def event(self, event: TextEvent) -> bytes:
+        """Encode an event as one chunk; before a chat choice's first one comes the chunk with its role."""
+        start = self._starts.get(event.index)
+        role = b""
+        if start is None:
+            start = self._head + b'{"index":%d' % event.index + self._before_text
+            self._starts[event.index] = start
+            role = self._role(event.index) if self._chat else b""
+        if event.finish_reason is None and not event.logprobs:
+            return role + start + encode(event.text) + self._plain_tail
+        logprobs = encode(_logprobs(event.logprobs, self._token_bytes, chat=self._chat))
+        reason = b',"finish_reason":' + encode(event.finish_reason) + b"}"
+        tail = self._tail
+        if event.decisions:
+            tail = tail[: -len(_END)] + b',"penstock":' + encode(Explanation(event.decisions)) + _END
+        return role + start + encode(event.text) + self._after_text + logprobs + reason + tail
+
+    def usage(self, usage: Usage) -> bytes:
+        """Encode the chunk without choices that ends a stream with `include_usage`."""
+        return self._head + b'],"usage":' + encode(usage) + _END
+
+    def _role(self, index: int) -> bytes:
+        delta = b',"delta":{"role":"assistant","content":""'
+        return self._head + b'{"index":%d' % index + delta + self._plain_tail
+
+
+def error_event(error: PenstockError) -> bytes:
+    """Encode an error that ends a stream; no [DONE] follows it."""
+    return b"data: " + encode(error_answer(error)) + b"\n\n"
+
+
+@dataclass(slots=True)
+class _Collected:
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenText] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+
+class WholeAnswer:
+    """Collects events for an answer in one body."""
+
+    def __init__(self, envelope: Envelope, token_bytes: TokenBytes, *, choices: int, logprobs: bool) -> None:
+        self._envelope = envelope
+        self._token_bytes = token_bytes
+        self._wants_logprobs = logprobs
+        self._choices = [_Collected() for _ in range(choices)]
+        self._decisions: list[object] = []
+
+    async def take(self, event: TextEvent) -> None:
+        collected = self._choices[event.index]
+        collected.pieces.append(event.text)
+        collected.logprobs += event.logprobs
+        self._decisions += event.decisions
+        if event.finish_reason is not None:
+            collected.finish_reason = event.finish_reason
+
+    def body(self, usage: Usage) -> bytes:
+        envelope, choices = self._envelope, self._choices
+        kind = "chat.completion" if envelope.chat else "text_completion"
+        build: Any = self._chat_choice if envelope.chat else self._completion_choice
+        return encode(
+            Answer(
+                id=envelope.id,
+                object=kind,
+                created=envelope.created,
+                model=envelope.model,
+                choices=[build(index, collected) for index, collected in enumerate(choices)],
+                usage=usage,
+                penstock=Explanation(self._decisions) if self._decisions else None,
+            )
+        )
+
+    def _chat_choice(self, index: int, collected: _Collected) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(content="".join(collected.pieces)),
+            logprobs=_chat_logprobs(collected.logprobs, self._token_bytes) if self._wants_logprobs else None,
+            finish_reason=collected.finish_reason,
+        )
+
+    def _completion_choice(self, index: int, collected: _Collected) -> CompletionChoice:
+        logprobs = collected.logprobs
+        return CompletionChoice(
+            index=index,
+            text="".join(collected.pieces),
+            logprobs=_completion_logprobs(logprobs, self._token_bytes) if self._wants_logprobs else None,
+            finish_reason=collected.finish_reason,
+        )
+
+
+def _logprobs(tokens: tuple[TokenText, ...], token_bytes: TokenBytes, *, chat: bool) -> msgspec.Struct | None:
+    if not tokens:
+        return None
+    return _chat_logprobs(tokens, token_bytes) if chat else _completion_logprobs(tokens, token_bytes)
+
+
+def _chat_logprobs(tokens: tuple[TokenText, ...] | list[TokenText], token_bytes: TokenBytes) -> ChatLogprobs:
+    return ChatLogprobs([_entry(token.logprob, token_bytes) for token in tokens])
+
+
+def _entry(logprob: TokenLogprob, token_bytes: TokenBytes) -> TokenEntry:
+    top = [TopLogprob(*_named(token_id, value, token_bytes)) for token_id, value in logprob.top]
+    return TokenEntry(*_named(logprob.token_id, logprob.logprob, token_bytes), top)
+
+
+def _named(token_id: int, logprob: float, token_bytes: TokenBytes) -> tuple[str, float, list[int]]:
+    content = token_bytes(token_id)
+    return _text(content), _finite(logprob), list(content)
+
+
+def _completion_logprobs(
+    tokens: tuple[TokenText, ...] | list[TokenText], token_bytes: TokenBytes
+) -> CompletionLogprobs:
+    wants_top = any(token.logprob.top for token in tokens)
+    return CompletionLogprobs(
+        tokens=[_text(token_bytes(token.logprob.token_id)) for token in tokens],
+        token_logprobs=[_finite(token.logprob.logprob) for token in tokens],
+        top_logprobs=[_top(token.logprob, token_bytes) for token in tokens] if wants_top else None,
+        text_offset=[token.start for token in tokens],
+    )
+
+
+def _top(logprob: TokenLogprob, token_bytes: TokenBytes) -> dict[str, float]:
+    top: dict[str, float] = {}
+    for token_id, value in logprob.top:
+        top.setdefault(_text(token_bytes(token_id)), _finite(value))  # parts of characters look the same
+    return top
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity: a token that was ruled out gets the lowest value the API gives."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,1 @@
+"""Between text and token ids: chat template, lengths, detokenizing, stop strings."""

@@ -1,0 +1,144 @@
+"""The models of the deployment, as the frontend needs them: tokenizer, chat template, limits.
+
+A card's files are fetched from its workers once, named by their content, and kept while they are used.
+"""
+
+import asyncio
+import copy
+from collections import OrderedDict
+
+from tokenizers import Tokenizer
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.log import get_logger
+from penstock.core.types.cards import ModelCard
+from penstock.frontend.errors import UnknownModelError
+from penstock.frontend.text.detokenize import Detokenizer
+from penstock.frontend.text.length import LengthBound
+from penstock.frontend.text.template import ChatTemplate
+from penstock.seams import RequestDispatcher
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+_log = get_logger()
+
+
+class ServedModel:
+    """One model's card, with what its files say. Immutable; its tokenizer may be used in threads."""
+
+    def __init__(self, card: ModelCard, files: dict[str, bytes]) -> None:
+        """Load; for a large vocabulary this takes a second, so call it in a thread.
+
+        Raises:
+            ConfigError: a file is missing or malformed.
+        """
+        if TOKENIZER not in files:
+            raise ConfigError(f"model {card.name}: has no {TOKENIZER}; its worker must publish one")
+        try:
+            self.tokenizer: Tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
+            self.detokenizer = Detokenizer(self.tokenizer, files[TOKENIZER])
+            self.length_bound = LengthBound(self.tokenizer, files[TOKENIZER])
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"model {card.name}: {TOKENIZER}: {error}") from error
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.template = ChatTemplate.load(files.get(TOKENIZER_CONFIG), files.get(CHAT_TEMPLATE))
+        self.card = card
+        self.source = card
+        """Whose files it has; its adapters have the same."""
+        self.defaults = dict(card.default_sampling)
+        self.num_token_ids = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def adapted(self, card: ModelCard) -> "ServedModel":
+        """Give the model as one of its LoRA adapters has it: under another card, and all else shared."""
+        model = copy.copy(self)
+        model.card = card
+        return model
+
+
+class ModelCache:
+    """Loads served models on first use and keeps the most recent ones. One event loop owns it."""
+
+    def __init__(self, dispatcher: RequestDispatcher, models_max: int) -> None:
+        self._dispatcher = dispatcher
+        self._models_max = models_max
+        self._models: OrderedDict[ModelCard, ServedModel] = OrderedDict()
+        self._adapters: OrderedDict[str, ModelCard] = OrderedDict()
+        self._loading = asyncio.Lock()
+
+    async def get(self, name: str) -> ServedModel:
+        """Give a model, loading it if need be.
+
+        One that was served a while ago is given too: its workers may be about to come back, and the
+        dispatcher waits for them.
+
+        Raises:
+            UnknownModelError: no worker serves it; the text names the models there are.
+            Unavailable: no worker serves anything yet, its workers cannot take requests now, or the model's files cannot be fetched now.
+            ConfigError: its files are malformed.
+        """
+        card = self._dispatcher.models().get(name) or self._remembered(name) or self.card(name)
+        if card.parent is not None:
+            parent = await self.get(card.parent)
+            self._remember_adapter(card)
+            return parent.adapted(card)
+        model = self._models.get(card)
+        if model is None:
+            async with self._loading:  # the others wait, and then find it
+                model = self._models.get(card) or await self._load(card)
+        if card in self._models:
+            self._models.move_to_end(card)
+        return model
+
+    async def files(self, card: ModelCard) -> dict[str, bytes]:
+        """Fetch what a `ServedModel` is made of.
+
+        Raises:
+            PenstockError: its workers do not give them now.
+        """
+        names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+        return {
+            file.name: await self._dispatcher.fetch_file(card, file)
+            for file in card.files
+            if file.name in names
+        }
+
+    def card(self, name: str) -> ModelCard:
+        """Give the card of a model that is served now.
+
+        Raises:
+            UnknownModelError: no worker serves it.
+            Unavailable: no worker serves anything, or its workers cannot take requests now.
+        """
+        cards = self._dispatcher.models()
+        if not cards:
+            raise Unavailable("no worker is ready; try again in a moment", retry_after_s=1.0)
+        if name not in cards:
+            if self._dispatcher.expects(name):
+                raise Unavailable(
+                    f"model: {name!r} has workers, but none can take requests now; try again in a moment",
+                    retry_after_s=1.0,
+                )
+            present = ", ".join(sorted(cards))
+            raise UnknownModelError(f"model: {name!r} does not exist here; models: {present}", param="model")
+        return cards[name]
+
+    def _remembered(self, name: str) -> ModelCard | None:
+        adapter = self._adapters.get(name)
+        return adapter or next((card for card in reversed(self._models) if card.name == name), None)
+
+    def _remember_adapter(self, card: ModelCard) -> None:
+        self._adapters[card.name] = card
+        self._adapters.move_to_end(card.name)
+        if len(self._adapters) > self._models_max:
+            self._adapters.popitem(last=False)
+
+    async def _load(self, card: ModelCard) -> ServedModel:
+        files = await self.files(card)
+        model = self._models[card] = await asyncio.to_thread(ServedModel, card, files)
+        while len(self._models) > self._models_max:
+            self._models.popitem(last=False)
+        _log.info("model_loaded", model=card.name, context_tokens=card.context_length)
+        return model

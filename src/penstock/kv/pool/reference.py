@@ -1,0 +1,214 @@
+"""What the native `Pool` does, in Python: its oracle, and what runs without it or with an eviction policy in Python.
+
+State is lists indexed by block id, not an object per block.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from penstock.core.ids import BlockId
+from penstock.core.wire import HashArray
+from penstock.kv.pool.eviction import EvictionPolicy
+
+_LOW64_BYTES = 8
+_HASH_BYTES = 16
+
+
+class ChangeKind(IntEnum):
+    """What a change says of its hashes; the native pool gives the plain numbers."""
+
+    STORED = 0
+    REMOVED = 1
+    CLEARED = 2
+
+
+Change = tuple[int, bytes, int | None]
+"""(kind, packed low64 of its hashes, parent: low64 of the block before a stored run)."""
+
+GivenUp = tuple[list[BlockId], bytes, int | None]
+"""(blocks that went to make room, each the parent of the next; their hashes of 16 bytes; parent of the first)."""
+
+
+class ReferencePool:
+    """Reference-counted blocks with a prefix cache; `BlockPool` says what each method is for.
+
+    Not thread-safe; one task owns it.
+    """
+
+    def __init__(self, num_blocks: int, eviction: EvictionPolicy) -> None:
+        self._num_blocks = num_blocks
+        self._eviction = eviction
+        self._references = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._parent_of: list[int | None] = [None] * num_blocks
+        self._by_hash: dict[bytes, BlockId] = {}
+        self._free = [BlockId(index) for index in reversed(range(num_blocks))]
+        self._idle: OrderedDict[BlockId, None] = OrderedDict()  # longest unused first
+        self._changes: list[Change] = []
+        self._removed: list[bytes] = []  # evicted since the last change, told as one
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_active(self) -> int:
+        return self._num_blocks - self.num_available
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._by_hash)
+
+    def match(self, hashes: HashArray) -> list[BlockId]:
+        found = []
+        for key in _keys(hashes):
+            block_id = self._by_hash.get(key)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def count_idle(self, ids: Sequence[BlockId]) -> int:
+        return sum(block_id in self._idle for block_id in ids)
+
+    def acquire(self, ids: Sequence[BlockId]) -> None:
+        for block_id in ids:
+            if self._references[block_id] == 0:
+                if block_id not in self._idle:
+                    raise AssertionError(f"block {block_id} is free: only what match found can be acquired")
+                del self._idle[block_id]
+            self._references[block_id] += 1
+
+    def make_room(self, count: int) -> list[GivenUp]:
+        if not len(self._free) < count <= self.num_available:
+            return []
+        chains: list[GivenUp] = []
+        for block_id, key in reversed(self._evict(count - len(self._free))):
+            parent = self._parent_of[block_id]
+            if chains and parent == int.from_bytes(chains[-1][1][-_HASH_BYTES:][:_LOW64_BYTES], "little"):
+                ids, keys, first_parent = chains[-1]
+                chains[-1] = ([*ids, block_id], keys + key, first_parent)
+            else:
+                chains.append(([block_id], key, parent))
+        return chains[::-1]
+
+    def allocate(self, count: int) -> list[BlockId] | None:
+        if count > self.num_available:
+            return None
+        if count > len(self._free):
+            self._evict(count - len(self._free))
+        start = len(self._free) - count
+        ids = self._free[start:]
+        ids.reverse()  # ascending ids while the pool is fresh
+        del self._free[start:]
+        for block_id in ids:
+            self._references[block_id] = 1
+        return ids
+
+    def release(self, ids: Sequence[BlockId]) -> None:
+        for block_id in reversed(ids):
+            references = self._references[block_id] - 1
+            if references < 0:
+                raise AssertionError(f"block {block_id} was released more often than it was taken")
+            self._references[block_id] = references
+            if references == 0:
+                if self._hash_of[block_id] is None:
+                    self._free.append(block_id)
+                else:
+                    self._idle[block_id] = None
+
+    def commit(self, ids: Sequence[BlockId], hashes: HashArray, parent: int | None) -> None:
+        keys = _keys(hashes)
+        if len(keys) != len(ids):
+            raise ValueError(f"commit: {len(ids)} blocks need as many hashes, got {len(keys)}")
+        run_start = 0  # new blocks in a row are one change; resident ones end a run
+        for index, (block_id, key) in enumerate(zip(ids, keys, strict=True)):
+            if key in self._by_hash:
+                self._tell_stored(hashes, run_start, index, parent)
+                run_start = index + 1
+            else:
+                if self._hash_of[block_id] is not None or self._references[block_id] == 0:
+                    raise AssertionError(f"block {block_id} was committed before, or is held by nobody")
+                self._by_hash[key] = block_id
+                self._hash_of[block_id] = key
+                self._parent_of[block_id] = int(hashes[index - 1, 0]) if index else parent
+        self._tell_stored(hashes, run_start, len(keys), parent)
+
+    def reset(self) -> None:
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._by_hash.clear()
+        self._hash_of = [None] * self._num_blocks
+        self._removed.clear()
+        self._changes.append((ChangeKind.CLEARED, b"", None))
+
+    def take_changes(self) -> list[Change]:
+        """Hand over what changed since the last call, in order."""
+        self._tell_removed()
+        changes, self._changes = self._changes, []
+        return changes
+
+    def resident_hashes(self) -> bytes:
+        """Join the 16 bytes of each hash in the cache, in no order."""
+        return b"".join(self._by_hash)
+
+    def references(self) -> dict[BlockId, int]:
+        return {BlockId(index): number for index, number in enumerate(self._references) if number}
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert free.isdisjoint(self._idle), "a block is both free and idle"
+        for block_id in range(self._num_blocks):
+            references, key = self._references[block_id], self._hash_of[block_id]
+            state = (references > 0, block_id in free, block_id in self._idle)
+            assert sum(state) == 1, (
+                f"block {block_id}: {references} references, free {state[1]}, idle {state[2]}"
+            )
+            assert not (block_id in free and key is not None), f"block {block_id} is free but has a hash"
+            assert not (block_id in self._idle and key is None), f"block {block_id} is idle but has no hash"
+            assert key is None or self._by_hash.get(key) == block_id, (
+                f"block {block_id}: its hash names another"
+            )
+        named = sum(key is not None for key in self._hash_of)
+        assert named == len(self._by_hash), f"{len(self._by_hash)} hashes name {named} blocks"
+
+    def _evict(self, count: int) -> list[tuple[BlockId, bytes]]:
+        victims = self._eviction.victims(self._idle.keys(), count)
+        if len(victims) != count or not self._idle.keys() >= set(victims) or len(set(victims)) != count:
+            raise AssertionError(
+                f"{type(self._eviction).__name__}.victims: must give {count} different candidates, got {victims}"
+            )
+        gone = []
+        for block_id in victims:
+            del self._idle[block_id]
+            key = self._hash_of[block_id]
+            assert key is not None
+            del self._by_hash[key]
+            self._hash_of[block_id] = None
+            self._free.append(block_id)
+            self._removed.append(key[:_LOW64_BYTES])
+            gone.append((block_id, key))
+        return gone
+
+    def _tell_stored(self, hashes: HashArray, start: int, end: int, parent: int | None) -> None:
+        if start == end:
+            return
+        self._tell_removed()
+        packed = hashes[start:end, 0].astype("<u8", copy=False).tobytes()
+        before = int(hashes[start - 1, 0]) if start else parent
+        self._changes.append((ChangeKind.STORED, packed, before))
+
+    def _tell_removed(self) -> None:
+        if self._removed:
+            self._changes.append((ChangeKind.REMOVED, b"".join(self._removed), None))
+            self._removed.clear()
+
+
+def _keys(hashes: HashArray) -> list[bytes]:
+    """Split (n, 2) hashes into dict keys of 16 bytes; low64 are the first 8."""
+    return np.ascontiguousarray(hashes, dtype="<u8").view("V16").ravel().tolist()

@@ -1,0 +1,353 @@
+"""Prices from first principles: a model's bytes and FLOPs over what the hardware can do.
+
+Each matrix product takes the smooth maximum of its arithmetic and its weight traffic; attention, collectives
+and launches are added. One set of factors holds for all models and devices. Steps that only decode follow each other
+through a pipeline without a gap; one that carries prompts ends when the last of their micro-batches has left it. At a
+fixed batch a decode step is piecewise linear in context, which the simulator relies on.
+"""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.events import Tier
+from penstock.perf.latency import Link
+from penstock.perf.model.hardware import Dtype, Hardware
+from penstock.perf.model.parallel import Parallel
+from penstock.perf.model.shape import ModelShape
+from penstock.perf.roofline.attention import Attention, causal_pairs
+from penstock.perf.roofline.collectives import Collectives
+from penstock.perf.roofline.factors import Factors
+from penstock.perf.roofline.product import Product
+
+
+@dataclass(slots=True)
+class Roofline:
+    """A `LatencyModel` of one engine. Stateless after construction."""
+
+    shape: ModelShape
+    hardware: Hardware
+    parallel: Parallel = field(default_factory=Parallel)
+    weight_dtype: Dtype | None = None
+    kv_dtype: Dtype | None = None
+    factors: Factors = field(default_factory=Factors)
+    tokens_per_step: float = 1.0
+    """Tokens a decode step yields on average; above 1 with speculation."""
+    draft_tokens: int | None = None
+    """Tokens that a step drafts for each sequence and verifies beside the one that is sure; None is the fewest that can
+    yield `tokens_per_step`. Each takes a further layer and the head to draft, as with multi-token prediction and EAGLE."""
+    expert_dtype: Dtype | None = None
+    """Of routed experts; None is `weight_dtype` where that is given, else the checkpoint's own, and what a model without
+    experts has."""
+    _attention: Attention = field(init=False, repr=False)
+    _dense: Product = field(init=False, repr=False)
+    """One dense layer."""
+    _shared: Product = field(init=False, repr=False)
+    """What every token takes of one layer with experts."""
+    _head: Product = field(init=False, repr=False)
+    _wide_bytes: float = field(init=False, repr=False)
+    _layers: int = field(init=False, repr=False)
+    _dense_layers: int = field(init=False, repr=False)
+    _launches_s: float = field(init=False, repr=False)
+    """What a layer takes however few tokens there are."""
+    _bytes_per_s: float = field(init=False, repr=False)
+    """The memory's, as reached."""
+    _collectives: Collectives = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.shape.moe is not None:
+            self.expert_dtype = self.expert_dtype or self.weight_dtype or self.shape.expert_dtype
+        elif self.expert_dtype is not None:
+            raise ConfigError(
+                f"expert_dtype: {self.expert_dtype} needs a model with experts; {self.shape.name} has none"
+            )
+        self.weight_dtype = self.weight_dtype or self.shape.weight_dtype
+        wide = Dtype.FP8 if self.weight_dtype in {Dtype.FP8, Dtype.NVFP4, Dtype.MXFP4} else Dtype.BF16
+        self.kv_dtype = self.kv_dtype or (Dtype.FP32 if self.weight_dtype is Dtype.FP32 else wide)
+        self._check_parallel()
+        self._check_speculation()
+        self._prepare(self.weight_dtype, self.kv_dtype)
+
+    def _prepare(self, dtype: Dtype, kv_dtype: Dtype) -> None:
+        """Work out what of each step's price is always the same."""
+        shape, hardware, factors, tp = self.shape, self.hardware, self.factors, self.parallel.tp
+        self._wide_bytes = self._wide.bytes
+        self._layers, self._dense_layers = shape.layers, shape.layers - shape.moe_layers
+        self._launches_s = factors.layer_s + factors.attention_s
+        self._bytes_per_s = hardware.bandwidth_bytes_per_s * factors.bandwidth
+        self._collectives = Collectives(
+            hardware, factors, self.parallel, shape.hidden, shape.hidden * self._wide_bytes
+        )
+        self._attention = Attention(
+            windows=tuple(Counter(shape.windows).items()),
+            flops_per_pair=shape.attention_flops_per_pair(),
+            decode_flops_per_pair=shape.attention_flops_per_pair(absorbed=True),
+            kv_elements_per_token=shape.kv_elements_per_token(),
+            kv_element_bytes=kv_dtype.bytes,
+            devices=tp,
+            kv_shards=self._kv_shards(),
+            flops_per_s=hardware.peak_flops_per_s(self._wide) * factors.attention,
+            kv_bytes_per_s=hardware.bandwidth_bytes_per_s * factors.kv_bandwidth,
+        )
+        attention = shape.attention_params() / tp
+        shared = 0 if shape.moe is None else shape.ffn_params(shape.moe.shared_intermediate)
+        self._dense = self._product(attention + shape.ffn_params(shape.intermediate) / tp, dtype)
+        self._shared = self._product(attention + shared / tp, dtype)
+        self._head = self._product(shape.head_params() / tp, self._wide)
+
+    def _check_speculation(self) -> None:
+        if self.tokens_per_step < 1:
+            raise ConfigError(f"tokens_per_step: must be >= 1, got {self.tokens_per_step}")
+        if self.draft_tokens is None:
+            self.draft_tokens = math.ceil(self.tokens_per_step) - 1
+        if not self.tokens_per_step <= 1 + self.draft_tokens:
+            raise ConfigError(
+                f"draft_tokens: {self.draft_tokens} drafted and one that is sure yield {1 + self.draft_tokens} tokens at"
+                f" most, got tokens_per_step {self.tokens_per_step:g}; raise draft_tokens or lower it"
+            )
+
+    def _remedy(self) -> str:
+        if self.shape.moe is None:
+            return "raise tensor_parallel or pipeline_parallel"
+        return "raise tensor_parallel, pipeline_parallel or expert_parallel"
+
+    def _check_parallel(self) -> None:
+        tp, pp, ep, dp = self.parallel.tp, self.parallel.pp, self.parallel.ep, self.parallel.dp
+        if tp > self.shape.heads:
+            raise ConfigError(
+                f"tensor parallelism: {tp} devices cannot share {self.shape.heads} attention heads; at most one each"
+            )
+        if self.shape.heads % tp:
+            raise ConfigError(
+                f"tensor parallelism: {self.shape.heads} attention heads on {tp} devices are {self.shape.heads / tp:.2f}"
+                f" each; take a tensor_parallel that divides {self.shape.heads}"
+            )
+        heads = self.shape.kv_heads
+        if self.shape.mla is None and max(tp, heads) % min(tp, heads):
+            raise ConfigError(
+                f"tensor parallelism: {heads} KV heads on {tp} devices are neither split nor copied evenly; take a"
+                f" tensor_parallel that divides {heads}, or a multiple of it"
+            )
+        if pp > self.shape.layers:
+            raise ConfigError(
+                f"pipeline parallelism: {pp} stages cannot share {self.shape.layers} layers; at most one each"
+            )
+        if ep == 1:
+            return
+        if self.shape.moe is None:
+            raise ConfigError(
+                f"expert parallelism: {ep} needs a model with experts; {self.shape.name} has none"
+            )
+        if ep % tp or tp * dp % ep:
+            raise ConfigError(
+                f"expert parallelism: must be a multiple of tensor parallelism ({tp}) that divides the {tp * dp} devices"
+                f" of tensor times data parallelism, or 1, got {ep}"
+            )
+        if ep > self.shape.moe.num_experts:
+            raise ConfigError(
+                f"expert parallelism: {ep} devices cannot share {self.shape.moe.num_experts} experts; at most one each"
+            )
+
+    # ---- LatencyModel -----------------------------------------------------------------------------------
+
+    @property
+    def verified_tokens(self) -> int:
+        """Tokens that a decode step computes for each sequence."""
+        assert self.draft_tokens is not None, "since construction"
+        return 1 + self.draft_tokens
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        assert self.kv_dtype is not None
+        return self.shape.kv_bytes_per_token(self.kv_dtype)
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens whose KV fits beside the weights; raises ConfigError when the weights alone do not fit."""
+        budget = self.hardware.memory_bytes * self.factors.memory_fraction
+        weights = self.weight_bytes_per_device()
+        if weights >= budget:
+            raise ConfigError(
+                f"{self.shape.name}: {weights / 1e9:.1f} GB of {self.weight_dtype} weights a device do not fit in "
+                f"{self.factors.memory_fraction:.0%} of {self.hardware.name}'s {self.hardware.memory_bytes / 1e9:.0f} GB; {self._remedy()}"
+            )
+        spread = self.parallel.pp * self.parallel.dp * self._kv_shards()
+        return int((budget - weights) * spread / self.kv_bytes_per_token)
+
+    def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
+        return self.mixed_step_s([(new_tokens, cached_tokens)], 0, 0)
+
+    def prefill_batch_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return self.mixed_step_s(chunks, 0, 0)
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return self.mixed_step_s((), batch, context_tokens)
+
+    def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
+        """Price one step; see `LatencyModel.mixed_step_s`.
+
+        Sequences that decode are spread over as many micro-batches as a pipeline has stages: each starts its next token
+        when it leaves the last stage, so that nothing is idle and a token takes one pass. Prompts are cut into as many, or
+        go in one, whichever is sooner: of m micro-batches and p stages the last one leaves after m + p - 1 stages' times.
+        """
+        if not batch and not any(new for new, _ in chunks):
+            return 0.0
+        pass_s, stage_s = self._pass_s(chunks, batch, context_tokens, 1)
+        pp = self.parallel.pp
+        if chunks and pp > 1:
+            idle_s = self._pass_s((), batch, context_tokens, 1)[1] if batch else 0.0
+            cut_s, stage_s = self._pass_s(chunks, batch, context_tokens, pp)
+            pass_s = min(pass_s, cut_s + (pp - 1) * (stage_s - idle_s))
+        return pass_s + self.factors.step_s
+
+    def _pass_s(
+        self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int, parts: int
+    ) -> tuple[float, float]:
+        """Say what a micro-batch takes through the whole pipeline, and in one stage; prompts are cut into so many parts."""
+        news = [new for new, _ in chunks]
+        queries = batch * self.verified_tokens
+        pp, copies = self.parallel.pp, self.parallel.pp * self.parallel.dp
+        rows = self._fullest(news) / parts + queries / copies
+        prompts = max(len(chunks) / self.parallel.dp, min(len(chunks), 1)) / parts
+        seconds = self._layers_s(rows, sum(news) / parts + queries / pp)
+        seconds += self._head.seconds(prompts + queries / copies)
+        if chunks:
+            seconds += self._prefill_attention_s(chunks) / parts
+        if batch:
+            spread = batch / copies
+            seconds += self._attention.decode_s(queries / copies, spread, context_tokens / copies)
+            if drafted := self.verified_tokens - 1:
+                seconds += drafted * self._draft_s(spread, batch / pp, context_tokens / copies)
+        hop_s = self._collectives.hop_s(rows)
+        return seconds + (pp - 1) * hop_s, seconds / pp + hop_s
+
+    def transfer_s(self, num_bytes: float, link: Link) -> float:
+        reached = self.factors.collective_bandwidth
+        rate = {
+            Link.SCALE_UP: self.hardware.scale_up_bytes_per_s * reached,
+            Link.SCALE_OUT: self.hardware.scale_out_bytes_per_s * reached,
+            Link.HOST: self.factors.storage_bytes_per_s[Tier.HOST],
+        }[link]
+        return self.factors.collective_s + num_bytes / rate
+
+    def onboard_s(self, num_bytes: float, tier: Tier) -> float:
+        if tier is Tier.DEVICE or num_bytes <= 0:
+            return 0.0
+        return self.factors.collective_s + num_bytes / self.factors.storage_bytes_per_s[tier]
+
+    # ---- parts -------------------------------------------------------------------------------------------
+
+    def weight_bytes_per_device(self) -> float:
+        """Weights on the fullest device; embeddings and head stay 16 bits wide."""
+        assert self.weight_dtype is not None
+        parallel, shape = self.parallel, self.shape
+        body = shape.dense_params() / parallel.tp * self.weight_dtype.bytes
+        if shape.moe is not None:
+            assert self.expert_dtype is not None
+            experts = shape.moe_layers * self._experts_per_device() * shape.expert_params()
+            body += experts * self.expert_dtype.bytes
+        head = shape.head_params() * (1 if shape.tied_embeddings else 2) / parallel.tp
+        return body / parallel.pp + head * max(2.0, self._wide.bytes)
+
+    def _experts_per_device(self) -> float:
+        """Experts of a layer that a device holds: whole ones, some twice where they do not come out even."""
+        assert self.shape.moe is not None
+        ep, experts = self.parallel.ep, self.shape.moe.num_experts
+        return math.ceil(experts / ep) if ep > 1 else experts / self.parallel.tp
+
+    @property
+    def _wide(self) -> Dtype:
+        """Format of activations, head and attention arithmetic."""
+        return Dtype.FP32 if self.weight_dtype is Dtype.FP32 else Dtype.BF16
+
+    @property
+    def kv_copies(self) -> float:
+        """How many devices of a tensor-parallel group keep the same KV."""
+        return self.parallel.tp / self._kv_shards()
+
+    def _kv_shards(self) -> int:
+        """Devices that hold different parts of one sequence's KV; a KV head is not cut, a latent is copied."""
+        return 1 if self.shape.mla is not None else min(self.parallel.tp, self.shape.kv_heads)
+
+    def _product(self, params: float, dtype: Dtype, loaded_params: float | None = None) -> Product:
+        """Describe a product with `params` weights, of which `loaded_params` are read."""
+        hardware, factors = self.hardware, self.factors
+        loaded = params if loaded_params is None else loaded_params
+        return Product(
+            params=params,
+            flops_per_s=hardware.peak_flops_per_s(dtype),
+            reached=factors.gemm if dtype.bytes >= Dtype.BF16.bytes else factors.gemm_narrow,
+            half_rows=factors.gemm_half_rows,
+            traffic_s=loaded * dtype.bytes / self._bytes_per_s,
+            overlap=factors.overlap,
+        )
+
+    def _layers_s(self, rows: float, tokens: float) -> float:
+        """Price all layers but their attention proper: `rows` on the fullest copy, of `tokens` on all copies."""
+        seconds = self._layers * self._each_layer_s(rows)
+        seconds += self._dense_layers * self._dense.seconds(rows)
+        if self.shape.moe is not None:
+            moe_layers = self._layers - self._dense_layers
+            seconds += moe_layers * (self._shared.seconds(rows) + self._experts_s(rows, tokens))
+        return seconds
+
+    def _each_layer_s(self, rows: float) -> float:
+        """Price what layers with and without experts have: launches, hidden states, two all-reduces."""
+        return self._launches_s + self._activations_s(rows) + 2 * self._collectives.all_reduce_s(rows)
+
+    def _draft_s(self, rows: float, tokens: float, context_tokens: float) -> float:
+        """Price drafting a token for each sequence: one more layer, the head, and the layer's KV."""
+        seconds = self._each_layer_s(rows) + self._head.seconds(rows)
+        seconds += self._attention.decode_s(rows, rows, context_tokens) / self._layers
+        if self.shape.moe is None:
+            return seconds + self._dense.seconds(rows)
+        return seconds + self._shared.seconds(rows) + self._experts_s(rows, tokens)
+
+    def _experts_s(self, rows: float, tokens: float) -> float:
+        """Price one layer's routed experts: products with the experts that are hit, and the exchange of tokens.
+
+        Experts are equally likely, as load balancing aims at: of E experts, n tokens with k each hit
+        `E * (1 - (1 - k/E)^n)`.
+        """
+        moe, parallel = self.shape.moe, self.parallel
+        assert moe is not None
+        assert self.expert_dtype is not None
+        # With fewer expert devices than devices there are as many copies of the experts, each with its share.
+        share = parallel.ep / (parallel.tp * parallel.dp) if parallel.ep > 1 else rows / tokens
+        group_tokens = tokens * share
+        hit = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** group_tokens)
+        pairs = group_tokens * moe.experts_per_token
+        # All hit experts of a device as one grouped product: rows an expert decide the efficiency.
+        params = hit * self.shape.expert_params()
+        loaded = params / moe.num_experts * self._experts_per_device()
+        params /= parallel.ep if parallel.ep > 1 else parallel.tp
+        seconds = self._product(params, self.expert_dtype, loaded).seconds(pairs / hit)
+        if parallel.ep > 1:
+            seconds += self._collectives.all_to_all_s(moe, rows / parallel.tp)
+        return seconds
+
+    def _fullest(self, prompts: Sequence[float]) -> float:
+        """Give the load of the fullest copy of the attention, which all wait for: each prompt goes to the emptiest."""
+        copies = self.parallel.dp
+        if copies == 1:
+            return sum(prompts)
+        if len(prompts) <= copies:
+            return max(prompts, default=0.0)
+        loads = [0.0] * copies
+        for prompt in sorted(prompts, reverse=True):
+            heapq.heapreplace(loads, loads[0] + prompt)
+        return max(loads)
+
+    def _activations_s(self, rows: float) -> float:
+        moved = self.factors.activation_passes * rows * self.shape.hidden * self._wide_bytes
+        return moved / self._bytes_per_s
+
+    def _prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Price the (query, key) pairs of all chunks in all layers, on the copy with the most."""
+        pairs = 0.0
+        for window, count in self._attention.windows:
+            pairs += count * self._fullest([causal_pairs(new, cached, window) for new, cached in chunks])
+        return self._attention.prefill_s(pairs)

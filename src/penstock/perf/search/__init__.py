@@ -1,0 +1,1 @@
+"""Which layout of so many devices is worth most, ranked in closed form."""

@@ -1,0 +1,138 @@
+"""A profile as a page that opens offline: the points, the fit through them, and how far it is off."""
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from penstock.perf.profile.evaluation import Evaluation, Latency
+from penstock.perf.profile.profile import Profile, ProfiledModel, nearly_equal
+from penstock.profiling.tables import FIT_COLUMNS, HELD_OUT_COLUMNS, about, fit_rows, held_out_rows
+from penstock.sim.report.charts import COLOURS, Chart, Dots, Line, XAxis
+from penstock.sim.report.document import chart_grid, make_document, text_table
+
+_LINE_POINTS = 60
+_MS = 1e3
+
+
+def make_page(profile: Profile) -> str:
+    """Write the page of a profile that has its evaluation."""
+    evaluation = profile.evaluation
+    assert evaluation is not None, "judged"
+    model = ProfiledModel(profile)
+    charts = [
+        _prefill(profile, model),
+        _decode(profile, model),
+        _held_out(evaluation, Latency.TTFT, "Time to first token"),
+        _held_out(evaluation, Latency.ITL, "Time between tokens"),
+        _errors(evaluation),
+    ]
+    tables: list[tuple[str, Sequence[Sequence[str]]]] = [
+        ("Origin", about(profile)),
+        ("Points kept back: measured and predicted", [HELD_OUT_COLUMNS, *held_out_rows(evaluation)]),
+        ("Fitted cells", [FIT_COLUMNS, *fit_rows(evaluation)]),
+    ]
+    if evaluation.left_out_cells:
+        tables.append(("Left out", [(text,) for text in evaluation.left_out_cells]))
+    below = "".join(f"<h2>{html.escape(name)}</h2>{text_table(rows)}" for name, rows in tables)
+    return make_document(f"Profile of {profile.model} on {profile.engine}", chart_grid(charts) + below)
+
+
+def _prefill(profile: Profile, model: ProfiledModel) -> Chart:
+    points = [point for point in profile.prefill if point.prompts == 1]
+    curves = []
+    for alike in nearly_equal(points, lambda point: point.cached_tokens):
+        group = sorted(alike, key=lambda point: point.new_tokens)
+        cached = round(np.mean([point.cached_tokens for point in group]))
+        curves.append(
+            _Curve(
+                f"after {cached:,} cached" if cached else "nothing cached",
+                [point.new_tokens for point in group],
+                [point.seconds for point in group],
+                partial(_prefill_s, model, cached),
+            )
+        )
+    return _fitted("Prefill", "new tokens", curves)
+
+
+def _prefill_s(model: ProfiledModel, cached: int, new_tokens: float) -> float:
+    return model.prefill_s(round(new_tokens), cached)
+
+
+def _decode_step_s(model: ProfiledModel, batch: int, context: float) -> float:
+    return model.decode_step_s(batch, round(context * batch))
+
+
+def _decode(profile: Profile, model: ProfiledModel) -> Chart:
+    curves = []
+    for batch in sorted({point.batch for point in profile.decode}):
+        group = sorted((p for p in profile.decode if p.batch == batch), key=lambda p: p.context)
+        contexts, seconds = [point.context for point in group], [point.seconds for point in group]
+        curves.append(_Curve(f"batch {batch}", contexts, seconds, partial(_decode_step_s, model, batch)))
+    return _fitted("Decode step", "tokens of context, each", curves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """What was measured, and the function fitted to it."""
+
+    name: str
+    xs: Sequence[int]
+    seconds: Sequence[float]
+    fitted_s: Callable[[float], float]
+
+    def ms(self, x: float) -> float:
+        """Give what was fitted, within what was measured."""
+        return self.fitted_s(x) * _MS if self.xs[0] <= x <= self.xs[-1] else math.nan
+
+
+def _fitted(title: str, x_name: str, curves: Sequence[_Curve]) -> Chart:
+    measured = sorted({float(x) for curve in curves for x in curve.xs})
+    xs = (
+        np.union1d(measured, np.linspace(measured[0], measured[-1], _LINE_POINTS))
+        if measured
+        else np.zeros(0)
+    )
+    lines, dots = [], []
+    for number, curve in enumerate(curves):
+        colour = number % COLOURS
+        lines.append(Line(curve.name, np.array([curve.ms(x) for x in xs]), colour))
+        dots.append(Dots(np.array(curve.xs, dtype=np.float64), np.array(curve.seconds) * _MS, colour))
+    note = f"ms by {x_name}: measured (dots) and fitted"
+    return Chart(title, note, xs, lines, unit="ms", dots=dots, x_axis=XAxis.PLAIN)
+
+
+def _held_out(evaluation: Evaluation, latency: Latency, title: str) -> Chart:
+    points = [point for point in evaluation.held_out if point.latency is latency]
+    measured = np.array([point.measured_s for point in points]) * _MS
+    predicted = np.array([point.predicted_s for point in points]) * _MS
+    ends = np.array([0.0, max([*measured, *predicted], default=0.0)])
+    return Chart(
+        f"{title}, points kept back",
+        "ms predicted (up) by ms measured (along); on the line both are equal",
+        ends,
+        [Line("equal", ends, 1)],
+        unit="ms",
+        dots=[Dots(measured, predicted)],
+        x_axis=XAxis.PLAIN,
+    )
+
+
+def _errors(evaluation: Evaluation) -> Chart:
+    """Show of each kind of point which share is at most so far off."""
+    curves = {
+        "fit": [abs(cell.error) for cell in evaluation.cells],
+        "cell left out": [abs(e) for cell in evaluation.cells if (e := cell.left_out_error) is not None],
+        "kept back": [abs(point.error) for point in evaluation.held_out],
+    }
+    found = {name: 100 * np.sort(errors) for name, errors in curves.items() if errors}
+    xs = np.linspace(0.0, max((errors[-1] for errors in found.values()), default=1.0), _LINE_POINTS)
+    lines = [
+        Line(name, np.searchsorted(errors, xs, side="right") / len(errors), number)
+        for number, (name, errors) in enumerate(found.items())
+    ]
+    note = "share of points that are at most so many % off"
+    return Chart("Errors", note, xs, lines, unit="%", y_max=1.0, x_axis=XAxis.PLAIN)

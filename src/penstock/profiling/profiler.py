@@ -1,0 +1,148 @@
+"""From a target to its profile: which engine or endpoint it is, the sweep, the fit, and what that is worth."""
+
+import importlib.metadata
+import random
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec.structs import replace
+
+from penstock import __version__
+from penstock.bench.report import machine
+from penstock.core.clock import wall_time_s
+from penstock.core.config import nearest
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
+from penstock.deploy.card import open_checkpoint, served_name
+from penstock.deploy.processes.engine_spec import engine_spec
+from penstock.deploy.supervisor.local import runnable_roles
+from penstock.engine.registry import create_engine, engine_names
+from penstock.graph import DEMO_MODEL, Overrides, build
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.profile.profile import Profile
+from penstock.profiling.cells import Cell
+from penstock.profiling.judge import judge
+from penstock.profiling.plan import SweepConfig, plan_sweep
+from penstock.profiling.sweep import measure
+from penstock.profiling.targets.endpoint import TARGET, connect
+from penstock.profiling.targets.endpoint_target import EndpointTarget
+from penstock.profiling.targets.engine_target import EngineTarget
+from penstock.profiling.targets.target import Description, Target
+
+OnProgress = Callable[[int, int, Cell], None]
+"""Told how many measurements are done, of how many, and which cell is next."""
+_LIBRARIES = {"paged": ("torch", "transformers")}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to profile.
+
+    target:   an engine's name, or a URL
+    model:    for an engine a checkpoint's directory, a hub name or `demo` (None); for a URL as it is listed there
+    hardware: what it runs on, as the catalogue names it; None is the CPU for an engine, and unknown for a URL
+    settings: of an engine, `place=value` of a graph
+    """
+
+    target: str
+    model: str | None = None
+    hardware: str | None = None
+    settings: tuple[str, ...] = ()
+    api_key: str | None = None
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.target
+
+
+async def make_profile(wanted: Wanted, config: SweepConfig, on_progress: OnProgress | None = None) -> Profile:
+    """Measure and fit.
+
+    Raises:
+        ConfigError: there is no such engine, endpoint or model, or too few cells can be measured.
+        EngineError, Unavailable: the engine or the endpoint failed.
+    """
+    measured_at = datetime.fromtimestamp(wall_time_s(), UTC).isoformat(timespec="seconds")
+    opened: AbstractAsyncContextManager[Target]
+    if wanted.is_url:
+        opened = await _open_endpoint(wanted, config, run=f"{config.seed}/{measured_at}")
+    else:
+        opened = _open_engine(wanted, config.seed)
+    async with opened as target:
+        profile = await sweep(target, config, on_progress)
+    return replace(profile, measured_at=measured_at)
+
+
+async def sweep(target: Target, config: SweepConfig, on_progress: OnProgress | None = None) -> Profile:
+    """Measure a target that is ready, and judge the fit."""
+    plan = plan_sweep(config, target.limits)
+    total = (len(plan.fitted) + len(plan.held_out)) * (config.repeats + 1)
+    told = None if on_progress is None else lambda done, cell: on_progress(done, total, cell)
+    measured = await measure(target, plan, config, told)
+    said = target.description
+    profile = Profile(
+        engine=said.engine,
+        prefill=tuple(measured.prefill),
+        decode=tuple(measured.decode),
+        kv_bytes_per_token=said.kv_bytes_per_token,
+        kv_capacity_tokens=said.kv_capacity_tokens,
+        machine=said.machine,
+        model=said.model,
+        hardware=said.hardware,
+        engine_version=said.engine_version,
+        seed=config.seed,
+        step_tokens=target.limits.step_tokens,
+    )
+    return replace(profile, evaluation=judge(profile, measured, plan.left_out))
+
+
+async def _open_endpoint(wanted: Wanted, config: SweepConfig, *, run: str) -> EndpointTarget:
+    if wanted.settings:
+        raise ConfigError("--set: only with an engine; a server at a URL has its own settings")
+    hardware = find_hardware(wanted.hardware).name if wanted.hardware else ""
+    endpoint = await connect(
+        wanted.target, wanted.model, wanted.api_key, request_timeout_s=config.request_timeout_s
+    )
+    return EndpointTarget(endpoint, hardware=hardware, run=run)
+
+
+def _open_engine(wanted: Wanted, seed: int) -> EngineTarget:
+    names = list(engine_names())
+    if wanted.target not in names:
+        raise ConfigError(
+            f"{TARGET}: {wanted.target!r} is neither a URL such as http://127.0.0.1:8000 nor an engine"
+            f"{nearest(wanted.target, names)}"
+        )
+    if wanted.api_key:
+        raise ConfigError("--api-key: only with a URL")
+    overrides = Overrides(wanted.settings)
+    if wanted.hardware is not None:
+        overrides.assign("roles.aggregated.hardware", wanted.hardware, flag="--hardware")
+    data: dict[str, Any] = {
+        "model": wanted.model or DEMO_MODEL,
+        "roles": {"aggregated": {"engine": wanted.target}},
+    }
+    graph = build(data, overrides, source="profile")
+    role = runnable_roles(graph)[Role.AGGREGATED]
+    spec = engine_spec(graph, role, open_checkpoint(graph))
+    host = machine()
+    description = Description(
+        engine=role.engine,
+        model=served_name(graph),
+        engine_version=", ".join([f"penstock {__version__}", *_versions(role.engine)]),
+        hardware=role.hardware,
+        machine=f"{host['cpu']}, {host['cores']} cores",
+    )
+    return EngineTarget(
+        create_engine(role.engine, spec),
+        description,
+        vocab_size=spec.vocab_size,
+        seed=random.Random(seed).getrandbits(32),
+    )
+
+
+def _versions(engine: str) -> list[str]:
+    return [f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES.get(engine, ())]

@@ -1,0 +1,97 @@
+"""A request's scored candidates: its cost on every worker, and the plan that takes the cheapest."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.ids import WorkerId
+from penstock.core.routing_context import TOKEN_S_MIN
+from penstock.core.types.requests import Request
+from penstock.router.disagg.disagg import Comparison, DisaggDecision
+from penstock.router.links.link_setup import LinkCredit
+from penstock.router.policy.selector import Choice
+from penstock.seams import RoutingContext
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One worker's part of a plan: `overlap_blocks` of the prompt's `blocks` are cached there, or come there from a prefill worker."""
+
+    worker_id: WorkerId
+    slot: int
+    prefill_tokens: int
+    cached_tokens: int
+    overlap_blocks: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decode worker of a request, and its prefill worker; None where the decode worker prefills too."""
+
+    decode: Route
+    prefill: Route | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredCandidates:
+    """What a request costs on every worker, good for this turn of the loop: loads are live.
+
+    `context` and `choice` are of the worker that computes the prompt: a prefill worker where `is_disaggregated`, and then
+    `decision` has the decode worker. `decision` compares both ways to answer the request, None where only one is open. `credit` is the
+    link that the request would use if nothing were charged for it. `tie` settles equal prices. `excluded` workers may not
+    get the request. `wait_terms` are the rows of the terms that predict its wait, none for policies that do not predict it.
+    """
+
+    request: Request
+    context: RoutingContext
+    choice: Choice
+    tie: int
+    excluded: Collection[WorkerId]
+    wait_terms: Sequence[int]
+    decision: DisaggDecision | None = None
+
+    @property
+    def is_disaggregated(self) -> bool:
+        return self.decision is not None and self.decision.comparison.is_remote
+
+    @property
+    def credit(self) -> LinkCredit | None:
+        return None if self.decision is None else self.decision.credit
+
+    @property
+    def comparison(self) -> Comparison | None:
+        return None if self.decision is None else self.decision.comparison
+
+    def waits_s(self) -> NDArray[np.float64]:
+        """Give (num_slots,) seconds before its work would begin."""
+        queue, memory = self.wait_terms
+        terms = self.choice.terms
+        waits_s: NDArray[np.float64] = terms[queue] + terms[memory]
+        return waits_s
+
+    def begins_within(self, seconds: float) -> bool:
+        """Say whether its work would begin so soon where it is cheapest, in a place of the batch that is free."""
+        queue, memory = self.wait_terms
+        context, slot, terms = self.context, self.choice.slot, self.choice.terms
+        present = context.running_requests[slot] + context.waiting_requests[slot]
+        has_place = bool(present < context.prices.batch_requests[slot])
+        return has_place and bool(terms[queue, slot] + terms[memory, slot] <= seconds)
+
+    def work_s(self) -> NDArray[np.float64]:
+        """Give (num_slots,) seconds that it costs beside its own waiting; infinite where it may not go."""
+        work_s: NDArray[np.float64] = self.choice.prices()
+        np.subtract(work_s, self.waits_s(), out=work_s, where=np.isfinite(work_s))
+        return work_s
+
+    def share_s(self) -> float:
+        """Give what it takes if all workers that may get it shared the work: its prompt, none of it cached, or its place, where that is more."""
+        context = self.context
+        prices, eligible = context.prices, context.eligible
+        speeds = prices.prompts_at_once / np.maximum(prices.prefill_token_s, TOKEN_S_MIN)
+        output = min(context.mean_output_tokens, self.request.sampling.max_tokens - self.request.num_emitted)
+        answer_s = max(output, 1.0) * np.maximum(context.step_s(), TOKEN_S_MIN)
+        places = prices.batch_requests / answer_s
+        return max(float(context.request_tokens / speeds[eligible].sum()), float(1 / places[eligible].sum()))

@@ -1,0 +1,211 @@
+"""One request on one worker, or its prompt on one and its answer on the next, until all that it took there is given back."""
+
+import secrets
+
+import msgspec
+
+from penstock.core.errors import WorkerLost
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import TRANSFER_ID_BYTES, Delta, KvHandle, Prefetch, Request
+from penstock.router.candidates import Route
+from penstock.router.dispatch.progress import Progress
+from penstock.router.dispatch.shared import Shared
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.metrics import RouterMetrics
+from penstock.router.workers.member import DeltaHandler
+
+_EARLY_STEPS = 2
+"""A prompt's and a first one that only decodes: a request that takes its worker down as it comes does so within them."""
+
+
+class DecodeSide:
+    """The decode worker of a prompt that a prefill worker computes: told of it, and reserved until the request goes there.
+
+    A `DeltaHandler` of its own. `go_on` or `drop` ends it.
+    """
+
+    def __init__(self, shared: Shared, route: Route, prefill: Route, request: Request) -> None:
+        """Tell the decode worker, which reads the KV as it is computed.
+
+        Args:
+            shared: the dispatcher's.
+            route: to the decode worker.
+            prefill: to the prefill worker, which gets the prompt next.
+            request: as it is before that.
+
+        Raises:
+            WorkerLost: the connection has ended; nothing is reserved.
+            Overloaded: too much is on its way to this worker; nothing is reserved.
+            RequestError: it is larger than the plane carries; nothing is reserved.
+        """
+        self.route = route
+        self.transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES)
+        self._request_id = request.request_id
+        fleet, self._metrics = shared.fleet, shared.metrics
+        self._fleet = fleet
+        prefetch = Prefetch(
+            request_id=request.request_id,
+            block_hashes=request.block_hashes,
+            transfer_id=self.transfer_id,
+            prefill_worker=prefill.worker_id,
+            source=fleet.kv_source(prefill.slot),
+        )
+        self._connection = fleet.submit(route.slot, prefetch, self)
+        self._reservation = fleet.loads.reserve(
+            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens, is_expected=True
+        )
+        self._is_open = True
+
+    def go_on(self, request: Request, handler: DeltaHandler, source: "Attempt") -> "Attempt":
+        """Send the request itself, whose prompt is computed; `source` is told to let its KV go once there is a token.
+
+        Raises:
+            WorkerLost: the decode worker is lost, or takes nothing new.
+            Overloaded: too much is on its way to it.
+            RequestError: the request is larger than the plane carries.
+        """
+        if not (self._is_open and self._fleet.is_ready(self.route.slot)):
+            self.drop()
+            raise WorkerLost("the decode worker takes nothing new any more; another one is chosen")
+        self._close("used")
+        request = msgspec.structs.replace(request, transfer_id=self.transfer_id)
+        return Attempt(self._fleet, self.route, request, handler, source=source)
+
+    def drop(self) -> None:
+        """Tell the decode worker that the request does not come. Safe twice."""
+        if self._is_open:
+            self._connection.abort(self._request_id)
+            self._close("dropped")
+
+    # -- DeltaHandler
+
+    def on_delta(self, delta: Delta) -> None:
+        """Nothing comes before the request went there."""
+
+    def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
+        """Keep on computing the prompt: it is `go_on` that has another one chosen."""
+        del error, alone
+        if self._is_open:
+            self._close("dropped")
+
+    def _close(self, outcome: str) -> None:
+        self._is_open = False
+        self._fleet.loads.release(self._reservation)
+        self._fleet.finished(self.route.slot, self._request_id)
+        self._metrics.prefetches.labels(outcome).inc()
+
+
+class Attempt:
+    """A connection that carries a request's deltas, and a reservation for it. `release` it once.
+
+    Where the request goes on after its prompt, `decode` is where; where it came from a prefill worker, `source` is that attempt.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        route: Route,
+        request: Request,
+        handler: DeltaHandler,
+        *,
+        decode: DecodeSide | None = None,
+        source: "Attempt | None" = None,
+    ) -> None:
+        """Send the request where the route leads.
+
+        Raises:
+            WorkerLost: the connection has ended; nothing is reserved.
+            Overloaded: too much is on its way to this worker; nothing is reserved.
+            RequestError: it is larger than the plane carries; nothing is reserved.
+        """
+        self.route = route
+        self.connection = fleet.submit(route.slot, request, handler)
+        self.decode = decode
+        self._source = source
+        self.has_tokens = False
+        self.early_steps = _EARLY_STEPS
+        """Of the first steps that give it tokens, so many are still to come."""
+        self.has_begun = not fleet.announces(route.slot)
+        """Whether its worker has said that it computes it; taken for granted where that one does not say so."""
+        self._fleet = fleet
+        self._request_id: RequestId = request.request_id
+        self._sent_tokens = request.num_emitted
+        self._reservation = fleet.loads.reserve(
+            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens
+        )
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether what its worker holds is a guess."""
+        return self._fleet.predicts(self.route.slot)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether a failure now may be this request's doing: its worker computes it, and has not done so for long."""
+        return self.has_begun and self.early_steps > 0
+
+    def on_first_token(self) -> None:
+        """Take back what was reserved for the prefill, and let the prompt's KV go where it was computed."""
+        self.has_tokens = True
+        self._fleet.loads.prefill_done(self._reservation)
+        self._let_source_go()
+
+    def prefilled(self, request: Request, handle: KvHandle | None, handler: DeltaHandler) -> "Attempt":
+        """Go on at the decode worker, with the first token. This attempt is over, whatever happens.
+
+        Raises:
+            WorkerLost: the decode worker is lost, or takes nothing new.
+            Overloaded: too much is on its way to it.
+            RequestError: the request is larger than the plane carries.
+        """
+        decode, self.decode = self.decode, None
+        assert decode is not None, "its prompt is computed for somebody else"
+        self.release()
+        request = msgspec.structs.replace(
+            request, expected_cached_tokens=decode.route.cached_tokens, kv=handle
+        )
+        try:
+            return decode.go_on(request, handler, self)
+        except BaseException:
+            self.abort()
+            raise
+
+    def compare(self, cached_tokens: int, block_size: int, metrics: RouterMetrics) -> None:
+        """Count how far a guess of what the worker has cached was true."""
+        if self.is_predicted:
+            guessed = self.route.overlap_blocks * block_size
+            metrics.predicted_hit_tokens.inc(guessed)
+            metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
+
+    def grant(self, taken_from: int, taken_to: int) -> None:
+        """Allow the worker as many more tokens as the reader took, of those that this worker sent.
+
+        Args:
+            taken_from: the output tokens that the reader had before, those that came with the request included.
+            taken_to: those that it has now.
+        """
+        tokens = taken_to - max(taken_from, self._sent_tokens)
+        if tokens > 0:
+            self.connection.grant(self._request_id, tokens)
+
+    def finish(self, progress: Progress) -> None:
+        """Note that the worker has sent all of the answer."""
+        if self.is_predicted:
+            self._fleet.answered(self.route.slot, progress.request())
+
+    def abort(self) -> None:
+        """Ask the worker to stop; `release` is still due."""
+        self.connection.abort(self._request_id)
+
+    def release(self) -> None:
+        """Give the reservation back and take no more deltas; the other worker of the request lets go, too."""
+        self._fleet.loads.release(self._reservation)
+        self._fleet.finished(self.route.slot, self._request_id)
+        self._let_source_go()
+        if self.decode is not None:
+            self.decode.drop()
+
+    def _let_source_go(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            source.abort()

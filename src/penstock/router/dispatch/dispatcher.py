@@ -1,0 +1,164 @@
+"""The whole life of requests, for any frontend: choose a worker, stream its tokens, survive its loss.
+
+All logic is here and none in HTTP, so that it runs alike over sockets, in one process and on virtual time.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry
+
+from penstock.core.errors import Unavailable
+from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import Request
+from penstock.router.config import RouterConfig
+from penstock.router.dispatch.open_request import OpenRequest
+from penstock.router.dispatch.role_changes import RoleChanged, RoleChanges
+from penstock.router.dispatch.shared import Shared
+from penstock.router.dispatch.siblings import Siblings
+from penstock.router.explain.explanation import Explanation
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.metrics import RouterMetrics
+from penstock.router.queue.fair_queue import retry_after_s
+from penstock.router.queue.request_queue import RequestQueue
+from penstock.router.retries.retry_guard import RetryGuard
+from penstock.router.router import Router
+from penstock.router.workers.member import WorkerView
+from penstock.seams import Discovery, RequestPlane, RequestStream
+
+
+class Dispatcher:
+    """A `seams.RequestDispatcher`. It works while its context is entered; one event loop owns it."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        plane: RequestPlane,
+        *,
+        rng: random.Random,
+        config: RouterConfig | None = None,
+        hash_key: bytes = DEFAULT_KEY,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            discovery: says which workers there are; its owner closes it.
+            plane: connects to them.
+            rng: for jitter and the first turn.
+            config: policy and bounds.
+            hash_key: the deployment's, for the blocks of requests that move.
+            registry: where the metrics go; None for nowhere.
+        """
+        config = config or RouterConfig()
+        metrics = RouterMetrics(registry)
+        fleet = Fleet(discovery, plane, config=config, metrics=metrics, rng=rng)
+        self._shared = Shared(
+            config=config,
+            fleet=fleet,
+            router=Router(fleet, config, metrics=metrics, rng=rng),
+            request_queue=RequestQueue(fleet, config.queue, metrics),
+            retry_guard=RetryGuard(config.retries, config.migrations, metrics=metrics, rng=rng),
+            metrics=metrics,
+            hash_key=hash_key,
+        )
+        self._role_changes = RoleChanges(fleet)
+        self._group = asyncio.TaskGroup()
+        self._running: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._running = self._group.create_task(self._shared.fleet.run(), name="fleet")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what is still open with `Unavailable`, and every connection."""
+        for request in tuple(self._shared.requests.values()):
+            request.fail(
+                Unavailable("the frontend is shutting down; send the request again", retry_after_s=1.0)
+            )
+        assert self._running is not None, "entered before"
+        self._running.cancel()
+        if isinstance(
+            error, asyncio.CancelledError
+        ):  # perhaps because the fleet's task died: the group knows
+            await self._group.__aexit__(kind, error, trace)
+        else:
+            await self._group.__aexit__(None, None, None)
+
+    def open(self, request: Request, *, beside: RequestStream | None = None) -> OpenRequest:
+        """Prepare a request; it is sent when the context is entered, and cancelled when it is left.
+
+        Missing block hashes are computed. The prompts of those `beside` each other are computed once.
+        """
+        siblings = beside.siblings if isinstance(beside, OpenRequest) else Siblings()
+        return OpenRequest(self._shared, request, siblings)
+
+    def models(self) -> Mapping[str, ModelCard]:
+        """Name the models and adapters that at least one ready worker serves now."""
+        return self._shared.fleet.models()
+
+    def expects(self, name: str) -> bool:
+        """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
+        return self._shared.fleet.expects(name)
+
+    def retry_after_s(self) -> float:
+        """Predict when there is room for one more request: once those that wait here now have left."""
+        return retry_after_s(self._shared.request_queue.drain_s(asyncio.get_running_loop().time()))
+
+    async def looked(self) -> None:
+        """Wait until discovery has said which workers there are, and each was tried to be reached once."""
+        await self._until(lambda: self._shared.fleet.has_looked)
+
+    async def serving(self) -> None:
+        """Wait until at least one worker is ready."""
+        await self._until(lambda: bool(self.models()))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        changed = asyncio.Event()
+        with self._shared.fleet.changes.telling(changed.set):
+            while not holds():
+                changed.clear()
+                await changed.wait()
+
+    async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
+        """Fetch one of the card's files from any worker that has it.
+
+        Raises:
+            Unavailable: no worker answered.
+        """
+        return await self._shared.fleet.fetch_file(card, file)
+
+    def workers(self) -> Sequence[WorkerView]:
+        """Describe every known worker; for people."""
+        return self._shared.fleet.workers()
+
+    def explain(self, request_id: str) -> Sequence[Explanation]:
+        """Say why a request was sent where it was, each time, or each of an answer's choices; nothing where that is not known."""
+        return self._shared.router.explain(request_id)
+
+    def latest_decisions(self, most: int) -> Sequence[Explanation]:
+        """Explain the latest routing decisions, oldest first."""
+        return self._shared.router.latest(most)
+
+    async def change_role(self, worker: str, role: Role) -> RoleChanged:
+        """Have a worker become one of another role; see `RoleChanges`."""
+        return await self._role_changes.change(worker, role)
+
+    def check(self) -> None:
+        """Raise AssertionError where the parts disagree; for tests and simulations."""
+        shared = self._shared
+        shared.fleet.check()
+        shared.router.check()
+        shared.retry_guard.check()
+        shared.request_queue.check()
+        in_fleet = sum(view.open_requests for view in shared.fleet.workers())
+        at_most = 2 * len(shared.requests)  # where the prompt is computed, and where its KV is read meanwhile
+        assert in_fleet <= at_most, f"{in_fleet} requests are sent, {len(shared.requests)} open"

@@ -1,0 +1,448 @@
+"""One request from its first route to its end, whatever happens to its workers.
+
+It has no task of its own: deltas are taken as they arrive, and everything that waits is done by its reader.
+"""
+
+import asyncio
+import math
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from penstock.core.errors import (
+    Overloaded,
+    Parked,
+    PenstockError,
+    StaleRoute,
+    StepFailed,
+    Unavailable,
+    WorkerLost,
+    from_info,
+)
+from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request
+from penstock.core.wire import num_tokens
+from penstock.router.candidates import Plan, Route, ScoredCandidates
+from penstock.router.dispatch.attempt import Attempt, DecodeSide
+from penstock.router.dispatch.progress import Progress
+from penstock.router.dispatch.shared import Shared
+from penstock.router.dispatch.siblings import Siblings
+from penstock.router.queue.request_queue import Ticket
+from penstock.router.retries.retry_state import RetryState, is_move
+from penstock.router.workers.member import identity
+
+
+class OpenRequest:
+    """A `seams.RequestStream`: enter it to send the request, iterate for deltas, leave it to cancel the rest.
+
+    Deltas received while the reader was away come as one. The last has a `finish_reason`; any failure is one
+    PenstockError after the deltas before it. One task reads it.
+    """
+
+    def __init__(self, shared: Shared, request: Request, siblings: Siblings) -> None:
+        self.request = request
+        self.siblings = siblings.joined(self)
+        self._shared = shared
+        self._loop = asyncio.get_running_loop()
+        self._opened_s = self._loop.time()
+        self._deadline_at_s = None if request.deadline_s is None else self._opened_s + request.deadline_s
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._progress: Progress | None = None
+        self._attempt: Attempt | None = None
+        self._interruption: PenstockError | None = None  # why the last attempt ended early
+        self._error: PenstockError | None = None
+        self._finish_reason: FinishReason | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.hand_overs = 0  # times a worker computed its prompt for another one to go on with
+        self._retry_state = RetryState(request, shared.retry_guard)
+        self._has_waited = False
+
+    async def __aenter__(self) -> Self:
+        """Send the request to a worker; waits for one where its model has none.
+
+        Raises:
+            Overloaded: too many requests are open, or no worker takes it.
+            Unavailable: no worker came in time, or its content is in quarantine.
+            RequestError: its id is in use, or it does not fit the model.
+        """
+        shared = self._shared
+        try:
+            shared.admit(self.request, self._opened_s)
+        except PenstockError as error:
+            shared.metrics.ended(error.code).inc()
+            raise
+        shared.requests[self.request.request_id] = self
+        shared.metrics.open_requests.set(len(shared.requests))
+        shared.retry_guard.budget.earn()
+        shared.router.arrived(self.request.model)
+        if self._deadline_at_s is not None:
+            self._deadline_timer = self._loop.call_at(self._deadline_at_s, self._expire)
+        try:
+            await self._attempt_until_sent()
+        except PenstockError as error:
+            self.fail(error)
+            self._leave()
+            raise
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while True:
+            if self._progress is not None and self._progress.unread:
+                return self._take(self._progress)
+            if self._error is not None:
+                raise self._error
+            if self._finish_reason is not None:
+                raise StopAsyncIteration
+            if self._interruption is not None:
+                interruption, self._interruption = self._interruption, None
+                try:
+                    await self._go_on_after(interruption)
+                except PenstockError as error:
+                    self.fail(error)
+            else:
+                self._waiter = self._loop.create_future()
+                await self._waiter
+
+    @property
+    def migrations(self) -> int:
+        """Times it went on elsewhere because its worker was lost."""
+        return self._retry_state.migrations
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The true length of the prompt, however often the request moved."""
+        return num_tokens(self.request.token_ids) - self.request.num_emitted
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens received so far, those that came with the request included."""
+        return self.request.num_emitted if self._progress is None else self._progress.output_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first worker had cached."""
+        return 0 if self._progress is None else self._progress.cached_tokens or 0
+
+    def fail(self, error: PenstockError) -> None:
+        """End the request with this error, once its reader has taken what came before. The first error counts."""
+        if self._error is None and self._finish_reason is None:
+            self._error = error
+            self._abort()
+            self.wake()
+
+    # -- DeltaHandler
+
+    def on_delta(self, delta: Delta) -> None:
+        attempt, progress = self._attempt, self._progress
+        assert attempt is not None, "deltas come during an attempt only"
+        assert progress is not None, "and there is progress since the first"
+        if delta.token_ids:
+            if attempt.early_steps:
+                self._on_early_tokens(attempt, progress)
+        elif delta.error is None and delta.finish_reason is None and delta.kv is None:
+            attempt.has_begun = True
+            if delta.cached_tokens is None:
+                return
+        if progress.cached_tokens is None and delta.cached_tokens is not None:
+            attempt.compare(delta.cached_tokens, progress.block_size, self._shared.metrics)
+        if delta.finish_reason is FinishReason.PREFILLED:
+            progress.add(msgspec.structs.replace(delta, finish_reason=None, kv=None))
+            self._hand_over(attempt, progress, delta.kv)
+            self.wake()
+            return
+        progress.add(delta)
+        if delta.error is not None:
+            self._on_error(from_info(delta.error), attempt)
+        elif delta.finish_reason is not None:
+            self._finish(delta.finish_reason)
+        self.wake()
+
+    def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.has_begun |= alone  # it was sent there, and nobody else was
+            self._retry_state.on_loss(attempt.route.worker_id, is_suspect=attempt.is_early)
+        self._release()
+        self._interrupt(error)
+
+    # -- the life of an attempt
+
+    async def _attempt_until_sent(self) -> None:
+        """Choose who computes and answers the request, and send it; wait while none has time, and where there is none."""
+        with self._shared.request_queue.ticket(self) as ticket:
+            give_up_at_s: float | None = None
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if self.siblings.must_wait(self):
+                    await self._wait_until(math.inf)
+                    continue
+                candidates = self.score()
+                if candidates is not None:
+                    if self._is_queued(ticket, candidates):
+                        await self._wait_until(math.inf)
+                        give_up_at_s = None
+                    elif self._send_by(self._chosen(candidates)):
+                        self._has_waited |= ticket.released
+                        return
+                    continue
+                ticket.leave()
+                self._check_refusals()
+                if give_up_at_s is None:
+                    give_up_at_s = self._loop.time() + self._shared.config.no_worker_wait_s
+                if self._loop.time() >= give_up_at_s:
+                    raise self._shared.no_worker(self.request)
+                with self._shared.fleet.changes.telling(self.wake):
+                    await self._wait_until(give_up_at_s)
+
+    def score(self) -> ScoredCandidates | None:
+        """Price the request on the workers that may get it; None where there are none.
+
+        Raises:
+            Unavailable: its model was replaced while it ran.
+        """
+        pool = self._shared.fleet.pools.get(self.request.model)
+        if pool is None:
+            return None
+        if self._progress is None:
+            self._progress = Progress(self.request, pool.card, self._shared.hash_key)
+        elif identity(pool.card) != self._progress.identity:
+            raise Unavailable(
+                f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
+            )
+        request, retry_state = (
+            self._progress.request_in_time(self._loop.time() - self._opened_s),
+            self._retry_state,
+        )
+        exclude, beside = retry_state.avoided | retry_state.lost, self.siblings.place(self)
+        candidates = self._shared.router.score(request, exclude, beside=beside)
+        if candidates is None and retry_state.lost:  # one that was lost and is back is better than none
+            candidates = self._shared.router.score(request, retry_state.avoided)
+        return candidates
+
+    def _is_queued(self, ticket: Ticket, candidates: ScoredCandidates) -> bool:
+        """Say whether it has to wait in the request queue; what has begun, was refused or has waited does not wait again."""
+        has_begun = self._has_waited or self.output_tokens > self.request.num_emitted
+        is_late = (
+            has_begun or self._retry_state.avoided or self._retry_state.lost or self.siblings.place(self)
+        )
+        return not is_late and ticket.stops(candidates)
+
+    def _chosen(self, candidates: ScoredCandidates) -> Plan:
+        again, self._retry_state.was_stale = self._retry_state.was_stale, False
+        return self._shared.router.take(candidates, again=again)
+
+    def _send_by(self, plan: Plan) -> bool:
+        """Send the request as planned; False if a worker does not take it."""
+        assert self._progress is not None, "a plan was made for it"
+        request, route, decode = self._progress.request(), plan.decode, None
+        try:
+            if plan.prefill is not None:
+                if request.sampling.max_tokens > request.num_emitted + 1:  # else it ends with its first token
+                    decode = DecodeSide(self._shared, plan.decode, plan.prefill, request)
+                route = plan.prefill
+            self._send(route, decode)
+        except WorkerLost:
+            self._retry_state.on_loss(route.worker_id, is_suspect=False)
+        except Overloaded as error:
+            self._retry_state.on_refusal(route.worker_id, error, self._loop.time())
+        else:
+            return True
+        return False
+
+    def _check_refusals(self) -> None:
+        """Give up where every worker has refused."""
+        refusal = self._retry_state.last_refusal
+        if refusal is not None and self._shared.router.has_ready(self.request.model):
+            raise Overloaded(
+                f"model {self.request.model}: every worker that is ready has refused this request; the last one:"
+                f" {refusal.message}",
+                retry_after_s=refusal.retry_after_s or 1.0,
+            )
+
+    def _send(self, route: Route, decode: DecodeSide | None) -> None:
+        """Send the request, or its prompt alone where `decode` goes on with it."""
+        assert self._progress is not None, "a plan was made for it"
+        known = self._shared.fleet.loads.peer_arrivals(route.slot)
+        request = msgspec.structs.replace(
+            self._progress.request(),
+            deadline_s=self._remaining_s(),
+            expected_cached_tokens=route.cached_tokens,
+            known_peer_arrivals=known if self._retry_state.may_be_stale else None,
+            prefill_only=decode is not None,
+            transfer_id=b"" if decode is None else decode.transfer_id,
+        )
+        try:
+            self._attempt = Attempt(self._shared.fleet, route, request, self, decode=decode)
+        except PenstockError:
+            if decode is not None:
+                decode.drop()
+            raise
+
+    def _remaining_s(self) -> float | None:
+        return None if self._deadline_at_s is None else max(self._deadline_at_s - self._loop.time(), 0.0)
+
+    async def _go_on_after(self, interruption: PenstockError) -> None:
+        """Take the request elsewhere, if it may."""
+        now_s = self._loop.time()
+        if is_move(interruption):
+            delay_s = self._retry_state.migrate(interruption, now_s, self.output_tokens)
+            with self._shared.metrics.migrating_requests.track_inprogress():
+                await self._wait_until(now_s + delay_s)
+        if self._retry_state.needs_isolation:
+            await self._enter_probation()
+        await self._attempt_until_sent()
+
+    async def _enter_probation(self) -> None:
+        """Wait until no other suspect runs without having shown, by a token, that it does no harm."""
+        while not self._shared.retry_guard.isolation.enter(self, self.wake):
+            if self._error is not None:
+                raise self._error
+            await self._wait_until(math.inf)
+
+    # -- what happens to it
+
+    def _on_early_tokens(self, attempt: Attempt, progress: Progress) -> None:
+        """Note one of the first steps that give it tokens on this worker."""
+        attempt.early_steps -= 1
+        if not attempt.early_steps:
+            self._shared.retry_guard.isolation.leave(self)
+            self._retry_state.on_progress()
+        if attempt.has_tokens:
+            return
+        attempt.on_first_token()
+        if attempt.decode is None:
+            self.siblings.computed(self, attempt.route.worker_id)
+        if progress.output_tokens == self.request.num_emitted:
+            self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
+
+    def _on_error(self, error: PenstockError, attempt: Attempt) -> None:
+        """Handle the worker's own word that it will not go on."""
+        self._release()
+        if isinstance(error, Overloaded) and not attempt.has_tokens:
+            try:
+                self._retry_state.on_refusal(attempt.route.worker_id, error, self._loop.time())
+            except Overloaded:
+                self.fail(error)
+            else:
+                self._interrupt(error)
+        elif isinstance(error, StaleRoute):
+            self._retry_state.on_stale_route()
+            self._interrupt(error)
+        elif isinstance(error, Parked):
+            self._shared.metrics.parked.inc()
+            self._interrupt(error)
+        elif isinstance(error, (StepFailed, WorkerLost)):
+            self._retry_state.on_loss(attempt.route.worker_id, is_suspect=attempt.is_early)
+            self._interrupt(error)
+        elif isinstance(error, Unavailable):
+            self._retry_state.avoided.add(attempt.route.worker_id)
+            self._interrupt(error)
+        else:
+            self.fail(error)
+
+    def _hand_over(self, attempt: Attempt, progress: Progress, handle: KvHandle | None) -> None:
+        """Go on at the decode worker: the prompt is computed, and its first token is here. Where that one cannot, plan anew."""
+        self.hand_overs += 1
+        self._attempt = None
+        self._shared.retry_guard.isolation.leave(self)
+        assert attempt.decode is not None, "its prompt is computed for somebody"
+        decode_id = attempt.decode.route.worker_id
+        request = msgspec.structs.replace(progress.request(), deadline_s=self._remaining_s())
+        try:
+            self._attempt = attempt.prefilled(request, handle, self)
+        except (WorkerLost, Overloaded) as error:
+            (self._retry_state.lost if isinstance(error, WorkerLost) else self._retry_state.avoided).add(
+                decode_id
+            )
+            self._interrupt(StaleRoute(error.message))
+        except PenstockError as error:
+            self.fail(error)
+
+    def _interrupt(self, error: PenstockError) -> None:
+        if self.output_tokens >= self.request.sampling.max_tokens and self._progress is not None:
+            self._progress.end(FinishReason.LENGTH)  # only the word that this was all got lost
+            self._finish(FinishReason.LENGTH)
+        elif self._error is None:
+            self._interruption = error
+            if is_move(error):
+                self._retry_state.about_to_move()
+                self.siblings.lost()
+        self.wake()
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._finish_reason = reason
+        if self._attempt is not None and self._progress is not None:
+            self._attempt.finish(self._progress)
+        self._release()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+
+    def _expire(self) -> None:
+        self.fail(self._shared.late(self.request, self.output_tokens))
+
+    def _take(self, progress: Progress) -> Delta:
+        before = progress.taken_tokens
+        delta = progress.take()
+        if self._attempt is not None:
+            emitted = self.request.num_emitted
+            self._attempt.grant(emitted + before, emitted + progress.taken_tokens)
+        return delta
+
+    # -- ends
+
+    def _abort(self) -> None:
+        if self._attempt is not None:
+            self._attempt.abort()
+            self._release()
+
+    def _release(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            self._shared.retry_guard.isolation.leave(self)
+            attempt.release()
+
+    def _leave(self) -> None:
+        """Give everything back. Safe twice."""
+        self._abort()
+        self.siblings.leave(self)
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        shared = self._shared
+        shared.retry_guard.isolation.leave(self)
+        self._retry_state.about_to_move(is_expected=False)
+        if shared.requests.pop(self.request.request_id, None) is None:
+            return
+        pool = shared.fleet.pools.get(self.request.model)
+        if pool is not None and self._finish_reason is not None:
+            pool.traffic.ended(self.output_tokens - self.request.num_emitted, self._loop.time())
+        outcome = "cancelled" if self._finish_reason is None else self._finish_reason.value
+        metrics = shared.metrics
+        metrics.cached_tokens.inc(self.cached_tokens)
+        metrics.ended(outcome if self._error is None else self._error.code).inc()
+        metrics.request_s.observe(self._loop.time() - self._opened_s)
+        metrics.open_requests.set(len(shared.requests))
+
+    # -- waiting
+
+    def wake(self) -> None:
+        """Have the reader see what has happened."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait_until(self, time_s: float) -> None:
+        """Wait until this loop time, or until something happens to the request."""
+        self._waiter = self._loop.create_future()
+        timeout_s = None if time_s == math.inf else time_s - self._loop.time()
+        await asyncio.wait((self._waiter,), timeout=timeout_s)

@@ -1,0 +1,147 @@
+"""What has come of a request so far: what its reader has not taken yet, and how it would go on elsewhere."""
+
+import msgspec
+import numpy as np
+
+from penstock.core.errors import RequestError
+from penstock.core.hashing import block_hashes
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, num_tokens, pack_hashes, unpack_hashes
+from penstock.router.workers.member import identity
+
+_TARGET_SHARE_MIN = 0.1
+"""Of a target for the first token, so much is left for choosing a worker however long the request has waited."""
+
+
+class Progress:
+    """The tokens of one request, whichever workers they came from. One task owns it.
+
+    All that was received counts as the user's, read or not: the next worker goes on after it.
+    """
+
+    def __init__(self, request: Request, card: ModelCard, hash_key: bytes) -> None:
+        """Begin with nothing received.
+
+        Args:
+            request: as the frontend made it; missing block hashes are computed.
+            card: the model as its workers serve it.
+            hash_key: the deployment's.
+
+        Raises:
+            RequestError: the number of block hashes does not fit the model's block size.
+        """
+        self.prompt_tokens = num_tokens(request.token_ids) - request.num_emitted
+        self.output_tokens = self._emitted_before = request.num_emitted
+        self.cached_tokens: int | None = None
+        """Prompt tokens that the first worker had cached; a later one also finds the output cached."""
+        self.taken_tokens = 0
+        """Output tokens that the reader has taken."""
+        self.identity = identity(card)
+        """Of the workers that can take it."""
+        self._request = request
+        self.block_size = card.block_size
+        self._hash_key = hash_key
+        self._output = bytearray()  # received here, beyond what the request brought along
+        self.unread: list[Delta] = []
+        """What the reader has not taken; `take` gives it merged."""
+        self._extend_hashes()
+        have, expected = (
+            len(self._request.block_hashes) // 16,
+            num_tokens(request.token_ids) // card.block_size,
+        )
+        if have != expected:
+            raise RequestError(
+                f"block_hashes: got {have} for {num_tokens(request.token_ids)} tokens, expected {expected}: model"
+                f" {card.name} has blocks of {card.block_size} tokens; hash with the model's present card",
+                param="block_hashes",
+            )
+
+    def add(self, delta: Delta) -> None:
+        """Take what a worker sent; its error, if any, is the caller's business."""
+        self._output += delta.token_ids
+        self.output_tokens += len(delta.token_ids) >> 2
+        if delta.cached_tokens is not None:
+            if self.cached_tokens is None:
+                self.cached_tokens = delta.cached_tokens
+            else:
+                delta = msgspec.structs.replace(delta, cached_tokens=None)
+        if delta.error is None:
+            self.unread.append(delta)
+        elif delta.token_ids:
+            self.unread.append(msgspec.structs.replace(delta, error=None, finish_reason=None))
+
+    def end(self, finish_reason: FinishReason) -> None:
+        """Close the output where it stands."""
+        self.unread.append(Delta(request_id=self._request.request_id, finish_reason=finish_reason))
+
+    def take(self) -> Delta:
+        """Give all that is unread as one delta."""
+        unread, self.unread = self.unread, []
+        delta = unread[0] if len(unread) == 1 else _merge(unread)
+        self.taken_tokens += len(delta.token_ids) >> 2
+        return delta
+
+    def request(self) -> Request:
+        """Say what to send to a worker now: the prompt and all tokens so far."""
+        if self._output:
+            request = self._request
+            self._request = msgspec.structs.replace(
+                request,
+                token_ids=PackedTokens(b"".join((request.token_ids, self._output))),
+                num_emitted=self.output_tokens,
+            )
+            self._output.clear()
+            self._extend_hashes()
+        return self._request
+
+    def request_in_time(self, passed_s: float) -> Request:
+        """Say the same, with what is left of the target for the first token: who is late is urgent, but not without end.
+
+        Args:
+            passed_s: since the request was opened.
+        """
+        request = self.request()
+        target_s = request.slo_ttft_s
+        if target_s is None:
+            return request
+        has_begun = self.output_tokens > self._emitted_before
+        left_s = max(target_s - passed_s, target_s * _TARGET_SHARE_MIN)
+        return msgspec.structs.replace(request, slo_ttft_s=None if has_begun else left_s)
+
+    def _extend_hashes(self) -> None:
+        """Hash the full blocks that have no hash yet."""
+        request, block_size = self._request, self.block_size
+        packed = request.block_hashes
+        done = len(packed) // 16
+        if done >= num_tokens(request.token_ids) // block_size:
+            return
+        parent = None
+        if done:
+            low, high = unpack_hashes(packed[-16:]).tolist()
+            parent = (low, high)
+        more = block_hashes(
+            request.token_ids[4 * done * block_size :],
+            block_size,
+            request.salt,
+            key=self._hash_key,
+            parent=parent,
+        )
+        self._request = msgspec.structs.replace(
+            request, block_hashes=PackedHashes(packed + pack_hashes(np.ascontiguousarray(more)))
+        )
+
+
+def _merge(deltas: list[Delta]) -> Delta:
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if any(delta.logprobs for delta in deltas):
+        logprobs = tuple(logprob for delta in deltas for logprob in delta.logprobs)
+    tokens = b"".join(delta.token_ids for delta in deltas)
+    return Delta(
+        request_id=deltas[0].request_id,
+        token_ids=PackedTokens(tokens) if tokens else NO_TOKENS,
+        finish_reason=deltas[-1].finish_reason,
+        cached_tokens=next((d.cached_tokens for d in deltas if d.cached_tokens is not None), None),
+        logprobs=logprobs,
+        kv=deltas[-1].kv,
+    )

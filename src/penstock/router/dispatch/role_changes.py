@@ -1,0 +1,155 @@
+"""Changes of workers' roles, asked for by name: what would leave a model without anybody to answer is refused here.
+
+The worker does it; discovery tells every router, and this one waits until it has heard.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.core.errors import RequestError, Unavailable
+from penstock.core.ids import WorkerId
+from penstock.core.types.instances import InstanceState, Role
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.workers.member import Condition, Member
+
+_ANSWER_S_MAX = 600.0
+"""A worker that has not answered by then has been asked in vain: it drains for less, unless it is set otherwise."""
+_HEARD_S_MAX = 10.0
+_NAMED_MAX = 16
+
+
+class RoleChanged(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a worker; `took_s` from asking until this router could send it something in its new role."""
+
+    worker: str
+    before: Role
+    role: Role
+    took_s: float
+
+
+class RoleChanges:
+    """Asks workers to change. One event loop owns it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._to_prefill: set[WorkerId] = set()
+
+    async def change(self, name: str, role: Role) -> RoleChanged:
+        """Have a worker become one of another role, and wait until routers may send it something as that.
+
+        Raises:
+            RequestError: nobody is called so (404), or it cannot become that (409).
+            Unavailable: the worker cannot be reached, or has not answered.
+        """
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        member = self._find(name)
+        before = member.instance.role
+        connection = member.connection
+        if connection is None:
+            why = "" if member.problem is None else f": {member.problem.message}"
+            raise Unavailable(f"worker {name} cannot be reached{why}; try again when it is back")
+        others = self._others_that_answer(member)
+        if before is Role.PREFILL:
+            _check_context(member, others)
+        elif role is Role.PREFILL:
+            _check_not_last(member, others)
+            self._to_prefill.add(member.worker_id)
+        try:
+            async with asyncio.timeout(_ANSWER_S_MAX):
+                await connection.change_role(role)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"worker {name} has not become {role} within {_ANSWER_S_MAX:g} s; GET /admin/workers says what it is,"
+                " worker.drain_timeout_s how long what it has may take"
+            ) from error
+        finally:
+            self._to_prefill.discard(member.worker_id)
+        await self._heard(member, role)
+        return RoleChanged(worker=name, before=before, role=role, took_s=loop.time() - asked_s)
+
+    def _find(self, name: str) -> Member:
+        """Find the worker of this name; of several, as while one is started anew, the one that is there."""
+        listed = [member for member in self._fleet.slots.now() if member is not None and member.listed]
+        named = [member for member in listed if member.instance.name == name]
+        found = [member for member in named if member.connection is not None] or named
+        if not found:
+            names = sorted({member.instance.name for member in listed})
+            known = ", ".join(names[:_NAMED_MAX]) + (" ..." if len(names) > _NAMED_MAX else "")
+            raise RequestError(
+                f"there is no worker {name[:100]!r}; known: {known or 'none'}",
+                http_status=404,
+                param="worker",
+            )
+        if len(found) > 1:
+            ids = ", ".join(str(member.worker_id) for member in found)
+            raise RequestError(
+                f"{len(found)} workers are called {name} ({ids}); give each a name of its own",
+                http_status=409,
+            )
+        return found[0]
+
+    def _others_that_answer(self, member: Member) -> list[Member]:
+        """Find who may get whole requests for the same model, and is to go on so."""
+        return [
+            other
+            for other in self._fleet.slots.now()
+            if other is not None
+            and other is not member
+            and other.condition is Condition.READY
+            and other.instance.card.name == member.instance.card.name
+            and other.worker_id not in self._to_prefill
+        ]
+
+    async def _heard(self, member: Member, role: Role) -> None:
+        """Wait until discovery says here what the worker has become."""
+        changed = asyncio.Event()
+        try:
+            async with asyncio.timeout(_HEARD_S_MAX):
+                with self._fleet.changes.telling(changed.set):
+                    while (
+                        member.instance.role is not role or member.instance.state is not InstanceState.READY
+                    ):
+                        changed.clear()
+                        await changed.wait()
+        except TimeoutError as error:
+            raise Unavailable(
+                f"worker {member.instance.name} has become {role}, but discovery has not said so here within"
+                f" {_HEARD_S_MAX:g} s; is the registry there?"
+            ) from error
+
+
+def _check_not_last(member: Member, others: Sequence[Member]) -> None:
+    """Refuse to take from a model, or from an adapter, the last worker that answers.
+
+    Raises:
+        RequestError: it is that (409).
+    """
+    instance = member.instance
+    adapters = {adapter for other in others for adapter in other.instance.adapters}
+    lacking = [adapter for adapter in instance.adapters if adapter not in adapters]
+    if not others or lacking:
+        what = f"model {instance.card.name}" if not others else f"adapter {lacking[0]}"
+        raise RequestError(
+            f"{instance.name} is the last worker that answers for {what}: as a prefill worker it would only"
+            " compute prompts; make another one a decode worker first",
+            http_status=409,
+        )
+
+
+def _check_context(member: Member, others: Sequence[Member]) -> None:
+    """Refuse to have a prefill worker answer that would end answers sooner than others do.
+
+    Raises:
+        RequestError: its KV holds fewer tokens than those of one of the others (409).
+    """
+    own = member.instance.card.context_length
+    longest = max((other.instance.card.context_length for other in others), default=own)
+    if own < longest:
+        raise RequestError(
+            f"{member.instance.name} holds at most {own} tokens of a request and others that answer {longest}: what it answered"
+            " would end sooner; choose a worker with as much KV",
+            http_status=409,
+        )

@@ -1,0 +1,85 @@
+"""What all requests of one dispatcher use together."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, RequestError, Unavailable
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import Request
+from penstock.router.config import RouterConfig
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.metrics import RouterMetrics
+from penstock.router.queue.fair_queue import retry_after_s
+from penstock.router.queue.request_queue import RequestQueue
+from penstock.router.retries.retry_guard import RetryGuard
+from penstock.router.retries.retry_state import quarantined
+from penstock.router.router import Router
+from penstock.router.workers.member import Condition
+
+
+class Open(Protocol):
+    """A request that is under way, as far as all together need it."""
+
+    def fail(self, error: PenstockError) -> None: ...
+
+
+@dataclass(slots=True)
+class Shared:
+    """Of one event loop. `requests` are those that are open."""
+
+    config: RouterConfig
+    fleet: Fleet
+    router: Router
+    request_queue: RequestQueue
+    retry_guard: RetryGuard
+    metrics: RouterMetrics
+    hash_key: bytes
+    requests: dict[RequestId, Open] = field(default_factory=dict)
+
+    def admit(self, request: Request, now_s: float) -> None:
+        """See whether a request may be opened.
+
+        Raises:
+            Overloaded: too many are open.
+            RequestError: its id is in use.
+            Unavailable: its content is in quarantine.
+        """
+        if len(self.requests) >= self.config.open_requests_max:
+            raise Overloaded(
+                f"{len(self.requests)} requests are under way here, the limit (router.open_requests_max); try again later",
+                retry_after_s=retry_after_s(self.request_queue.drain_s(now_s)),
+            )
+        if request.request_id in self.requests:
+            raise RequestError(
+                f"request_id: {request.request_id} is under way already; give each request its own",
+                param="request_id",
+            )
+        remaining_s = self.retry_guard.quarantine.remaining_s(request, now_s)
+        if remaining_s is not None:
+            self.metrics.quarantined.inc()
+            raise quarantined(remaining_s)
+
+    def no_worker(self, request: Request) -> Unavailable:
+        """Word that none of the request's model was ready in time."""
+        models = ", ".join(sorted(self.fleet.models())) or "none"
+        prefill = [
+            view.name
+            for view in self.fleet.workers()
+            if view.condition is Condition.PREFILL_ONLY and view.model == request.model
+        ]
+        advice = "start a worker"
+        if prefill:
+            advice += f", make one of the {len(prefill)} that only compute prompts answer (penstock role {prefill[0]} decode)"
+        return Unavailable(
+            f"model {request.adapter or request.model}: no worker was ready within {self.config.no_worker_wait_s:g} s; models"
+            f" with ready workers: {models}; {advice}, or try again later",
+            retry_after_s=1.0,
+        )
+
+    @staticmethod
+    def late(request: Request, output_tokens: int) -> DeadlineExceeded:
+        """Word that a request's time is up."""
+        return DeadlineExceeded(
+            f"request {request.request_id}: {request.deadline_s:g} s have passed and {output_tokens} of at most"
+            f" {request.sampling.max_tokens} tokens are there; allow more time or ask for fewer tokens"
+        )

@@ -1,0 +1,1 @@
+"""Decisions kept as arrays, explained in words, and replayed from logs."""

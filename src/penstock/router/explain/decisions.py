@@ -1,0 +1,255 @@
+"""The latest routing decisions, as arrays of what they went by: cheap to keep, explained when somebody asks."""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.ids import WorkerId
+from penstock.core.types.events import Tier
+from penstock.core.types.instances import Role
+from penstock.router.config import ExplainConfig
+from penstock.router.disagg.disagg import Comparison
+from penstock.router.explain.explanation import Candidate, Explanation, LeftOut, Prefill, RouteReason
+from penstock.router.policy.selector import WorkerSelector
+from penstock.router.workers.member import CONDITIONS, Condition, Member
+
+_OBJECT_BYTES = 1024  # of one decision beside its arrays' content
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The choice of one worker, and what it went by; columns are by slot."""
+
+    slot: int
+    reason: RouteReason
+    overlap_blocks: NDArray[np.int32]
+    tier_blocks: NDArray[np.int32]
+    terms: NDArray[np.float64]
+    eligible: NDArray[np.bool_]
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = self.overlap_blocks.nbytes + self.tier_blocks.nbytes + self.terms.nbytes
+        return arrays + self.eligible.nbytes
+
+    def kept(self) -> "Part":
+        """Make one that does not change with the fleet."""
+        return replace(self, eligible=self.eligible.copy())
+
+    def shown(self, most: int) -> tuple[list[int], int | None]:
+        """Name the slots to show, the chosen first, then by cost, the longest prefix's among them; and the next best."""
+        costs, slots = self.terms.sum(axis=0), np.flatnonzero(self.eligible)
+        cheapest = slots[np.argsort(costs[slots], kind="stable")].tolist()
+        cheapest.remove(self.slot)
+        next_slot = cheapest[0] if cheapest and np.isfinite(costs[cheapest[0]]) else None
+        shown = [self.slot, *cheapest[: most - 1]]
+        holder = int(slots[self.overlap_blocks[slots].argmax()])
+        if self.overlap_blocks[holder] > self.overlap_blocks[shown].max():
+            shown.append(holder)
+        return shown, next_slot
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """What a plan went by; nothing here changes after it. Columns are by slot.
+
+    `decode` is the choice of who answers, `prompt` that of a prefill worker, None where there is none. `answering` are those
+    that might have answered, were it not for the prefill worker. `conditions` are
+    indices of `CONDITIONS`, `slots` the workers in the slots, `excluded` those that must not get the request.
+    """
+
+    request_id: str
+    model: str
+    adapter: str | None
+    selector: WorkerSelector
+    request_tokens: int
+    request_blocks: int
+    block_size: int
+    decided_s: float
+    decode: Part
+    prompt: Part | None
+    answering: NDArray[np.bool_]
+    conditions: NDArray[np.uint8]
+    slots: tuple[Member | None, ...]
+    excluded: Collection[WorkerId]
+    comparison: Comparison | None
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        prompt = 0 if self.prompt is None else self.prompt.num_bytes
+        self.num_bytes = (
+            _OBJECT_BYTES + self.decode.num_bytes + prompt + self.answering.nbytes + self.conditions.nbytes
+        )
+
+    def explain(self, now_s: float, candidates_max: int) -> Explanation:
+        """Put it in words, with so many of the candidates, and of those left out."""
+        part, left_out = self.decode, self._left_out()
+        shown, next_slot = part.shown(candidates_max)
+        return Explanation(
+            request_id=self.request_id,
+            model=self.model,
+            adapter=self.adapter,
+            policy=self.selector.policy.name,
+            reason=part.reason,
+            unit=self.selector.unit,
+            worker=self._name(part.slot),
+            next_worker=None if next_slot is None else self._name(next_slot),
+            request_tokens=self.request_tokens,
+            request_blocks=self.request_blocks,
+            block_size=self.block_size,
+            age_s=now_s - self.decided_s,
+            num_candidates=int(np.count_nonzero(part.eligible)),
+            candidates=tuple(self._candidate(part, slot) for slot in shown),
+            num_left_out=len(left_out),
+            left_out=tuple(left_out[:candidates_max]),
+            prefill=self._prefill(candidates_max),
+        )
+
+    def _prefill(self, candidates_max: int) -> Prefill | None:
+        compared, scale = self.comparison, self.selector.scale
+        if compared is None:
+            return None
+
+        def scaled(cost: float | None) -> float | None:
+            return None if cost is None or not np.isfinite(cost) else cost * scale
+
+        explained = Prefill(
+            remote=compared.is_remote,
+            local=scaled(compared.local),
+            prefill=scaled(compared.prefill),
+            decode=scaled(compared.decode),
+            link_setup=None if compared.remote is None else compared.link_setup * scale,
+            kv_transfer=None if compared.remote is None else compared.kv_transfer * scale,
+            local_worker=None if compared.local_slot is None else self._name(compared.local_slot),
+            prefill_worker=None if compared.pair is None else self._name(compared.pair[0]),
+            decode_worker=None if compared.pair is None else self._name(compared.pair[1]),
+            sooner=compared.is_sooner,
+        )
+        part = self.prompt
+        if part is None:
+            return explained
+        shown, next_slot = part.shown(candidates_max)
+        return msgspec.structs.replace(
+            explained,
+            worker=self._name(part.slot),
+            next_worker=None if next_slot is None else self._name(next_slot),
+            reason=part.reason,
+            num_candidates=int(np.count_nonzero(part.eligible)),
+            candidates=tuple(self._candidate(part, slot) for slot in shown),
+        )
+
+    def _candidate(self, part: Part, slot: int) -> Candidate:
+        scale = self.selector.scale
+        terms = (part.terms[:, slot] * scale).tolist()
+        cost = float(part.terms[:, slot].sum()) * scale
+        return Candidate(
+            worker=self._name(slot),
+            cost=cost if np.isfinite(cost) else None,
+            terms=dict(zip(self.selector.term_names, terms, strict=False)),
+            overlap_blocks=int(part.overlap_blocks[slot]),
+            tier_blocks=dict(zip(Tier, part.tier_blocks[:, slot].tolist(), strict=True)),
+        )
+
+    def _left_out(self) -> list[LeftOut]:
+        """Say of each of the model's workers that was not eligible, why."""
+        left_out, eligible = [], self.decode.eligible
+        if self.prompt is not None:
+            eligible = eligible | self.prompt.eligible
+        for slot, member in enumerate(self.slots):
+            if member is None or eligible[slot] or member.instance.card.name != self.model:
+                continue
+            condition = CONDITIONS[self.conditions[slot]]
+            if condition is None:
+                continue  # nothing was known of it yet
+            why = condition.value
+            if condition in {Condition.READY, Condition.PREFILL_ONLY}:
+                why = self._why_not(slot, member)
+            left_out.append(LeftOut(worker=member.instance.name, why=why))
+        return left_out
+
+    def _why_not(self, slot: int, member: Member) -> str:
+        """Say why a worker that was ready could not get the request."""
+        if member.instance.role is Role.PREFILL and self.prompt is None:
+            return "other_role"
+        if self.adapter is not None and self.adapter not in member.instance.adapters:
+            return "without_adapter"
+        if member.worker_id in self.excluded:
+            return "excluded"
+        is_unfit = self.prompt is not None and (member.instance.role is Role.PREFILL or self.answering[slot])
+        return "unfit" if is_unfit else "busy"
+
+    def _name(self, slot: int) -> str:
+        member = self.slots[slot]
+        assert member is not None, f"slot {slot} was eligible"
+        return member.instance.name
+
+
+class Decisions:
+    """The latest, bounded by number and by memory. One event loop owns it."""
+
+    def __init__(self, config: ExplainConfig) -> None:
+        self._config = config
+        self._kept: deque[Decision] = deque()
+        self._by_id: dict[str, deque[Decision]] = {}  # under a request's id, and under that of its answer
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def keeps_any(self) -> bool:
+        """Whether there is room for any, so that making one is worth it."""
+        return self._config.decisions_max > 0
+
+    def keep(self, decision: Decision) -> None:
+        """Add the latest; the oldest goes where there is no room."""
+        kept, config = self._kept, self._config
+        kept.append(decision)
+        for key in _keys(decision.request_id):
+            self._by_id.setdefault(key, deque()).append(decision)
+        self._num_bytes += decision.num_bytes
+        while len(kept) > 1 and (len(kept) > config.decisions_max or self._num_bytes > config.bytes_max):
+            self._forget(kept.popleft())
+
+    def of(self, request_id: str, now_s: float) -> tuple[Explanation, ...]:
+        """Explain the decisions about a request, oldest first: about one choice, or under an answer's id about all."""
+        return self._explained(list(self._by_id.get(request_id, ())), now_s)
+
+    def latest(self, most: int, now_s: float) -> tuple[Explanation, ...]:
+        """Explain the latest decisions, oldest first."""
+        return self._explained(list(self._kept)[-most:], now_s)
+
+    def check(self) -> None:
+        """Raise AssertionError where more is kept than allowed, or miscounted, or not found."""
+        indexed = [decision for found in self._by_id.values() for decision in found]
+        assert sorted(map(id, indexed)) == sorted(
+            id(decision) for decision in self._kept for _ in _keys(decision.request_id)
+        ), "decisions: index"
+        assert all(self._by_id.values()), "decisions: an empty place in the index"
+        assert self._num_bytes == sum(decision.num_bytes for decision in self._kept), "decisions: bytes"
+        assert len(self._kept) <= self._config.decisions_max, f"{len(self._kept)} decisions: past the bound"
+        assert len(self._kept) <= 1 or self._num_bytes <= self._config.bytes_max, (
+            f"{self._num_bytes} bytes of decisions: past the bound"
+        )
+
+    def _forget(self, oldest: Decision) -> None:
+        self._num_bytes -= oldest.num_bytes
+        for key in _keys(oldest.request_id):
+            found = self._by_id[key]
+            found.popleft()  # the oldest of all is the oldest there
+            if not found:
+                del self._by_id[key]
+
+    def _explained(self, decisions: list[Decision], now_s: float) -> tuple[Explanation, ...]:
+        most = self._config.candidates_max
+        return tuple(decision.explain(now_s, most) for decision in decisions)
+
+
+def _keys(request_id: str) -> tuple[str, ...]:
+    """Give what a decision is asked for by: its request's id, and its answer's, which has the number of a choice less."""
+    answer_id, _, choice = request_id.rpartition("-")
+    return (request_id, answer_id) if answer_id and choice.isdecimal() else (request_id,)

@@ -1,0 +1,121 @@
+"""Decisions made again from their log lines, by the policy that made them or by another one."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.router.disagg.disagg import weigh
+from penstock.router.explain.recorded import EVENT, RecordedDecision, recorded_context, recorded_inputs
+from penstock.router.policy.policies import make_policy
+from penstock.router.policy.selector import WorkerSelector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A decision made again. `costs_more` is what the logged choice costs beyond the new one by the new policy.
+
+    Workers are written as `prefill/decode` where two were chosen. `costs_more` is None where one has the prompt computed apart, the other not, and the policy's costs do not compare these ways.
+    """
+
+    request_id: str
+    policy: str
+    worker: str
+    again: str
+    costs_more: float | None
+    unit: str
+
+    @property
+    def differs(self) -> bool:
+        return self.worker != self.again
+
+
+@dataclass(slots=True)
+class Replay:
+    """Makes decisions again, in the order of their log. What a policy remembers, it remembers by process.
+
+    A policy that goes by its own past (`seams.HistoryPolicy`) is told what was chosen then: it repeats itself if the
+    log has all its decisions from the start.
+    """
+
+    policy: str | None = None
+    """What `router.policy` takes; None is the policy of each line."""
+    other_lines: Counter[str] = field(default_factory=Counter)
+    """Lines without a decision: `event` of another kind, and `text` that is no JSON."""
+    _selectors: dict[tuple[str, str], WorkerSelector] = field(default_factory=dict)
+
+    def run(self, lines: Iterable[str]) -> Iterator[Replayed]:
+        """Make the decisions of these lines again.
+
+        Raises:
+            ConfigError: a line's decision cannot be read, there is no such policy, or it fails.
+        """
+        for number, line in enumerate(lines, 1):
+            found = self._read(line)
+            if found is None:
+                continue
+            process, data = found
+            try:
+                yield self._again(process, msgspec.convert(data, RecordedDecision))
+            except (msgspec.ValidationError, ValueError, IndexError) as error:
+                raise ConfigError(f"line {number}: a decision that cannot be read: {error}") from error
+            except ConfigError:
+                raise
+            except PenstockError as error:
+                raise ConfigError(f"line {number}: {error.message}") from error
+
+    def _read(self, line: str) -> tuple[str, dict[str, object]] | None:
+        """Give a decision's process and fields; None for other lines."""
+        try:
+            data = json.loads(line)
+        except ValueError:
+            data = None
+        if not isinstance(data, dict):
+            if line.strip():
+                self.other_lines["text"] += 1
+            return None
+        if data.get("event") != EVENT:
+            self.other_lines["event"] += 1
+            return None
+        return str(data.get("process", "")), data
+
+    def _again(self, process: str, recorded: RecordedDecision) -> Replayed:
+        context = recorded_context(recorded.context)
+        name = self.policy or recorded.policy
+        selector = self._selectors.get((process, name))
+        if selector is None:
+            policy = make_policy(
+                name, sessions_max=recorded.sessions_max, session_idle_s=recorded.session_idle_s
+            )
+            selector = self._selectors[process, name] = WorkerSelector(policy)
+        then = recorded.slot, recorded.prefill_slot
+        now: tuple[int, int | None]
+        costs_more: float | None
+        if recorded.inputs is None:
+            choice = selector.choose(context, recorded.tie)
+            prices = choice.prices()
+            now, costs_more = (choice.slot, None), float(prices[then[0]] - prices[choice.slot])
+            selector.chosen(context, then[0])
+        else:
+            decision = weigh(selector, context, recorded.tie, recorded_inputs(recorded.inputs))
+            now, costs_more = decision.slots, decision.costs_more(*then)
+            if then[1] is not None:
+                selector.chosen(decision.prompt_context, then[1])
+                context = decision.rest_context or context
+            selector.chosen(context, then[0])
+        return Replayed(
+            request_id=recorded.request_id,
+            policy=name,
+            worker=_named(recorded, *then),
+            again=_named(recorded, *now),
+            costs_more=costs_more if not costs_more or now == then else costs_more * selector.scale,
+            unit=selector.unit,
+        )
+
+
+def _named(recorded: RecordedDecision, decode: int, prefill: int | None) -> str:
+    name = recorded.workers[decode] or ""
+    return name if prefill is None else f"{recorded.workers[prefill] or ''}/{name}"

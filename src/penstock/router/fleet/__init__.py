@@ -1,0 +1,1 @@
+"""All workers: who is listed, connected, and may get a request now."""

@@ -1,0 +1,278 @@
+"""Keeps a connection to each worker that is listed, and hands on what it brings.
+
+A worker whose connection ends gets nothing more and its prefixes are forgotten at once; it is tried again as long
+as it is listed. Workers are the truth: over every new connection their blocks are asked for anew.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from penstock.core.errors import PenstockError, ProtocolError, WorkerLost
+from penstock.core.ids import WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types.events import EventMessage, KvEvent
+from penstock.core.types.load import KvRead, WorkerLoad
+from penstock.core.types.requests import Delta, Prefetch, Request
+from penstock.router.config import RouterConfig
+from penstock.router.fleet.prefill_gauges import PrefillGauges
+from penstock.router.index.indexer import Indexer
+from penstock.router.metrics import RouterMetrics
+from penstock.router.workers.loads import LoadTracker
+from penstock.router.workers.member import Condition, Member
+from penstock.router.workers.price_correction import PriceCorrection
+from penstock.runtime.events.subscriber import EventSubscriber
+from penstock.seams import Connection, WayToWorkers
+
+_log = get_logger()
+
+
+class Connector:
+    """Connects members of a fleet. What it learns goes to the member, the index and the loads; one event loop owns it."""
+
+    def __init__(
+        self,
+        plane: WayToWorkers,
+        indexer: Indexer,
+        loads: LoadTracker,
+        *,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        rng: random.Random,
+        prefill_gauges: PrefillGauges,
+        on_change: Callable[[Member], None],
+        on_price_correction: Callable[[Member], None],
+        on_arrivals: Callable[[Member, int], None],
+        on_kv_reads: Callable[[Member, Sequence[KvRead]], None],
+    ) -> None:
+        """Connect to nobody yet; `keep_connected` does.
+
+        Args:
+            plane: connects.
+            indexer: told of the blocks a worker has, and to forget them.
+            loads: told of the load it reports.
+            config: times and pauses.
+            metrics: told of ends and failures.
+            rng: for jitter.
+            prefill_gauges: shown what prefill workers report.
+            on_change: called when a member was connected or lost, or could not be reached for the first time.
+            on_drift: called when the factor of a member's `price_correction` has changed.
+            on_arrivals: called with the number of requests that other routers have sent to a member.
+            on_kv_reads: called with what a member has read of others' KV, as often as it says so.
+        """
+        self._plane = plane
+        self._indexer = indexer
+        self._loads = loads
+        self._config = config
+        self._metrics = metrics
+        self._rng = rng
+        self._on_change = on_change
+        self._on_price_correction = on_price_correction
+        self._on_arrivals = on_arrivals
+        self._on_kv_reads = on_kv_reads
+        self._prefill_gauges = prefill_gauges
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that owns it, asked for once: asking takes a system call, half a microsecond."""
+        return asyncio.get_running_loop()
+
+    async def keep_connected(self, member: Member) -> None:
+        """Connect, and again whenever the connection is lost, for as long as the worker is listed."""
+        loop = self._loop
+        shortest_s, longest_s = self._config.reconnect_s_max / 100, self._config.reconnect_s_max
+        pause_s = shortest_s
+        was_lost = False  # of which `worker_lost` has told
+        while member.listed:
+            sink = MemberSink(self, member)
+            self._loads.reset(member.slot, total_blocks=member.instance.engine.total_blocks)
+            member.price_correction = PriceCorrection(member.instance.prices)
+            self._on_price_correction(member)
+            try:
+                async with asyncio.timeout(self._config.connect_timeout_s):
+                    connection = await self._plane.connect(member.instance, sink)
+            except (PenstockError, TimeoutError) as error:
+                self._on_unreachable(member, error, was_lost=was_lost)
+                was_lost = False
+                if isinstance(error, ProtocolError):  # one of the two has to be replaced first
+                    pause_s = longest_s
+            else:
+                connected_s = loop.time()
+                was_lost = not sink.ended
+                await self._hold(member, connection, sink)
+                if loop.time() - connected_s > longest_s:
+                    pause_s = shortest_s
+            member.closing.clear()
+            if member.listed:
+                await self._wait_closing(member, pause_s * self._rng.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, longest_s)
+
+    def submit(self, member: Member, request: Request | Prefetch) -> Connection:
+        """Send a request, or word of one, over the member's connection.
+
+        Raises:
+            WorkerLost: it has ended.
+        """
+        connection = member.connection
+        if connection is None:
+            raise WorkerLost(f"worker {member.instance.name}: the connection has ended; try another worker")
+        try:
+            if isinstance(request, Prefetch):
+                connection.prefetch(request)
+            else:
+                connection.submit(request)
+        except WorkerLost as error:
+            self._on_lost(member, error)
+            raise
+        return connection
+
+    async def _hold(self, member: Member, connection: Connection, sink: "MemberSink") -> None:
+        """Use a connection until it is lost or not needed any more."""
+        try:
+            if not sink.ended:
+                self._on_connected(member, connection, sink)
+                await member.closing.wait()
+        finally:
+            sink.ended = True
+            self._detach(member, WorkerLost(f"worker {member.instance.name}: the connection was closed here"))
+            await connection.close()
+
+    async def _wait_closing(self, member: Member, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await member.closing.wait()
+        except TimeoutError:
+            pass
+
+    def _on_connected(self, member: Member, connection: Connection, sink: "MemberSink") -> None:
+        member.connection = connection
+        member.problem = None
+        member.connections += 1
+        if member.instance.engine.kv_events:
+            self._follow(member, connection, sink)
+        _log.info("worker_connected", worker=member.instance.name, address=member.instance.address)
+        self._on_change(member)
+        if not member.matching:
+            _log.warning(
+                "worker_mismatched",
+                worker=member.instance.name,
+                model=member.instance.card.name,
+                block_size=member.instance.card.block_size,
+                fix="its block size or salt differs from the model's other workers; it waits until they are gone",
+            )
+
+    def _follow(self, member: Member, connection: Connection, sink: "MemberSink") -> None:
+        """Have the index follow the worker's KV events."""
+        block_size = member.instance.card.block_size
+
+        def apply(_: WorkerId, events: Sequence[KvEvent]) -> None:
+            left_out = self._indexer.apply(member.slot, events, block_size)
+            if left_out and subscriber.doubt():
+                _log.warning(
+                    "kv_events_left_out",
+                    worker=member.instance.name,
+                    events=left_out,
+                    block_size=block_size,
+                    fix="they are of blocks of another size, or have hashes that are none; its content is asked for"
+                    " anew. Should it go on (penstock_router_event_faults_total), update the older side",
+                )
+
+        subscriber = member.subscriber = sink.subscriber = EventSubscriber(
+            connection,
+            apply=apply,
+            replace=lambda _, part: self._indexer.replace(member.slot, part, block_size),
+            on_fault=lambda fault: self._metrics.event_faults.labels(fault).inc(),
+            rng=self._rng,
+        )
+        subscriber.start()
+
+    def _on_unreachable(self, member: Member, error: Exception, *, was_lost: bool) -> None:
+        problem = (
+            error
+            if isinstance(error, PenstockError)
+            else WorkerLost(
+                f"worker {member.instance.name}: no answer from {member.instance.address} within"
+                f" {self._config.connect_timeout_s} s"
+            )
+        )
+        self._metrics.connect_failures.inc()
+        if member.problem is None or member.problem.message != problem.message:
+            log = _log.debug if was_lost else _log.warning
+            log("worker_unreachable", worker=member.instance.name, error=problem.message)
+        is_first = member.problem is None
+        member.problem = problem
+        if is_first:
+            self._on_change(member)
+
+    def _on_lost(self, member: Member, error: WorkerLost) -> None:
+        if member.connection is None:
+            return
+        self._metrics.connections_lost.inc()
+        log = _log.warning if member.condition is Condition.READY or member.requests else _log.info
+        log("worker_lost", worker=member.instance.name, requests=len(member.requests), error=error.message)
+        member.problem = error
+        self._detach(member, error)
+        member.closing.set()
+
+    def _on_load(self, member: Member, load: WorkerLoad) -> None:
+        arrivals = self._loads.report(member.slot, load)
+        if arrivals:
+            self._on_arrivals(member, arrivals)
+        if member.price_correction.report(load, self._loop.time()):
+            self._on_price_correction(member)
+        if load.kv_reads:
+            self._on_kv_reads(member, load.kv_reads)
+        if member.noted is Condition.PREFILL_ONLY:
+            self._prefill_gauges.note(member.instance.name, load)
+
+    def _detach(self, member: Member, error: WorkerLost) -> None:
+        """Forget what only the connection kept true, and end what ran on it."""
+        if member.connection is None:
+            return
+        member.connection = None
+        alone = len(member.requests) == 1 and self._loads.requests(member.slot) <= 1
+        if member.subscriber is not None:
+            member.subscriber.close()
+        self._indexer.forget(member.slot)
+        self._loads.reset(member.slot)
+        self._on_change(member)
+        requests, member.requests = member.requests, {}
+        for handler in requests.values():
+            handler.on_lost(error, alone=alone)
+
+
+class MemberSink:
+    """A `seams.WorkerSink`: takes what one connection brings; deaf once the connection is given up."""
+
+    def __init__(self, connector: Connector, member: Member) -> None:
+        self.ended = False
+        self.subscriber: EventSubscriber | None = None
+        self._connector = connector
+        self._member = member
+
+    def push(self, worker_id: WorkerId, deltas: Sequence[Delta]) -> None:  # noqa: ARG002 - one sink a worker
+        if self.ended:
+            return
+        num_bytes = 0
+        requests = self._member.requests
+        for delta in deltas:
+            handler = requests.get(delta.request_id)
+            if handler is not None:
+                num_bytes += len(delta.token_ids)
+                handler.on_delta(delta)
+        if num_bytes:
+            self._connector._metrics.output_tokens.inc(num_bytes >> 2)
+
+    def push_event(self, worker_id: WorkerId, message: EventMessage) -> None:  # noqa: ARG002
+        if self.subscriber is not None and not self.ended:
+            self.subscriber.push(message)
+
+    def push_load(self, worker_id: WorkerId, load: WorkerLoad) -> None:  # noqa: ARG002
+        if not self.ended:
+            self._connector._on_load(self._member, load)
+
+    def lost(self, worker_id: WorkerId, error: WorkerLost) -> None:  # noqa: ARG002
+        if not self.ended:
+            self.ended = True
+            self._connector._on_lost(self._member, error)

@@ -1,0 +1,407 @@
+"""The workers there are, seen from one frontend process: who is listed, who may get requests, and where each one is.
+
+Discovery says who should be there; a connection (`connector.py`) says who is. Every change to one worker costs O(1),
+so that a thousand that come at once are no different from one.
+"""
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import assert_never
+
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.instances import Instance, InstancePut, InstanceRemoved, WatchSynced
+from penstock.core.types.kv_exchange import KvSource
+from penstock.core.types.load import KvRead
+from penstock.core.types.location import Location
+from penstock.core.types.requests import Prefetch, Request
+from penstock.router.config import RouterConfig
+from penstock.router.fleet.card_files import fetch_file
+from penstock.router.fleet.change_notifier import ChangeNotifier
+from penstock.router.fleet.connector import Connector
+from penstock.router.fleet.prefill_gauges import PrefillGauges
+from penstock.router.fleet.slots import WorkerSlots
+from penstock.router.fleet.worker_pool import WorkerPool
+from penstock.router.index.indexer import Indexer
+from penstock.router.links.link_bandwidths import LinkBandwidths
+from penstock.router.metrics import RouterMetrics
+from penstock.router.workers.itl_budget import ItlBudget
+from penstock.router.workers.loads import LoadTracker
+from penstock.router.workers.member import Condition, DeltaHandler, Member, WorkerView
+from penstock.router.workers.price_correction import FORGOTTEN_S, PriceCorrection
+from penstock.seams import Connection, Discovery, WayToWorkers
+
+_READY = frozenset({Condition.READY, Condition.PREFILL_ONLY})
+
+_log = get_logger()
+
+
+class Fleet:
+    """Keeps members, prefix index and loads in step with the workers. One event loop owns it."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        plane: WayToWorkers,
+        *,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        rng: random.Random,
+    ) -> None:
+        self._indexer = Indexer(config, metrics)
+        self.tree = self._indexer.tree
+        self.loads = LoadTracker()
+        self.link_bandwidths = LinkBandwidths(config, self.loads.num_slots)
+        self.itl_budget = ItlBudget(config.disagg.late_token_share, self.loads.num_slots)
+        self.pools: dict[str, WorkerPool] = {}
+        """By model; those without any worker are not there."""
+        self._prefill_gauges = PrefillGauges(metrics)
+        self._connector = Connector(
+            plane,
+            self._indexer,
+            self.loads,
+            config=config,
+            metrics=metrics,
+            rng=rng,
+            prefill_gauges=self._prefill_gauges,
+            on_change=self._note_connection,
+            on_price_correction=self._note_drift,
+            on_arrivals=self._note_arrivals,
+            on_kv_reads=self._note_kv_reads,
+        )
+        self._discovery = discovery
+        self._config = config
+        self._metrics = metrics
+        self._rng = rng
+        self._members: dict[WorkerId, Member] = {}
+        self.slots = WorkerSlots()
+        self.changes = ChangeNotifier()
+        """That something about some worker has changed."""
+        self._models: Mapping[str, ModelCard] | None = None  # as of the last change
+        self._left_out: dict[WorkerId, Instance] = {}
+        self._counts = dict.fromkeys(Condition, 0)
+        self._group: asyncio.TaskGroup | None = None
+        self._synced = False
+        for condition in Condition:
+            metrics.workers.labels(condition).set(0)
+        self._show_drift()
+
+    async def run(self) -> None:
+        """Follow discovery, and keep a connection to everybody in it, until cancelled."""
+        async with asyncio.TaskGroup() as self._group:
+            self._group.create_task(self._tidy_up(), name="what time brings")
+            # Cancelling arrives inside the iterator, as the body never waits: it cleans up by itself.
+            async for change in self._discovery.watch():
+                match change:
+                    case InstancePut(instance=instance):
+                        self._put(instance)
+                    case InstanceRemoved(worker_id=worker_id, reason=reason):
+                        self._remove(worker_id, reason)
+                    case WatchSynced():
+                        self._on_synced()
+                    case _:
+                        assert_never(change)
+
+    def models(self) -> Mapping[str, ModelCard]:
+        """Name the models that some worker can take requests for now, and their adapters; a model's name comes first."""
+        if self._models is None:
+            models: dict[str, ModelCard] = {}
+            for pool in self.pools.values():
+                if pool.num_ready:
+                    models.setdefault(pool.card.name, pool.card)
+            for pool in self.pools.values():
+                for name, card in pool.adapter_cards().items():
+                    models.setdefault(name, card)
+            self._models = MappingProxyType(models)
+        return self._models
+
+    def expects(self, name: str) -> bool:
+        """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
+        away = (m.instance for m in self._members.values() if m.listed and m.condition is not Condition.READY)
+        return any(name == instance.card.name or name in instance.adapters for instance in away)
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether all workers that discovery lists were tried to be reached once."""
+        return self._synced and all(
+            m.connections or m.problem is not None for m in self._members.values() if m.listed
+        )
+
+    def slot_of(self, worker_id: WorkerId) -> int | None:
+        member = self._members.get(worker_id)
+        return None if member is None else member.slot
+
+    def submit(self, slot: int, request: Request | Prefetch, handler: DeltaHandler) -> Connection:
+        """Send a request, or word of one; from now on its deltas go to `handler`, until `finished`.
+
+        Raises:
+            WorkerLost: the connection has ended; the worker is not ready any more.
+        """
+        member = self.slots.at(slot)
+        connection = self._connector.submit(member, request)
+        if isinstance(request, Request) and self.predicts(slot):
+            self._indexer.sent(slot, request.block_hashes)
+        member.requests[request.request_id] = handler
+        return connection
+
+    def kv_source(self, slot: int) -> KvSource:
+        """Say how a worker's KV is read; an empty one where it offers none."""
+        exchange = self.slots.at(slot).instance.exchange
+        return KvSource() if exchange is None or exchange.source is None else exchange.source
+
+    def is_ready(self, slot: int) -> bool:
+        """Say whether a worker may get whole requests."""
+        member = self.slots.get(slot)
+        return member is not None and member.condition is Condition.READY
+
+    def predicts(self, slot: int) -> bool:
+        """Tell whether what a worker holds is guessed from what was sent there, as it sends no KV events."""
+        return not self.slots.at(slot).instance.engine.kv_events
+
+    def announces(self, slot: int) -> bool:
+        """Tell whether a worker says when it begins to compute a request."""
+        return self.slots.at(slot).instance.engine.announces
+
+    def answered(self, slot: int, request: Request) -> None:
+        """Guess that a worker also holds the blocks of its answer: those of `request`, which has its tokens."""
+        self._indexer.sent(slot, request.block_hashes)
+
+    def finished(self, slot: int, request_id: RequestId) -> None:
+        """Deliver no more of this request."""
+        member = self.slots.get(slot)
+        if member is not None:
+            member.requests.pop(request_id, None)
+            self._close_if_idle(member)
+
+    async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
+        """Fetch a card's file from any worker that has it.
+
+        Raises:
+            Unavailable: no worker answered.
+        """
+        return await fetch_file(card, file, self._members.values(), self._rng)
+
+    def workers(self) -> list[WorkerView]:
+        """Describe every worker known, in the order of their slots."""
+        return [self._view(member) for member in self.slots.now() if member is not None]
+
+    def check(self) -> None:
+        """Raise AssertionError where parts disagree."""
+        self._indexer.check()
+        self.loads.check()
+        self.slots.check()
+        self.link_bandwidths.check()
+        self.itl_budget.check(self.loads.num_slots)
+        for pool in self.pools.values():
+            pool.check()
+            assert len(pool.ready) == self.loads.num_slots == self.tree.num_slots, "as long as the loads"
+        for slot, member in enumerate(self.slots.now()):
+            pools = [
+                name for name, pool in self.pools.items() if pool.ready[slot] or pool.ready_prefill[slot]
+            ]
+            if member is None:
+                assert not pools, f"free slot {slot} is ready for {pools}"
+                assert not self.tree.held_blocks(slot), f"free slot {slot} holds blocks"
+                continue
+            assert self._members[member.worker_id] is member, f"slot {slot}: found by id"
+            assert member.noted is member.condition, (
+                f"{member.instance.name} is {member.condition}, noted as {member.noted}"
+            )
+            expected = [member.instance.card.name] if member.condition in _READY else []
+            assert pools == expected, f"{member.instance.name} is {member.condition} and ready for {pools}"
+            if member.connection is None:
+                assert not member.requests, f"{member.instance.name}: requests on no connection"
+                assert not self.tree.held_blocks(slot), f"{member.instance.name} is lost but holds blocks"
+            assert self.loads.open_requests(slot) == len(member.requests), (
+                f"{member.instance.name}: {self.loads.open_requests(slot)} reserved, {len(member.requests)} requests"
+            )
+        for condition, count in self._counts.items():
+            members = [m for m in self._members.values() if m.condition is condition]
+            assert len(members) == count, f"{count} are counted as {condition}, {len(members)} are"
+
+    # -- membership
+
+    def _on_synced(self) -> None:
+        """Take note that all that were there are known; who was named first counts for no more than others do."""
+        if not self._synced:
+            self._synced = True
+            for pool in self.pools.values():
+                for changed in pool.elect():
+                    self._note(changed)
+        self._tell_soon()
+
+    def _put(self, instance: Instance) -> None:
+        member = self._members.get(instance.worker_id)
+        if member is None:
+            member = self._admit(instance)
+            if member is None:
+                return
+        else:
+            model = member.instance.card.name
+            if member.instance.prices != instance.prices:
+                member.price_correction = PriceCorrection(instance.prices)
+            member.instance, member.listed = instance, True
+            self.loads.resize(member.slot, instance.engine.total_blocks)
+            if model != instance.card.name:
+                self._leave_pool(member, model)
+        self._settle(member)
+
+    def _admit(self, instance: Instance) -> Member | None:
+        """Give a new worker a slot and connect to it, if there is room."""
+        if len(self._members) >= self._config.workers_max:
+            self._left_out[instance.worker_id] = instance
+            _log.warning("worker_left_out", worker=instance.name, workers_max=self._config.workers_max)
+            return None
+        member = Member(instance, self._take_slot())
+        self._members[instance.worker_id] = member
+        self.slots.put(member)
+        assert self._group is not None, "run() is under way"
+        self._group.create_task(self._keep(member), name=f"connection to {instance.name}")
+        return member
+
+    def _take_slot(self) -> int:
+        slot = self.slots.next_slot()
+        if slot >= self.loads.num_slots:
+            num_slots = min(2 * self.loads.num_slots, self._config.workers_max)
+            self.tree.grow(num_slots)
+            self.loads.grow(num_slots)
+            self.link_bandwidths.grow(num_slots)
+            self.itl_budget.grow(num_slots)
+            self.slots.grow(num_slots)
+            for pool in self.pools.values():
+                pool.grow(num_slots)
+        return slot
+
+    async def _keep(self, member: Member) -> None:
+        await self._connector.keep_connected(member)
+        self._forget(member)
+
+    def _remove(self, worker_id: WorkerId, reason: str) -> None:
+        self._left_out.pop(worker_id, None)
+        member = self._members.get(worker_id)
+        if member is None:
+            return
+        _log.info("worker_withdrawn", worker=member.instance.name, reason=reason)
+        member.listed = False
+        self._settle(member)
+        self._close_if_idle(member)
+
+    def _close_if_idle(self, member: Member) -> None:
+        if not member.listed and not member.requests:
+            member.closing.set()
+
+    def _forget(self, member: Member) -> None:
+        del self._members[member.worker_id]
+        self._indexer.leave(member.slot)
+        self.loads.reset(member.slot)
+        self.link_bandwidths.forget(member.slot)
+        self.itl_budget.forget(member.slot)
+        self._leave_pool(member, member.instance.card.name)
+        self._recount(member, None)
+        self.slots.leave(member)
+        if self._left_out:
+            self._put(self._left_out.pop(next(iter(self._left_out))))
+
+    # -- what may be done with each
+
+    def _settle(self, member: Member) -> None:
+        """Take over what discovery said about a worker."""
+        model = member.instance.card.name
+        pool = self.pools.get(model)
+        if pool is None:
+            pool = self.pools[model] = WorkerPool(member, self.loads.num_slots, self._config.adapters_max)
+        engine = member.instance.engine
+        self._indexer.expect(member.slot, engine.total_blocks + engine.lower_tier_blocks)
+        location = Location.of(member.instance)
+        self.link_bandwidths.put(member.slot, location)
+        way = self._config.topology.way(self._config.location, location)
+        for changed in pool.put(member, way):
+            self._note(changed)
+        self._tell_soon()
+
+    def _leave_pool(self, member: Member, model: str) -> None:
+        pool = self.pools[model]
+        for changed in pool.remove(member):
+            self._note(changed)
+        if not len(pool):
+            del self.pools[model]
+        self._show_drift()
+        self._tell_soon()
+
+    def _note(self, member: Member) -> None:
+        """Say anew whether a worker may get requests."""
+        condition = member.condition
+        pool = self.pools[member.instance.card.name]
+        pool.set_ready(member.slot, is_ready=condition in _READY)
+        if condition is not member.noted:
+            self._recount(member, condition)
+            self._tell_soon()
+
+    def _note_connection(self, member: Member) -> None:
+        """Take over that a worker was reached, was lost, or could not be reached."""
+        self._note(member)
+        self._tell_soon()
+
+    def _note_drift(self, member: Member) -> None:
+        """Price a worker anew: it was found to be slower or faster than it says."""
+        self.pools[member.instance.card.name].prices.correct(member.slot, member.price_correction.factor)
+        self._show_drift()
+
+    async def _tidy_up(self) -> None:
+        """Forget what is old, and give up on those who would answer by the ruling card."""
+        while True:
+            await asyncio.sleep(FORGOTTEN_S / 3)
+            now_s = asyncio.get_running_loop().time()
+            for member in self._members.values():
+                if member.price_correction.forget_if_idle(now_s):
+                    self._note_drift(member)
+            self.link_bandwidths.forget_unused(now_s)
+            for pool in self.pools.values():
+                for changed in pool.elect_if_unanswered(now_s, self._config.no_worker_wait_s):
+                    self._note(changed)
+
+    def _show_drift(self) -> None:
+        factors = [pool.prices.factors for pool in self.pools.values()]
+        self._metrics.price_factor_min.set(min((low for low, _ in factors), default=1.0))
+        self._metrics.price_factor_max.set(max((high for _, high in factors), default=1.0))
+
+    def _note_arrivals(self, member: Member, requests: int) -> None:
+        """Count what other routers have sent."""
+        now_s = asyncio.get_running_loop().time()
+        self.pools[member.instance.card.name].traffic.arrived(now_s, requests)
+
+    def _note_kv_reads(self, member: Member, reads: Sequence[KvRead]) -> None:
+        """Price what moves between two workers by what they were found to take."""
+        now_s = asyncio.get_running_loop().time()
+        for read in reads:
+            source = self.slot_of(read.producer)
+            if source is not None:
+                self.link_bandwidths.report(source, member.slot, read, now_s)
+
+    def _recount(self, member: Member, condition: Condition | None) -> None:
+        for changed, by in ((member.noted, -1), (condition, +1)):
+            if changed is not None:
+                self._counts[changed] += by
+                self._metrics.workers.labels(changed).set(self._counts[changed])
+        if member.noted is Condition.PREFILL_ONLY:
+            self._prefill_gauges.forget(member.instance.name)
+        member.noted = condition
+        self.slots.note(member, condition)
+
+    def _tell_soon(self) -> None:
+        self._models = None
+        self.changes.tell_soon()
+
+    def _view(self, member: Member) -> WorkerView:
+        slot, pool = member.slot, self.pools[member.instance.card.name]
+        return member.view(
+            self.loads.load(slot),
+            self.loads.reserved(slot),
+            indexed_blocks=self.tree.held_blocks(slot),
+            predicted=self.predicts(slot),
+            mismatch=pool.mismatch(member),
+            kv_transfer_problem=pool.pairs.problem(slot),
+        )

@@ -1,0 +1,83 @@
+"""Worker slots: the index of each worker in all columns, and the worker's condition."""
+
+from heapq import heappop, heappush
+
+import numpy as np
+
+from penstock.router.workers.member import CONDITIONS, Condition, Member
+
+
+class WorkerSlots:
+    """Slots, from the lowest on, each free or a member's. One event loop owns it.
+
+    worker_ids: (num_slots,) int64, the worker in each slot, 0 where it is free; for reading
+    conditions: (num_slots,) uint8, indices of `CONDITIONS`; for reading
+    """
+
+    def __init__(self) -> None:
+        self._members: list[Member | None] = []
+        self._free: list[int] = []  # heap
+        self._now: tuple[Member | None, ...] | None = None
+        self._ids = np.zeros(0, dtype=np.int64)
+        self._conditions = np.zeros(0, dtype=np.uint8)
+        self.grow(1)
+
+    def next_slot(self) -> int:
+        """Give the lowest free slot, which `put` is to take; it may be the first past the columns, which then `grow`."""
+        if self._free:
+            return heappop(self._free)
+        self._members.append(None)
+        return len(self._members) - 1
+
+    def grow(self, num_slots: int) -> None:
+        """Have this many slots."""
+        more = (0, num_slots - len(self._ids))
+        self._ids, self._conditions = np.pad(self._ids, more), np.pad(self._conditions, more)
+        self.worker_ids, self.conditions = self._ids.view(), self._conditions.view()
+        self.worker_ids.flags.writeable = self.conditions.flags.writeable = False
+
+    def put(self, member: Member) -> None:
+        """Put a member into its slot."""
+        self._members[member.slot] = member
+        self._ids[member.slot] = member.worker_id
+        self._now = None
+
+    def leave(self, member: Member) -> None:
+        """Free a member's slot."""
+        self._members[member.slot] = None
+        self._ids[member.slot] = 0
+        heappush(self._free, member.slot)
+        self._now = None
+
+    def note(self, member: Member, condition: Condition | None) -> None:
+        """Show what may be done with a member."""
+        self._conditions[member.slot] = CONDITIONS.index(condition)
+
+    def at(self, slot: int) -> Member:
+        """Give the member in a slot that is taken."""
+        member = self._members[slot]
+        assert member is not None, f"slot {slot} is free"
+        return member
+
+    def get(self, slot: int) -> Member | None:
+        """Give the member in a slot, None where it is free."""
+        return self._members[slot]
+
+    def now(self) -> tuple[Member | None, ...]:
+        """Give the members by slot, as they are now: the tuple stays as it is when they change."""
+        if self._now is None:
+            self._now = tuple(self._members)
+        return self._now
+
+    def check(self) -> None:
+        """Raise AssertionError where parts disagree."""
+        assert self.now() == tuple(self._members), "who is there now"
+        assert sorted(self._free) == [n for n, member in enumerate(self._members) if member is None], "free"
+        for slot, member in enumerate(self._members):
+            if member is None:
+                assert not self.worker_ids[slot], f"free slot {slot} has a worker's id"
+                assert not self.conditions[slot], f"free slot {slot} has a condition"
+                continue
+            assert member.slot == slot, f"slot {slot}: its member thinks it is in {member.slot}"
+            assert self.worker_ids[slot] == member.worker_id, f"slot {slot}: its worker's id"
+            assert CONDITIONS[self.conditions[slot]] is member.noted, f"slot {slot}: its worker's condition"

@@ -1,0 +1,21 @@
+"""The prefix index: which workers hold which prefixes, in which tier.
+
+A router keeps one of all its workers; what a worker itself holds is its `Content`.
+"""
+
+from typing import TYPE_CHECKING
+
+from penstock.core.native import native
+from penstock.router.index.calls import Held, PrefixMatch, RadixCalls, RadixStats
+from penstock.router.index.reference import RadixTreePython
+
+__all__ = ["Held", "PrefixMatch", "RadixStats", "RadixTree", "RadixTreePython"]
+
+if TYPE_CHECKING or native is None:
+    RadixTree = RadixTreePython
+else:
+
+    class RadixTree(RadixCalls, native.RadixTree):
+        """Does what its reference says."""
+
+        __doc__ = RadixTreePython.__doc__

@@ -1,0 +1,1 @@
+"""Between two workers: whether KV can move, and how long it takes."""

@@ -1,0 +1,136 @@
+"""Link bandwidth estimates: seconds per byte of KV between any two workers, from the topology and from measured reads.
+
+A decode worker reports its reads as totals for each prefill worker. The growth of a total, over what the topology predicts
+for as many bytes, is one observation. A pair's first report only starts its count, as that read also set connections up.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.types.load import KvRead
+from penstock.core.types.location import Location
+from penstock.perf.online import Correction
+from penstock.router.config import RouterConfig
+from penstock.router.links.link_setup import LinkSetupCost
+
+_SECONDS_MIN = 0.01
+"""Of reading that is one observation: event loops' clocks have milliseconds."""
+FORGOTTEN_S = 30.0
+"""A pair that moves nothing shows nothing: what was learned of it is forgotten after this long, and it is tried again."""
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Up to where a pair's totals have counted, when that was, and what was learned."""
+
+    counted: KvRead
+    counted_s: float
+    correction: Correction = field(default_factory=Correction)
+
+
+class LinkBandwidths:
+    """Workers by slot. What lies before one is worked out when first asked for, and kept until somebody moves.
+
+    One event loop owns it. There are at most as many pairs as prefill workers times those that answer.
+    """
+
+    def __init__(self, config: RouterConfig, num_slots: int) -> None:
+        """Know nobody.
+
+        Args:
+            config: says what lies between two locations.
+            num_slots: of all columns.
+        """
+        self.link_setup_cost = LinkSetupCost(num_slots)
+        self._config = config
+        self._locations = [Location()] * num_slots
+        self._rows: dict[Location, NDArray[np.float64]] = {}
+        self._pairs: dict[int, dict[int, _Pair]] = {}  # by source, by who reads
+        self._corrected: dict[int, NDArray[np.float64]] = {}  # rows of sources of which something was learned
+
+    def put(self, slot: int, location: Location) -> None:
+        """Note where a worker is."""
+        if self._locations[slot] != location:
+            self._locations[slot] = location
+            self._rows.clear()
+            self._corrected.clear()
+
+    def grow(self, num_slots: int) -> None:
+        """Have this many slots."""
+        self.link_setup_cost.grow(num_slots)
+        self._locations += [Location()] * (num_slots - len(self._locations))
+        self._rows.clear()
+        self._corrected.clear()
+
+    def forget(self, slot: int) -> None:
+        """Know nothing of what a worker read, or was read of."""
+        self.link_setup_cost.forget(slot)
+        self._pairs.pop(slot, None)
+        self._corrected.pop(slot, None)
+        for source, readers in self._pairs.items():
+            if readers.pop(slot, None) is not None:
+                self._corrected.pop(source, None)
+
+    def forget_unused(self, now_s: float) -> None:
+        """Go back to where two workers are for pairs of which nothing was heard for `FORGOTTEN_S`."""
+        for source, readers in self._pairs.items():
+            for pair in readers.values():
+                if pair.correction.observations and now_s - pair.counted_s >= FORGOTTEN_S:
+                    pair.correction = Correction()
+                    self._corrected.pop(source, None)
+
+    def report(self, source: int, reader: int, read: KvRead, now_s: float) -> None:
+        """Learn from what the worker in slot `reader` says that it has read, by now, of the one in slot `source`.
+
+        Of speed nothing is learned where the configuration says how fast all links are.
+        """
+        self.link_setup_cost.moved(source, reader)
+        if self._config.disagg.link_bytes_per_s is not None:
+            return
+        readers = self._pairs.setdefault(source, {})
+        pair = readers.get(reader)
+        if pair is None or read.num_bytes < pair.counted.num_bytes:
+            readers[reader] = _Pair(read, now_s)
+            return
+        seconds = read.seconds - pair.counted.seconds
+        if seconds < _SECONDS_MIN:
+            return
+        byte_s = self._by_location(source)[reader]
+        pair.correction.observe(byte_s * (read.num_bytes - pair.counted.num_bytes), seconds)
+        pair.counted, pair.counted_s = read, now_s
+        if source in self._corrected:
+            self._corrected[source][reader] = byte_s * pair.correction.factor
+
+    def byte_s(self, source: int) -> NDArray[np.float64]:
+        """Give (num_slots,) seconds that a byte takes from the worker in a slot to each; for use at once."""
+        readers = self._pairs.get(source)
+        if not readers:
+            return self._by_location(source)
+        row = self._corrected.get(source)
+        if row is None:
+            row = self._corrected[source] = self._by_location(source).copy()
+            for reader, pair in readers.items():
+                row[reader] *= pair.correction.factor
+        shown = row.view()
+        shown.flags.writeable = False
+        return shown
+
+    def check(self) -> None:
+        """Raise AssertionError where a row is not what its pairs say."""
+        self.link_setup_cost.check()
+        for source, row in self._corrected.items():
+            factors = np.ones(len(self._locations))
+            for reader, pair in self._pairs[source].items():
+                factors[reader] = pair.correction.factor
+            assert np.array_equal(row, self._by_location(source) * factors), f"slot {source}: its row"
+
+    def _by_location(self, source: int) -> NDArray[np.float64]:
+        here = self._locations[source]
+        row = self._rows.get(here)
+        if row is None:
+            ways = [self._config.kv_way(here, there) for there in self._locations]
+            row = self._rows[here] = 1.0 / np.array([way.bandwidth_bytes_per_s for way in ways])
+            row.flags.writeable = False
+        return row

@@ -1,0 +1,128 @@
+"""A policy at work: from what it may look at to the slot it chooses. Decisions and their replays both go this way."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import PenstockError
+from penstock.router.policy.policies import Costs, cheapest, prices_of
+from penstock.router.policy.session_affinity import SessionAffinity
+from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
+
+_WAITS = ("queue", "memory")
+_UNTIL_FIRST = (*_WAITS, "onboard", "prefill", "network")
+
+
+class Choice(NamedTuple):
+    """The slot that is cheapest, and the (num_terms, num_slots) `terms` of what was asked everywhere."""
+
+    slot: int
+    terms: Costs
+    eligible: NDArray[np.bool_]
+
+    def prices(self) -> Costs:
+        """Give the sums of the terms, infinite where a worker is not eligible."""
+        return prices_of(self.terms, self.eligible)
+
+
+class WorkerSelector:
+    """Chooses by one policy, and tells it what was chosen if it wants to know. One event loop owns it."""
+
+    def __init__(
+        self, policy: RoutingPolicy, on_failure: Callable[[Exception], None] = lambda _: None
+    ) -> None:
+        """Ask this policy; `on_failure` is told what it raised, before whoever asked is."""
+        self.policy = policy
+        self._on_failure = on_failure
+        self._explained = policy if isinstance(policy, ExplainedPolicy) else None
+        self.term_names = () if self._explained is None else tuple(self._explained.term_names)
+        names = self.term_names
+        self.wait_terms = [names.index(name) for name in _WAITS] if set(_WAITS) <= set(names) else []
+        """Rows of the terms that say how long a request waits at a worker before its work begins; all or none."""
+        self.prefill_term = names.index("prefill") if "prefill" in names else None
+        """Row of the term that says how long computing a prompt takes; None where none does."""
+        self.first_token_terms = [names.index(name) for name in _UNTIL_FIRST if name in names]
+        """Rows of the terms that say how long a request's first token takes, as far as there are any."""
+        self.predicts_first_tokens = bool(self.wait_terms) and self.prefill_term is not None
+        self.unit, self.scale = ("none", 1.0) if self._explained is None else ("ms", 1e3)
+        """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
+        self._history = policy if isinstance(policy, HistoryPolicy) else None
+        self._sessions = policy if isinstance(policy, SessionAffinity) else None
+
+    def choose(self, context: RoutingContext, tie: int) -> Choice:
+        """Choose one of the eligible, of which there is one; `tie`, the request's hash, settles equal prices.
+
+        Raises:
+            PenstockError: the policy failed, did not give each worker a cost, or none of them is a finite number.
+        """
+        eligible = context.eligible
+        try:
+            terms = self._priced(context)
+            if self._explained is None:
+                terms = prices_of(terms, eligible)[None]
+            slot = cheapest(terms, eligible, tie)  # where a cost is no number, that one
+            self._check_finite(context, terms, slot)
+        except Exception as error:
+            raise self._failed(error) from error
+        return Choice(slot, terms, eligible)
+
+    def _priced(self, context: RoutingContext) -> Costs:
+        """Give the policy's terms, or its costs as the only one.
+
+        Raises:
+            ValueError: they are not one for each worker.
+        """
+        if self._explained is None:
+            priced, expected = self.policy.costs(context), context.eligible.shape
+        else:
+            priced, expected = (
+                self._explained.terms(context),
+                (len(self.term_names), len(context.eligible)),
+            )
+        terms = np.asarray(priced, dtype=np.float64)
+        if terms.shape != expected:
+            raise ValueError(
+                f"it gave an array of shape {terms.shape}, expected {expected}: a number for each worker"
+            )
+        return terms if self._explained is not None else terms[None]
+
+    def _check_finite(self, context: RoutingContext, terms: Costs, slot: int) -> None:
+        """See whether the lowest cost is one.
+
+        Raises:
+            ValueError: it is no number, or infinite.
+        """
+        summands = terms[:, slot].tolist()
+        if not math.isfinite(sum(summands)):
+            named = zip(self.term_names or ("cost",), summands, strict=True)
+            raise ValueError(
+                f"it gave worker {context.worker_ids[slot]} {', '.join(f'{name} {value:g}' for name, value in named)};"
+                " expected numbers, not all of them infinite (inf rules a worker out)"
+            )
+
+    def _failed(self, error: Exception) -> PenstockError:
+        self._on_failure(error)
+        return PenstockError(
+            f"policy {self.policy.name!r} failed: {error!r}; penstock.testing.routing_policy.RoutingPolicySuite says"
+            " what a policy must do"
+        )
+
+    def follows_session(self, context: RoutingContext, slot: int) -> bool:
+        """Say whether a slot is cheapest because the request's session is there; asked before `chosen`."""
+        return self._sessions is not None and self._sessions.slot_of(context) == slot
+
+    def chosen(self, context: RoutingContext, slot: int) -> None:
+        """Tell the policy where the request of this context, the last one priced, goes.
+
+        Raises:
+            PenstockError: the policy failed.
+        """
+        if self._history is None:
+            return
+        try:
+            self._history.chosen(context, slot)
+        except Exception as error:
+            raise self._failed(error) from error

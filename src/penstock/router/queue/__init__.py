@@ -1,0 +1,1 @@
+"""Where requests wait while every worker has enough to do."""

@@ -1,0 +1,304 @@
+"""The router's request queue: requests wait here while every worker is busy, and leave when a worker has capacity.
+
+The queue runs no task of its own. After load reports and ended requests it looks at most once per turn of the loop, releases
+a ticket, and wakes the request's reader, which sends the request.
+"""
+
+import asyncio
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import Overloaded, PenstockError
+from penstock.core.types.requests import Request
+from penstock.router.candidates import ScoredCandidates
+from penstock.router.config import QueueConfig
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.metrics import RouterMetrics
+from penstock.router.queue.fair_queue import FairQueue, QueuedRequest
+
+_PAUSE_S = 0.02
+"""After a look that found no room, the next comes this much later at the earliest: a price takes some 0.1 ms."""
+_SOON_S = 0.1
+"""A place in a batch that comes free by then is as good as free: the way there takes a part of that, and so that it is not
+empty meanwhile. What waits in a worker cannot be overtaken."""
+_LOOK_AGAIN_S = 1.0
+"""Predictions also change by themselves, as answers turn out to be shorter; a look comes this often in any case."""
+
+
+QueueKey = tuple[str, str | None, bool]
+"""(model, adapter or None, whether the request waits for prefill workers)."""
+
+
+class Waiting(Protocol):
+    """A request as its ticket sees it."""
+
+    @property
+    def request(self) -> Request: ...
+
+    def score(self) -> ScoredCandidates | None:
+        """Price it on the workers that may get it; None where there are none."""
+        ...
+
+    def wake(self) -> None:
+        """Have its reader look at its ticket again."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's ticket in the queue: `queued` while it waits, `released` from its turn until it has been sent.
+
+    `key` names its queue, None until the request has waited.
+    """
+
+    request_queue: "RequestQueue"
+    waiting: Waiting
+    key: QueueKey | None = None
+    queued: QueuedRequest | None = None
+    released: bool = False
+
+    def stops(self, candidates: ScoredCandidates) -> bool:
+        """Say whether the request has to wait, and have it wait if so; it is woken when it may go.
+
+        Raises:
+            Overloaded: too many wait already.
+        """
+        return self.request_queue.stops(self, candidates)
+
+    def leave(self) -> None:
+        """Give it up, whatever it has come to. Safe twice."""
+        self.request_queue.leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+class RequestQueue:
+    """One fair queue for each (model, LoRA adapter, prefill workers or not).
+
+    One event loop owns it.
+    """
+
+    def __init__(self, fleet: Fleet, config: QueueConfig, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._metrics = metrics
+        self._queues: dict[QueueKey, FairQueue] = {}
+        self._tickets: dict[QueuedRequest, Ticket] = {}
+        self._released: dict[QueueKey, Ticket] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_s = 0.0
+        self._look_s = 0.0
+        self._listening = ExitStack()
+
+    @property
+    def num_queued(self) -> int:
+        """Count queued requests, and released ones that have not been sent yet."""
+        return len(self._tickets) + len(self._released)
+
+    def drain_s(self, now_s: float) -> float:
+        """Predict how long those that wait now will take to leave; of several queues, the longest."""
+        return max((queue.drain_s(now_s) for queue in self._queues.values()), default=0.0)
+
+    def ticket(self, waiting: Waiting) -> Ticket:
+        """Give a request a ticket; leave its context once the request is sent or given up."""
+        return Ticket(self, waiting)
+
+    def stops(self, ticket: Ticket, candidates: ScoredCandidates) -> bool:
+        """Say whether a request has to wait, and have it wait if so; it is woken when it may go.
+
+        Raises:
+            Overloaded: too many wait already.
+        """
+        if ticket.released or self._config.threshold_s is None or not candidates.wait_terms:
+            return False
+        if ticket.queued is not None:
+            return True
+        key = _queue_key(candidates)
+        is_first = key not in self._queues and key not in self._released
+        if is_first:  # what needs no look at all workers is nearly always enough
+            begins_soon = not candidates.is_disaggregated and candidates.begins_within(
+                self._config.threshold_s
+            )
+            if begins_soon or self._room(candidates).any():
+                return False
+        self._enqueue(ticket, candidates)
+        return True
+
+    def _room(self, candidates: ScoredCandidates) -> NDArray[np.bool_]:
+        """Say which of the workers that may get a request have room for it: also those that say that nobody waits there.
+
+        So a worker that is faster than predicted is never left idle. Of a prompt that is to be handed over, none has any
+        while no worker that answers has room for more.
+        """
+        threshold_s, context = self._config.threshold_s, candidates.context
+        assert threshold_s is not None, "asked for only where some are held"
+        if candidates.is_disaggregated and not self._can_be_answered(candidates, threshold_s):
+            return np.zeros_like(context.eligible)
+        room: NDArray[np.bool_] = candidates.waits_s() <= threshold_s
+        room &= context.place_wait_s() <= _SOON_S
+        nobody_waits = context.waiting_requests == 0
+        nobody_waits &= self._fleet.loads.unreported_requests < context.prices.prompts_at_once
+        room |= nobody_waits
+        room &= np.isfinite(candidates.choice.prices())
+        return room
+
+    def _can_be_answered(self, candidates: ScoredCandidates, threshold_s: float) -> bool:
+        """Say whether the workers that answer are to have a place soon enough; prompts that are being computed have theirs there."""
+        pool, context = self._fleet.pools[candidates.request.model], candidates.context
+        ready = pool.ready
+        if not pool.num_ready:
+            return True
+        places = float(context.prices.batch_requests[ready].sum())
+        present = int((context.running_requests + context.waiting_requests)[ready].sum())
+        answer_s = pool.traffic.mean_output_tokens * float(context.step_s()[ready].mean())
+        return max(present + 1 - places, 0.0) / places * answer_s <= threshold_s
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give up a ticket, queued or released. Safe twice."""
+        key, queued = ticket.key, ticket.queued
+        if key is None:
+            return
+        if queued is not None:
+            self._queues[key].discard(queued)
+            self._let_go(key, ticket, queued)
+        if ticket.released:
+            ticket.released = False
+            del self._released[key]
+            if key in self._queues:
+                self._look_at(0.0)
+
+    def check(self) -> None:
+        """Raise AssertionError where queues and places disagree."""
+        for key, queue in self._queues.items():
+            queue.check()
+            assert len(queue), f"{key}: a queue is kept without any request"
+        assert sum(map(len, self._queues.values())) == len(self._tickets), "each queued request has a ticket"
+        assert all(
+            ticket.queued is queued and not ticket.released for queued, ticket in self._tickets.items()
+        ), "its own ticket"
+        assert all(ticket.released and ticket.queued is None for ticket in self._released.values()), (
+            "released only once"
+        )
+        assert all(ticket.key == key for key, ticket in self._released.items()), "released under its own key"
+        listens = self._fleet.loads.listener is not None
+        assert listens == bool(self._tickets), (
+            f"{len(self._tickets)} are queued, and load reports are heard: {listens}"
+        )
+        assert self._timer is not None or not self._tickets, (
+            f"{len(self._tickets)} are queued and nobody will look"
+        )
+
+    def _enqueue(self, ticket: Ticket, candidates: ScoredCandidates) -> None:
+        key, eligible = _queue_key(candidates), candidates.context.eligible
+        queued = QueuedRequest(
+            ticket.waiting.request,
+            since_s=candidates.context.now_s,
+            work_s=float(candidates.work_s()[eligible].min()),
+            wait_s=float(candidates.waits_s()[eligible].min()),
+            share_s=candidates.share_s(),
+        )
+        queue = self._queues.get(key) or FairQueue(self._config)
+        try:
+            queue.put(queued)
+        except Overloaded as error:
+            self._metrics.queue_refusals.labels("tenant" if error.http_status == 429 else "full").inc()
+            raise
+        self._queues[key] = queue
+        ticket.key, ticket.queued = key, queued
+        self._tickets[queued] = ticket
+        self._metrics.queued_requests.set(len(self._tickets))
+        if len(self._tickets) == 1:
+            self._fleet.loads.listener = self._on_change
+            self._listening.enter_context(self._fleet.changes.telling(self._on_change))
+        self._look_at(self._next_s)  # it may be the first in turn
+
+    def _let_go(self, key: QueueKey, ticket: Ticket, queued: QueuedRequest) -> None:
+        """Note that a request does not wait any more; it has left its queue."""
+        ticket.queued = None
+        del self._tickets[queued]
+        if not len(self._queues[key]):
+            del self._queues[key]
+        self._metrics.queued_requests.set(len(self._tickets))
+        self._metrics.queued_s.observe(asyncio.get_running_loop().time() - queued.since_s)
+        if not self._tickets:
+            self._fleet.loads.listener = None
+            self._listening.close()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _on_change(self) -> None:
+        self._look_at(self._next_s)
+
+    def _look_at(self, time_s: float) -> None:
+        """Look at this time, or in the next turn if it has passed."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._look_s <= time_s:
+                return
+            self._timer.cancel()
+        self._look_s = max(time_s, loop.time())
+        self._timer = loop.call_at(self._look_s, self._look)
+
+    def _look(self) -> None:
+        """Let one request of each queue go, if there is room."""
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        for key in tuple(self._queues):
+            if key not in self._released:
+                self._let_one_through(key, now_s)
+        if self._tickets:
+            self._next_s = now_s + _PAUSE_S
+            self._look_at(now_s + _LOOK_AGAIN_S)
+
+    def _let_one_through(self, key: QueueKey, now_s: float) -> None:
+        queue = self._queues[key]
+        queued = self._next_of(queue)
+        if queued is None:
+            return
+        ticket = self._tickets[queued]
+        queue.take(queued, now_s)
+        self._let_go(key, ticket, queued)
+        self._tell(key, ticket)
+
+    def _tell(self, key: QueueKey, ticket: Ticket) -> None:
+        ticket.released = True
+        self._released[key] = ticket
+        ticket.waiting.wake()
+
+    def _next_of(self, queue: FairQueue) -> QueuedRequest | None:
+        """Choose who goes; where nobody may get it any more, the request's reader has to see to that.
+
+        The first in turn says whether there is room at all, so that a large one does not wait for ever while small
+        ones find some.
+        """
+        chosen, least = None, math.inf
+        for queued in queue.candidates():
+            try:
+                candidates = self._tickets[queued].waiting.score()
+            except PenstockError:
+                candidates = None
+            if candidates is None:
+                return queued
+            room = self._room(candidates)
+            if not room.any():
+                if chosen is None:
+                    return None
+                continue
+            turn_s = queue.turn_s(queued, float(candidates.work_s()[room].min()))
+            if turn_s < least:
+                chosen, least = queued, turn_s
+        return chosen
+
+
+def _queue_key(candidates: ScoredCandidates) -> QueueKey:
+    return candidates.request.model, candidates.request.adapter, candidates.is_disaggregated

@@ -1,0 +1,161 @@
+"""A request's retry state: its losses and refusals so far, and whether it is tried again."""
+
+import math
+
+from penstock.core.errors import Overloaded, Parked, PenstockError, StaleRoute, Unavailable
+from penstock.core.ids import WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types.requests import Request
+from penstock.router.retries.retry_guard import RetryGuard
+
+_BACKOFF_S = 0.1
+_DOUBLINGS_MAX = 16
+
+_log = get_logger()
+
+
+class RetryState:
+    """One request's losses and refusals. Every method that may be the last straw raises what its reader gets.
+
+    After a loss it goes on elsewhere in its turn, however often, as long as it gets on. A refusal before any token costs one
+    of `refusals_max`, and a try of the budget. Losses that the request may have caused, none between that it cannot have,
+    lead to isolation, and then its content to quarantine.
+    """
+
+    def __init__(self, request: Request, retry_guard: RetryGuard) -> None:
+        self.migrations = 0
+        """Times it went on elsewhere because its worker was lost."""
+        self.lost: set[WorkerId] = set()
+        """Workers lost under it: better than none, if they are back."""
+        self.avoided: set[WorkerId] = set()
+        """Workers that said themselves that they will not go on with it."""
+        self.was_stale = False
+        """Whether it was sent back since it was last routed: its next route is the same one, chosen anew."""
+        self.last_refusal: Overloaded | None = None
+        self._request = request
+        self._retry_guard = retry_guard
+        self._refusals = 0
+        self._stale_routes = 0
+        self._suspicions = 0  # losses of workers that it may have caused, since it last got on
+        self._losses = 0  # of any kind, since then
+        self._stalled_since_s: float | None = None
+        self._is_expected = False
+
+    @property
+    def needs_isolation(self) -> bool:
+        """Whether one more loss that it may have caused puts its content in quarantine."""
+        return self._suspicions + 1 >= self._retry_guard.config.deaths_max
+
+    def on_progress(self) -> None:
+        """Note that a worker computes it and does well: what came before was not its doing."""
+        self._suspicions = self._losses = 0
+        self._stalled_since_s = None
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether it may be sent back once more as requests of other routers came first."""
+        return self._stale_routes < self._retry_guard.config.stale_routes_max
+
+    def on_stale_route(self) -> None:
+        """Note that it was sent back, having done nothing wrong."""
+        self.was_stale = True
+        self._stale_routes += 1
+        self._retry_guard.metrics.stale_routes.inc()
+
+    def on_loss(self, worker_id: WorkerId, *, is_suspect: bool) -> None:
+        """Note that its worker was lost, and whether it may have been the cause."""
+        self.lost.add(worker_id)
+        if is_suspect:
+            self._suspicions += 1
+
+    def on_refusal(self, worker_id: WorkerId, refusal: Overloaded, now_s: float) -> None:
+        """Note that a worker did not take the request.
+
+        Raises:
+            Overloaded: it was refused too often, or too much is tried again already.
+        """
+        retry_guard = self._retry_guard
+        retry_guard.metrics.refusals.inc()
+        self.avoided.add(worker_id)
+        self._refusals += 1
+        self.last_refusal = refusal
+        if self._refusals > retry_guard.config.refusals_max:
+            raise refusal
+        if not retry_guard.budget.spend(now_s):
+            raise refusal
+
+    def about_to_move(self, *, is_expected: bool = True) -> None:
+        """Note that it will `migrate` once its reader gets to that, or does not any more. Safe twice."""
+        if self._is_expected is not is_expected:
+            self._is_expected = is_expected
+            self._retry_guard.pace.expect(1 if is_expected else -1)
+
+    def migrate(self, cause: PenstockError, now_s: float, output_tokens: int) -> float:
+        """Count a move to another worker; returns how many seconds to wait before it.
+
+        Raises:
+            Unavailable: it has been losing workers for too long without getting on, or is to be quarantined.
+        """
+        request, retry_guard = self._request, self._retry_guard
+        self.about_to_move(is_expected=False)
+        if self._suspicions >= retry_guard.config.deaths_max:
+            self._quarantine(cause, now_s)
+        if self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+        stalled_s = now_s - self._stalled_since_s
+        if stalled_s > retry_guard.migrations.stalled_s_max:
+            retry_guard.metrics.migrations.labels("stalled").inc()
+            _log.warning(
+                "request_given_up",
+                request_id=request.request_id,
+                migrations=self.migrations,
+                stalled_s=stalled_s,
+                error=cause.message,
+            )
+            raise Unavailable(
+                f"request {request.request_id}: its servers failed again and again for {stalled_s:.0f} s, in which it got"
+                " next to nothing (at most router.migrations.stalled_s_max); send it again",
+                retry_after_s=1.0,
+            ) from cause
+        retry_guard.metrics.migrations.labels("moved").inc()
+        self.migrations += 1
+        _log.debug(
+            "request_migrated",
+            request_id=request.request_id,
+            tokens=output_tokens,
+            migrations=self.migrations,
+            error=cause.message,
+        )
+        wait_s = retry_guard.pace.depart(now_s) + retry_guard.rng.uniform(0, retry_guard.migrations.jitter_s)
+        if self._losses:
+            backoff_s = _BACKOFF_S * 2.0 ** min(self._losses - 1, _DOUBLINGS_MAX)
+            wait_s += min(backoff_s, retry_guard.migrations.backoff_s_max)
+        self._losses += 1
+        return wait_s
+
+    def _quarantine(self, cause: PenstockError, now_s: float) -> None:
+        retry_guard, quarantine_s = self._retry_guard, self._retry_guard.config.quarantine_s
+        retry_guard.quarantine.put(self._request, now_s)
+        retry_guard.metrics.migrations.labels("quarantined").inc()
+        _log.warning(
+            "request_quarantined",
+            request_id=self._request.request_id,
+            workers_lost=self._suspicions,
+            quarantine_s=quarantine_s,
+            error=cause.message,
+        )
+        raise quarantined(quarantine_s) from cause
+
+
+def quarantined(remaining_s: float) -> Unavailable:
+    """Word the refusal of a content in quarantine."""
+    return Unavailable(
+        "the servers that took this prompt failed one after another, perhaps because of it, so it is refused for"
+        f" {math.ceil(remaining_s)} s; send it again after that, or change it",
+        retry_after_s=remaining_s,
+    )
+
+
+def is_move(interruption: PenstockError) -> bool:
+    """Say whether what ended an attempt is that its worker is lost; else it was refused or sent back."""
+    return not isinstance(interruption, (Overloaded, StaleRoute, Parked))

@@ -1,0 +1,1 @@
+"""The router alone, for gateways that send requests to servers themselves."""

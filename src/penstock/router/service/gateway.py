@@ -1,0 +1,163 @@
+"""What a gateway says to the router alone, and what it is told: servers, requests, choices, feedback."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.core.hashing import as_tokens
+from penstock.core.types.instances import InstanceState, Prices
+from penstock.core.wire import TokenArray
+from penstock.router.workers.price_table import PRICE_S_MAX
+
+TOKEN_ID_MAX = 2**31 - 1
+"""Token ids are from 0 to this."""
+COUNT_MAX = 2**31 - 1
+"""Tokens of an answer, and blocks of a cache, are at most so many."""
+_CHARACTERS_MAX = 256
+_URL_CHARACTERS_MAX = 2048
+_ADAPTERS_MAX = 4096
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One server, as its gateway describes it.
+
+    `total_blocks` is its KV cache's size in blocks; 0 is unknown. `prices` are what its work takes; without, it is
+    taken to be like the others. `adapters` are the LoRA adapters that it serves, each as a model of its own. `host` to
+    `region` say where it is, as far as is known.
+    """
+
+    url: str
+    model: str
+    total_blocks: int = 0
+    state: InstanceState = InstanceState.READY
+    prices: Prices | None = None
+    adapters: tuple[str, ...] = ()
+    host: str = ""
+    rack: str = ""
+    zone: str = ""
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """A request that needs a server: its prompt, as token ids (0 to `TOKEN_ID_MAX`) or as text. `exclude` are names not to give.
+
+    `model` may be an adapter's name.
+    """
+
+    model: str
+    prompt: TokenArray | Sequence[int] | str
+    session: str | None = None
+    exclude: tuple[str, ...] = ()
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request goes. Give `id` with all feedback."""
+
+    id: str
+    worker: str
+    url: str
+
+
+class Stage(StrEnum):
+    """What a gateway can tell of a request; everything but FINISHED is optional."""
+
+    STARTED = "started"
+    FIRST_TOKEN = "first_token"  # noqa: S105 - no password
+    FINISHED = "finished"
+
+
+def tokens_of(token_ids: TokenArray | Sequence[int]) -> TokenArray:
+    """Give a prompt's token ids as an array.
+
+    Raises:
+        RequestError: they are not integers from 0 to `TOKEN_ID_MAX`, or not one after the other.
+    """
+    expected = f"token_ids: must be integers from 0 to {TOKEN_ID_MAX}"
+    try:
+        tokens = as_tokens(token_ids)
+    except (ValueError, OverflowError, TypeError) as error:
+        reason = str(error).removeprefix("token_ids: ")
+        raise RequestError(f"{expected}: {reason}", param="token_ids") from error
+    if len(tokens) and (lowest := int(tokens.min())) < 0:
+        raise RequestError(f"{expected}, got {lowest}", param="token_ids")
+    return tokens
+
+
+def check_targets(query: Query) -> None:
+    """See whether a query's targets are any.
+
+    Raises:
+        RequestError: one is not a number of seconds.
+    """
+    for name in ("slo_ttft_s", "slo_itl_s"):
+        target_s = getattr(query, name)
+        if target_s is not None and not 0 < target_s < math.inf:
+            raise RequestError(f"{name}: must be seconds > 0, got {target_s:g}", param=name)
+
+
+def check_server(server: Server) -> None:
+    """See whether a server can be what its gateway says.
+
+    Raises:
+        RequestError: it cannot; `param` is the field.
+    """
+    if not _is_http(server.url):
+        raise RequestError(f"url: must be http://HOST or https://HOST, got {server.url[:100]!r}", param="url")
+    if not server.model:
+        raise RequestError("model: must have a name, got ''", param="model")
+    if not 0 <= server.total_blocks <= COUNT_MAX:
+        raise RequestError(
+            f"total_blocks: must be >= 0 and <= {COUNT_MAX}, got {server.total_blocks}", param="total_blocks"
+        )
+    _check_length("url", server.url, _URL_CHARACTERS_MAX)
+    for name in ("model", "host", "rack", "zone", "region"):
+        _check_length(name, getattr(server, name))
+    _check_adapters(server)
+    if server.prices is not None:
+        _check_prices(server.prices)
+
+
+def _check_length(name: str, text: str, most: int = _CHARACTERS_MAX) -> None:
+    if len(text) > most:
+        raise RequestError(f"{name}: must have at most {most} characters, got {len(text)}", param=name)
+
+
+def _check_adapters(server: Server) -> None:
+    names = server.adapters
+    if len(names) > _ADAPTERS_MAX:
+        raise RequestError(f"adapters: at most {_ADAPTERS_MAX}, got {len(names)}", param="adapters")
+    for name in names:
+        _check_length("adapters", name)
+    if "" in names or server.model in names or len(set(names)) < len(names):
+        raise RequestError(
+            f"adapters: must have names, each its own and none the model's, got {list(names[:16])}",
+            param="adapters",
+        )
+
+
+def _check_prices(prices: Prices) -> None:
+    for field in msgspec.structs.fields(Prices):
+        value = getattr(prices, field.name)
+        for seconds in value if isinstance(value, tuple) else (value,):
+            if not 0 <= seconds <= PRICE_S_MAX:
+                name = f"prices.{field.name}"
+                raise RequestError(
+                    f"{name}: must be seconds, >= 0 and <= {PRICE_S_MAX:g}, got {seconds:g}", param=name
+                )
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0

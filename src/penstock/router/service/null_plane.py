@@ -1,0 +1,45 @@
+"""A request plane to servers to which the gateway sends requests itself: always connected, carries nothing."""
+
+from dataclasses import dataclass
+
+from penstock.core.errors import RequestError
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types.instances import Instance, Role
+from penstock.core.types.requests import Prefetch, Request
+from penstock.seams import Connection, WorkerSink
+
+
+class NullPlane:
+    """A `seams.WayToWorkers` whose connections succeed at once."""
+
+    async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:  # noqa: ARG002 - nothing comes
+        return _NullConnection(instance.worker_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _NullConnection:
+    worker_id: WorkerId
+
+    def submit(self, request: Request) -> None:
+        """Leave it to the gateway."""
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Leave it to the gateway."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """Leave it to the gateway."""
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        """Leave it to the gateway."""
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        """Hear nothing."""
+
+    async def fetch(self, sha256: str) -> bytes:
+        raise RequestError(f"file {sha256}: nothing is fetched from servers of a gateway", http_status=404)
+
+    async def change_role(self, role: Role) -> None:
+        raise RequestError(f"role {role}: servers of a gateway have none", http_status=409)
+
+    async def close(self) -> None:
+        """Have nothing to close."""

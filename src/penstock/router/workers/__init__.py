@@ -1,0 +1,1 @@
+"""One worker as this router knows it: its state, its load, what its work takes."""

@@ -1,0 +1,332 @@
+"""How busy each worker is: its own report, plus what was sent to it since.
+
+A report says how many of this frontend's requests it includes (`WorkerLoad.accepted_requests`); requests go
+to a worker in order, so the reservations it covers are exactly the first that many. A reservation therefore
+counts from the moment of the decision until the first report that knows of it, and never twice.
+
+The `own` columns leave reports aside: what this router sent there and has not seen the end of. The `peer` columns are
+the same of all other routers, as of the worker's last report: it tells each router what it has from the others.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.types.load import WorkerLoad
+
+Column = NDArray[np.int64]
+# Rows of the table of columns; those from _OWN on leave reports aside.
+(
+    _RUNNING,
+    _WAITING,
+    _ACTIVE,
+    _CACHED,
+    _CONTEXT,
+    _TOTAL,
+    _QUEUED,
+    _UNREPORTED,
+    _PEER,
+    _PEER_PREFILL,
+    _PEER_PAIRS,
+    _PEERS,
+    _OWN,
+    _OWN_PREFILL,
+    _OWN_PAIRS,
+    _OWN_BLOCKS,
+) = range(16)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """What one request adds to a worker until the worker's own report says so, and to `own` until it ends.
+
+    `number` counts the requests sent on the present connection, from 1. One that `is_expected` is about to be sent there.
+    """
+
+    slot: int
+    number: int
+    prefill_tokens: int
+    blocks: int
+    prefill_pairs: int = 0
+    is_expected: bool = False
+    open: bool = True
+    covered: bool = False
+
+
+@dataclass(slots=True)
+class Reserved:
+    """One worker's sum of what its report does not include yet."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    blocks: int = 0
+    expected: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """One worker's. `sent` counts the requests on the present connection."""
+
+    load: WorkerLoad | None = None
+    sent: int = 0
+    reserved: Reserved = field(default_factory=Reserved)
+    uncovered: deque[Reservation] = field(default_factory=deque)
+    peer_arrivals: int | None = None  # as of the last report
+
+
+class LoadTracker:
+    """Load columns by worker slot, each (num_slots,): reported + reserved. Not thread-safe; one task owns it.
+
+    The columns are kept true with every change, so that reading them costs nothing. They are views that cannot
+    be written to; read them again after `grow`.
+    """
+
+    def __init__(self, num_slots: int = 1) -> None:
+        self._show(np.zeros((_OWN_BLOCKS + 1, num_slots), dtype=np.int64))
+        self._accounts = [_Account() for _ in range(num_slots)]
+        self.listener: Callable[[], None] | None = None
+        """Called when some worker may have less to do than before."""
+
+    def _show(self, table: Column) -> None:
+        self._table = table
+        self._rows = [memoryview(row) for row in table]
+        """Of the table: a number is read or written here in a third of the time."""
+        columns = table.view()
+        columns.flags.writeable = False
+        self.running_requests: Column = columns[_RUNNING]
+        """Those reserved included: they run as soon as they arrive, or wait there."""
+        self.waiting_requests: Column = columns[_WAITING]
+        """Those expected included: their prompts are computed elsewhere."""
+        self.active_blocks: Column = columns[_ACTIVE]
+        self.cached_blocks: Column = columns[_CACHED]
+        """Blocks whose content can be found, in use or not."""
+        self.context_tokens: Column = columns[_CONTEXT]
+        """Of all that is decoded there, as of the last report."""
+        self.total_blocks: Column = columns[_TOTAL]
+        """0 where a worker has not said how many it has."""
+        self.queued_prefill_tokens: Column = columns[_QUEUED]
+        self.unreported_requests: Column = columns[_UNREPORTED]
+        """Sent there since the last report, and so among those running."""
+        self.peer_requests: Column = columns[_PEER]
+        self.peer_prefill_tokens: Column = columns[_PEER_PREFILL]
+        self.peer_prefill_pairs: Column = columns[_PEER_PAIRS]
+        self.peers: Column = columns[_PEERS]
+        """Other routers that are connected to it."""
+        self.own_requests: Column = columns[_OWN]
+        """Requests of this router that have not ended."""
+        self.own_prefill_tokens: Column = columns[_OWN_PREFILL]
+        """What they had to compute when they were sent; nothing once their first token is here."""
+        self.own_prefill_pairs: Column = columns[_OWN_PAIRS]
+        """Of one of these tokens and one that it attends to."""
+        self.own_blocks: Column = columns[_OWN_BLOCKS]
+        """Blocks of their prompts, shared ones counted for each."""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._accounts)
+
+    def reset(self, slot: int, total_blocks: int = 0) -> None:
+        """Begin anew with a worker's slot: a new connection counts requests from 1, and nothing is reserved."""
+        for reservation in self._accounts[slot].uncovered:
+            reservation.covered = True
+        self._accounts[slot] = _Account()
+        self._table[:_OWN, slot] = 0
+        self._set_total(slot, total_blocks)
+
+    def resize(self, slot: int, total_blocks: int) -> None:
+        """Take what is said anew of how many blocks a worker has; its own report counts more."""
+        if self._accounts[slot].load is None:
+            self._set_total(slot, total_blocks)
+
+    def reserve(
+        self,
+        slot: int,
+        prefill_tokens: int,
+        blocks: int,
+        cached_tokens: int = 0,
+        *,
+        is_expected: bool = False,
+    ) -> Reservation:
+        """Count a request that is being sent now, in the order in which requests are sent.
+
+        Args:
+            slot: where it goes.
+            prefill_tokens: what it has to compute there.
+            blocks: of its prompt.
+            cached_tokens: those of its prompt before the ones to compute.
+            is_expected: whether it is but announced, and comes once its prompt is computed elsewhere.
+        """
+        account = self._accounts[slot]
+        account.sent += 1
+        pairs = prefill_tokens * cached_tokens + prefill_tokens * (prefill_tokens + 1) // 2
+        reservation = Reservation(slot, account.sent, prefill_tokens, blocks, pairs, is_expected)
+        account.uncovered.append(reservation)
+        self._add_reserved(reservation, +1)
+        rows = self._rows
+        rows[_OWN][slot] += 1
+        rows[_OWN_PREFILL][slot] += prefill_tokens
+        rows[_OWN_PAIRS][slot] += pairs
+        rows[_OWN_BLOCKS][slot] += blocks
+        return reservation
+
+    def report(self, slot: int, load: WorkerLoad) -> int:
+        """Take a worker's newest account; it replaces the reservations it includes.
+
+        Returns:
+            How many requests other routers have sent there since its last report.
+        """
+        account = self._accounts[slot]
+        account.load = load
+        arrivals = 0 if account.peer_arrivals is None else load.peer_arrivals - account.peer_arrivals
+        account.peer_arrivals = load.peer_arrivals
+        reserved, uncovered = account.reserved, account.uncovered
+        while uncovered and uncovered[0].number <= load.accepted_requests:
+            reservation = uncovered.popleft()
+            reservation.covered = True
+            reserved.requests -= not reservation.is_expected
+            reserved.expected -= reservation.is_expected
+            reserved.prefill_tokens -= reservation.prefill_tokens
+            reserved.blocks -= reservation.blocks
+        rows = self._rows
+        rows[_RUNNING][slot] = load.running_requests + reserved.requests
+        rows[_WAITING][slot] = load.waiting_requests + reserved.expected
+        rows[_ACTIVE][slot] = load.active_blocks + reserved.blocks
+        rows[_CACHED][slot] = load.cached_blocks
+        rows[_CONTEXT][slot] = load.context_tokens
+        rows[_TOTAL][slot] = load.total_blocks
+        rows[_QUEUED][slot] = load.queued_prefill_tokens + reserved.prefill_tokens
+        rows[_UNREPORTED][slot] = reserved.requests
+        rows[_PEER][slot] = load.peer_requests
+        rows[_PEER_PREFILL][slot] = load.peer_prefill_tokens
+        rows[_PEER_PAIRS][slot] = load.peer_prefill_pairs
+        rows[_PEERS][slot] = load.peers
+        if self.listener is not None:
+            self.listener()
+        return max(arrivals, 0)
+
+    def prefill_done(self, reservation: Reservation) -> None:
+        """Note the first token: no prompt of this request is queued any more."""
+        slot, tokens = reservation.slot, reservation.prefill_tokens
+        if not tokens:
+            return
+        self._rows[_OWN_PREFILL][slot] -= tokens
+        self._rows[_OWN_PAIRS][slot] -= reservation.prefill_pairs
+        if not reservation.covered:
+            self._accounts[slot].reserved.prefill_tokens -= tokens
+            self._rows[_QUEUED][slot] -= tokens
+        reservation.prefill_tokens = reservation.prefill_pairs = 0
+        if self.listener is not None:
+            self.listener()
+
+    def release(self, reservation: Reservation) -> None:
+        """Note that the request has ended, in whatever way. Safe twice."""
+        if not reservation.open:
+            return
+        reservation.open = False
+        slot = reservation.slot
+        if not reservation.covered:
+            reservation.covered = True
+            self._accounts[slot].uncovered.remove(reservation)
+            self._add_reserved(reservation, -1)
+        rows = self._rows
+        rows[_OWN][slot] -= 1
+        rows[_OWN_PREFILL][slot] -= reservation.prefill_tokens
+        rows[_OWN_PAIRS][slot] -= reservation.prefill_pairs
+        rows[_OWN_BLOCKS][slot] -= reservation.blocks
+        reservation.prefill_tokens = reservation.prefill_pairs = 0
+        if self.listener is not None:
+            self.listener()
+
+    def open_requests(self, slot: int) -> int:
+        """Count the requests sent to a worker that have not ended."""
+        return int(self.own_requests[slot])
+
+    def requests(self, slot: int) -> int:
+        """Count all requests on a worker, other frontends' included, as of its last report."""
+        return int(self.running_requests[slot] + self.waiting_requests[slot])
+
+    def load(self, slot: int) -> WorkerLoad | None:
+        """Give a worker's last report on this connection."""
+        return self._accounts[slot].load
+
+    def peer_arrivals(self, slot: int) -> int | None:
+        """Count the requests that a worker has taken from other routers, as it says; None before its first report."""
+        return self._accounts[slot].peer_arrivals
+
+    def reserved(self, slot: int) -> Reserved:
+        """Sum what a worker's report does not include yet."""
+        return replace(self._accounts[slot].reserved)
+
+    def grow(self, num_slots: int) -> None:
+        """Have at least this many slots."""
+        more = num_slots - self.num_slots
+        if more > 0:
+            self._show(np.pad(self._table, ((0, 0), (0, more))))
+            self._accounts.extend(_Account() for _ in range(more))
+
+    def check(self) -> None:
+        """Raise AssertionError where columns, sums and reservations disagree."""
+        for slot, account in enumerate(self._accounts):
+            uncovered, load = account.uncovered, account.load or WorkerLoad()
+            expected = sum(r.is_expected for r in uncovered)
+            sums = (
+                len(uncovered) - expected,
+                sum(r.prefill_tokens for r in uncovered),
+                sum(r.blocks for r in uncovered),
+                expected,
+            )
+            assert account.reserved == Reserved(*sums), f"slot {slot}: reserved is the sum, {sums}"
+            assert all(r.open and not r.covered and r.slot == slot for r in uncovered), (
+                f"slot {slot}: only open reservations without a report count"
+            )
+            numbers = [r.number for r in uncovered]
+            assert numbers == sorted(set(numbers)), f"slot {slot}: in the order sent, got {numbers}"
+            requests, prefill_tokens, blocks, _ = sums
+            *columns, _, queued, unreported = self._table[:_PEER, slot].tolist()
+            peers = self._table[_PEER:_OWN, slot].tolist()
+            assert unreported == requests, f"slot {slot}: {unreported} are unreported, of {requests}"
+            assert [*columns, queued, *peers] == [
+                load.running_requests + requests,
+                load.waiting_requests + expected,
+                load.active_blocks + blocks,
+                load.cached_blocks,
+                load.context_tokens,
+                load.queued_prefill_tokens + prefill_tokens,
+                load.peer_requests,
+                load.peer_prefill_tokens,
+                load.peer_prefill_pairs,
+                load.peers,
+            ], f"slot {slot}: {columns}, {queued} and {peers} are not what was reported plus {sums}"
+            *own, pairs, blocks_of_prompts = self._table[_OWN:, slot].tolist()
+            assert (pairs > 0) == (own[1] > 0), f"slot {slot}: {pairs} pairs of {own[1]} tokens to compute"
+            own.append(blocks_of_prompts)
+            assert all(part <= whole for part, whole in zip(sums[:3], own, strict=True)), (
+                f"slot {slot}: what is reserved, {sums}, is part of what is open, {own}"
+            )
+
+    def _set_total(self, slot: int, total_blocks: int) -> None:
+        """Write a number that somebody else says, however absurd."""
+        self._table[_TOTAL, slot] = min(max(total_blocks, 0), np.iinfo(np.int64).max)
+
+    def _add_reserved(self, reservation: Reservation, sign: int) -> None:
+        slot, prefill_tokens, blocks = (
+            reservation.slot,
+            sign * reservation.prefill_tokens,
+            sign * reservation.blocks,
+        )
+        reserved = self._accounts[slot].reserved
+        rows = self._rows
+        if reservation.is_expected:
+            reserved.expected += sign
+            rows[_WAITING][slot] += sign
+        else:
+            reserved.requests += sign
+            rows[_RUNNING][slot] += sign
+            rows[_UNREPORTED][slot] += sign
+        reserved.prefill_tokens += prefill_tokens
+        reserved.blocks += blocks
+        rows[_ACTIVE][slot] += blocks
+        rows[_QUEUED][slot] += prefill_tokens

@@ -1,0 +1,76 @@
+"""Price correction: the factor between a worker's published prices and its measured step times.
+
+While a batch only decodes, two reports say how many steps lie between them and when they came: what these took over
+what the prices say they take is one observation. Prompts that were computed in between would have to be guessed. A worker that
+gets nothing to do cannot show that it is well again, so what was learned of it is forgotten.
+"""
+
+from dataclasses import dataclass, field
+
+from penstock.core.types.instances import Prices
+from penstock.core.types.load import WorkerLoad
+from penstock.perf.online import Correction
+
+_STEPS_MIN = 8
+"""A report may come at any moment of a step: of eight, that is an eighth at most."""
+FORGOTTEN_S = 30.0
+"""An idle worker's factor is forgotten after this long: what a wrong guess costs is a few requests in so much time."""
+_MOVE_MIN = 0.02
+"""Prices are good to a few percent, so smaller changes do not change what is applied."""
+
+
+@dataclass(slots=True)
+class PriceCorrection:
+    """One worker's steps against its prices. One event loop owns it.
+
+    `factor` is what the prices are to be multiplied by: what was learned, as of its last change of more than 2 %.
+    """
+
+    prices: Prices | None
+    factor: float = 1.0
+    _correction: Correction = field(default_factory=Correction)
+    _last: WorkerLoad | None = None
+    _last_s: float = 0.0
+
+    @property
+    def trusted(self) -> bool:
+        """Whether steps take, within a factor of two, what the corrected prices say."""
+        return self._correction.trusted
+
+    def forget_if_idle(self, now_s: float) -> bool:
+        """Go back to what the worker says of itself once it has done nothing for `FORGOTTEN_S`.
+
+        Returns:
+            Whether `factor` has changed.
+        """
+        last = self._last
+        if last is None or last.running_requests or now_s - self._last_s < FORGOTTEN_S:
+            return False
+        self._correction = Correction()
+        was, self.factor = self.factor, 1.0
+        return was != 1.0
+
+    def report(self, load: WorkerLoad, now_s: float) -> bool:
+        """Learn from a load report that arrived now.
+
+        Returns:
+            Whether `factor` has changed.
+        """
+        prices, last, last_s = self.prices, self._last, self._last_s
+        if prices is None:
+            return False
+        self._last, self._last_s = load, now_s
+        if last is None or not last.running_requests or not load.running_requests:
+            return False
+        steps = load.steps - last.steps
+        if steps < _STEPS_MIN or load.prefilled_tokens != last.prefilled_tokens:
+            return False
+        context = (last.context_tokens + load.context_tokens) / 2
+        predicted_s = steps * (prices.decode_step_s + context * prices.decode_token_s)
+        predicted_s += (load.generated_tokens - last.generated_tokens) * prices.decode_sequence_s
+        self._correction.observe(predicted_s, now_s - last_s)
+        learned = self._correction.factor
+        if abs(learned / self.factor - 1) <= _MOVE_MIN:
+            return False
+        self.factor = learned
+        return True

@@ -1,0 +1,154 @@
+"""What each worker of a model says its work takes, times how far it was found to be from that, as columns by slot."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.types.events import Tier
+from penstock.core.types.instances import Instance, Prices
+from penstock.perf.topology import Way
+from penstock.seams import PriceColumns
+
+_SCALARS = (
+    "prefill_step_s",
+    "prefill_token_s",
+    "prefill_pair_s",
+    "decode_step_s",
+    "decode_sequence_s",
+    "decode_token_s",
+)
+_CORRECTED = 3  # the first so many scalars: those of prompts
+_TOLERATED = 1.5
+"""A worker's prompts are priced as it says until it was found to be so many times off, and then by what is past that: its
+queue tells of small errors as well, and keeps it from getting more than its cache is good for."""
+_BATCH = len(_SCALARS)
+_ROUND_TRIP, _BYTE, _AT_ONCE, _PLACES = _BATCH + 1, _BATCH + 2, _BATCH + 3, _BATCH + 4
+_TIERS = _BATCH + 5
+_PLACES_UNKNOWN = 1e9
+
+PRICE_S_MAX = 3600.0
+"""Nothing that is priced takes longer: so what a price is multiplied with ends in a number."""
+UNKNOWN = Prices(
+    prefill_step_s=3.5e-3,
+    prefill_token_s=2e-5,
+    prefill_pair_s=6.5e-10,
+    decode_step_s=6.5e-3,
+    decode_sequence_s=7e-6,
+    decode_token_s=4.2e-8,
+    onboard_token_s=(0.0, 3.3e-6, 2.6e-5, 1.3e-4),
+)
+"""Where no worker of a model says anything: an 8B model in bf16 on one H100 by the roofline. Alike for all workers,
+they still weigh work against work."""
+
+
+class PriceTable:
+    """Prices by worker slot; who has said none is taken for the median of those who have. One event loop owns it.
+
+    A change costs O(1); medians, of what was said, are found anew when prices are next asked for.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._table = np.zeros((_TIERS + len(Tier), num_slots))
+        self._known = np.zeros(num_slots, dtype=np.bool_)
+        self._factors = np.ones(num_slots)
+        self._filled = self._table
+        self._columns: PriceColumns | None = None
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """How far the fastest worker and the slowest one are from what they say; 1 where none says any."""
+        factors = self._factors[self._known]
+        return (float(factors.min()), float(factors.max())) if len(factors) else (1.0, 1.0)
+
+    def put(self, slot: int, instance: Instance, factor: float = 1.0, way: Way | None = None) -> None:
+        """Take what a worker says, how far it is from that, and what lies between it and here; None is nothing."""
+        prices = instance.prices
+        self._factors[slot] = factor
+        self._columns = None
+        self._known[slot] = prices is not None
+        if prices is not None:
+            self._table[:, slot] = _row(prices)
+        self._table[_BATCH, slot] = max(instance.engine.max_batch_tokens, 1)
+        self._table[_ROUND_TRIP, slot] = 0.0 if way is None else 2 * way.latency_s
+        self._table[_BYTE, slot] = 0.0 if way is None else 1 / way.bandwidth_bytes_per_s
+        self._table[_AT_ONCE, slot] = instance.engine.prompts_at_once
+        self._table[_PLACES, slot] = instance.engine.max_running_requests or _PLACES_UNKNOWN
+
+    def correct(self, slot: int, factor: float) -> None:
+        """Note that a worker's steps take so many times what it says: what is past `_TOLERATED` its prompts are priced with.
+
+        Its decode steps are priced as it says: what they cost here is a preference, and every token that flees a
+        slow worker's pace takes room from the caches of the others (docs/decisions/0012).
+        """
+        self._factors[slot] = factor
+        if self._columns is not None and self._known[slot]:
+            self._filled[:_CORRECTED, slot] = self._table[:_CORRECTED, slot] * _applied(
+                self._factors[slot : slot + 1]
+            )
+
+    def remove(self, slot: int) -> None:
+        """Forget a worker."""
+        self._columns = None
+        self._known[slot] = False
+        self._factors[slot] = 1.0
+
+    def grow(self, num_slots: int) -> None:
+        """Have this many slots."""
+        more = num_slots - len(self._known)
+        self._table = np.pad(self._table, ((0, 0), (0, more)))
+        self._known = np.pad(self._known, (0, more))
+        self._factors = np.pad(self._factors, (0, more), constant_values=1.0)
+        self._columns = None
+
+    def columns(self) -> PriceColumns:
+        """Give the prices of all slots; they cannot be written to."""
+        if self._columns is None:
+            self._columns = self._fill()
+        return self._columns
+
+    def check(self) -> None:
+        """Raise AssertionError where a price is none."""
+        table = self._table[:, self._known]
+        assert np.isfinite(table).all(), "prices: finite"
+        assert (table >= 0).all(), "prices: never below nothing"
+        assert (self._factors[~self._known] == 1.0).all(), "prices: who says none is not corrected"
+        if self._columns is not None:
+            corrected = table[:_BATCH].copy()
+            corrected[:_CORRECTED] *= _applied(self._factors[self._known])
+            assert (self._filled[:_BATCH, self._known] == corrected).all(), (
+                "prices: as said, times what of the factor is applied"
+            )
+
+    def _fill(self) -> PriceColumns:
+        table, known = self._table.copy(), self._known
+        own = table[_BATCH:_TIERS].copy()
+        others = np.median(table[:, known], axis=1) if known.any() else np.array(_row(UNKNOWN))
+        table[:, ~known] = others[:, None]
+        table[:_CORRECTED] *= _applied(self._factors)
+        table[_BATCH:_TIERS] = own
+        sizes = [_BATCH, _AT_ONCE, _PLACES]
+        table[sizes] = np.maximum(table[sizes], 1.0)
+        self._filled, shown = table, table.view()
+        shown.flags.writeable = False
+        scalars = {name: shown[row] for row, name in enumerate(_SCALARS)}
+        return PriceColumns(
+            **scalars,
+            batch_tokens=shown[_BATCH],
+            prompts_at_once=shown[_AT_ONCE],
+            onboard_token_s=shown[_TIERS:],
+            round_trip_s=shown[_ROUND_TRIP],
+            byte_s=shown[_BYTE],
+            batch_requests=shown[_PLACES],
+        )
+
+
+def _applied(factors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Leave out what of factors is tolerated."""
+    applied: NDArray[np.float64] = factors / np.clip(factors, 1 / _TOLERATED, _TOLERATED)
+    return applied
+
+
+def _row(prices: Prices) -> NDArray[np.float64]:
+    """Lay prices out as rows; what is not finite or below nothing counts as nothing, and what is past `PRICE_S_MAX` as that."""
+    tiers = (*prices.onboard_token_s, *(0.0,) * len(Tier))[: len(Tier)]
+    row = np.array([*(getattr(prices, name) for name in _SCALARS), *(0.0,) * (_TIERS - _BATCH), *tiers])
+    return np.where(np.isfinite(row), row.clip(0.0, PRICE_S_MAX), 0.0)

@@ -1,0 +1,1 @@
+"""Faults by plan or seed, and what must hold through them."""

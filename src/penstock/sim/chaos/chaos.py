@@ -1,0 +1,122 @@
+"""Faults, by plan or by seed: what happens to a deployment, when, and for how long."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.sim.world.cluster import SimCluster, SimWorker
+from penstock.sim.world.network import REGISTRY
+
+
+class FaultKind(StrEnum):
+    KILL = "kill"  # the process is gone; another one takes its place
+    DRAIN = "drain"  # told to end; another one takes its place
+    PAUSE = "pause"  # the process is stopped, and goes on
+    SLOW = "slow"  # its steps take longer
+    PARTITION = "partition"  # one frontend and it cannot reach each other
+    ISOLATE = "isolate"  # it and the registry cannot reach each other
+    RESET = "reset"  # the connections to one frontend break
+    LEASE_LOSS = "lease_loss"  # the registry forgets it, until it registers again
+
+
+LASTING = {FaultKind.PAUSE, FaultKind.SLOW, FaultKind.PARTITION, FaultKind.ISOLATE}
+SLOW_FACTOR = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that happens. `worker` and `frontend` pick by position among those there are at that moment."""
+
+    at_s: float
+    kind: FaultKind
+    worker: int = 0
+    frontend: int = 0
+    duration_s: float = 0.0
+
+
+def random_faults(
+    rng: random.Random, *, count: int, duration_s: float, longest_s: float = 3.0
+) -> list[Fault]:
+    """Draw `count` faults within `duration_s`, most of them short."""
+    return sorted(
+        (
+            Fault(
+                at_s=rng.uniform(0.0, duration_s),
+                kind=rng.choice(tuple(FaultKind)),
+                worker=rng.randrange(1 << 16),
+                frontend=rng.randrange(1 << 16),
+                duration_s=min(rng.expovariate(4.0 / longest_s), longest_s),
+            )
+            for _ in range(count)
+        ),
+        key=lambda fault: fault.at_s,
+    )
+
+
+class Chaos:
+    """Does faults to a cluster. At least `spare` workers are left alone by those that end one."""
+
+    def __init__(self, cluster: SimCluster, *, spare: int = 2) -> None:
+        self.cluster = cluster
+        self.done: list[Fault] = []
+        """What happened: a fault with nobody to happen to is left out."""
+        self._spare = spare
+        self._names = 0
+        self._group = asyncio.TaskGroup()
+
+    async def run(self, faults: Sequence[Fault]) -> None:
+        """Let it all happen; returns once every lasting fault is over and every ended worker replaced."""
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        async with self._group:
+            for fault in faults:
+                await asyncio.sleep(start_s + fault.at_s - loop.time())
+                self._happen(fault)
+
+    def _happen(self, fault: Fault) -> None:
+        living = [worker for worker in self.cluster.workers.values() if not worker.is_draining]
+        ends = fault.kind in {FaultKind.KILL, FaultKind.DRAIN}
+        if len(living) <= (self._spare if ends else 0):
+            return
+        worker = living[fault.worker % len(living)]
+        hosts = self.cluster.frontend_hosts
+        frontend = hosts[fault.frontend % len(hosts)]
+        self.done.append(fault)
+        self.cluster.settle(worker.name)
+        match fault.kind:
+            case FaultKind.KILL:
+                self.cluster.kill(worker.name)
+            case FaultKind.DRAIN:
+                self.cluster.drain(worker.name)
+            case FaultKind.RESET:
+                self.cluster.plane.break_links(worker.host, frontend)
+            case FaultKind.LEASE_LOSS:
+                self.cluster.registry.lose_lease(worker.host)
+            case _:
+                self._group.create_task(self._last(fault, worker, frontend), name=f"fault {fault.kind}")
+        if ends:
+            self._names += 1
+            self._group.create_task(
+                self.cluster.start(f"replacement-{self._names}", worker.role), name="replacement"
+            )
+
+    async def _last(self, fault: Fault, worker: SimWorker, frontend: str) -> None:
+        network = self.cluster.network
+        match fault.kind:
+            case FaultKind.PAUSE:
+                worker.pace.stop()
+                network.freeze(worker.host)
+                await asyncio.sleep(fault.duration_s)
+                network.thaw(worker.host)
+                worker.pace.go_on()
+            case FaultKind.SLOW:
+                worker.pace.factor *= SLOW_FACTOR
+                await asyncio.sleep(fault.duration_s)
+                worker.pace.factor /= SLOW_FACTOR
+            case _:
+                other = frontend if fault.kind is FaultKind.PARTITION else REGISTRY
+                network.cut(worker.host, other)
+                await asyncio.sleep(fault.duration_s)
+                network.mend(worker.host, other)

@@ -1,0 +1,331 @@
+"""One trial by chaos: clients stream from a deployment to which faults happen, and all invariants are checked."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from penstock.core.errors import PenstockError
+from penstock.core.hashing import block_hashes
+from penstock.core.ids import RequestId
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.events import Tier
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.wire import HashArray, pack_tokens, unpack_tokens
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.model.model_config import shape_of
+from penstock.perf.roofline.factors import Factors
+from penstock.perf.roofline.roofline import Roofline
+from penstock.router.config import DisaggConfig, QueueConfig, RouterConfig
+from penstock.runtime.config import PlaneConfig
+from penstock.sim.chaos.chaos import Chaos, Fault, random_faults
+from penstock.sim.chaos.invariants import (
+    StreamWitness,
+    check_at_rest,
+    check_now,
+    keep_checking,
+    touch_every_worker,
+)
+from penstock.sim.engine.engine import JumpEngine
+from penstock.sim.engine.exact import ExactEngine
+from penstock.sim.engine.timing import VOCAB_SIZE, Pace, no_layout, reference
+from penstock.sim.loop.loop import SimLoop, run
+from penstock.sim.world.cluster import ClusterSpec, SimCluster, SimEngine, WorkerSpec
+from penstock.sim.world.network import NetworkConfig
+from penstock.worker.config import KvTransferConfig, WorkerConfig
+
+_BLOCK_SIZE = 4
+_BLOCK_BYTES = 1 << 16
+_LINK_BYTES_PER_S = 5e7
+"""So slow that a prompt's KV is on its way for some of an engine's steps."""
+_SALT = b"trial"
+_SHAPE = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+    "intermediate_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
+_SLOWNESS = 5.0
+"""So much slower than the model's price, so that streams last long enough for faults to meet them."""
+_CHECK_EVERY_S = 0.05
+_LONGEST_S = 60.0
+"""By then every request has ended; a deployment that only goes on ticking would never end by itself."""
+_QUIET_S = 12.0
+"""Longer than any lease, drain and reconnection takes."""
+_CONVERGED_S = 40.0
+"""Longer than a subscriber that lost answer after answer waits until it asks again (`resync_timeout_s_max`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How much happens in how long, and in what deployment.
+
+    `exact` engines take every step, others jump; workers send `kv_events` or not; routers hold requests past `hold_s`;
+    with `host_blocks` engines compute slowly, and fetch slowly what their hosts have, and prompts are of several kinds.
+    Of exact engines' steps, `failed_steps` fail, each on any worker.
+    With `prefillers` so many prefill workers compute all prompts but the shortest, and `workers` decode.
+    """
+
+    clients: int = 30
+    workers: int = 3
+    faults: int = 12
+    duration_s: float = 5.0
+    exact: bool = True
+    kv_events: bool = True
+    hold_s: float | None = None
+    host_blocks: int = 0
+    prefillers: int = 0
+    failed_steps: int = 0
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of its workers, in the order in which they start."""
+        if not self.prefillers:
+            return (Role.AGGREGATED,) * self.workers
+        return (Role.DECODE,) * self.workers + (Role.PREFILL,) * self.prefillers
+
+
+@dataclass(slots=True)
+class TrialResult:
+    """What came of it. `outcomes` counts finish reasons, error codes, and readers that `left`."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: list[Fault] = field(default_factory=list)
+    migrations: int = 0
+    streamed_tokens: int = 0
+    onboarded_tokens: int = 0
+    handed_over: int = 0
+    """Prompts that one worker computed for another one."""
+    moved_bytes: int = 0
+    """Of KV, between workers."""
+    end_s: float = 0.0
+
+
+def run_trial(seed: int, trial: Trial | None = None) -> TrialResult:
+    """Run one trial on virtual time.
+
+    Raises:
+        AssertionError: an invariant does not hold.
+        Deadlock: everything waits.
+    """
+    try:
+        return run(lambda rng: _trial(rng, trial or Trial()), seed)
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def small_spec(trial: Trial | None = None) -> ClusterSpec:
+    """Describe a deployment of two frontends whose pools and queues are small enough to run out."""
+    trial = trial or Trial()
+    factors = Factors(gemm=0.06, storage_bytes_per_s={Tier.HOST: 2e9}) if trial.host_blocks else Factors()
+    model = Roofline(shape_of(_SHAPE, name="trial"), find_hardware("h100"), factors=factors)
+    info = RunnerInfo(
+        num_blocks=48,
+        block_size=_BLOCK_SIZE,
+        context_length=160,
+        vocab_size=VOCAB_SIZE,
+        kv_bytes_per_block=_BLOCK_BYTES,
+        lower_blocks=((Tier.HOST, trial.host_blocks),) if trial.host_blocks else (),
+        kv_layout=no_layout(_BLOCK_BYTES, _BLOCK_SIZE, num_blocks=48),
+    )
+    scheduler = SchedulerConfig(max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12)
+
+    def make_engine(pace: Pace) -> SimEngine:
+        pace.factor = _SLOWNESS
+        if trial.exact:
+            return ExactEngine(model, info, scheduler, pace)
+        return JumpEngine(model, info, scheduler, _Answered, pace=pace)
+
+    return ClusterSpec(
+        card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),
+        workers=dict.fromkeys(trial.roles, WorkerSpec(make_engine)),
+        router=RouterConfig(
+            policy="least-loaded"
+            if trial.prefillers
+            else "kv",  # which sends prompts away however long it takes
+            disagg=DisaggConfig(remote_tokens_min=_BLOCK_SIZE, link_bytes_per_s=_LINK_BYTES_PER_S),
+            no_worker_wait_s=2.0,
+            connect_timeout_s=1.0,
+            reconnect_s_max=1.0,
+            predicted_s=_CONVERGED_S / 2,
+            queue=QueueConfig(threshold_s=trial.hold_s),
+        ),
+        worker=WorkerConfig(
+            drain_timeout_s=0.5,
+            kv_events=trial.kv_events,
+            kv_transfer=KvTransferConfig(pin_ttl_s=1.0, fetches_max=6),
+        ),
+        network=NetworkConfig(latency_s=0.001, jitter_s=0.002, event_loss=0.05, lease_ttl_s=1.0),
+        plane=PlaneConfig(window_tokens=8, heartbeat_timeout_s=1.0),
+        frontends=2,
+    )
+
+
+class _Answered:
+    """The blocks of a prompt and of what a jumping engine answers: each token is its position."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def block_hashes(self, block_size: int, start: int, end: int) -> HashArray:
+        request = self._request
+        prompt = unpack_tokens(request.token_ids)
+        more = np.arange(end * block_size - len(prompt), dtype="<i4") + request.num_emitted
+        tokens = np.concatenate((prompt, more))
+        return block_hashes(tokens[: end * block_size], block_size, request.salt)[start:end]
+
+
+async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
+    result = TrialResult()
+    async with SimCluster(small_spec(trial), rng) as cluster:
+        for number, role in enumerate(trial.roles):
+            await cluster.start(f"worker-{number}", role)
+        for dispatcher in cluster.dispatchers:
+            await dispatcher.serving()
+        chaos = Chaos(cluster)
+        async with asyncio.TaskGroup() as group:
+            checks = group.create_task(keep_checking(cluster, _CHECK_EVERY_S), name="checks")
+            async with _limited(trial.duration_s + _LONGEST_S), asyncio.TaskGroup() as clients:
+                for number in range(trial.clients):
+                    client = _Client(cluster, number, random.Random(rng.getrandbits(64)), trial)
+                    clients.create_task(client.run(result), name=f"client {number}")
+                clients.create_task(
+                    chaos.run(random_faults(rng, count=trial.faults, duration_s=trial.duration_s)),
+                    name="chaos",
+                )
+                if trial.failed_steps:
+                    failures = _fail_steps(cluster, random.Random(rng.getrandbits(64)), trial)
+                    clients.create_task(failures, name="failing steps")
+            await asyncio.sleep(_QUIET_S)
+            checks.cancel()
+        cluster.network.event_loss = 0.0
+        await touch_every_worker(
+            cluster, [_request(f"touch-{n}", [n, *range(9)], 2) for n in range(len(cluster.workers))]
+        )
+        await asyncio.sleep(_CONVERGED_S)
+        check_at_rest(cluster)
+        result.faults = chaos.done
+        engines = [worker.engine.load() for worker in cluster.workers.values()]
+        result.moved_bytes = cluster.sim_transports.received_bytes.total()
+        result.onboarded_tokens = sum(sum(load.onboarded_tokens) for load in engines)
+        result.end_s = asyncio.get_running_loop().time()
+    check_no_task_left()
+    return result
+
+
+async def _fail_steps(cluster: SimCluster, rng: random.Random, trial: Trial) -> None:
+    """Have steps fail, at random moments on random workers; who gives up over that is replaced."""
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+    for number, at_s in enumerate(
+        sorted(rng.uniform(0.0, trial.duration_s) for _ in range(trial.failed_steps))
+    ):
+        await asyncio.sleep(start_s + at_s - loop.time())
+        if len(cluster.workers) < len(trial.roles):
+            await cluster.start(f"successor-{number}")
+        rng.choice(list(cluster.workers.values())).pace.failing_steps = 1
+
+
+@asynccontextmanager
+async def _limited(seconds: float) -> AsyncIterator[None]:
+    """Raise AssertionError, naming who waits, if the body takes longer."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimLoop), "on virtual time"
+    waiting: list[str] = []
+    limit = loop.call_later(seconds, lambda: waiting.extend(loop.waiting()))
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise AssertionError(
+            f"requests had not ended after {seconds:g} s:\n  " + "\n  ".join(waiting)
+        ) from error
+    finally:
+        limit.cancel()
+
+
+def check_no_task_left() -> None:
+    """Raise AssertionError where a task outlives what it was for; called from the only one that may be there."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not others, f"tasks are left: {sorted(task.get_name() for task in others)}"
+
+
+class _Client:
+    """Sends one request at a random moment and reads its stream, fast or slowly, to the end or not."""
+
+    def __init__(self, cluster: SimCluster, number: int, rng: random.Random, trial: Trial) -> None:
+        self._cluster = cluster
+        self._rng = rng
+        self._exact = trial.exact
+        self._start_s = rng.uniform(0.0, trial.duration_s)
+        # Several kinds of prompt, so that what one begins with has left the device when it is next asked for.
+        first = 24 * rng.randrange(8) if trial.host_blocks else 0
+        shared = list(range(first, first + rng.choice([0, 8, 16, 24])))
+        self._prompt = shared + [rng.randrange(500) for _ in range(rng.randrange(1, 20))]
+        deadline_s = rng.choice([None, None, None, 0.2, 1.0, 5.0])
+        self._request = msgspec.structs.replace(
+            _request(f"request-{number}", self._prompt, rng.randrange(1, 60), deadline_s),
+            tenant="ab"[number % 2],
+            priority=number % 3 - 1,
+        )
+        self._leaves_after = rng.choice([None, None, None, rng.randrange(20)])
+        self._pause_s = rng.choice([0.0, 0.0, 0.02])
+
+    async def run(self, result: TrialResult) -> None:
+        await asyncio.sleep(self._start_s)
+        loop = asyncio.get_running_loop()
+        max_tokens = self._request.sampling.max_tokens
+        expected = reference(self._prompt, max_tokens) if self._exact else range(max_tokens)
+        witness = StreamWitness(self._request, expected, loop.time())
+        stream = self._rng.choice(self._cluster.dispatchers[: self._cluster.spec.frontends]).open(
+            self._request
+        )
+        error: PenstockError | None = None
+        try:
+            async with stream:
+                async for delta in stream:
+                    witness.see(delta)
+                    if self._leaves_after is not None and witness.received >= self._leaves_after:
+                        break
+                    if delta.finish_reason is None:
+                        await asyncio.sleep(self._pause_s)
+        except PenstockError as problem:
+            error = problem
+        if error is None and witness.finish_reason is None:
+            outcome = "left"
+            assert self._leaves_after is not None, (
+                f"{self._request.request_id}: ended without a finish reason"
+            )
+        else:
+            outcome = error.code if error else str(witness.finish_reason)
+            # Away when it ended, and once more for what had come by then.
+            witness.end(error, loop.time(), grace_s=2 * self._pause_s)
+        check_now(self._cluster)
+        result.outcomes[outcome] += 1
+        result.migrations += stream.migrations
+        result.handed_over += stream.hand_overs
+        result.streamed_tokens += witness.received
+
+
+def _request(name: str, prompt: list[int], max_tokens: int, deadline_s: float | None = None) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        model="trial",
+        token_ids=pack_tokens(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        salt=_SALT,
+        deadline_s=deadline_s,
+    )

@@ -1,0 +1,1 @@
+"""Asyncio on virtual time: a loop whose clock jumps to the next timer."""

@@ -1,0 +1,172 @@
+"""The event queue of a loop on virtual time: ready callbacks, timers, and a clock that jumps to the next timer."""
+
+import contextvars
+from collections import deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVarTuple, Unpack
+
+from penstock.core.native import native
+
+__all__ = ["EventQueue", "EventQueuePython"]
+
+Ts = TypeVarTuple("Ts")
+
+_CANCELLED_MAX = 100
+"""So many cancelled timers may always be kept; more only while they are fewer than the others."""
+
+
+class _Handle(list[Any]):
+    """What `call_soon` and `call_at` give: [when_s, number, callback, args, context, its turns while it is a timer].
+
+    A list, so that a heap compares moments and numbers without calling Python: half of a timer's cost. Timers of one
+    moment run in the order in which they were set.
+    """
+
+    __slots__ = ()
+
+    def cancel(self) -> None:
+        if self[2] is not None:
+            self[2] = None
+            self[3] = ()
+            if self[5] is not None:
+                self[5].note_cancelled()
+
+    def cancelled(self) -> bool:
+        """Say whether it was cancelled, or has run."""
+        return self[2] is None
+
+    def when(self) -> float:
+        when_s: float = self[0]
+        return when_s
+
+
+class EventQueuePython:
+    """Takes turns; a subclass says what to do where nothing can come any more (`_stuck`), and with errors (`_failed`).
+
+    Each call runs in its context, a copy of the caller's if it is given none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled_timers = 0
+        """Timers that were cancelled and are still kept."""
+        self._now_s = 0.0
+        self._stops_turns = False
+        self._due: deque[_Handle] = deque()
+        self._timers: list[_Handle] = []
+        self._timer_numbers = count()
+
+    @property
+    def num_timers(self) -> int:
+        """Count the timers that are kept, the cancelled ones among them."""
+        return len(self._timers)
+
+    def time(self) -> float:
+        """Give the virtual time in seconds."""
+        return self._now_s
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> _Handle:
+        """Call with the next turn."""
+        handle = _Handle((0.0, 0, callback, args, context or contextvars.copy_context(), None))
+        self._due.append(handle)
+        return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> _Handle:
+        """Call at a moment of virtual time."""
+        handle = _Handle(
+            (when, next(self._timer_numbers), callback, args, context or contextvars.copy_context(), self)
+        )
+        heappush(self._timers, handle)
+        return handle
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> _Handle:
+        """Call so many seconds from now."""
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def take_turns(self) -> None:
+        """Run what is ready, or else go to the next timer, turn by turn until `stop_turns`."""
+        due, timers = self._due, self._timers
+        while True:
+            if not (due or timers):
+                self._stuck()
+            if not due:
+                self._now_s = max(self._now_s, timers[0][0])
+            now_s = self._now_s
+            while timers and timers[0][0] <= now_s:
+                handle = heappop(timers)
+                handle[5] = None
+                if handle[2] is None:
+                    self.cancelled_timers -= 1
+                else:
+                    due.append(handle)
+            for _ in range(len(due)):  # what they make ready is the next turn's
+                if not due:
+                    break  # all was forgotten
+                handle = due.popleft()
+                callback, args = handle[2], handle[3]
+                if callback is None:
+                    continue
+                handle[2], handle[3] = None, ()
+                try:
+                    handle[4].run(callback, *args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - nobody called it who could catch it
+                    self._failed(callback, error)
+            if self._stops_turns:
+                self._stops_turns = False
+                return
+
+    def stop_turns(self) -> None:
+        """Have `take_turns` return after this turn; or after the first, if it is yet to be called."""
+        self._stops_turns = True
+
+    def forget_calls(self) -> None:
+        """Call nothing of what is ready or due later."""
+        for handle in self._timers:
+            handle[5] = None
+        self._due.clear()
+        self._timers.clear()
+        self.cancelled_timers = 0
+
+    def note_cancelled(self) -> None:
+        """Count a timer that was cancelled, and forget them all once they are many."""
+        self.cancelled_timers += 1
+        timers = self._timers
+        if self.cancelled_timers > _CANCELLED_MAX and 2 * self.cancelled_timers > len(timers):
+            timers[:] = [timer for timer in timers if timer[2] is not None]
+            heapify(timers)
+            self.cancelled_timers = 0
+
+    def _stuck(self) -> NoReturn:
+        """Raise what says that nothing is ready, and no timer is set."""
+        raise NotImplementedError
+
+    def _failed(self, callback: Callable[..., object], error: BaseException) -> None:
+        """Take an error that a callback has raised."""
+        raise NotImplementedError
+
+
+if TYPE_CHECKING or native is None:  # noqa: SIM108 - a type, for mypy
+    EventQueue = EventQueuePython
+else:
+    EventQueue = native.Turns

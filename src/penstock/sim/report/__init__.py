@@ -1,0 +1,1 @@
+"""What a simulation came to: figures, tables, charts, one HTML page."""

@@ -1,0 +1,218 @@
+"""The workers of one role: what they cost, how much KV they have, and the engines that simulate them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.events import Tier
+from penstock.core.types.instances import Role
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.graph import RoleSpec
+from penstock.graph.engine_prices import make_latency, make_roofline
+from penstock.graph.step_size import with_step_size
+from penstock.perf.latency import LatencyModel
+from penstock.perf.model.hardware import Hardware, find_hardware
+from penstock.perf.model.shape import ModelShape
+from penstock.perf.profile.profile import Profile, ProfiledModel
+from penstock.perf.published import publish
+from penstock.perf.roofline.factors import Factors
+from penstock.perf.roofline.roofline import Roofline
+from penstock.perf.roofline.speculation import price_per_token
+from penstock.sim.engine.engine import JumpEngine
+from penstock.sim.engine.exact import ExactEngine
+from penstock.sim.engine.prices import DecodePrices
+from penstock.sim.engine.timing import VOCAB_SIZE, Pace, no_layout
+from penstock.sim.workload.prompt import StreamOf
+from penstock.sim.world.cluster import SimEngine
+
+_QUEUE_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RoleGroup:
+    """The workers of one role, all alike, with what they cost."""
+
+    role: Role
+    spec: RoleSpec
+    hardware: Hardware
+    latency: LatencyModel
+    prices: DecodePrices
+    """Of the same latency; every worker and every run share what they find out."""
+    block_size: int
+    num_blocks: int
+    context_length: int
+    arithmetic: str
+    """How the KV capacity comes about; for people."""
+    remedy: str
+    """What makes it larger; for people."""
+    profile: Profile | None = None
+    """What the engines run on instead of the roofline alone."""
+    lower_blocks: tuple[tuple[Tier, int], ...] = ()
+    """Of each tier beneath a worker's device, nearest first."""
+
+    @property
+    def place(self) -> str:
+        """Where the graph describes it."""
+        return f"roles.{self.role}"
+
+    @property
+    def devices(self) -> int:
+        """Of all its workers."""
+        return self.spec.replicas * self.spec.devices
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block's KV, on all devices of a worker together."""
+        return int(self.latency.kv_bytes_per_token) * self.block_size
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """How fast a request's KV leaves a worker over the network: each of the devices that hold a part has its own link."""
+        spec = self.spec
+        reached = self.hardware.scale_out_bytes_per_s * Factors().collective_bandwidth
+        return reached * spec.tensor_parallel * spec.pipeline_parallel
+
+    @property
+    def expenses(self) -> str:
+        """What a device costs and draws; for people."""
+        hardware = self.hardware
+        return f"{hardware.name} at {hardware.usd_per_hour:g} USD an hour and {hardware.watts:,g} W a device"
+
+    def check_fits(self, longest_tokens: int, what: str) -> None:
+        """Refuse what can never run here.
+
+        Args:
+            longest_tokens: the most that a worker has to hold of one request.
+            what: they are, such as "request".
+
+        Raises:
+            ConfigError: with the arithmetic.
+        """
+        capacity = self.num_blocks * self.block_size
+        beneath = "; lower tiers hold only what does not run" if self.lower_blocks else ""
+        whose = "a worker" if self.role is Role.AGGREGATED else f"a {self.role} worker"
+        if longest_tokens > capacity:
+            raise ConfigError(
+                f"KV: the longest {what} has {longest_tokens:,} tokens, and {whose}'s KV holds {capacity:,}:"
+                f" {self.arithmetic}{beneath}; {self.remedy}, or take a shorter trace"
+            )
+
+    def make_engine(self, pace: Pace, stream_of: StreamOf, *, exact: bool) -> SimEngine:
+        """Make one worker's engine.
+
+        Args:
+            pace: its host's.
+            stream_of: names a request's blocks.
+            exact: whether it takes every step, instead of jumping from event to event.
+        """
+        info = RunnerInfo(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            context_length=self.context_length,
+            vocab_size=VOCAB_SIZE,
+            kv_bytes_per_block=self.block_bytes,
+            kv_layout=no_layout(self.block_bytes, self.block_size, self.num_blocks),
+            lower_blocks=self.lower_blocks,
+        )
+        scheduler = SchedulerConfig.of_ranks(
+            self.spec.data_parallel,
+            max_batch_tokens=self.spec.max_batch_tokens,
+            max_running_requests=self.spec.max_running_requests,
+            max_waiting_requests=_QUEUE_MAX,
+            order=self.spec.prompt_order,
+            ageing=self.spec.prompt_ageing,
+        )
+        if exact:
+            return ExactEngine(self.latency, info, scheduler, pace, stream_of)
+        return JumpEngine(self.latency, info, scheduler, stream_of, pace=pace, prices=self.prices)
+
+
+def plan_role_group(
+    role: Role, spec: RoleSpec, shape: ModelShape, *, block_size: int, engine_profile: Path | None
+) -> RoleGroup:
+    """Price the workers of a role.
+
+    Args:
+        role: which.
+        spec: what the graph says of it.
+        shape: the model's.
+        block_size: tokens in a block.
+        engine_profile: what the simulated engines run on instead of what the router expects of them.
+
+    Raises:
+        ConfigError: it describes something that cannot be simulated, or that does not fit.
+    """
+    spec = with_step_size(
+        role, spec, lambda: publish(make_latency(shape, spec), context_length=shape.context_length)
+    )
+    own = {"usd_per_hour": spec.usd_per_hour, "watts": spec.watts}
+    hardware = find_hardware(spec.hardware).model_copy(
+        update={name: value for name, value in own.items() if value is not None}
+    )
+    roofline = make_roofline(shape, spec)
+    latency = price_per_token(roofline)
+    profile_path = engine_profile or spec.profile
+    profile = None if profile_path is None else Profile.load(Path(profile_path))
+    if profile is not None:
+        latency = ProfiledModel(profile, latency)
+    capacity = latency.kv_capacity_tokens
+    if profile is not None and profile.kv_capacity_tokens:
+        arithmetic = f"kv_capacity_tokens of the profile is {capacity:,}"
+        remedy = "set kv_blocks, or kv_capacity_tokens in the profile"
+    else:
+        arithmetic = _memory_arithmetic(roofline, spec)
+        remedy = "raise tensor_parallel or take hardware with more memory"
+    num_blocks = capacity // block_size
+    if spec.kv_blocks is not None:
+        if spec.kv_blocks > num_blocks and profile is None:
+            raise ConfigError(
+                f"roles.{role}.kv_blocks: {spec.kv_blocks} blocks of {block_size} tokens do not fit: "
+                f"{num_blocks} do, {arithmetic}"
+            )
+        num_blocks = spec.kv_blocks
+        arithmetic = f"{num_blocks} blocks of {block_size} tokens (kv_blocks)"
+        remedy = "raise kv_blocks"
+    if num_blocks < 2:
+        whose = "" if role is Role.AGGREGATED else f"roles.{role}: "
+        raise ConfigError(
+            f"{whose}KV: room for {num_blocks} blocks of {block_size} tokens, at least 2 are needed: {arithmetic};"
+            f" {remedy}"
+        )
+    return RoleGroup(
+        role,
+        spec,
+        hardware,
+        latency,
+        DecodePrices(latency, shape.context_length),
+        block_size,
+        num_blocks,
+        shape.context_length,
+        arithmetic,
+        remedy,
+        profile,
+        tuple(_lower_blocks(role, spec, num_blocks, latency.kv_bytes_per_token * block_size)),
+    )
+
+
+def _lower_blocks(
+    role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float
+) -> Iterator[tuple[Tier, int]]:
+    for tier, size in spec.kv_tiers.present().items():
+        count = int(size * num_blocks)
+        if count < 1:
+            raise ConfigError(
+                f"roles.{role}.kv_tiers.{tier}: {size:g} x {num_blocks:,} blocks on the device ({num_blocks * block_bytes / 1e9:.3g}"
+                f" GB) is less than one of {block_bytes / 1e6:.3g} MB; expected >= {1 / num_blocks:.2g}, or 0 for none"
+            )
+        yield tier, count
+
+
+def _memory_arithmetic(roofline: Roofline, spec: RoleSpec) -> str:
+    memory_bytes = roofline.hardware.memory_bytes * roofline.factors.memory_fraction
+    text = (
+        f"{memory_bytes / 1e9:.1f} GB of a device less {roofline.weight_bytes_per_device() / 1e9:.1f} GB of weights,"
+        f" on {spec.devices} device{'s' if spec.devices > 1 else ''}, at {roofline.kv_bytes_per_token / 1e3:.1f} kB a token"
+    )
+    return text + (f" on {roofline.kv_copies:g} of them each" if roofline.kv_copies > 1 else "")

@@ -1,0 +1,255 @@
+"""What users ask, and when: from a trace, or made up from a few numbers and a seed."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Annotated, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, field_validator, model_validator
+
+from penstock.core.config import Config, wrong
+from penstock.core.errors import ConfigError
+from penstock.sim.workload.prompt import Prompt, named, named_units
+from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, SPAN_MAX_S, TOKENS_MAX, TraceRow
+
+_SHARED_UNIT_TOKENS = 16
+_RATE_MAX = 1e6
+_PREFIX_TOKENS_MAX = 1_000_000_000  # of all groups: 500 MB of names
+_DAY_S = 86_400.0
+_TENANTS_MAX = 100  # each has rows in the report
+_TENANT_CHARACTERS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: `input_tokens` is the whole prompt, the conversation so far included."""
+
+    input_tokens: int
+    output_tokens: int
+    think_s: float = 0.0
+    """How long after the end of the turn before it is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One user: turns one after the other, each a longer part of the same stream of tokens."""
+
+    at_s: float
+    turns: tuple[Turn, ...]
+    prompt: Prompt
+    adapter: int | None = None
+    """Which of the deployment's LoRA adapters it asks for."""
+    slo_ttft_s: float | None = None
+    """What each of its requests wants its first token to take at most, if it says."""
+    slo_itl_s: float | None = None
+    """And each further token."""
+    tenant: str = ""
+    """Who it says it is; empty for nobody."""
+
+
+class WorkloadConfig(Config):
+    """A made-up workload. Lengths and gaps are means; a seed draws the rest."""
+
+    requests: int = Field(default=1000, ge=1, le=1_000_000)
+    """All turns of all sessions together, rounded up to whole sessions."""
+    rate_per_s: float = Field(gt=0, le=_RATE_MAX)
+    """Sessions that begin each second."""
+    burstiness: float = Field(default=1.0, gt=0, le=1000)
+    """Variance of the gaps between sessions over their squared mean: 1 is Poisson, more comes in bursts (Gamma)."""
+    input_tokens: int = Field(default=1024, ge=1, le=TOKENS_MAX)
+    """New prompt tokens of each turn, the shared prefix not counted."""
+    output_tokens: int = Field(default=256, ge=1, le=1_000_000)
+    """Tokens of each answer."""
+    spread: float = Field(default=0.0, ge=0, le=3)
+    """Standard deviation of the lengths' logarithm; 0 makes all equal."""
+    turns: int = Field(default=1, ge=1, le=1000)
+    """Requests of one conversation."""
+    think_s: float = Field(default=10.0, ge=0, le=_DAY_S)
+    """Mean time between an answer's end and the next turn, exponential."""
+    shared_prefix_tokens: int = Field(default=0, ge=0, le=1_000_000)
+    """Prompt tokens that all sessions of a group begin with."""
+    prefix_groups: int = Field(default=1, ge=1, le=1_000_000)
+    """Groups, equally likely."""
+    adapters: int = Field(default=0, ge=0, le=10_000)
+    """LoRA adapters that sessions ask for, equally likely: the first ones that the graph's role lists. 0: the model itself."""
+
+    slo_ttft_s: float | None = Field(default=None, ge=0.001, le=3600)
+    """Seconds that each request wants its first token to take at most, as if clients sent that target; None sends none."""
+    slo_itl_s: float | None = Field(default=None, ge=0.0001, le=60)
+    """Seconds that each request wants each further token to take at most; None sends none."""
+    tenants: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, max_length=_TENANTS_MAX)
+    """Who sends the sessions: names, and parts of them in proportion to these numbers. None: nobody says who it is."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_number(cls, value: object) -> object:
+        for number in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(number, bool):
+                raise wrong(f"must be a number, got {number}")
+        return value
+
+    @field_validator("tenants")
+    @classmethod
+    def _check_tenants(cls, tenants: dict[str, float]) -> dict[str, float]:
+        for name in tenants:
+            if not (0 < len(name) <= _TENANT_CHARACTERS_MAX and name.isprintable()):
+                raise wrong(
+                    f"names must have 1 to {_TENANT_CHARACTERS_MAX} printable characters, got {name[:40]!r}"
+                )
+        return tenants
+
+    @model_validator(mode="after")
+    def _check_extent(self) -> Self:
+        span_s = self.requests / self.turns / self.rate_per_s + (self.turns - 1) * self.think_s
+        if span_s > SPAN_MAX_S:
+            raise wrong(
+                f"rate_per_s: {self.requests:,} requests in conversations of {self.turns} at {self.rate_per_s:g}"
+                f" a second would take {span_s / _DAY_S:,.3g} days, must be <= {SPAN_MAX_S / _DAY_S:.0f};"
+                " raise rate_per_s, or lower requests or think_s"
+            )
+        prefix_tokens = self.shared_prefix_tokens * self.prefix_groups * max(self.adapters, 1)
+        if prefix_tokens > _PREFIX_TOKENS_MAX:
+            raise wrong(
+                f"prefix_groups: {self.prefix_groups:,} prefixes of {self.shared_prefix_tokens:,} tokens are"
+                f" {prefix_tokens:,} tokens, must be <= {_PREFIX_TOKENS_MAX:,}; lower one of them"
+            )
+        return self
+
+
+def make_sessions(config: WorkloadConfig, rng: random.Random) -> Iterator[Session]:
+    """Make a workload up, in order of time."""
+    at_s = 0.0
+    shape = 1.0 / config.burstiness
+    unit = _SHARED_UNIT_TOKENS
+    prefix_tokens = config.shared_prefix_tokens // unit * unit
+    groups: dict[tuple[int, ...], np.ndarray] = {}
+    run = rng.getrandbits(62)
+    names, parts = list(config.tenants), list(accumulate(config.tenants.values()))
+    for number in range(math.ceil(config.requests / config.turns)):
+        adapter = rng.randrange(config.adapters) if config.adapters else None
+        # The same text has other KV under another adapter, and so another name.
+        group = (rng.randrange(config.prefix_groups), *(() if adapter is None else (adapter,)))
+        if prefix_tokens and group not in groups:
+            groups[group] = named_units(named(run, 1, *group), prefix_tokens // unit)
+        own = named(run, 2, number)
+        prompt = Prompt(own, groups[group], unit) if prefix_tokens else Prompt(own)
+        turns = tuple(_make_turns(config, rng))
+        tenant = rng.choices(names, cum_weights=parts)[0] if names else ""
+        yield Session(at_s, turns, prompt, adapter, config.slo_ttft_s, config.slo_itl_s, tenant)
+        at_s += rng.gammavariate(shape, 1.0 / (shape * config.rate_per_s))
+
+
+def trace_sessions(
+    rows: Sequence[TraceRow], *, seed: int, hit_ratio: float = 0.0, block_size: int = _SHARED_UNIT_TOKENS
+) -> Iterator[Session]:
+    """Make each row of a trace a session of one turn.
+
+    Args:
+        rows: in order of time.
+        seed: names what requests do not share.
+        hit_ratio: for rows that do not tell their prefix: the share of all prompt tokens that an infinite cache
+            would have. Each prompt begins with so much of one of a few common streams.
+        block_size: what they share are whole blocks of so many tokens, so that a cache can have all of it.
+
+    Raises:
+        ConfigError: a ratio that is none.
+    """
+    if not 0 <= hit_ratio < 1:
+        raise ConfigError(f"--hit-ratio: must be >= 0 and < 1, got {hit_ratio:g}")
+    rng = random.Random(seed)
+    run = rng.getrandbits(62)
+    common = _CommonStreams(run, rows, hit_ratio, block_size) if hit_ratio else None
+    for number, row in enumerate(rows):
+        own = named(run, 2, number)
+        if row.prefix_ids:
+            whole = row.prefix_ids[: row.input_tokens // PREFIX_BLOCK_TOKENS + 1]
+            prompt = Prompt(own, np.array(whole, dtype=np.uint64), PREFIX_BLOCK_TOKENS)
+        elif common is not None:
+            prompt = Prompt(own, common.share(row.input_tokens, rng), block_size)
+        else:
+            prompt = Prompt(own)
+        yield Session(row.at_s, (Turn(max(row.input_tokens, 1), max(row.output_tokens, 1)),), prompt)
+
+
+class _CommonStreams:
+    """What prompts begin with, so that in sum a set share of their tokens was there before.
+
+    What a prompt shares is no hit where it is the first to share it, and short prompts have no room for whole blocks:
+    what is still owed to the ratio is carried on to the next prompts.
+    """
+
+    _COUNT = 32
+
+    def __init__(self, run: int, rows: Sequence[TraceRow], hit_ratio: float, block_size: int) -> None:
+        longest = max((row.input_tokens for row in rows), default=0)
+        self._streams = [named_units(named(run, 1, n), longest // block_size) for n in range(self._COUNT)]
+        self._seen_blocks = [0] * self._COUNT
+        self._hit_ratio = hit_ratio
+        self._block_size = block_size
+        self._owed_tokens = 0.0
+
+    def share(self, input_tokens: int, rng: random.Random) -> NDArray[np.uint64]:
+        """Choose what one prompt begins with; at least one token stays its own."""
+        self._owed_tokens += self._hit_ratio * input_tokens
+        stream = rng.randrange(self._COUNT)
+        room = max(input_tokens - 1, 0) // self._block_size
+        blocks = min(round(self._owed_tokens / self._block_size), room)
+        self._owed_tokens -= min(blocks, self._seen_blocks[stream]) * self._block_size
+        self._seen_blocks[stream] = max(blocks, self._seen_blocks[stream])
+        return self._streams[stream][:blocks]
+
+
+def rescaled(
+    rows: Sequence[TraceRow], *, speed: float | None = None, rate_per_s: float | None = None
+) -> list[TraceRow]:
+    """Play a trace faster or slower.
+
+    Args:
+        rows: in order of time, from 0.
+        speed: so many times as fast.
+        rate_per_s: instead, with so many requests a second on average.
+
+    Raises:
+        ConfigError: both, or one that is not positive, or absurd.
+    """
+    if speed is not None and rate_per_s is not None:
+        raise ConfigError(f"--speed {speed:g} and --rate {rate_per_s:g}: give one of them")
+    for name, value in (("--speed", speed), ("--rate", rate_per_s)):
+        if value is not None and not 0 < value <= _RATE_MAX:
+            raise ConfigError(f"{name}: must be > 0 and <= {_RATE_MAX:g}, got {value:g}")
+    span_s = rows[-1].at_s
+    if rate_per_s is not None and not span_s and len(rows) > 1:
+        raise ConfigError(
+            f"--rate {rate_per_s:g}: all {len(rows):,} requests come at once; there is no rate to change"
+        )
+    name, asked = ("--speed", speed or 1.0) if rate_per_s is None else ("--rate", rate_per_s)
+    factor = asked if rate_per_s is None else rate_per_s * span_s / len(rows)
+    if not span_s:
+        return list(rows)
+    if span_s > factor * SPAN_MAX_S:
+        raise ConfigError(
+            f"{name} {asked:g}: the trace would take {span_s / factor / _DAY_S if factor else math.inf:,.3g} days, must be <="
+            f" {SPAN_MAX_S / _DAY_S:.0f}; raise it"
+        )
+    return [replace(row, at_s=row.at_s / factor) for row in rows]
+
+
+def _make_turns(config: WorkloadConfig, rng: random.Random) -> Iterator[Turn]:
+    so_far = config.shared_prefix_tokens
+    for number in range(config.turns):
+        think_s = rng.expovariate(1.0 / config.think_s) if number and config.think_s else 0.0
+        so_far += _length(config.input_tokens, config.spread, rng)
+        output_tokens = _length(config.output_tokens, config.spread, rng)
+        yield Turn(so_far, output_tokens, think_s)
+        so_far += output_tokens
+
+
+def _length(mean: int, spread: float, rng: random.Random) -> int:
+    """Draw a log-normal length of this mean."""
+    if not spread:
+        return mean
+    return max(1, round(mean * math.exp(rng.gauss(-spread * spread / 2, spread))))

@@ -1,0 +1,225 @@
+"""A whole deployment on one virtual loop: real dispatchers and workers, simulated hosts, network and engines."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+from penstock.core.errors import PenstockError
+from penstock.core.ids import WorkerId
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import Prices, Role
+from penstock.core.types.location import Location
+from penstock.core.types.steps import Step
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.tiers.tiers import TieredPool
+from penstock.perf.topology import Way
+from penstock.router.config import RouterConfig
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.runtime.config import PlaneConfig
+from penstock.seams import Engine, KvBlocks
+from penstock.sim.engine.timing import Pace
+from penstock.sim.world.network import NetworkConfig, SimNetwork
+from penstock.sim.world.plane import SimPlane
+from penstock.sim.world.registry import SimRegistry
+from penstock.sim.world.sim_transport import SimTransports
+from penstock.transfer import TransferAgent
+from penstock.worker.config import WorkerConfig
+from penstock.worker.worker import Worker, WorkerIdentity
+
+
+class SimEngine(Engine, KvBlocks, Protocol):
+    """An engine that can check itself, and that may tell of steps later than they are done."""
+
+    @property
+    def pool(self) -> BlockPool | TieredPool:
+        """Its blocks; they are there once it was started."""
+        ...
+
+    def check(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        ...
+
+    def so_far(self) -> Step | None:
+        """Give what came of steps that are done and was to be told later."""
+        ...
+
+
+MakeEngine = Callable[[Pace], SimEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What the workers of one role are made of, each alike but for `adapters` and place, by the number it is started as."""
+
+    make_engine: MakeEngine
+    prices: Prices | None = None
+    adapters_of: Callable[[int], Sequence[str]] = lambda _: ()
+    location_of: Callable[[int], Location] = lambda _: Location()
+    """Where a worker is started; a host that is not named is one of its own. Frontends are where `router` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What a simulated deployment is made of. Where one role is PREFILL, all hand prompts over."""
+
+    card: ModelCard
+    workers: Mapping[Role, WorkerSpec]
+    router: RouterConfig = field(default_factory=RouterConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    plane: PlaneConfig = field(default_factory=PlaneConfig)
+    frontends: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class SimWorker:
+    """A worker and the host it has for itself. `is_draining` once it was told to stop."""
+
+    name: str
+    role: Role
+    host: str
+    worker: Worker
+    engine: SimEngine
+    pace: Pace
+    task: asyncio.Task[None]
+    is_draining: bool = False
+
+
+class SimCluster:
+    """Workers by name, and the frontends' dispatchers. Enter it; leaving it stops all at once."""
+
+    def __init__(self, spec: ClusterSpec, rng: random.Random) -> None:
+        self.spec = spec
+        self.network = SimNetwork(random.Random(rng.getrandbits(64)), spec.network, spec.router.topology)
+        self.plane = SimPlane(self.network, spec.plane)
+        self.registry = SimRegistry(self.network)
+        self.sim_transports = SimTransports(self.network, self._kv_way)
+        self.dispatchers: list[Dispatcher] = []
+        self.errors: dict[str, PenstockError] = {}
+        """Why workers ended, of those that did so with an error; by host."""
+        self._rng = rng
+        self._workers: dict[str, SimWorker] = {}
+        self._numbers = 0
+        self._started: Counter[Role] = Counter()
+        self._places: dict[str, Location] = {}  # of all workers that were ever started
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        for _ in range(self.spec.frontends):
+            await self.add_frontend(self.spec.router)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for dispatcher in self.dispatchers:
+            await dispatcher.__aexit__(None, None, None)
+        for name in tuple(self._workers):
+            self.kill(name)
+        await self._group.__aexit__(kind, error, trace)
+
+    async def add_frontend(self, config: RouterConfig) -> Dispatcher:
+        """Run one more dispatcher, on the next host of `frontend_hosts`."""
+        host = f"frontend-{len(self.dispatchers) + 1}"
+        config = config.model_copy(update={"location": self._locate(host, config.location)})
+        dispatcher = Dispatcher(
+            self.registry.at(host),
+            self.plane.at(host),
+            rng=random.Random(self._rng.getrandbits(64)),
+            config=config,
+        )
+        await dispatcher.__aenter__()
+        self.dispatchers.append(dispatcher)
+        return dispatcher
+
+    @property
+    def frontend_hosts(self) -> list[str]:
+        return [f"frontend-{number}" for number in range(1, len(self.dispatchers) + 1)]
+
+    @property
+    def workers(self) -> Mapping[str, SimWorker]:
+        """Those that were neither killed nor ended by themselves."""
+        return self._workers
+
+    async def start(self, name: str, role: Role = Role.AGGREGATED) -> SimWorker:
+        """Run a worker on a new host; returns once it is registered or has failed."""
+        self._numbers += 1
+        number, spec = self._started[role], self.spec.workers[role]
+        self._started[role] += 1
+        host, pace = f"{name}-{self._numbers}", Pace()
+        location = self._places[host] = self._locate(host, spec.location_of(number))
+        engine = spec.make_engine(pace)
+        worker = Worker(
+            engine,
+            self.registry.at(host),
+            self.plane.at(host),
+            identity=WorkerIdentity(WorkerId(self._numbers), name, role, location=location),
+            card=self.spec.card,
+            read_file=lambda _: None,
+            prices=spec.prices,
+            adapters=spec.adapters_of(number),
+            config=self.spec.worker,
+            agent=self._agent(host),
+        )
+        task = self._group.create_task(self._run(name, host, worker), name=f"worker {host}")
+        self._workers[name] = running = SimWorker(name, role, host, worker, engine, pace, task)
+        ready = self._group.create_task(worker.ready.wait())
+        await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return running
+
+    def _agent(self, host: str) -> TransferAgent | None:
+        """Make what moves KV of a host's worker; nothing where prompts are not handed over."""
+        if Role.PREFILL not in self.spec.workers:
+            return None
+        config = self.spec.worker.kv_transfer.transfer.model_copy(
+            update={"listen": ("memory",), "transports": None}
+        )
+        return TransferAgent(host, config, transports=[self.sim_transports.at(host)])
+
+    def _kv_way(self, one: str, other: str) -> Way:
+        """Say what lies between two workers, as their routers take it to be."""
+        return self.spec.router.kv_way(self._places[one], self._places[other])
+
+    def _locate(self, host: str, location: Location) -> Location:
+        """Put a host where it is to be; one of which nothing is said is nowhere."""
+        located = location if location.host else location.model_copy(update={"host": host})
+        if location != Location():
+            self.network.locate(host, located)
+        return located
+
+    def settle(self, name: str) -> None:
+        """Have a worker's frontends hear what they would have heard by now from an engine that tells every step."""
+        worker = self._workers[name]
+        step = worker.engine.so_far()
+        if step is not None:
+            worker.worker._on_step(step)
+            self.plane.hurry(worker.host)
+
+    def kill(self, name: str) -> None:
+        """Make a worker vanish like a killed process: connections break, its lease runs out, nothing is said."""
+        worker = self._workers.pop(name)
+        self.registry.kill(worker.host)
+        self.plane.kill(worker.host)
+        worker.task.cancel()
+
+    def drain(self, name: str) -> None:
+        """Tell a worker to finish what it has, and end."""
+        worker = self._workers[name]
+        worker.is_draining = True
+        worker.worker.stop()
+
+    async def _run(self, name: str, host: str, worker: Worker) -> None:
+        try:
+            await worker.run()
+        except PenstockError as error:
+            self.errors[host] = error
+        finally:
+            running = self._workers.get(name)
+            if running is not None and running.host == host:
+                del self._workers[name]

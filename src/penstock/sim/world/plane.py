@@ -1,0 +1,381 @@
+"""A request plane over the simulated network: the same credits and the same endings as over sockets.
+
+Messages are passed as they are, without encoding: that is tested elsewhere, and would be half of a run's time.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+
+import msgspec
+
+from penstock.core.errors import PenstockError, WorkerLost
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types.events import AllBlocksCleared, EventMessage
+from penstock.core.types.instances import Instance, Role
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta, Prefetch, Request
+from penstock.core.wire import NO_TOKENS, PackedHashes, encode
+from penstock.runtime.config import PlaneConfig
+from penstock.runtime.requests.calls import Calls
+from penstock.runtime.requests.fetch import FileReceiver, missing_file
+from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
+from penstock.runtime.requests.outbox import Outbox
+from penstock.seams import WorkerService, WorkerSink
+from penstock.sim.world.network import Pipe, SimNetwork
+
+_FRAME_BYTES = 64  # what a message takes beside hashes; tokens of a step count for nothing beside it
+_NO_HASHES = PackedHashes(b"")
+
+
+class SimPlane:
+    """Every host's way to the others' workers; `at` gives a host's own end."""
+
+    def __init__(self, network: SimNetwork, config: PlaneConfig | None = None) -> None:
+        self.network = network
+        self.config = config or PlaneConfig()
+        self.servers: dict[str, SimServer] = {}
+        self._numbers = count(1)
+
+    def at(self, host: str) -> "HostPlane":
+        return HostPlane(self, host)
+
+    def hurry(self, host: str) -> None:
+        """Deliver at once what a host has sent to its frontends, where the path is open."""
+        for server in self.servers.values():
+            if server.host == host:
+                for link in tuple(server.links):
+                    link.down.hurry()
+
+    def kill(self, host: str) -> None:
+        """End the processes of a host: their peers hear it as soon as the network allows, they hear nothing."""
+        for server in [s for s in self.servers.values() if s.host == host]:
+            del self.servers[server.address]
+            for link in tuple(server.links):
+                link.die()
+
+    def break_links(self, worker_host: str, frontend_host: str) -> None:
+        """Reset the connections between two hosts that stay alive."""
+        for server in self.servers.values():
+            for link in tuple(server.links):
+                if link.ends == (worker_host, frontend_host):
+                    link.reset("it was reset")
+
+
+class HostPlane:
+    """A `seams.RequestPlane`, seen from one host."""
+
+    def __init__(self, plane: SimPlane, host: str) -> None:
+        self._plane = plane
+        self._host = host
+
+    async def serve(self, service: WorkerService) -> "SimServer":
+        plane = self._plane
+        server = SimServer(plane, self._host, f"sim://{self._host}/{next(plane._numbers)}", service)
+        plane.servers[server.address] = server
+        return server
+
+    async def connect(self, instance: Instance, sink: WorkerSink) -> "SimConnection":
+        host = instance.address.removeprefix("sim://").partition("/")[0]
+        network = self._plane.network
+        await network.reach(self._host, host)
+        await network.reach(host, self._host)
+        server = self._plane.servers.get(instance.address)
+        if server is None:
+            raise WorkerLost(
+                f"worker {instance.name}: nobody listens at {instance.address}; it has probably gone: try another"
+            )
+        link = _Link(server, instance.worker_id, self._host, sink)
+        server.links.append(link)
+        network.add(link)
+        link.up.send(_FRAME_BYTES, link.greet)
+        return SimConnection(link)
+
+
+class SimServer:
+    """A worker's listening end."""
+
+    def __init__(self, plane: SimPlane, host: str, address: str, service: WorkerService) -> None:
+        self.host = host
+        self.address = address
+        self.service = service
+        self.network = plane.network
+        self.config = plane.config
+        self.links: list[_Link] = []
+        self._plane = plane
+
+    async def close(self) -> None:
+        self._plane.servers.pop(self.address, None)
+        for link in tuple(self.links):
+            link.say_goodbye()
+
+
+class _Link:
+    """One connection; towards the worker it is its `FrontendSink` and `EventSink`.
+
+    `up` leads to the worker, `down` to the frontend. Each end learns of the connection's end by itself.
+    """
+
+    def __init__(self, server: SimServer, worker_id: WorkerId, frontend_host: str, sink: WorkerSink) -> None:
+        self.network = server.network
+        self.server = server
+        self.worker_id = worker_id
+        self.ends = (server.host, frontend_host)
+        self.worker_up = self.frontend_up = True
+        self.up = Pipe(server.network, self.ends)
+        self.down = Pipe(server.network, self.ends)
+        self._sink = sink
+        self._is_greeted = False
+        self._untold: dict[RequestId, int] = {}  # tokens taken of the open requests, and not granted yet
+        self._grant_tokens = max(1, server.config.window_tokens // 4)
+        self._load: WorkerLoad | None = None
+        self._load_delay_s = server.network.config.load_delay_s
+        self._patience: asyncio.TimerHandle | None = None
+        self.calls = Calls()
+        self._outbox = Outbox(
+            window_tokens=server.config.window_tokens,
+            stream_bytes_max=server.config.stream_bytes_max,
+            bytes_max=server.config.connection_bytes_max,
+            abort=lambda request_id: server.service.abort(request_id, self),
+        )
+
+    # -- the worker's side
+
+    def push(self, deltas: Sequence[Delta]) -> None:
+        self._send_down(self._outbox.offer(deltas, writable=self.worker_up))
+
+    def _send_down(self, deltas: Sequence[Delta]) -> None:
+        if deltas:
+            self.down.send(_FRAME_BYTES * len(deltas), self._deliver, deltas)
+
+    def push_load(self, load: WorkerLoad) -> None:
+        if self._load_delay_s:
+            asyncio.get_running_loop().call_later(self._load_delay_s, self._send_load, load)
+        else:
+            self._send_load(load)
+
+    def _send_load(self, load: WorkerLoad) -> None:
+        if self._load is None:
+            self.down.send(_FRAME_BYTES, self._deliver_load)
+        self._load = load
+
+    def push_event(self, message: EventMessage) -> None:
+        loss = self.network.event_loss
+        if loss and self.network.rng.random() < loss:
+            return
+        num_bytes = _FRAME_BYTES
+        for event in message.events:
+            num_bytes += 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+        self.down.send(num_bytes, self._sink.push_event, self.worker_id, message)
+
+    # -- the frontend's side
+
+    def send_request(self, num_bytes: int, request: Request) -> None:
+        self._untold[request.request_id] = 0
+        self.up.send(num_bytes, self._submit, request)
+
+    def send_prefetch(self, num_bytes: int, prefetch: Prefetch) -> None:
+        self.up.send(num_bytes, self.server.service.prefetch, prefetch, self)
+
+    def send_abort(self, request_id: RequestId) -> None:
+        self._untold.pop(request_id, None)
+        self.up.send(_FRAME_BYTES, self._abort, request_id)
+
+    def send_grant(self, request_id: RequestId, tokens: int) -> None:
+        """Tell the worker of tokens that were taken, once they are a part of the window; not of ended requests."""
+        untold = self._untold.get(request_id)
+        if untold is None:
+            return
+        untold += tokens
+        if untold >= self._grant_tokens:
+            self.up.send(_FRAME_BYTES, self._grant, request_id, untold)
+            untold = 0
+        self._untold[request_id] = untold
+
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._untold.pop(delta.request_id, None)
+        self._sink.push(self.worker_id, deltas)
+
+    def _deliver_load(self) -> None:
+        load, self._load = self._load, None
+        assert load is not None, "set before it was sent"
+        self._sink.push_load(self.worker_id, load)
+
+    # -- what arrives at the worker
+
+    def greet(self) -> None:
+        self._is_greeted = True
+        self.server.service.connected(self)
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        for message in self.server.service.events_after(after_sequence):
+            if message is not None:
+                self.push_event(message)
+        self.server.service.subscribe(self)
+
+    def _submit(self, request: Request) -> None:
+        self._outbox.open(request.request_id)
+        self.server.service.submit(request, self)
+
+    def _abort(self, request_id: RequestId) -> None:
+        self._outbox.close(request_id)
+        self.server.service.abort(request_id, self)
+
+    def _grant(self, request_id: RequestId, tokens: int) -> None:
+        self._outbox.grant(request_id, tokens)
+        self._send_down(self._outbox.take())
+
+    def change_role(self, role: Role, call_id: int) -> None:
+        self.server.service.change_role(role, partial(self._answer, call_id))
+
+    def _answer(self, call_id: int, error: PenstockError | None) -> None:
+        self.down.send(_FRAME_BYTES, self.calls.answered, call_id, error)
+
+    # -- ends
+
+    def on_path(self, *, is_open: bool) -> None:
+        self.up.set_open(is_open=is_open)
+        self.down.set_open(is_open=is_open)
+        if is_open and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        elif not is_open and self._patience is None:
+            loop = asyncio.get_running_loop()
+            timeout_s = self.server.config.heartbeat_timeout_s
+            self._patience = loop.call_later(timeout_s, self.reset, "it was silent for too long")
+
+    def say_goodbye(self) -> None:
+        """End it from the worker's side, after what was pushed before."""
+        self._leave_worker(tell=True)
+        self.down.send(_FRAME_BYTES, self._leave_frontend, "it said goodbye")
+
+    def die(self) -> None:
+        """End it as the worker's process ends."""
+        self._leave_worker(tell=False)
+        self.down.send(_FRAME_BYTES, self._leave_frontend, "its process is gone")
+
+    def hang_up(self) -> None:
+        """End it from the frontend's side."""
+        if self.frontend_up:
+            self.frontend_up = False
+            self.down.is_deaf = True
+            self.calls.fail(WorkerLost(f"worker {self.worker_id}: the connection was closed here"))
+            self.up.send(_FRAME_BYTES, self._leave_worker)
+            self._forget_if_over()
+
+    def reset(self, why: str) -> None:
+        """End it on both sides at once, and lose what is on its way."""
+        self.up.clear()
+        self.down.clear()
+        self._leave_worker(tell=True)
+        self._leave_frontend(why)
+
+    def _leave_worker(self, *, tell: bool = True) -> None:
+        if not self.worker_up:
+            return
+        self.worker_up = False
+        self.up.is_deaf = True
+        self.server.links.remove(self)
+        if tell and self._is_greeted:
+            self.server.service.unsubscribe(self)
+            self.server.service.disconnected(self)
+        self._forget_if_over()
+
+    def _leave_frontend(self, why: str) -> None:
+        if not self.frontend_up:
+            return
+        self.frontend_up = False
+        self.down.is_deaf = True
+        error = WorkerLost(f"worker {self.worker_id}: the connection ended: {why}; try another worker")
+        self.calls.fail(error)
+        self._sink.lost(self.worker_id, error)
+        self._forget_if_over()
+
+    def _forget_if_over(self) -> None:
+        if self.worker_up or self.frontend_up:
+            return
+        self.network.drop(self)
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+
+class SimConnection:
+    """A frontend's end."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self._link.worker_id
+
+    def submit(self, request: Request) -> None:
+        self._check_up()
+        self._link.send_request(_num_bytes(request), request)
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        self._check_up()
+        self._link.send_prefetch(_num_bytes(prefetch), prefetch)
+
+    def abort(self, request_id: RequestId) -> None:
+        if self._link.frontend_up:
+            self._link.send_abort(request_id)
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        if self._link.frontend_up:
+            self._link.send_grant(request_id, tokens)
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        link = self._link
+        if link.frontend_up:
+            link.up.send(_FRAME_BYTES, link.subscribe, after_sequence)
+
+    async def fetch(self, sha256: str) -> bytes:
+        link = self._link
+        worker, frontend = link.ends
+        await link.network.reach(frontend, worker)
+        if not link.frontend_up:
+            raise WorkerLost(f"worker {self.worker_id}: the connection has ended; fetch from another worker")
+        content = await link.server.service.read_file(sha256)
+        if content is None:
+            raise missing_file(sha256)
+        file = FileReceiver(sha256, link.server.config.file_bytes_max)
+        file.add(content)
+        await link.network.reach(worker, frontend)
+        return file.finish()
+
+    async def change_role(self, role: Role) -> None:
+        if not self._link.frontend_up:
+            raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
+        link = self._link
+        await link.calls.ask(lambda call_id: link.up.send(_FRAME_BYTES, link.change_role, role, call_id))
+
+    async def close(self) -> None:
+        self._link.hang_up()
+
+    def _check_up(self) -> None:
+        if not self._link.frontend_up:
+            raise WorkerLost(
+                f"worker {self.worker_id}: the connection has ended; connect again or try another"
+            )
+
+
+def _num_bytes(request: Request | Prefetch) -> int:
+    """Count what a request takes on the wire; what is long in it is bytes already, and only the rest is encoded.
+
+    Raises:
+        RequestError: a number or a text in it does not fit the wire.
+    """
+    rest = msgspec.structs.replace(request, block_hashes=_NO_HASHES)
+    num_bytes = _FRAME_BYTES + len(request.block_hashes)
+    if isinstance(request, Request):
+        rest = msgspec.structs.replace(rest, token_ids=NO_TOKENS)
+        num_bytes += len(request.token_ids)
+    try:
+        return num_bytes + len(encode(rest))
+    except UNENCODABLE as error:
+        raise cannot_be_sent(request, error) from error

@@ -1,0 +1,249 @@
+"""What the engine suite drives engines with, step by step; of use to tests of an engine of your own."""
+
+import ctypes
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import ErrorInfo
+from penstock.core.ids import RequestId
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from penstock.core.types.instances import EngineInfo
+from penstock.core.types.requests import FinishReason, Request, SamplingParams, TokenLogprob
+from penstock.core.types.steps import Step
+from penstock.core.wire import HashArray, pack_tokens, unpack_hashes, unpack_tokens
+from penstock.seams import Engine, KvBlocks, KvTails
+from penstock.transfer.regions.buffers import region_of
+
+_STEPS_MAX = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """The limits a test wants an engine to have."""
+
+    block_size: int = 8
+    kv_blocks: int = 128
+    context_length: int = 256
+    max_batch_tokens: int = 64
+    max_running_requests: int = 8
+    max_waiting_requests: int = 64
+
+
+@dataclass(slots=True)
+class Answer:
+    """All that an engine said to one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    cached_tokens: int | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: ErrorInfo | None = None
+
+
+class MovingEngine(Engine, KvTails, Protocol):
+    """An engine whose blocks can be held, read and written."""
+
+
+class EngineProbe:
+    """Starts an engine, takes its steps one at a time, and holds each delta to the rules of the seam."""
+
+    def __init__(self, engine: MovingEngine) -> None:
+        self.engine = engine
+        self.answers: dict[str, Answer] = {}
+        self.events: list[KvEvent] = []
+        self._open: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        self.info: EngineInfo = await self.engine.start()
+        self._steps: AsyncIterator[Step] = aiter(self.engine.steps())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.engine.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request has not ended yet."""
+        return bool(self._open)
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.engine.submit(request)
+            self._open.add(request.request_id)
+            self.answers[request.request_id] = Answer()
+
+    def abort(self, request_id: str) -> None:
+        """Abort; a delta of this request is an error from here on."""
+        self.engine.abort(RequestId(request_id))
+        self._open.discard(request_id)
+
+    async def step(self) -> Step:
+        """Take one step. Only while there is something to do: the engine would wait."""
+        step = await anext(self._steps)
+        for delta in step.deltas:
+            assert delta.request_id in self._open, (
+                f"a delta of {delta.request_id}, which ended or was aborted"
+            )
+            answer = self.answers[delta.request_id]
+            is_first = not answer.token_ids and bool(delta.token_ids)
+            assert is_first == (delta.cached_tokens is not None), (
+                "cached_tokens come with the first tokens, once"
+            )
+            if is_first:
+                answer.cached_tokens = delta.cached_tokens
+            answer.token_ids += unpack_tokens(delta.token_ids).tolist()
+            answer.logprobs += delta.logprobs
+            answer.finish_reason, answer.error = delta.finish_reason, delta.error
+            assert (delta.error is not None) == (delta.finish_reason is FinishReason.ERROR)
+            if delta.finish_reason is not None:
+                self._open.remove(delta.request_id)
+        self.events += step.events
+        return step
+
+    async def finish(self) -> None:
+        """Take steps until every request has ended.
+
+        Raises:
+            AssertionError: they do not end.
+        """
+        for _ in range(_STEPS_MAX):
+            if not self._open:
+                return
+            await self.step()
+        raise AssertionError(f"{len(self._open)} requests have not ended after {_STEPS_MAX} steps")
+
+    async def run(self, *requests: Request) -> list[Answer]:
+        """Submit requests together and give their whole answers."""
+        self.submit(*requests)
+        await self.finish()
+        return [self.answers[request.request_id] for request in requests]
+
+    def resident(self) -> Counter[int]:
+        """Replay all events: how often each low64 is resident. Some engines store equal blocks more than once."""
+        resident: Counter[int] = Counter()
+        for event in self.events:
+            match event:
+                case BlockStored():
+                    resident.update(unpack_hashes(event.block_hashes).tolist())
+                case BlockRemoved():
+                    removed = Counter(unpack_hashes(event.block_hashes).tolist())
+                    assert removed <= resident, "removed, but not stored"
+                    resident -= removed
+                case AllBlocksCleared():
+                    resident.clear()
+        return resident
+
+
+def make_request(
+    request_id: str,
+    token_ids: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    salt: bytes = b"",
+    choice: int = 0,
+    num_emitted: int = 0,
+    sampling: SamplingParams | None = None,
+) -> Request:
+    """Make a request; greedy and deaf to end-of-sequence tokens unless `sampling` says otherwise."""
+    return Request(
+        request_id=RequestId(request_id),
+        model="any",
+        token_ids=pack_tokens(token_ids),
+        sampling=sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        salt=salt,
+        choice=choice,
+        num_emitted=num_emitted,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a workload, submitted before the step of this number."""
+
+    step: int
+    request: Request
+
+
+def make_workload(rng: random.Random, *, requests: int, vocab_size: int, tokens_max: int) -> list[Arrival]:
+    """Make requests of `tokens_max` tokens at most, answer included, that share prefixes and come in bursts."""
+    prefixes = [[rng.randrange(vocab_size) for _ in range(tokens_max // 2)] for _ in range(3)]
+    arrivals = []
+    step = 0
+    for index in range(requests):
+        step += rng.choice((0, 0, 0, 1, 5))
+        shared = rng.choice(prefixes)[: rng.randint(1, tokens_max // 2)]
+        own = [rng.randrange(vocab_size) for _ in range(rng.randint(0, tokens_max // 8))]
+        request = make_request(f"w{index}", shared + own, max_tokens=rng.randint(1, tokens_max // 4))
+        arrivals.append(Arrival(step, request))
+    return arrivals
+
+
+async def kv_event_trace(engine: MovingEngine, workload: Iterable[Arrival]) -> list[tuple[object, ...]]:
+    """Run a workload, in order of arrival, and tell its KV events, hashes named 0, 1, 2, ... by first appearance.
+
+    Names instead of hashes, as the answers of two engines differ: engines that schedule and cache alike have equal
+    traces for a workload whose requests end by their number of tokens.
+    """
+    names: dict[int, int] = {}
+
+    def named(packed: bytes) -> tuple[int, ...]:
+        return tuple(names.setdefault(low64, len(names)) for low64 in unpack_hashes(packed).tolist())
+
+    trace: list[tuple[object, ...]] = []
+    async with EngineProbe(engine) as probe:
+        for arrival in workload:
+            while engine.load().steps < arrival.step and probe.is_busy:
+                await probe.step()
+            probe.submit(arrival.request)
+        await probe.finish()
+    for event in probe.events:
+        match event:
+            case BlockStored():
+                parent = event.parent_block_hash
+                trace.append(
+                    (
+                        "stored",
+                        None if parent is None else names.setdefault(parent, len(names)),
+                        named(event.block_hashes),
+                    )
+                )
+            case BlockRemoved():
+                trace.append(("removed", named(event.block_hashes)))
+            case AllBlocksCleared():
+                trace.append(("cleared",))
+    return trace
+
+
+def block_bytes(engine: KvBlocks, info: EngineInfo) -> NDArray[np.uint8]:
+    """View an engine's memory as (blocks, kv_bytes_per_block); no columns where it keeps none."""
+    memory = engine.kv_memory()
+    if not memory:
+        return np.zeros((info.total_blocks, 0), np.uint8)
+    ((all_blocks,),) = memory
+    region = region_of(all_blocks)
+    view = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
+    return np.ctypeslib.as_array(view).reshape(-1, info.kv_bytes_per_block)
+
+
+def move_blocks(source: "EngineProbe", target: "EngineProbe", hashes: HashArray) -> int:
+    """Copy the leading blocks that the source has and the target has not; returns how many the target has now."""
+    held = target.engine.pin(hashes)
+    pinned = source.engine.pin(hashes)
+    missing = pinned[len(held) :]
+    reserved = target.engine.reserve(len(missing)) or []
+    copied = missing[: len(reserved)]
+    block_bytes(target.engine, target.info)[reserved] = block_bytes(source.engine, source.info)[copied]
+    parent = int(hashes[len(held) - 1, 0]) if held else None
+    target.engine.publish(reserved, hashes[len(held) : len(held) + len(reserved)], parent)
+    target.engine.unpin([*held, *reserved])
+    source.engine.unpin(pinned)
+    return len(held) + len(reserved)

@@ -1,0 +1,1 @@
+"""What discovery, request plane and event plane must do, as tests."""

@@ -1,0 +1,123 @@
+"""The second party of a suite, in a process of its own.
+
+Peers are forked from a server that has imported everything already, so that each starts in milliseconds; they end
+with the test's process, however that ends.
+"""
+
+import asyncio
+import multiprocessing
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.context import ForkServerProcess
+from typing import Any, Self
+
+import uvloop
+
+from penstock.core.errors import Unavailable
+from penstock.core.types.instances import Instance
+from penstock.runtime.config import DiscoveryConfig, EventConfig, PlaneConfig
+from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.handshake import Identity
+from penstock.runtime.requests.tcp import TcpPlane
+from penstock.testing.planes.scripted_worker import ScriptedWorker
+
+_START_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cues:
+    """Between a peer and its test: `say_ready` once it serves, then play until `end` is set."""
+
+    say_ready: Callable[[str], None]
+    end: asyncio.Event
+
+
+Part = Callable[..., Awaitable[None]]
+"""A module's coroutine function, called as `part(cues, *arguments)`."""
+
+
+class Peer:
+    """Another process that plays a part in a test."""
+
+    def __init__(self, process: ForkServerProcess, pipe: Pipe, value: str) -> None:
+        self.value = value
+        """What it said when it was ready."""
+        self._process = process
+        self._pipe = pipe
+
+    @classmethod
+    async def start(cls, part: Part, *arguments: Any, loop: str = "uvloop") -> Self:
+        """Start a peer on its own event loop (`uvloop` or `asyncio`) and wait until it is ready.
+
+        Raises:
+            Unavailable: it ended, or took too long.
+        """
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_play, args=(theirs, loop, part, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            if not await asyncio.to_thread(ours.poll, _START_TIMEOUT_S):
+                process.kill()
+                raise Unavailable(f"peer {part.__name__}: not ready within {_START_TIMEOUT_S:g} s")
+            return cls(process, ours, ours.recv())
+        except EOFError as error:
+            raise Unavailable(
+                f"peer {part.__name__}: ended before it was ready; its traceback is above"
+            ) from error
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    async def kill(self) -> None:
+        """End it with SIGKILL: it gets no chance to say goodbye."""
+        self._process.kill()
+        await asyncio.to_thread(self._process.join)
+
+    async def close(self) -> None:
+        """Have it end by itself. Safe after `kill`, and twice."""
+        self._pipe.close()
+        await asyncio.to_thread(self._process.join, _END_TIMEOUT_S)
+        if self._process.is_alive():
+            await self.kill()
+
+
+def _play(pipe: Pipe, loop: str, part: Part, arguments: tuple[Any, ...]) -> None:
+    async def run() -> None:
+        cues = Cues(pipe.send, asyncio.Event())
+        asyncio.get_running_loop().add_reader(pipe.fileno(), cues.end.set)  # only its end can be read
+        await part(cues, *arguments)
+
+    loop_factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())
+
+
+async def worker_peer(
+    cues: Cues, identity: Identity, listen: str, config: PlaneConfig, events: EventConfig
+) -> None:
+    """Serve a `ScriptedWorker` on sockets; says its address."""
+    worker = ScriptedWorker(events)
+    worker.say_goodbye = cues.end.set
+    server = await TcpPlane(identity, listen=listen, config=config).serve(worker)
+    cues.say_ready(server.address)
+    await cues.end.wait()
+    await server.close()
+
+
+async def member_peer(
+    cues: Cues, hub: str, identity: Identity, instance: Instance, config: DiscoveryConfig
+) -> None:
+    """Register an instance with the hub at this address, and keep it registered."""
+    rng = random.Random(instance.worker_id)
+    async with LocalDiscovery(hub, identity, rng=rng, config=config) as discovery:
+        await discovery.register(instance)
+        cues.say_ready(instance.name)
+        await cues.end.wait()

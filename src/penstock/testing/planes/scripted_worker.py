@@ -1,0 +1,291 @@
+"""A `WorkerService` without an engine that does what each request tells it: the far side of the plane suites.
+
+The request's `model` names the script; see `ScriptedWorker`. As the script travels in the request, the same
+worker serves in the test's process and in another one.
+"""
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from penstock.core.errors import Overloaded, RequestError
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage
+from penstock.core.types.instances import EngineInfo, Instance, Role
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request, SamplingParams, TokenLogprob
+from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
+from penstock.runtime.config import EventConfig
+from penstock.runtime.events.publisher import EventPublisher
+from penstock.seams import Answer, EventSink, FrontendSink
+
+TICK_S = 0.001
+FILE = bytes(range(256)) * 1000
+"""A file every scripted worker has, of several chunks."""
+FILE_SHA256 = hashlib.sha256(FILE).hexdigest()
+WRONG_SHA256 = "0" * 64
+"""Under this name it gives content that has another hash."""
+EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
+
+_instance_numbers = count(1)
+
+
+def scripted_request(
+    script: str,
+    token_ids: Sequence[int] = (),
+    *,
+    request_id: str = "r",
+    max_tokens: int = 1,
+    tokens_per_step: int | None = None,
+    deadline_s: float | None = None,
+) -> Request:
+    """Make a request for a `ScriptedWorker`."""
+    return Request(
+        request_id=RequestId(request_id),
+        model=script,
+        token_ids=pack_tokens(token_ids),
+        sampling=SamplingParams(max_tokens=max_tokens, top_k=tokens_per_step),
+        deadline_s=deadline_s,
+    )
+
+
+def scripted_instance(
+    address: str, *, worker_id: int | None = None, pid: int = 0, name: str = ""
+) -> Instance:
+    """Make a registration for a worker at `address`."""
+    number = worker_id if worker_id is not None else next(_instance_numbers)
+    card = ModelCard(name="scripted", context_length=4096, block_size=16, salt=b"")
+    engine = EngineInfo(
+        block_size=16, total_blocks=64, context_length=4096, max_batch_tokens=512, max_running_requests=64
+    )
+    return Instance(
+        worker_id=WorkerId(number),
+        name=name or f"scripted-{number}",
+        address=address,
+        role=Role.AGGREGATED,
+        card=card,
+        engine=engine,
+        pid=pid,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """What a `ScriptedWorker` has seen; `rss_kib` is its process's memory."""
+
+    connected: int
+    disconnected: int
+    submitted: int
+    aborted: int
+    live: int
+    subscribers: int
+    rss_kib: int
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    sink: FrontendSink
+    sent: int = 0
+
+
+class ScriptedWorker:
+    """Emits steps of a millisecond while it has anything to do. One event loop owns it.
+
+    Scripts: `count` emits 0, 1, 2, ... up to `max_tokens` (`top_k` of them a step); `echo` emits the prompt, a token a
+    step; `fields` one delta with every field set; `refuse` an error; `deadline` the remaining milliseconds; `stats`
+    its `WorkerStats`; `publish` one event batch for each prompt token (a block stored at the root, or for a negative
+    token removed); `silence` nothing, ever; `goodbye` closes the server.
+    """
+
+    def __init__(self, events: EventConfig | None = None) -> None:
+        self.publisher = EventPublisher(events)
+        self.say_goodbye: Callable[[], None] = lambda: None
+        """Set by whoever serves it: closes the server."""
+        self._live: dict[RequestId, _Live] = {}
+        self._expected: dict[RequestId, FrontendSink] = {}
+        self._sinks: list[FrontendSink] = []
+        self._subscribers: list[EventSink] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._connected = self._disconnected = self._submitted = self._aborted = 0
+
+    def connected(self, sink: FrontendSink) -> None:
+        self._connected += 1
+        self._sinks.append(sink)
+        sink.push_load(self._load())
+
+    def submit(self, request: Request, sink: FrontendSink) -> None:
+        self._submitted += 1
+        self._live[request.request_id] = _Live(request, sink)
+        if self._timer is None:
+            self._tick_later()
+
+    def prefetch(self, prefetch: Prefetch, sink: FrontendSink) -> None:
+        """Count it, and expect its request."""
+        self._submitted += 1
+        self._expected[prefetch.request_id] = sink
+
+    def abort(self, request_id: RequestId, sink: FrontendSink) -> None:
+        live = self._live.get(request_id)
+        if live is not None and live.sink is sink:
+            del self._live[request_id]
+            self._aborted += 1
+        elif self._expected.get(request_id) is sink:
+            del self._expected[request_id]
+            self._aborted += 1
+
+    def disconnected(self, sink: FrontendSink) -> None:
+        self._disconnected += 1
+        self._sinks.remove(sink)
+        for request_id in [r for r, live in self._live.items() if live.sink is sink]:
+            del self._live[request_id]
+
+    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
+        return self.publisher.events_after(sequence)
+
+    def subscribe(self, sink: EventSink) -> None:
+        self._subscribers.append(sink)
+        self.publisher.subscribe(sink)
+
+    def unsubscribe(self, sink: EventSink) -> None:
+        if sink in self._subscribers:
+            self._subscribers.remove(sink)
+        self.publisher.unsubscribe(sink)
+
+    def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
+        """Read it within a tick."""
+        loop = asyncio.get_running_loop()
+        content: asyncio.Future[bytes | None] = loop.create_future()
+        files = {FILE_SHA256: FILE, WRONG_SHA256: b"something else", EMPTY_SHA256: b""}
+        loop.call_soon(content.set_result, files.get(sha256))
+        return content
+
+    def change_role(self, role: Role, answer: Answer) -> None:
+        """Become a decode worker after a tick, refuse to become an aggregated one, and never answer about prefill."""
+        loop = asyncio.get_running_loop()
+        if role is Role.DECODE:
+            loop.call_later(TICK_S, answer, None)
+        elif role is Role.AGGREGATED:
+            loop.call_later(TICK_S, answer, RequestError("it is one already", http_status=409))
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(
+            connected=self._connected,
+            disconnected=self._disconnected,
+            submitted=self._submitted,
+            aborted=self._aborted,
+            live=sum(live.request.model != "stats" for live in self._live.values()),
+            subscribers=len(self._subscribers),
+            rss_kib=_rss_kib(),
+        )
+
+    def _tick_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """Do one step: a delta of each live request, pushed at once for each frontend."""
+        self._timer = None
+        steps: dict[FrontendSink, list[Delta]] = {}
+        for live in tuple(self._live.values()):
+            delta = _SCRIPTS[live.request.model](self, live)
+            if delta is not None:
+                steps.setdefault(live.sink, []).append(delta)
+                if delta.finish_reason is not None:
+                    self._live.pop(live.request.request_id, None)
+        for sink, deltas in steps.items():
+            sink.push(deltas)
+        for sink in self._sinks:
+            sink.push_load(self._load())
+        if self._live:
+            self._tick_later()
+
+    def _load(self) -> WorkerLoad:
+        return WorkerLoad(running_requests=len(self._live), accepted_requests=self._submitted)
+
+    def _count(self, live: _Live) -> Delta:
+        sampling = live.request.sampling
+        end = min(live.sent + (sampling.top_k or 1), sampling.max_tokens)
+        delta = _delta(
+            live, range(live.sent, end), FinishReason.LENGTH if end == sampling.max_tokens else None
+        )
+        live.sent = end
+        return delta
+
+    def _echo(self, live: _Live) -> Delta:
+        prompt = unpack_tokens(live.request.token_ids)
+        live.sent += 1
+        return _delta(
+            live,
+            prompt[live.sent - 1 : live.sent].tolist(),
+            FinishReason.STOP if live.sent >= len(prompt) else None,
+        )
+
+    def _fields(self, live: _Live) -> Delta:
+        return Delta(
+            request_id=live.request.request_id,
+            token_ids=pack_tokens([7, 8]),
+            finish_reason=FinishReason.STOP,
+            cached_tokens=32,
+            logprobs=(
+                TokenLogprob(token_id=7, logprob=-0.5, top=((7, -0.5), (9, -1.5))),
+                TokenLogprob(token_id=8, logprob=-0.25),
+            ),
+        )
+
+    def _refuse(self, live: _Live) -> Delta:
+        error = Overloaded("the queue is full: 1 request, at most 0", retry_after_s=2.5).to_info()
+        return Delta(request_id=live.request.request_id, finish_reason=FinishReason.ERROR, error=error)
+
+    def _deadline(self, live: _Live) -> Delta:
+        return _delta(live, [int((live.request.deadline_s or 0.0) * 1000)], FinishReason.STOP)
+
+    def _stats(self, live: _Live) -> Delta:
+        stats = self.stats()
+        values = [getattr(stats, name) for name in WorkerStats.__slots__]
+        return _delta(live, values, FinishReason.STOP)
+
+    def _publish(self, live: _Live) -> Delta:
+        for token in unpack_tokens(live.request.token_ids).tolist():
+            if token >= 0:
+                self.publisher.publish(
+                    [BlockStored(block_hashes=pack_hashes([token]), parent_block_hash=None, block_size=16)]
+                )
+            else:
+                self.publisher.publish([BlockRemoved(block_hashes=pack_hashes([-token]))])
+        return _delta(live, [self.publisher.sequence], FinishReason.STOP)
+
+    def _silence(self, _live: _Live) -> None:
+        return None
+
+    def _goodbye(self, live: _Live) -> Delta:
+        asyncio.get_running_loop().call_soon(self.say_goodbye)
+        return _delta(live, [], FinishReason.STOP)
+
+
+_SCRIPTS: Mapping[str, Callable[[ScriptedWorker, _Live], Delta | None]] = {
+    "count": ScriptedWorker._count,
+    "echo": ScriptedWorker._echo,
+    "fields": ScriptedWorker._fields,
+    "refuse": ScriptedWorker._refuse,
+    "deadline": ScriptedWorker._deadline,
+    "stats": ScriptedWorker._stats,
+    "publish": ScriptedWorker._publish,
+    "silence": ScriptedWorker._silence,
+    "goodbye": ScriptedWorker._goodbye,
+}
+
+
+def _delta(live: _Live, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Delta:
+    return Delta(
+        request_id=live.request.request_id, token_ids=pack_tokens(token_ids), finish_reason=finish_reason
+    )
+
+
+def _rss_kib() -> int:
+    resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE") // 1024

@@ -1,0 +1,1 @@
+"""What every transport must do, as tests, between agents and to storage."""

@@ -1,0 +1,23 @@
+"""What both sides of a transport's harness hold before a transfer."""
+
+import numpy as np
+
+from penstock.testing.transports.harness import Bytes, TransportHarness
+
+
+async def differ(harness: TransportHarness) -> None:
+    """Put other bytes on either side, so that every one that moves is seen."""
+    size = harness.local.region.size_bytes
+    harness.write_local(np.full(size, 1, np.uint8))
+    await harness.write_remote(np.full(size, 2, np.uint8))
+
+
+async def fill(harness: TransportHarness, seed: int) -> tuple[Bytes, Bytes]:
+    """Put random bytes on both sides; returns copies."""
+    random = np.random.default_rng(seed)
+    size = harness.local.region.size_bytes
+    here = random.integers(0, 256, size, np.uint8)
+    there = random.integers(0, 256, size, np.uint8)
+    harness.write_local(here)
+    await harness.write_remote(there)
+    return here, there

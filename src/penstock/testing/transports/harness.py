@@ -1,0 +1,127 @@
+"""Two ends for a transport's conformance suite: memory here, and memory of another agent or storage of the same one."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import TransferRefused
+from penstock.seams import Transport
+from penstock.transfer import Peer, Registration, RemoteRegion, TransferAgent, TransferConfig
+
+Bytes = NDArray[np.uint8]
+
+
+class TransportHarness(Protocol):
+    """What the suite plays with. Enter it; leaving closes everything."""
+
+    @property
+    def agent(self) -> TransferAgent:
+        """Posts."""
+        ...
+
+    @property
+    def peer(self) -> Peer | None:
+        """The owner of the other memory as the agent knows it; None where that is the agent itself."""
+        ...
+
+    @property
+    def local(self) -> Registration: ...
+
+    @property
+    def remote(self) -> Registration | RemoteRegion: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def read_local(self) -> Bytes: ...
+
+    def write_local(self, data: Bytes) -> None: ...
+
+    async def read_remote(self) -> Bytes:
+        """Give what is there, by other means than the transport under test where that is possible."""
+        ...
+
+    async def write_remote(self, data: Bytes) -> None: ...
+
+
+class TwoAgents:
+    """Two agents in this process whose links are sockets, so that transports work as between processes.
+
+    Subclass it for memory that is no numpy array.
+    """
+
+    agent: TransferAgent
+    owner: TransferAgent
+    """Owns the other memory."""
+    peer: Peer
+    local: Registration
+    remote: RemoteRegion
+    owned: Registration
+    """`remote`, as its owner knows it."""
+
+    def __init__(
+        self,
+        transports: Callable[[], Iterable[Transport]],
+        *,
+        size_bytes: int,
+        config: TransferConfig | None = None,
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            transports: makes the transport under test, for one agent.
+            size_bytes: of the memory on either side.
+            config: of both agents.
+        """
+        self.size_bytes = size_bytes
+        self._config = config or TransferConfig(listen=("unix",))
+        self._transports = transports
+        self._stack = AsyncExitStack()
+        self._here: Bytes
+        self._there: Bytes
+
+    async def __aenter__(self) -> Self:
+        self.agent = await self._stack.enter_async_context(self.make_agent("reader"))
+        self.owner = await self._stack.enter_async_context(self.make_agent("owner"))
+        self._here, here = self.make_memory()
+        self._there, there = self.make_memory()
+        self.local = self.agent.register(here, "here")
+        self.owned = self.owner.register(there, "there")
+        self.peer = await self.agent.connect(self.owner.metadata([self.owned]))
+        self.remote = self.peer.region("there")
+        if not self.peer.routes:
+            await self._stack.aclose()
+            raise TransferRefused(f"the transport under test does not reach: {self.peer.unreachable}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def make_agent(self, name: str) -> TransferAgent:
+        return TransferAgent(name, self._config, transports=self._transports())
+
+    def make_memory(self) -> tuple[Bytes, object]:
+        """Make one side's memory: a view of it, and what is registered."""
+        memory = np.zeros(self.size_bytes, np.uint8)
+        return memory, memory
+
+    def read_local(self) -> Bytes:
+        return self._here.copy()
+
+    def write_local(self, data: Bytes) -> None:
+        self._here[:] = data
+
+    async def read_remote(self) -> Bytes:
+        return self._there.copy()
+
+    async def write_remote(self, data: Bytes) -> None:
+        self._there[:] = data

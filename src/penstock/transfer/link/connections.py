@@ -1,0 +1,321 @@
+"""An agent's links: those that it opened and those that came, over sockets or within the process."""
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Coroutine
+from itertools import count
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferRefused
+from penstock.core.log import get_logger
+from penstock.seams import Transport
+from penstock.transfer.config import IN_PROCESS, SAME_HOST, TransferConfig
+from penstock.transfer.link.handshake import ClientHandshake, ServerHandshake
+from penstock.transfer.link.identity import Identity
+from penstock.transfer.link.links import AgentLink, SocketLink
+from penstock.transfer.link.listener import Endpoint, Listener
+from penstock.transfer.link.memory_link import MemoryLink
+from penstock.transfer.link.metadata import AgentMetadata
+
+_log = get_logger()
+
+_here: "WeakValueDictionary[bytes, Connections]" = WeakValueDictionary()
+"""The agents of this process that listen to others of it, by token."""
+
+
+class Exchange(Protocol):
+    """The agent, as far as its links need it."""
+
+    config: TransferConfig
+    identity: Identity
+
+    def transport(self, name: str) -> Transport | None: ...
+
+    def notified(self, link: AgentLink, payload: bytes) -> None: ...
+
+    async def withdrawn(self, link: AgentLink, region_id: int) -> None: ...
+
+    def lost(self, link: AgentLink, error: PenstockError) -> None: ...
+
+    def see_off(self, link: AgentLink) -> bool: ...
+
+    def refused(self, error: PenstockError, peer: str) -> None: ...
+
+
+class Connections:
+    """Opens links, takes in those that come, and tells the agent what they say."""
+
+    def __init__(self, agent: Exchange) -> None:
+        """Listen to nobody yet."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        """They end with the agent."""
+        self._agent = agent
+        self._me = agent.identity
+        self._links: dict[int, AgentLink] = {}
+        self._ids = count(1)
+        self._listener = Listener(self._me.token, self, agent.config.connect_timeout_s, self._me.tls)
+        self._withdrawals: dict[int, set[AgentLink]] = {}
+        self._withdrawn: dict[int, asyncio.Event] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self, addresses: tuple[str, ...], tasks: asyncio.TaskGroup) -> tuple[str, ...]:
+        """Listen.
+
+        Returns:
+            the addresses with their real ports.
+
+        Raises:
+            ConfigError: one is in use, or not of this host.
+        """
+        self._group = tasks
+        self._loop = asyncio.get_running_loop()
+        on_sockets = tuple(address for address in addresses if address != IN_PROCESS)
+        real = self._listener.open(on_sockets, self)
+        if IN_PROCESS in addresses:
+            _here[self._me.token] = self
+            real.insert(0, IN_PROCESS)
+        return tuple(real)
+
+    def create_task(self, work: Coroutine[object, object, None]) -> "asyncio.Task[None]":
+        """Run something that ends with the agent."""
+        assert self._group is not None, "opened"
+        task = self._group.create_task(_guarded(work))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # cancelled before its first turn it never began
+        return task
+
+    def close(self) -> None:
+        """End every link with a goodbye, and listen no more; links that are being opened end, too."""
+        for link in self._links.values():
+            self.link_exposed(link)
+        self._loop = None
+        _here.pop(self._me.token, None)
+        self._listener.close()
+        for link in list(self._links.values()):
+            link.close(f"agent {self._me.name} closes")
+
+    async def dial(self, found: AgentMetadata) -> AgentLink:
+        """Open a link to the agent with this metadata, by the nearest of its addresses that works.
+
+        Raises:
+            ProtocolError: it answers, and the secrets differ, or it speaks another version.
+            PeerLost: it does not answer anywhere.
+        """
+        tried: list[str] = []
+        same_host = found.host == self._me.host
+        for address in sorted(found.addresses, key=_nearness):
+            if address == IN_PROCESS:
+                other = _here.get(found.token)
+                if other is not None and other._loop is self._loop:
+                    return self._join(other, found)
+            elif address != SAME_HOST or same_host:
+                try:
+                    return await self._dial(self._endpoint(address, found), found)
+                except PeerLost as error:
+                    tried.append(error.message)
+        where = (
+            "; ".join(tried)
+            or f"it listens at {', '.join(found.addresses) or 'no address'}, none reachable from here"
+        )
+        raise PeerLost(f"agent {found.name} cannot be reached: {where}")
+
+    def _endpoint(self, address: str, found: AgentMetadata) -> Endpoint:
+        """Find out how an address is spoken to.
+
+        Raises:
+            PeerLost: one of the two agents speaks TLS there and the other one does not.
+        """
+        if address == SAME_HOST:
+            return Endpoint(address, found.token)
+        tls = self._me.tls
+        if (tls is not None) != bool(found.certificate):
+            has, lacks = (self._me.name, found.name) if tls else (found.name, self._me.name)
+            raise PeerLost(
+                f"{address}: agent {has} speaks TLS there and nothing else, agent {lacks} has no `tls`; give both the"
+                " deployment's certificates"
+            )
+        return Endpoint(address, found.token, tls, found.certificate)
+
+    def link_to(self, name: str) -> AgentLink:
+        """Find a link to an agent, whoever opened it.
+
+        Raises:
+            PeerLost: there is none.
+        """
+        for link in self._links.values():
+            if link.peer == name and link.error is None:
+                return link
+        raise PeerLost(f"agent {name} is not connected (any more)")
+
+    async def withdraw(self, region_id: int) -> None:
+        """Have every agent that may use a region of this one forget it; those that do not answer are cut off.
+
+        What these may still use is in quarantine then.
+        """
+        asked = {link for link in self._links.values() if not link.initiated and link.error is None}
+        if not asked:
+            return
+        self._withdrawals[region_id] = set(asked)
+        done = self._withdrawn[region_id] = asyncio.Event()
+        for link in asked:
+            link.withdraw(region_id)
+        try:
+            async with asyncio.timeout(self._agent.config.heartbeat_timeout_s):
+                await done.wait()
+        except TimeoutError:
+            for link in list(self._withdrawals[region_id]):
+                self.link_exposed(link)
+                link.close(f"it did not let go of region {region_id} within heartbeat_timeout_s")
+        finally:
+            del self._withdrawals[region_id], self._withdrawn[region_id]
+
+    # -- what links say -------------------------------------------------------------------------------------------
+
+    def link_message(self, link: AgentLink, transport: str, payload: bytes) -> None:
+        found = self._agent.transport(transport)
+        if found is None:
+            _log.warning("transfer_message_skipped", agent=self._me.name, peer=link.peer, transport=transport)
+            return
+        try:
+            found.receive(link, payload)
+        except ProtocolError as error:
+            self._agent.refused(error, link.peer)
+            raise
+
+    def link_notified(self, link: AgentLink, payload: bytes) -> None:
+        self._agent.notified(link, payload)
+
+    def link_withdrawn(self, link: AgentLink, region_id: int) -> None:
+        self.create_task(self._agent.withdrawn(link, region_id))
+
+    def link_withdrawn_done(self, link: AgentLink, region_id: int) -> None:
+        waiting = self._withdrawals.get(region_id)
+        if waiting is not None:
+            waiting.discard(link)
+            if not waiting:
+                self._withdrawn[region_id].set()
+
+    def link_exposed(self, link: AgentLink) -> bool:
+        return not link.initiated and self._agent.see_off(link)
+
+    def link_lost(self, link: AgentLink, error: PenstockError) -> None:
+        self._links = {link_id: known for link_id, known in self._links.items() if known is not link}
+        for region_id in list(self._withdrawals):
+            self.link_withdrawn_done(link, region_id)
+        self._agent.lost(link, error)
+
+    # -- what connects --------------------------------------------------------------------------------------------
+
+    async def link_came(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+        link = SocketLink(self, self._agent.config, self._me.host, initiated=False)
+        link.greets_by(
+            ServerHandshake(
+                self._me.proof, self._admit, lambda error: self._agent.refused(error, link.channel.peer)
+            )
+        )
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: link.channel, connection, ssl=tls
+            )
+            await asyncio.shield(link.opened)
+        except OSError as error:
+            if tls is None:
+                raise
+            raise ProtocolError(f"TLS: {error!r}; give both agents the deployment's certificates") from error
+        except PenstockError as error:
+            _log.info("transfer_link_ended", agent=self._me.name, error=error.message)
+        finally:
+            if not link.opened.done():  # too slow
+                link.channel.abort("it did not say who it is in time")
+
+    def stream_key(self, link_id: int) -> bytes | None:
+        link = self._links.get(link_id)
+        if not isinstance(link, SocketLink) or link.initiated or link.error is not None:
+            return None
+        return link.stream_key
+
+    def stream_came(self, link_id: int, transport: str, connection: socket.socket) -> None:
+        found = self._agent.transport(transport)
+        link = self._links.get(link_id)
+        if found is None or link is None:
+            raise TransferRefused(f"a stream for transport {transport!r}, which this agent does not have")
+        found.accept(link, connection)
+
+    def unauthenticated_refused(self, error: PenstockError, where: str) -> None:
+        self._agent.refused(error, where)
+
+    def _admit(self, link: AgentLink) -> int:
+        link_id = next(self._ids)
+        self._links[link_id] = link
+        return link_id
+
+    def _join(self, other: "Connections", found: AgentMetadata) -> AgentLink:
+        ours, theirs = MemoryLink.pair((self, self._me.name), (other, found.name), os.getpid())
+        self._admit(ours)
+        other._admit(theirs)
+        return ours
+
+    async def _dial(self, endpoint: Endpoint, found: AgentMetadata) -> AgentLink:
+        timeout_s = self._agent.config.connect_timeout_s
+        connection = await endpoint.open_link(timeout_s)
+        link = SocketLink(self, self._agent.config, self._me.host, initiated=True)
+        link.introduce(found.name, found.host)
+        handshake = ClientHandshake(
+            self._me.proof_for(found.token),
+            self._me.name,
+            self._me.host,
+            peer=found.name,
+            check_certificate=endpoint.check_certificate,
+        )
+
+        async def open_stream(transport: str) -> socket.socket:
+            return await endpoint.open_stream(link.link_id, link.stream_key, transport, timeout_s)
+
+        link.greets_by(handshake, open_stream)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: link.channel,
+                    sock=connection,
+                    ssl=endpoint.tls.client if endpoint.tls else None,
+                    server_hostname="" if endpoint.tls else None,
+                )
+                await asyncio.shield(link.opened)
+        except ssl.SSLError as error:
+            connection.close()
+            raise ProtocolError(
+                f"{endpoint.address}: TLS: {error}; give both agents the deployment's certificates"
+            ) from error
+        except TimeoutError as error:
+            link.channel.abort("no answer")
+            raise PeerLost(
+                f"{endpoint.address}: no answer within {timeout_s:g} s (connect_timeout_s)"
+            ) from error
+        except BaseException:
+            link.channel.abort("given up")
+            raise
+        if link.error is not None:  # it ended again before this task had its turn
+            raise link.error
+        if self._loop is None:
+            link.close(f"agent {self._me.name} closes")
+            raise PeerLost(f"agent {found.name}: agent {self._me.name} closes")
+        self._admit(link)
+        return link
+
+
+def _nearness(address: str) -> int:
+    """Prefer what the kernel vouches for: over a unix socket it says which process is at the other end."""
+    return (IN_PROCESS, SAME_HOST).index(address) if address in {IN_PROCESS, SAME_HOST} else 2
+
+
+async def _guarded(work: Coroutine[object, object, None]) -> None:
+    """Keep a fault from ending the agent; whoever waits for what was to be done has a time limit."""
+    try:
+        await work
+    except Exception:  # noqa: BLE001 - the fate of the task is owned here
+        _log.exception("transfer_task_failed")

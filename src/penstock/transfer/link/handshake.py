@@ -1,0 +1,169 @@
+"""How two agents come to know each other: each proves to know what the other one's metadata carries, and the secret."""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+
+from penstock.core.errors import PenstockError, ProtocolError, from_info
+from penstock.transfer.link.frames import NONCE_BYTES, Challenge, Greeting, LinkFrame, Welcome
+from penstock.transfer.link.links import SocketLink
+from penstock.transfer.link.metadata import TRANSFER_VERSION, check_version
+
+
+class Proof:
+    """Proves to know what the other side was given, without sending it.
+
+    The key is the deployment's secret together with the token in the listening agent's metadata.
+    """
+
+    def __init__(self, secret: bytes, token: bytes) -> None:
+        """Derive the key."""
+        self._key = hmac.digest(b"penstock transfer" + secret, token, hashlib.sha256)
+
+    def challenge(self) -> Challenge:
+        return Challenge(version=TRANSFER_VERSION, nonce=secrets.token_bytes(NONCE_BYTES))
+
+    def greet(self, challenge: Challenge, name: str, host: bytes) -> Greeting:
+        """Answer a challenge, of whatever version: the other side refuses this one, too, and knows why."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return Greeting(
+            version=TRANSFER_VERSION,
+            nonce=nonce,
+            proof=self._prove(b"greeting", challenge.nonce, nonce),
+            name=name,
+            host=host,
+        )
+
+    def check_greeting(self, challenge: Challenge, greeting: Greeting) -> None:
+        """Check who connects.
+
+        Raises:
+            ProtocolError: it does not know the secret or the token, or speaks another version.
+        """
+        check_version(greeting.version, f"agent {greeting.name}")
+        self._check(greeting.proof, self._prove(b"greeting", challenge.nonce, greeting.nonce), greeting.name)
+
+    def welcome(self, challenge: Challenge, greeting: Greeting, link_id: int) -> Welcome:
+        return Welcome(proof=self._prove(b"welcome", challenge.nonce, greeting.nonce), link_id=link_id)
+
+    def check_welcome(self, challenge: Challenge, greeting: Greeting, welcome: Welcome, peer: str) -> None:
+        """Check who let us in.
+
+        Raises:
+            ProtocolError: it does not know the secret or the token.
+        """
+        self._check(welcome.proof, self._prove(b"welcome", challenge.nonce, greeting.nonce), peer)
+
+    def stream_key(self, challenge: Challenge, greeting: Greeting) -> bytes:
+        """Derive what streams of this link are opened with."""
+        return self._prove(b"stream", challenge.nonce, greeting.nonce)
+
+    def _prove(self, side: bytes, *nonces: bytes) -> bytes:
+        return hmac.digest(self._key, side + b"".join(nonces), hashlib.sha256)
+
+    @staticmethod
+    def _check(theirs: bytes, ours: bytes, peer: str) -> None:
+        if not hmac.compare_digest(theirs, ours):
+            raise ProtocolError(
+                f"agent {peer}: its proof does not fit: the metadata is not of the agent that runs there now, or the two"
+                " `secret`s differ; exchange metadata anew, and give both agents the deployment's secret"
+            )
+
+
+class ClientHandshake:
+    """The initiator's side of the introduction."""
+
+    def __init__(
+        self,
+        proof: Proof,
+        name: str,
+        host: bytes,
+        *,
+        peer: str,
+        check_certificate: Callable[[bytes | None], None],
+    ) -> None:
+        """Know who meets whom.
+
+        Args:
+            proof: what the peer has to be shown.
+            name: this agent's.
+            host: its machine.
+            peer: the other agent's name.
+            check_certificate: raises ProtocolError where the peer shows another one than it should.
+        """
+        self._proof = proof
+        self._name = name
+        self._host = host
+        self._peer = peer
+        self._check_certificate = check_certificate
+        self._said: tuple[Challenge, Greeting] | None = None
+
+    def began(self, link: SocketLink) -> None:
+        """Wait for the challenge; say nothing to who listens in the peer's place."""
+        try:
+            self._check_certificate(link.channel.peer_certificate)
+        except ProtocolError as error:
+            self._give_up(link, error)
+
+    def received(self, link: SocketLink, message: LinkFrame) -> None:
+        try:
+            match message, self._said:
+                case Challenge(), None:
+                    self._said = message, self._proof.greet(message, self._name, self._host)
+                    link.channel.send(self._said[1])
+                    check_version(message.version, "the agent that listens there")
+                case Welcome(error=None), (challenge, greeting):
+                    self._proof.check_welcome(challenge, greeting, message, self._peer)
+                    link.admitted(self._proof.stream_key(challenge, greeting), message.link_id)
+                case Welcome(error=info), _ if info is not None:
+                    raise from_info(info)
+                case _:
+                    raise ProtocolError(f"a {type(message).__name__} instead of an introduction")
+        except PenstockError as error:
+            self._give_up(link, error)
+
+    @staticmethod
+    def _give_up(link: SocketLink, error: PenstockError) -> None:
+        link.opened.set_exception(error)
+        link.opened.exception()
+        link.channel.close(error.message)  # what was said still goes out, so that the other side knows why
+
+
+class ServerHandshake:
+    """The listening side of the introduction."""
+
+    def __init__(
+        self, proof: Proof, admit: Callable[[SocketLink], int], refuse: Callable[[PenstockError], None]
+    ) -> None:
+        """Know whom to ask.
+
+        Args:
+            proof: what visitors have to prove.
+            admit: takes the link in and gives its number.
+            refuse: hears of those that could not prove it.
+        """
+        self._proof = proof
+        self._admit = admit
+        self._refuse = refuse
+        self._challenge = proof.challenge()
+
+    def began(self, link: SocketLink) -> None:
+        link.channel.send(self._challenge)
+
+    def received(self, link: SocketLink, message: LinkFrame) -> None:
+        if not isinstance(message, Greeting):
+            raise ProtocolError(f"a {type(message).__name__} instead of an introduction")
+        try:
+            self._proof.check_greeting(self._challenge, message)
+        except ProtocolError as error:
+            self._refuse(error)
+            link.channel.send(Welcome(error=error.to_info()))
+            link.opened.set_exception(error)
+            link.opened.exception()
+            link.channel.close(error.message)
+            return
+        link.introduce(message.name, message.host)
+        link_id = self._admit(link)
+        link.channel.send(self._proof.welcome(self._challenge, message, link_id))
+        link.admitted(self._proof.stream_key(self._challenge, message), link_id)

@@ -1,0 +1,283 @@
+"""Links between agents: over a socket, or within one process. Both tell an agent the same things."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferRefused
+from penstock.core.net.channel import FrameChannel
+from penstock.core.net.framing import FrameCodec
+from penstock.transfer.config import TransferConfig
+from penstock.transfer.link.frames import (
+    FRAME_BYTES_MAX,
+    STRANGER_FRAME_BYTES_MAX,
+    LinkFrame,
+    Notification,
+    TransportMessage,
+    Withdrawn,
+    WithdrawnDone,
+    link_codec,
+)
+from penstock.transfer.link.last_end import LastEnd
+
+_WRITE_BUFFER_BYTES = 4 << 20
+_WRITE_BYTES_MAX = 64 << 20
+"""With more than this to be written the peer is given up: it does not read."""
+_CODEC: FrameCodec[LinkFrame] = link_codec()
+
+StreamOpener = Callable[[str], Awaitable[socket.socket]]
+
+
+class LinkHandler(Protocol):
+    """What a link calls: the agent. Sync, from the event loop."""
+
+    def link_message(self, link: "AgentLink", transport: str, payload: bytes) -> None:
+        """Take a transport's message.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        ...
+
+    def link_notified(self, link: "AgentLink", payload: bytes) -> None:
+        """Take a notification.
+
+        Raises:
+            ProtocolError: there are too many that nobody has read.
+        """
+        ...
+
+    def link_withdrawn(self, link: "AgentLink", region_id: int) -> None: ...
+
+    def link_withdrawn_done(self, link: "AgentLink", region_id: int) -> None: ...
+
+    def link_lost(self, link: "AgentLink", error: PenstockError) -> None:
+        """The link has ended, on whichever side. Called once, if it was ever open."""
+        ...
+
+    def link_exposed(self, link: "AgentLink") -> bool:
+        """Say whether the peer may use memory of this agent by itself. Asked before `link_lost`."""
+        ...
+
+
+class AgentLink(Protocol):
+    """A `penstock.seams.Link` with what only the agent uses."""
+
+    @property
+    def peer(self) -> str: ...
+
+    @property
+    def initiated(self) -> bool: ...
+
+    @property
+    def same_host(self) -> bool: ...
+
+    @property
+    def peer_pid(self) -> int: ...
+
+    @property
+    def has_streams(self) -> bool: ...
+
+    @property
+    def error(self) -> PenstockError | None: ...
+
+    def send(self, transport: str, payload: bytes) -> None: ...
+
+    async def open_stream(self, transport: str) -> socket.socket: ...
+
+    def notify(self, payload: bytes) -> None: ...
+
+    def withdraw(self, region_id: int) -> None: ...
+
+    def withdraw_done(self, region_id: int) -> None: ...
+
+    @property
+    def gone(self) -> "asyncio.Future[None]":
+        """Done when the link has ended and the initiator at its other end uses no memory of this agent any more."""
+        ...
+
+    def hold(self) -> None:
+        """On the initiator's side: memory of the peer may be used from now on, until `let_go`."""
+        ...
+
+    def let_go(self) -> None:
+        """Nothing here uses memory of the peer any more; the peer hears of it. Safe twice."""
+        ...
+
+    def abandon(self) -> None:
+        """Learn no more of `gone`: the agent is closed."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """End it on purpose; both handlers hear `link_lost`."""
+        ...
+
+
+class SocketLink:
+    """A link over one socket, on either side of it. It is of use from the moment `opened` is done."""
+
+    has_streams = True
+
+    def __init__(self, handler: LinkHandler, config: TransferConfig, host: bytes, *, initiated: bool) -> None:
+        """Wait for a connection.
+
+        Args:
+            handler: who hears what comes.
+            config: the times.
+            host: names the machine, see `host_fingerprint`.
+            initiated: whether this side connects.
+        """
+        self.peer = ""
+        self.peer_pid = 0
+        self.initiated = initiated
+        self.same_host = False
+        self._host = host
+        self.error: PenstockError | None = None
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when both sides have shown who they are; has the error where they could not."""
+        self.channel: FrameChannel[LinkFrame] = FrameChannel(
+            _CODEC,
+            self,
+            frame_bytes_max=STRANGER_FRAME_BYTES_MAX,
+            write_buffer_bytes=_WRITE_BUFFER_BYTES,
+            write_bytes_max=_WRITE_BYTES_MAX,
+            heartbeat_interval_s=config.heartbeat_timeout_s / 4,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+        )
+        self.channel.leaves_socket = True
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.stream_key = b""
+        self.link_id = 0
+        self._is_held = False
+        self._last_end: LastEnd | None = None
+        self._handler = handler
+        self._greeter: Greeter | None = None
+        self._open_stream: StreamOpener | None = None
+
+    def introduce(self, peer: str, host: bytes) -> None:
+        """Know who says to be at the other end."""
+        self.peer = peer
+        self.same_host = host == self._host
+
+    def greets_by(self, greeter: "Greeter", open_stream: StreamOpener | None = None) -> None:
+        """Know how to introduce itself and, on the initiating side, how to open streams; before it is connected."""
+        self._greeter = greeter
+        self._open_stream = open_stream
+
+    def send(self, transport: str, payload: bytes) -> None:
+        self.channel.send(TransportMessage(transport=transport, payload=payload))
+
+    def notify(self, payload: bytes) -> None:
+        self.channel.send(Notification(payload=payload))
+
+    def withdraw(self, region_id: int) -> None:
+        self.channel.send(Withdrawn(region_id=region_id))
+
+    def withdraw_done(self, region_id: int) -> None:
+        self.channel.send(WithdrawnDone(region_id=region_id))
+
+    async def open_stream(self, transport: str) -> socket.socket:
+        if self._open_stream is None:
+            raise TransferRefused(f"agent {self.peer}: only the side that connected opens streams")
+        return await self._open_stream(transport)
+
+    def hold(self) -> None:
+        self._is_held = True
+
+    def let_go(self) -> None:
+        self._is_held = False
+        self._close_socket()
+
+    def close(self, reason: str) -> None:
+        self.error = self.error or PeerLost(f"agent {self.peer}: {reason}")
+        self.channel.close(reason)
+
+    def abandon(self) -> None:
+        if self._last_end is not None:
+            self._last_end.close()
+
+    def channel_opened(self) -> None:
+        assert self._greeter is not None, "greets_by comes first"
+        self.peer_pid = self.channel.peer_pid
+        self._greeter.began(self)
+
+    def message_received(self, message: LinkFrame) -> None:
+        if not self.opened.done():
+            assert self._greeter is not None
+            self._greeter.received(self, message)
+            return
+        match message:
+            case TransportMessage(transport=transport, payload=payload):
+                self._handler.link_message(self, transport, payload)
+            case Notification(payload=payload):
+                self._handler.link_notified(self, payload)
+            case Withdrawn(region_id=region_id):
+                self._handler.link_withdrawn(self, region_id)
+            case WithdrawnDone(region_id=region_id):
+                self._handler.link_withdrawn_done(self, region_id)
+            case _:
+                raise ProtocolError(
+                    f"a {type(message).__name__} from agent {self.peer}, which is no stranger any more"
+                )
+
+    def unknown_received(self, tag: str) -> None:
+        """Skip it: the channel has counted and logged it."""
+
+    def channel_writable(self) -> None: ...
+
+    def channel_closed(self, reason: str) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(
+                PeerLost(f"agent {self.peer or 'unknown'} ended the connection: {reason}")
+            )
+            self.opened.exception()  # a stranger's end is nobody's
+        elif self.opened.exception() is None:
+            self.error = self.error or PeerLost(
+                f"agent {self.peer} is gone: {reason}; connect again once it is back"
+            )
+            is_exposed = self._handler.link_exposed(self)
+            self._handler.link_lost(self, self.error)
+            self._outlive(is_exposed=is_exposed)
+            return
+        self._outlive(is_exposed=False)
+
+    def _outlive(self, *, is_exposed: bool) -> None:
+        """Keep the socket as long as this side uses the peer's memory, or the peer this one's."""
+        if is_exposed:
+            left, self.channel.left_socket = self.channel.left_socket, None
+            if left is not None:  # else it was not kept, for want of descriptors: nobody will ever know
+                self._last_end = LastEnd(left, self._set_gone)
+            return
+        self._set_gone()
+        if not self._is_held:
+            self._close_socket()
+
+    def _close_socket(self) -> None:
+        left, self.channel.left_socket = self.channel.left_socket, None
+        if left is not None:
+            left.close()
+
+    def _set_gone(self) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+    def admitted(self, stream_key: bytes, link_id: int) -> None:
+        """Both sides know each other."""
+        self.stream_key, self.link_id = stream_key, link_id
+        self.channel.accept_frames(FRAME_BYTES_MAX)
+        self.opened.set_result(None)
+
+
+class Greeter(Protocol):
+    """One side of the introduction."""
+
+    def began(self, link: SocketLink) -> None: ...
+
+    def received(self, link: SocketLink, message: LinkFrame) -> None:
+        """Take a frame.
+
+        Raises:
+            ProtocolError: it is not the one that has its turn.
+        """
+        ...

@@ -1,0 +1,186 @@
+"""The peers of one agent: connected, with the transports that reach each, and forgotten when lost."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from penstock.core.errors import PeerLost, TransferError, TransferRefused
+from penstock.seams import Transport
+from penstock.transfer.link.links import AgentLink
+from penstock.transfer.link.metadata import AgentMetadata
+from penstock.transfer.posting.peer import Peer
+from penstock.transfer.posting.routes import Route
+from penstock.transfer.posting.running import RunningTransfers
+from penstock.transfer.regions.quarantine import call_after
+from penstock.transfer.regions.regions import RemoteRegion
+
+
+class Dialler(Protocol):
+    """Opens links."""
+
+    async def dial(self, found: AgentMetadata) -> AgentLink: ...
+
+
+class PeerTable:
+    """One agent's peers by name, and the agent itself as the peer without a link. Its event loop owns it."""
+
+    def __init__(
+        self,
+        own: Peer,
+        dialler: Dialler,
+        transports: Mapping[str, Transport],
+        running: RunningTransfers,
+        connect_timeout_s: float,
+    ) -> None:
+        """Know nobody.
+
+        Args:
+            own: the agent itself.
+            dialler: opens links to others.
+            transports: those that work here.
+            running: the transfers that end with a peer.
+            connect_timeout_s: how long a transport may take to find out whether it reaches a peer.
+        """
+        self.own = own
+        self.unavailable: dict[str, str] = {}
+        """Why transports cannot work here, by name."""
+        self.by_name: dict[str, Peer] = {}
+        self._dialler = dialler
+        self._transports = transports
+        self._running = running
+        self._timeout_s = connect_timeout_s
+        self._held: set[AgentLink] = set()  # to peers whose memory may be in use, the peer known or forgotten
+        self._meeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def find(self, peer: Peer | str | None) -> Peer:
+        """Look up a peer; the agent itself for None.
+
+        Raises:
+            PeerLost: it is not connected (any more).
+        """
+        if peer is None:
+            return self.own
+        name = peer if isinstance(peer, str) else peer.name
+        known = self.by_name.get(name)
+        if known is not None and (known is peer or isinstance(peer, str)):
+            known.check_alive()
+            return known
+        if isinstance(peer, Peer):
+            peer.check_alive()
+        raise PeerLost(f"agent {name} is not connected (any more); connect to it first")
+
+    def who_gave(self, region: RemoteRegion) -> Peer | None:
+        """Find the peer that this region was given by, as long as it has it."""
+        for peer in self.by_name.values():
+            info = peer.infos.get(region.region_id)
+            if info is not None and info.shares_key(region.info):
+                return peer
+        return None
+
+    async def meet(self, found: AgentMetadata) -> Peer:
+        """Connect, unless it is known already, and learn of its regions.
+
+        Raises:
+            ProtocolError: it is not who it should be.
+            PeerLost: it cannot be reached, or leaves meanwhile.
+        """
+        async with self._meeting.setdefault(found.name, asyncio.Lock()):
+            known = self.by_name.get(found.name)
+            if known is not None and (known.token != found.token or known.is_lost):
+                await self.forget(known, "it connects anew")
+                known = None
+            if known is not None:
+                known.learn(found.regions)
+                return known
+            link = await self._dialler.dial(found)
+            link.hold()
+            self._held.add(link)
+            peer = Peer(found.name, found.token, link)
+            peer.learn(found.regions)
+            self.by_name[peer.name] = peer
+            try:
+                await self.find_ways(peer, found.contacts)
+                peer.check_alive()
+            except BaseException:
+                await self.forget(peer, "they did not come to know each other")
+                raise
+            return peer
+
+    async def find_ways(self, peer: Peer, contacts: Mapping[str, bytes]) -> None:
+        """Find out which transports reach a peer."""
+        peer.unreachable.update(self.unavailable)
+        for name, transport in self._transports.items():
+            contact = contacts.get(name)
+            if contact is None:
+                peer.unreachable[name] = f"agent {peer.name} does not have it"
+                continue
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    channel = await transport.connect(peer.link, contact, peer.infos)
+            except TransferError as error:
+                peer.unreachable[name] = error.message
+            except TimeoutError:
+                peer.unreachable[name] = f"no answer within {self._timeout_s:g} s (connect_timeout_s)"
+            else:
+                peer.routes[name] = Route(name, channel, transport)
+
+    async def forget(self, peer: Peer, why: str, error: PeerLost | None = None) -> None:
+        """End all transfers with a peer, then the link and all that was opened for it.
+
+        Args:
+            peer: whom.
+            why: for the peer.
+            error: of the transfers; None to say no more than that.
+        """
+        self._drop(peer)
+        link = peer.link
+        try:
+            await self._running.end_peer(peer, error or PeerLost(f"agent {peer.name}: {why}"))
+            if link is not None:
+                link.close(why)
+            await peer.close_ways()
+        finally:
+            if link is not None:
+                call_after(self._users(peer, link), lambda: self._let_go(link))
+
+    def let_go(self) -> None:
+        """Nothing uses memory of any peer any more: the agent has closed."""
+        for link in list(self._held):
+            self._let_go(link)
+
+    def _let_go(self, link: AgentLink) -> None:
+        self._held.discard(link)
+        link.let_go()
+
+    def lost(self, link: AgentLink) -> Peer | None:
+        """A link has ended: who was reached by it is known no longer.
+
+        Returns:
+            the peer, to be forgotten; None if it was not one that this agent connected to, or is forgotten already.
+        """
+        peer = self._at(link)
+        if peer is not None:
+            self._drop(peer)
+        return peer
+
+    async def withdrawn(self, link: AgentLink, region_id: int) -> None:
+        """A peer's region is gone, and so is what uses it when this returns."""
+        peer = self._at(link)
+        if peer is not None:
+            peer.infos.pop(region_id, None)
+            gone = TransferRefused(f"region {region_id} of agent {peer.name} was deregistered there")
+            await self._running.end_remote(peer, region_id, gone)
+
+    def _users(self, peer: Peer, link: AgentLink) -> "list[asyncio.Future[None]]":
+        """List what may use memory of a peer that is forgotten."""
+        lingering = [user for transport in self._transports.values() for user in transport.lingering(link)]
+        return [user for user in (*self._running.tasks_of(peer), *lingering) if not user.done()]
+
+    def _at(self, link: AgentLink) -> Peer | None:
+        peer = self.by_name.get(link.peer)
+        return peer if peer is not None and peer.link is link else None
+
+    def _drop(self, peer: Peer) -> None:
+        if self.by_name.get(peer.name) is peer:
+            del self.by_name[peer.name]

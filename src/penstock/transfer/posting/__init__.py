@@ -1,0 +1,1 @@
+"""A transfer from its post to its end: peer, transport chosen, handle, lists made ready."""

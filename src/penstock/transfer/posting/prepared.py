@@ -1,0 +1,174 @@
+"""A list of ranges made ready once and posted again and again."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.core.descriptors import RangePairs, Region, TransferOp
+from penstock.core.errors import (
+    ChecksumMismatch,
+    PenstockError,
+    TransferCancelled,
+    TransferError,
+    TransferRefused,
+)
+from penstock.seams import Move
+from penstock.transfer.posting.handle import Telemetry, TransferHandle
+from penstock.transfer.posting.peer import Peer
+from penstock.transfer.posting.routes import Route, choose, next_of
+from penstock.transfer.regions.regions import distinct
+
+_FINAL = (TransferRefused, TransferCancelled, ChecksumMismatch)
+"""What another transport would not do better."""
+_TIMES_EXPECTED = 4
+"""A transport that takes this many times what was expected of it, and half of the deadline, is given up for another one."""
+
+
+@dataclass(slots=True, eq=False)
+class TransferRequest:
+    """A posted transfer: what moves, in which direction, by which route, and whom to notify. `routes` are all possible ones."""
+
+    prepared: "PreparedTransfer"
+    op: TransferOp
+    routes: Sequence[Route]
+    route: Route
+    notify: bytes
+    handle: TransferHandle
+    checksum: bool | None
+    posted_s: float
+
+    def move(self) -> Move:
+        """Make ready what moves the bytes by `route`."""
+        checksum = self.route.checksums if self.checksum is None else self.checksum
+        return self.prepared.move(self.op, self.route, checksum=checksum)
+
+    def patience_s(self, left_s: float) -> float:
+        """Say how long this way may take: a part of what is left of the deadline, where another way could still be taken."""
+        telemetry = self.handle.telemetry
+        if len(telemetry.failures) + 1 == len(self.routes):
+            return left_s
+        return max(left_s / 2, min(left_s, _TIMES_EXPECTED * telemetry.expected_s[self.route.name]))
+
+    def fail_over(self, error: PenstockError, now_s: float) -> bool:
+        """The way that was taken has failed: take the next one.
+
+        Returns:
+            whether there is one, and the bytes may be moved once more.
+        """
+        route, peer = self.route, self.prepared.peer
+        if not isinstance(error, TransferError) or isinstance(error, _FINAL) or peer.is_lost:
+            return False
+        route.failed(now_s)
+        if any(route.transport.lingering(region_id) for region_id in self.prepared.local_ids):
+            return False  # it may still write what another one has written
+        telemetry = self.handle.telemetry
+        tried = {*telemetry.failures, route.name}
+        following = next_of(self.routes, tried, dict(telemetry.expected_s), now_s)
+        if following is None:
+            return False
+        telemetry.failures[route.name] = error.message
+        telemetry.backend = following.name
+        self.route = following
+        return True
+
+
+class RequestRunner(Protocol):
+    """Runs what was posted."""
+
+    def carry(self, request: TransferRequest, timeout_s: float | None) -> None:
+        """Run a transfer, at once if it is small.
+
+        Raises:
+            Overloaded: too many are under way.
+        """
+        ...
+
+
+class TransferOwner(Protocol):
+    """The agent, as far as a prepared transfer needs it."""
+
+    @property
+    def running(self) -> RequestRunner: ...
+
+    def check_prepared(self, prepared: "PreparedTransfer", op: TransferOp) -> None:
+        """Refuse what has changed since.
+
+        Raises:
+            TransferRefused: a region is gone, or may not be written.
+            PeerLost: the peer is gone.
+        """
+        ...
+
+
+class PreparedTransfer:
+    """Local and remote ranges, checked and merged; `post` moves them, in either direction, as often as it is called."""
+
+    __slots__ = (
+        "_agent",
+        "_moves",
+        "_routes",
+        "local_ids",
+        "num_ranges",
+        "pairs",
+        "peer",
+        "regions",
+        "remote_ids",
+    )
+
+    def __init__(
+        self, agent: TransferOwner, peer: Peer, pairs: RangePairs, regions: list[Region], num_ranges: int
+    ) -> None:
+        """Take what `TransferAgent.prepare` has checked."""
+        self.peer = peer
+        self.pairs = pairs
+        self.regions = regions
+        self.num_ranges = num_ranges
+        self.local_ids = frozenset(distinct(pairs.local.region_ids))
+        self.remote_ids = frozenset(distinct(pairs.remote.region_ids))
+        self._agent = agent
+        self._routes: dict[TransferOp, tuple[list[Route], dict[str, str]]] = {}
+        self._moves: dict[tuple[TransferOp, str, bool], Move] = {}
+
+    def post(
+        self,
+        op: TransferOp,
+        *,
+        notify: bytes = b"",
+        timeout_s: float | None = None,
+        checksum: bool | None = None,
+    ) -> TransferHandle:
+        """Begin to move the bytes. See `TransferAgent.post`."""
+        if not isinstance(op, TransferOp):
+            raise TypeError(f"op: {op!r}; expected TransferOp.READ or TransferOp.WRITE")
+        self._agent.check_prepared(self, op)
+        routes, refusals = self._found(op)
+        pairs = self.pairs
+        num_bytes, num_ranges = pairs.total_bytes, len(pairs.lengths)
+        now_s = asyncio.get_running_loop().time()
+        route, expected = choose(routes, op, num_bytes, num_ranges, now_s)
+        handle = TransferHandle(Telemetry(num_bytes, self.num_ranges, route.name, expected, refusals))
+        self._agent.running.carry(
+            TransferRequest(self, op, routes, route, notify, handle, checksum, now_s), timeout_s
+        )
+        return handle
+
+    def move(self, op: TransferOp, route: Route, *, checksum: bool) -> Move:
+        """Give what moves the bytes by this way, made ready when it is first needed."""
+        key = op, route.name, checksum
+        move = self._moves.get(key)
+        if move is None:
+            move = self._moves[key] = route.channel.prepare(op, self.pairs, checksum=checksum)
+        return move
+
+    def _found(self, op: TransferOp) -> tuple[list[Route], dict[str, str]]:
+        found = self._routes.get(op)
+        if found is None:
+            found = self.peer.ways_for(op, self.regions, self.peer.infos_of(self.pairs.remote))
+            if not found[0]:
+                why = "; ".join(f"{name}: {reason}" for name, reason in found[1].items()) or "there is none"
+                raise TransferRefused(
+                    f"no transport moves these bytes to or from agent {self.peer.name}: {why}"
+                )
+            self._routes[op] = found
+        return found

@@ -1,0 +1,127 @@
+"""The transports that reach a peer, and which of them a transfer takes: the lowest expected time of those that work."""
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.core.descriptors import TransferOp
+from penstock.seams import TransferChannel, Transport
+from penstock.transfer.posting.speeds import Speeds
+
+_REST_S, _REST_S_MAX = 1.0, 60.0
+"""For so long a transport that failed is left alone where another one can; twice as long after each failure more."""
+_PASSED_OVER, _PASSED_OVER_MAX = 32, 1024
+"""After so many transfers one is tried again that was found to be slower than it should be; twice as many each time."""
+
+
+_NEVER_S = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """A transport that reaches the peer, and what was learned of it."""
+
+    name: str
+    channel: TransferChannel
+    transport: Transport
+    speeds: Speeds = field(default_factory=Speeds)
+    rests_until_s: float = 0.0
+    is_set_up: bool = field(init=False)
+    """Whether it has moved anything, or needs no setting up."""
+    _forgone_s: float = field(default=0.0, init=False)
+    _failures: int = field(default=0, init=False)
+    _passed_over: int = field(default=0, init=False)
+    _patience: int = field(default=_PASSED_OVER, init=False)
+
+    def __post_init__(self) -> None:
+        self.is_set_up = not any(self.channel.cost(op).setup_s for op in TransferOp)
+
+    @property
+    def checksums(self) -> bool:
+        """Whether they are on where the caller does not say."""
+        return self.transport.checksums
+
+    def seconds(self, op: TransferOp, num_bytes: int, ranges: int, now_s: float) -> float:
+        """Estimate a transfer, and what is left of setting it up."""
+        moving_s = self.channel.cost(op).seconds(num_bytes, ranges) * self.speeds.factor(op, num_bytes, now_s)
+        return moving_s if self.is_set_up else moving_s + self.setup_left_s(op)
+
+    def forgo(self, other_s: float, own_s: float) -> None:
+        """Hear that a transfer goes another way, which takes so long; it loses what this one would be quicker once it is set up."""
+        self._forgone_s += max(0.0, other_s - own_s)
+
+    def setup_left_s(self, op: TransferOp) -> float:
+        """What the next transfer is charged for setting it up: less what others have lost by not using it.
+
+        So all of them together lose at most one set-up before it is used, and it is not kept from use for ever (decision 35).
+        """
+        return 0.0 if self.is_set_up else max(0.0, self.channel.cost(op).setup_s - self._forgone_s)
+
+    def worked(self) -> None:
+        """A transfer was done."""
+        self.is_set_up = True
+        self._failures = 0
+        self.rests_until_s = 0.0
+
+    def failed(self, now_s: float) -> None:
+        """A transfer failed, for a reason of the transport's own."""
+        self.rests_until_s = now_s + min(_REST_S * 2**self._failures, _REST_S_MAX)
+        self._failures = min(self._failures + 1, 16)
+
+    def passed_over(self) -> bool:
+        """Count a transfer that it should have had by its own estimate.
+
+        Returns:
+            whether it shall have this one, so that it is known what it takes now.
+        """
+        self._passed_over += 1
+        if self._passed_over < self._patience:
+            return False
+        self._passed_over = 0
+        self._patience = min(2 * self._patience, _PASSED_OVER_MAX)
+        return True
+
+    def chosen(self) -> None:
+        """It was the best."""
+        if self._patience != _PASSED_OVER or self._passed_over:
+            self._passed_over, self._patience = 0, _PASSED_OVER
+
+
+def choose(
+    routes: Sequence[Route], op: TransferOp, num_bytes: int, ranges: int, now_s: float
+) -> tuple[Route, dict[str, float]]:
+    """Choose from at least one way.
+
+    Returns:
+        it, and what each was expected to take.
+    """
+    expected: dict[str, float] = {}
+    best, least_s, cold = None, _NEVER_S, None
+    favourite, thought_s = None, _NEVER_S  # by the estimates alone
+    for route in routes:
+        own_s = route.channel.cost(op).seconds(num_bytes, ranges)
+        seconds = own_s * route.speeds.factor(op, num_bytes, now_s)
+        if not route.is_set_up:
+            cold, cold_s = route, seconds
+            seconds += route.setup_left_s(op)
+        elif own_s < thought_s and route.rests_until_s <= now_s:
+            favourite, thought_s = route, own_s
+        expected[route.name] = seconds
+        if seconds < least_s and route.rests_until_s <= now_s:
+            best, least_s = route, seconds
+    if best is None:
+        return min(routes, key=lambda route: route.rests_until_s), expected
+    if cold is not None and cold is not best:
+        cold.forgo(least_s, cold_s)
+    if favourite is best:
+        best.chosen()
+    elif favourite is not None and thought_s < least_s and favourite.passed_over():
+        return favourite, expected
+    return best, expected
+
+
+def next_of(
+    routes: Iterable[Route], tried: Container[str], expected: dict[str, float], now_s: float
+) -> Route | None:
+    """Give the best of those that were not tried; first of those that do not rest."""
+    left = [route for route in routes if route.name not in tried]
+    return min(left, key=lambda route: (route.rests_until_s > now_s, expected[route.name]), default=None)

@@ -1,0 +1,112 @@
+"""CRC-32C of memory ranges: the checksum of iSCSI, ext4 and NVMe, so that what is stored can be checked anywhere.
+
+It notices every change of up to 32 bits in a row, and another one with odds of 1 to 4 thousand million. It does not
+protect against anybody who wants to deceive.
+"""
+
+import ctypes
+import functools
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.native import native
+from penstock.transfer.regions.ranges import Numbers, expect_columns
+
+Sums: TypeAlias = NDArray[np.uint32]
+
+_POLYNOMIAL = 0x82F63B78
+_LANE_BYTES = 256
+_SUM_BITS = 32
+_ALL_ONES = 0xFFFFFFFF
+
+
+def checksum_ranges(addresses: Numbers, lengths: Numbers) -> Sums:
+    """Sum each range of memory by itself.
+
+    Args:
+        addresses: (n,) uint64; trusted.
+        lengths: (n,) bytes.
+
+    Returns:
+        (n,) uint32; an empty range has 0.
+
+    Raises:
+        ValueError: the arrays differ in length.
+        TypeError: they are not contiguous uint64.
+
+    Source: Castagnoli et al. 1993, reflected, with the initial value and the final inversion of RFC 3720.
+    """
+    if native is None:
+        return checksum_ranges_python(addresses, lengths)
+    sums: Sums = native.checksum_ranges(addresses, lengths)
+    return sums
+
+
+def crc32c(data: bytes | bytearray | memoryview | NDArray[np.uint8]) -> int:
+    """Sum one contiguous buffer, such as a header."""
+    array = np.frombuffer(data, np.uint8)
+    (total,) = checksum_ranges(np.array([array.ctypes.data], np.uint64), np.array([array.size], np.uint64))
+    return int(total)
+
+
+def checksum_ranges_python(addresses: Numbers, lengths: Numbers) -> Sums:
+    """Do what the native `checksum_ranges` does, at about 100 MB/s."""
+    expect_columns(addresses, lengths)
+    sums = np.zeros(len(lengths), np.uint32)
+    for index, (address, length) in enumerate(zip(addresses.tolist(), lengths.tolist(), strict=True)):
+        if length:
+            buffer = (ctypes.c_uint8 * length).from_address(address)
+            sums[index] = _crc32c_python(np.frombuffer(buffer, np.uint8))
+    return sums
+
+
+def _crc32c_python(array: NDArray[np.uint8]) -> int:
+    """Sum lanes of equal length side by side, then join neighbours until one is left.
+
+    A sum that begins at 0 ignores leading zeros, which makes the number of lanes a power of two; what the initial
+    value does is the same for all input of this length, and added last.
+    """
+    lanes = 1 << max((array.size - 1) // _LANE_BYTES, 0).bit_length()
+    padded = np.zeros(lanes * _LANE_BYTES, np.uint8)
+    padded[-array.size :] = array
+    table = _byte_table()
+    sums = np.zeros(lanes, np.uint32)
+    for row in np.ascontiguousarray(padded.reshape(lanes, _LANE_BYTES).T):
+        sums = (sums >> np.uint32(8)) ^ table[(sums ^ row) & np.uint32(0xFF)]
+    power = _LANE_BYTES.bit_length() - 1
+    while len(sums) > 1:
+        sums = _mapped(_zeros(power), sums[::2]) ^ sums[1::2]
+        power += 1
+    initial = np.array([_ALL_ONES], np.uint32)
+    for bit in range(array.size.bit_length()):
+        if array.size >> bit & 1:
+            initial = _mapped(_zeros(bit), initial)
+    return int(sums[0] ^ initial[0]) ^ _ALL_ONES
+
+
+@functools.cache
+def _byte_table() -> Sums:
+    sums = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        sums = (sums >> np.uint32(1)) ^ np.where(sums & np.uint32(1), np.uint32(_POLYNOMIAL), np.uint32(0))
+    return sums
+
+
+@functools.cache
+def _zeros(power: int) -> Sums:
+    """Give what each bit of a sum becomes when 2**power zero bytes follow; at most 64 are ever asked for."""
+    if power:
+        return _mapped(_zeros(power - 1), _zeros(power - 1))
+    bits = np.uint32(1) << np.arange(_SUM_BITS, dtype=np.uint32)
+    shifted: Sums = (bits >> np.uint32(8)) ^ _byte_table()[bits & np.uint32(0xFF)]
+    return shifted
+
+
+def _mapped(images: Sums, sums: Sums) -> Sums:
+    """Apply a linear map of sums, given by what each bit becomes."""
+    out = np.zeros_like(sums)
+    for bit, image in enumerate(images):
+        out ^= (sums >> np.uint32(bit) & np.uint32(1)) * image
+    return out

@@ -1,0 +1,200 @@
+"""Copies from addresses to addresses, in slices so that they can be cancelled."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from penstock.core.descriptors import OffsetArray
+from penstock.core.errors import ChecksumMismatch, TransferError
+from penstock.transfer.regions.checksum import Sums, checksum_ranges
+from penstock.transfer.regions.ranges import Stop, copy_ranges
+from penstock.transfer.regions.waiting import settled
+
+_SLICE_BYTES = 64 << 20
+"""Copied between two looks at whether it was cancelled, by a way that does not look itself. Each waits for the
+interpreter's lock, which a busy event loop gives up every 5 ms only."""
+
+
+class Reach(Protocol):
+    """How bytes get from an address to another one."""
+
+    def copy(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
+    ) -> None:
+        """Copy ranges, or fewer where `stop` is set meanwhile and the way allows it.
+
+        Raises:
+            TransferError: it failed.
+        """
+        ...
+
+    def checksums(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
+    ) -> tuple[Sums, Sums]:
+        """Sum each range at its source and at its target.
+
+        Raises:
+            TransferError: it failed.
+        """
+        ...
+
+
+class Mapped:
+    """Both sides are in this process's address space: its own memory, or another's that it has mapped."""
+
+    def copy(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
+    ) -> None:
+        copy_ranges(targets, sources, lengths, threads, stop)
+
+    def checksums(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
+    ) -> tuple[Sums, Sums]:
+        return checksum_ranges(sources, lengths), checksum_ranges(targets, lengths)
+
+
+_MAPPED = Mapped()
+
+
+class CopyMove:
+    """Copies ranges from addresses to addresses: the `Move` of transports that reach memory directly."""
+
+    def __init__(
+        self,
+        targets: OffsetArray,
+        sources: OffsetArray,
+        lengths: OffsetArray,
+        *,
+        executor: Executor,
+        threads: int,
+        inline_bytes_max: int,
+        checksum: bool,
+        reach: Reach = _MAPPED,
+    ) -> None:
+        """Know what to copy.
+
+        Args:
+            targets: (n,) uint64 addresses.
+            sources: (n,) uint64 addresses.
+            lengths: (n,) uint64 bytes.
+            executor: runs what is too long for a turn of the loop.
+            threads: native threads that share one copy.
+            inline_bytes_max: what is not.
+            checksum: whether to compare what arrived.
+            reach: how.
+        """
+        self._targets = targets
+        self._sources = sources
+        self._lengths = lengths
+        self._reach = reach
+        self._executor = executor
+        self._threads = threads
+        self._is_small = int(lengths.sum()) <= inline_bytes_max
+        self._checksum = checksum
+        self._slices: list[tuple[int, int]] | None = None  # cut when first needed
+        self._runs: set[_Run] = set()
+
+    def run_now(self) -> bool:
+        if not self._is_small:
+            return False
+        self._reach.copy(self._targets, self._sources, self._lengths, 1, np.zeros(1, np.uint8))
+        self._check(slice(None))
+        return True
+
+    async def run(self) -> None:
+        if self._slices is None:
+            self._targets, self._sources, self._lengths = _cut_long(
+                self._targets, self._sources, self._lengths
+            )
+            self._slices = _cut(self._lengths)
+        run = _Run()
+        self._runs.add(run)
+        try:
+            await on_thread(self._executor, self._copy, run.stop)
+        finally:
+            self._runs.discard(run)
+        if run.error is not None:
+            raise run.error
+
+    def end(self, error: TransferError) -> None:
+        """Have every `run` that is under way raise this soon."""
+        for run in self._runs:
+            run.error = error
+            run.stop[0] = 1
+
+    def _copy(self, stop: Stop) -> None:
+        for first, end in self._slices or ():
+            part = slice(first, end)
+            columns = self._targets[part], self._sources[part], self._lengths[part]
+            if not stop[0]:
+                self._reach.copy(*columns, self._threads, stop)
+            if not stop[0]:
+                self._check(part)
+
+    def _check(self, part: slice) -> None:
+        if not self._checksum:
+            return
+        lengths = self._lengths[part]
+        sent, arrived = self._reach.checksums(self._targets[part], self._sources[part], lengths)
+        if not np.array_equal(sent, arrived):
+            index = int(np.argmax(sent != arrived))
+            raise ChecksumMismatch(
+                f"range of {int(lengths[index])} bytes: checksum {int(arrived[index]):#x} after the copy,"
+                f" {int(sent[index]):#x} at the source: somebody writes there meanwhile"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One copy under way, and why it is ended, if so."""
+
+    stop: Stop = field(default_factory=lambda: np.zeros(1, np.uint8))
+    error: TransferError | None = None
+
+
+async def on_thread(executor: Executor, work: Callable[[Stop], None], stop: Stop | None = None) -> None:
+    """Run work that looks now and then whether it was cancelled; a cancellation waits until it has seen so.
+
+    Args:
+        executor: its threads.
+        work: gets what is set when it is cancelled; what it raises is raised here.
+        stop: that, where others may set it, too.
+    """
+    stop = np.zeros(1, np.uint8) if stop is None else stop
+    future = asyncio.get_running_loop().run_in_executor(executor, work, stop)
+    try:
+        await asyncio.shield(future)
+    except asyncio.CancelledError:
+        stop[0] = 1
+        await settled(future)
+        raise
+
+
+def _cut_long(
+    targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
+) -> tuple[OffsetArray, OffsetArray, OffsetArray]:
+    """Cut ranges longer than a slice into slices; not those that overlap themselves, which are copied at once."""
+    if len(lengths) == 0 or int(lengths.max()) <= _SLICE_BYTES:
+        return targets, sources, lengths
+    slice_bytes = np.uint64(_SLICE_BYTES)
+    apart = np.maximum(targets, sources) - np.minimum(targets, sources) >= lengths
+    count = np.where(apart, (lengths + slice_bytes - np.uint64(1)) // slice_bytes, np.uint64(1)).astype(
+        np.int64
+    )
+    row = np.repeat(np.arange(len(lengths)), count)
+    skip = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint64) * slice_bytes
+    left = lengths[row] - skip
+    return targets[row] + skip, sources[row] + skip, np.where(apart[row], np.minimum(left, slice_bytes), left)
+
+
+def _cut(lengths: OffsetArray) -> list[tuple[int, int]]:
+    """Cut a list into runs of about `_SLICE_BYTES`."""
+    if len(lengths) == 0:
+        return []
+    slice_of = (np.cumsum(lengths) - lengths) // np.uint64(_SLICE_BYTES)
+    first = [0, *(int(index) + 1 for index in np.flatnonzero(np.diff(slice_of)))]
+    return list(zip(first, [*first[1:], len(lengths)], strict=True))

@@ -1,0 +1,1 @@
+"""Transport `cuda`: device memory, by NVIDIA's driver."""

@@ -1,0 +1,1 @@
+"""Transport `nixl`: NVIDIA's NIXL, driven by one thread."""

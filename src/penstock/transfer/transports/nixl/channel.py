@@ -1,0 +1,387 @@
+"""What the `nixl` transport does for one peer: learn where its memory is, make lists ready, post them."""
+
+import asyncio
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.core.descriptors import (
+    Descriptors,
+    MemoryKind,
+    OffsetArray,
+    RangePairs,
+    Region,
+    RegionInfo,
+    TransferCost,
+    TransferOp,
+)
+from penstock.core.errors import (
+    ChecksumMismatch,
+    PenstockError,
+    TransferError,
+    TransferRefused,
+    from_info,
+)
+from penstock.seams import Link, Move
+from penstock.transfer.regions.checksum import Sums as SumArray
+from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
+from penstock.transfer.transports.nixl.frames import (
+    Answer,
+    Asked,
+    Given,
+    Known,
+    Place,
+    Refused,
+    SumRanges,
+    Sums,
+    Want,
+    encode_frame,
+)
+from penstock.transfer.transports.nixl.thread import NONCE_BYTES, Flight, Handles, NixlThread, Plan, Rows, row
+from penstock.transfer.transports.questions import Questions
+
+NAME = "nixl"
+KINDS = {MemoryKind.DRAM: "DRAM", MemoryKind.SHARED: "DRAM", MemoryKind.VRAM: "VRAM"}
+"""NIXL's name of each kind of memory that it moves."""
+_PART_BYTES = 32 << 20
+"""Posted as one request: a few milliseconds, so that others get their turn and a cancelled transfer ends soon."""
+_SUM_RANGES = 1 << 16
+"""Ranges summed in one message."""
+_LET_GO_S = 1.0
+"""How long a cancelled transfer waits for what was posted already, where the peer still lives; then it lingers."""
+_PROBE_S = 3.0
+"""How long a peer's few bytes may take when two agents meet."""
+
+_PART_RANGES = 4096
+
+Pieces = tuple[OffsetArray, OffsetArray, OffsetArray]
+"""Which range each piece is of, where it begins in it, and its length."""
+
+
+class Owner(Protocol):
+    """The transport, as far as its channels need it."""
+
+    @property
+    def failed(self) -> Mapping[int, str]:
+        """Why NIXL does not take regions of this agent."""
+        ...
+
+    @property
+    def places(self) -> Mapping[int, Place]:
+        """Where this agent's regions are."""
+        ...
+
+    async def thread(self) -> NixlThread:
+        """Give the thread, with its agent made.
+
+        Raises:
+            TransferError: NIXL does not work here.
+        """
+        ...
+
+    async def sum(self, ranges: Descriptors) -> SumArray:
+        """Sum ranges of this agent's own memory."""
+        ...
+
+    def leave(self, flight: Flight, link: Link, region_ids: frozenset[int]) -> None:
+        """A transfer over this link has ended for its caller, and may be at these regions of this agent until `ended`."""
+        ...
+
+    def closed(self, channel: "NixlChannel") -> None: ...
+
+
+class NixlChannel:
+    """The initiator's side of one link."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        link: Link,
+        regions: Mapping[int, RegionInfo],
+        cost: Mapping[TransferOp, TransferCost],
+    ) -> None:
+        """Know nothing of the peer's memory yet.
+
+        Args:
+            owner: the transport.
+            link: to the peer.
+            regions: what the peer gave.
+            cost: what is expected, by direction.
+        """
+        self.link = link
+        self.owner = owner
+        self.places: dict[int, Place] = {}
+        self.lost: asyncio.Future[PenstockError] = asyncio.get_running_loop().create_future()
+        """Done when the peer is gone."""
+        self.remote_name = ""
+        self._regions = regions
+        self._cost = cost
+        self._questions: Questions[Answer] = Questions(link.peer)
+        self._allowed: set[tuple[TransferOp, int]] = set()
+        self._meeting = asyncio.Lock()
+
+    # -- the seam -------------------------------------------------------------------------------------------------
+
+    def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
+        del op
+        kind = other_kind(KINDS, local, remote)
+        if kind is not None:
+            return f"{kind.value} is no memory that this transport registers with NIXL"
+        for info in remote:
+            if NAME not in info.ways:
+                return f"agent {self.link.peer} did not register region {info.region_id} with NIXL"
+        for side in ({KINDS[region.kind] for region in local}, {KINDS[info.kind] for info in remote}):
+            if len(side) > 1:
+                return "a list of both dram and vram; post one for each"
+        if len({region.device for region in local}) > 1:
+            return "a list of several devices; post one for each"
+        return None
+
+    def cost(self, op: TransferOp) -> TransferCost:
+        return self._cost[op]
+
+    def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
+        infos = [self._regions[region_id] for region_id in distinct(pairs.remote.region_ids)]
+        if checksum and MemoryKind.VRAM in {info.kind for info in infos}:
+            raise TransferRefused("nixl: no checksums of vram; post without")
+        if checksum and not all(info.read_key for info in infos):
+            raise TransferRefused("nixl: no checksums of a region that was given write-only; post without")
+        return NixlMove(self, op, pairs, checksum=checksum)
+
+    async def close(self) -> None:
+        self.fail(TransferError(f"agent {self.link.peer}: disconnected"))
+        self.owner.closed(self)
+
+    # -- for the transport ----------------------------------------------------------------------------------------
+
+    def answered(self, answer: Answer) -> None:
+        """Take an answer of the peer.
+
+        Raises:
+            ProtocolError: nobody asked.
+        """
+        self._questions.answered(answer.ask_id, answer)
+
+    def fail(self, error: PenstockError) -> None:
+        """The peer is gone: nothing more is waited for."""
+        if not self.lost.done():
+            self.lost.set_result(error)
+        self._questions.end(error)
+
+    # -- for moves ------------------------------------------------------------------------------------------------
+
+    async def meet(self) -> None:
+        """Have NIXL know the peer's agent, and see that it reaches it.
+
+        Raises:
+            TransferError: it does not work between these two.
+        """
+        async with self._meeting:
+            if self.remote_name:
+                return
+            thread = await self.owner.thread()
+            known = await self._ask(Want(ask_id=self._questions.number(), op=TransferOp.READ, keys={}))
+            if not isinstance(known, Known):
+                raise self._wrong(known)
+            name = await thread.call(lambda: thread.agent.loadRemoteMD(known.metadata).decode())
+            try:
+                await self._probe(thread, name, known)
+            except BaseException:
+                thread.submit(lambda: thread.agent.invalidateRemoteMD(name))
+                raise
+            self.remote_name = name
+
+    async def allow(self, op: TransferOp, region_ids: Sequence[int]) -> None:
+        """Have NIXL know regions of the peer, who checks that they were given.
+
+        Raises:
+            TransferRefused: they were not.
+            TransferError: it does not work.
+        """
+        await self.meet()
+        async with self._meeting:
+            self._allowed = {pair for pair in self._allowed if pair[1] in self._regions}
+            wanted = [region_id for region_id in region_ids if (op, region_id) not in self._allowed]
+            if wanted:
+                keys = self._keys(wanted, op)
+                await self._load(Want(ask_id=self._questions.number(), op=op, keys=keys))
+                self._allowed.update((op, region_id) for region_id in wanted)
+
+    async def sum_there(self, ranges: Descriptors) -> SumArray:
+        """Have the peer sum ranges of its memory.
+
+        Raises:
+            TransferError: it does not.
+        """
+        parts = [np.empty(0, np.uint32)]
+        for first in range(0, len(ranges), _SUM_RANGES):
+            part = slice(first, first + _SUM_RANGES)
+            some = Descriptors(ranges.region_ids[part], ranges.offsets[part], ranges.lengths[part])
+            keys = self._keys(distinct(some.region_ids), TransferOp.READ)
+            answer = await self._ask(SumRanges.of(self._questions.number(), keys, some))
+            if not isinstance(answer, Sums) or len(answer.sums) != 4 * len(some):
+                raise self._wrong(answer)
+            parts.append(np.frombuffer(answer.sums, "<u4"))
+        return np.concatenate(parts)
+
+    def _keys(self, region_ids: Sequence[int], op: TransferOp) -> dict[int, bytes]:
+        infos = (self._regions.get(region_id) for region_id in region_ids)
+        return {info.region_id: info.key(op) for info in infos if info is not None}
+
+    async def _probe(self, thread: NixlThread, name: str, known: Known) -> None:
+        """Read the peer's random bytes."""
+        found = np.zeros(NONCE_BYTES, np.uint8)
+        here, there = row(found.ctypes.data, found.nbytes), row(known.address, found.nbytes)
+        handles = Handles()
+
+        def get_ready() -> Any:
+            described = thread.register(here, "DRAM")
+            thread.make_ready(handles, Plan("READ", name, ("DRAM", "DRAM"), (here, there), [(0, 1)]))
+            return described
+
+        described = await thread.call(get_ready)
+        flight = thread.fly(handles)
+        kept = [found]
+
+        def clean_up() -> None:
+            thread.deregister(described)
+            kept.clear()  # what is read into stays until then
+
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                await asyncio.shield(flight.ended)
+        except TimeoutError as error:
+            raise TransferError(
+                f"NIXL does not reach agent {self.link.peer}: nothing came within {_PROBE_S:g} s; see which networks UCX"
+                " may use (UCX_NET_DEVICES, UCX_TLS) and whether something between the two blocks them"
+            ) from error
+        finally:
+            thread.abandon(flight, clean_up)
+        if found.tobytes() != known.nonce:
+            raise TransferError(f"NIXL reads other bytes at agent {self.link.peer} than there are")
+
+    async def _load(self, want: Want) -> None:
+        thread = await self.owner.thread()
+        given = await self._ask(want)
+        if not isinstance(given, Given) or given.places.keys() != want.keys.keys():
+            raise self._wrong(given)
+        await thread.call(lambda: thread.agent.loadRemoteMD(given.metadata))
+        self.places = {k: v for k, v in self.places.items() if k in self._regions} | given.places
+
+    async def _ask(self, asked: Asked) -> Answer:
+        waiting = self._questions.ask(asked.ask_id)
+        self.link.send(NAME, encode_frame(asked))
+        answer = await waiting
+        if isinstance(answer, Refused):
+            raise from_info(answer.error)
+        return answer
+
+    def _wrong(self, answer: Answer) -> TransferError:
+        return TransferError(
+            f"agent {self.link.peer}: {type(answer).__name__} is no answer to what was asked"
+        )
+
+
+class NixlMove:
+    """A list of ranges that NIXL has made ready, in parts; one run at a time, as NIXL wants it."""
+
+    def __init__(self, channel: NixlChannel, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
+        """Make nothing ready yet: that is NIXL's thread's work."""
+        self._channel = channel
+        self._op = op
+        self._pairs = pairs
+        self._checksum = checksum
+        self._handles = Handles()
+        self._thread: NixlThread | None = None
+        self._turn = asyncio.Lock()
+
+    def run_now(self) -> bool:
+        return len(self._pairs) == 0
+
+    async def run(self) -> None:
+        async with self._turn:
+            thread = self._thread if self._thread and self._handles.requests else await self._make_ready()
+            await self._fly(thread)
+            if self._checksum:
+                await self._compare()
+
+    async def _make_ready(self) -> NixlThread:
+        channel, local, remote = self._channel, self._pairs.local, self._pairs.remote
+        local_ids, remote_ids = distinct(local.region_ids), distinct(remote.region_ids)
+        thread = await channel.owner.thread()
+        await channel.allow(self._op, remote_ids)
+        for region_id in local_ids:
+            if region_id in channel.owner.failed:
+                raise TransferError(f"region {region_id}: {channel.owner.failed[region_id]}")
+        here, there = channel.owner.places, channel.places
+        pieces, parts = cut(local.lengths)
+        sides = (rows_of(local, here, pieces), rows_of(remote, there, pieces))
+        kinds = (here[local_ids[0]].kind, there[remote_ids[0]].kind)
+        plan = Plan(self._op.name, channel.remote_name, kinds, sides, parts)
+        handles = self._handles
+        await thread.call(lambda: thread.make_ready(handles, plan))
+        if self._thread is None:
+            weakref.finalize(self, thread.discard, handles)
+        self._thread = thread
+        return thread
+
+    async def _fly(self, thread: NixlThread) -> None:
+        channel = self._channel
+        flight = thread.fly(self._handles)
+        try:
+            await asyncio.shield(flight.ended)
+        except asyncio.CancelledError:
+            thread.stop(flight)
+            either: list[asyncio.Future[Any]] = [flight.ended, channel.lost]
+            await asyncio.wait(either, timeout=_LET_GO_S, return_when=asyncio.FIRST_COMPLETED)
+            raise
+        finally:
+            if not flight.ended.done():  # it is at both sides' memory until it ends
+                channel.owner.leave(flight, channel.link, frozenset(distinct(self._pairs.local.region_ids)))
+                thread.abandon(flight)
+                self._handles, self._thread = Handles(), None
+
+    async def _compare(self) -> None:
+        here = await self._channel.owner.sum(self._pairs.local)
+        there = await self._channel.sum_there(self._pairs.remote)
+        if not np.array_equal(here, there):
+            index = int(np.argmax(here != there))
+            raise ChecksumMismatch(
+                f"range {index}, {int(self._pairs.local.lengths[index])} bytes: CRC-32C {int(here[index]):#x} here,"
+                f" {int(there[index]):#x} at agent {self._channel.link.peer}: it was changed on the way, or somebody"
+                " writes there meanwhile"
+            )
+
+
+def cut(lengths: OffsetArray) -> tuple[Pieces, list[tuple[int, int]]]:
+    """Cut ranges into pieces of at most `_PART_BYTES`, and the list of these into parts of about as much.
+
+    Returns:
+        the pieces, and (first, end) of those that go together.
+    """
+    size = np.uint64(_PART_BYTES)
+    counts = ((lengths + (size - np.uint64(1))) // size).astype(np.int64)
+    index = np.repeat(np.arange(len(lengths)), counts)
+    within = np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
+    offsets = within.astype(np.uint64) * size
+    sizes = np.minimum(size, lengths[index] - offsets)
+    by_bytes = (np.cumsum(sizes) - sizes) // size
+    by_ranges = np.arange(len(sizes)) // _PART_RANGES
+    is_first = (np.diff(by_bytes) != 0) | (np.diff(by_ranges) != 0)
+    first = [0, *(int(at) + 1 for at in np.flatnonzero(is_first))]
+    return (index.astype(np.uint64), offsets, sizes), list(zip(first, [*first[1:], len(sizes)], strict=True))
+
+
+def rows_of(ranges: Descriptors, places: Mapping[int, Place], pieces: Pieces) -> Rows:
+    """Give (n, 3) uint64: address, length and device of each piece."""
+    index, offsets, sizes = pieces
+    rows = np.empty((len(index), 3), np.uint64)
+    rows[:, 0] = addresses_of(ranges, {region_id: place.address for region_id, place in places.items()})[
+        index
+    ]
+    rows[:, 0] += offsets
+    rows[:, 1] = sizes
+    rows[:, 2] = places[int(ranges.region_ids[0])].device if len(ranges) else 0
+    return rows

@@ -1,0 +1,424 @@
+"""A NIXL agent and the one thread that calls it. The thread sleeps while nothing is under way.
+
+NIXL's own progress thread runs beside it, or a peer that has nothing to do would never answer: with a delay of 0, which
+NIXL's Python API sets, it spins (as much of a core as it gets); with 500 us it takes 1.5 % of a core when idle, with
+10 ms 0.3 %, and is as quick, since the delay is only how long it waits for an event that UCX does not report (measured,
+2 cores of an AMD EPYC, NIXL 1.5.1).
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.util
+import queue
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import PeerLost, PenstockError, TransferError
+from penstock.core.log import get_logger
+
+_log = get_logger()
+_MODULES = ("nixl_cu12", "nixl_cu13")
+_PROGRESS_DELAY_US = 10_000
+_REQUESTS_AT_ONCE = 2
+NONCE_BYTES = 8
+_WAIT_S_MIN, _WAIT_S_MAX = 20e-6, 500e-6
+_WAIT_ABANDONED_S = 0.02
+"""Between two looks at what nobody waits for any more."""
+
+Done = TypeVar("Done")
+Rows = NDArray[np.uint64]
+
+
+def row(address: int, size_bytes: int, device: int = 0) -> Rows:
+    """Describe one range."""
+    return np.array([[address, size_bytes, device]], np.uint64)
+
+
+def find_module() -> str:
+    """Say which of NIXL's modules is installed.
+
+    Raises:
+        TransferError: none is.
+    """
+    for module in _MODULES:
+        if importlib.util.find_spec(module) is not None:
+            return module
+    raise TransferError(
+        "NIXL is not installed: pip install --no-deps nixl-cu12==1.5.1 (339 MB, needs only numpy)"
+    )
+
+
+def load_bindings() -> Any:
+    """Import NIXL's bindings, which takes about 0.3 s.
+
+    Raises:
+        TransferError: they cannot be loaded.
+    """
+    module = find_module()
+    try:
+        bindings = importlib.import_module(f"{module}._bindings")
+    except ImportError as error:
+        raise TransferError(f"{module} is installed and cannot be imported: {error}") from error
+    _end_without_unloading()
+    return bindings
+
+
+@functools.cache
+def _end_without_unloading() -> None:
+    """Have this process keep its exit status when it ends.
+
+    Where the system has RDMA libraries too, NIXL's own copies of them crash as they are unloaded: every process that had made
+    an agent ended by SIGSEGV (libnl-route in nixl-cu12 1.5.1, Debian 12 with libnl-route-3-200). `_exit` unloads nothing; by then Python has ended and
+    flushed its files.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc
+        libc.on_exit(libc._exit, None)
+
+
+@dataclass(slots=True, eq=False)
+class Handles:
+    """What NIXL made ready for one list of ranges; the thread's own."""
+
+    requests: list[int] = field(default_factory=list)
+    lists: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What is to be made ready.
+
+    Attributes:
+        op: NIXL's name.
+        peer: NIXL's name of the other agent.
+        kinds: NIXL's kinds of memory, here and there.
+        sides: (n, 3) address, length, device, here and there.
+        parts: (first, end) of the rows that go together.
+    """
+
+    op: str
+    peer: str
+    kinds: tuple[str, str]
+    sides: tuple[Rows, Rows]
+    parts: list[tuple[int, int]]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Requests that are posted a few at a time. `ended` is done when none of them is under way any more.
+
+    `cleanup` frees what they use; only an abandoned flight has one.
+    """
+
+    handles: Handles
+    waiting: deque[int]
+    ended: "asyncio.Future[None]"
+    under_way: list[int] = field(default_factory=list)
+    error: PenstockError | None = None
+    cleanup: Callable[[], object] | None = None
+
+
+class NixlThread:
+    """Calls one NIXL agent. All methods are for one event loop, but those that say that they are the thread's."""
+
+    def __init__(self, name: str, bindings: Callable[[], Any]) -> None:
+        """Start the thread; `open` makes the agent.
+
+        Args:
+            name: of the agent, unique among those that meet.
+            bindings: imports NIXL's bindings, in the thread.
+        """
+        self.name = name
+        self._import = bindings
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._flights: list[Flight] = []
+        self._handles: set[Handles] = set()
+        self._stubborn: list[int] = []  # requests that NIXL did not let go of yet
+        self._loop = asyncio.get_running_loop()
+        self._is_closing = False
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self.nixl: Any = None
+        self.agent: Any = None
+        self.backend = 0
+        self.nonce = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
+        """Peers read it to see that they can."""
+        self.probe: Any = None
+        threading.Thread(target=self._run, name="transfer-nixl", daemon=True).start()
+
+    async def open(self) -> None:
+        """Make the agent.
+
+        Raises:
+            TransferError: NIXL does not work here.
+        """
+        await self.call(self._open)
+
+    async def close(self) -> None:
+        """Let go of everything; what is under way ends as if cancelled. Safe twice."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._work.put(None)
+        await asyncio.shield(self._ended)
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Have the thread do something that nobody waits for."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - the thread goes on
+                _log.warning("nixl_call_failed", agent=self.name, error=f"{type(error).__name__}: {error}")
+
+        self._work.put(guarded)
+
+    async def call(self, work: Callable[[], Done]) -> Done:
+        """Have the thread do something.
+
+        Raises:
+            TransferError: it failed.
+        """
+        self._check_open()
+        answer: asyncio.Future[Done] = self._loop.create_future()
+
+        def guarded() -> None:
+            try:
+                self._tell(answer, work(), None)
+            except Exception as error:  # noqa: BLE001 - whoever waits hears of it
+                self._tell(answer, None, self.worded(error))
+
+        self._work.put(guarded)
+        return await answer
+
+    def fly(self, handles: Handles) -> Flight:
+        """Post all requests of a list, once; it must not be under way.
+
+        Raises:
+            TransferError: the agent closes.
+        """
+        self._check_open()
+        flight = Flight(handles, deque(handles.requests), self._loop.create_future())
+        flight.ended.add_done_callback(
+            lambda ended: ended.cancelled() or ended.exception()
+        )  # it may be nobody's
+        self._work.put(lambda: self._flights.append(flight))
+        return flight
+
+    def stop(self, flight: Flight) -> None:
+        """Post no more of it; what was posted goes on until it is done, since UCX cannot take it back."""
+        self._work.put(flight.waiting.clear)
+
+    def abandon(self, flight: Flight, cleanup: Callable[[], object] | None = None) -> None:
+        """Post no more of it, and free its list once nothing of it is under way; the caller makes itself another one.
+
+        NIXL has no way to take a request back: what it releases, or invalidates, still arrives when a peer that was
+        stopped goes on (measured, UCX over TCP).
+
+        Args:
+            flight: which.
+            cleanup: the thread's, to be called then.
+        """
+
+        def leave() -> None:
+            flight.waiting.clear()
+            flight.cleanup = cleanup or (lambda: None)
+            if flight not in self._flights:
+                self._clean_up(flight)
+
+        self._work.put(leave)
+
+    def discard(self, handles: Handles) -> None:
+        """Free what was made ready, unless a flight still uses it, which frees it then. From any thread, also from a finaliser."""
+
+        def free() -> None:
+            if all(flight.handles is not handles for flight in self._flights):
+                self._free(handles)
+
+        self._work.put(free)
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise TransferError(f"nixl of agent {self.name} is closed")
+
+    # -- in the thread --------------------------------------------------------------------------------------------
+
+    def register(self, rows: Rows, kind: str) -> Any:
+        """Register (n, 3) address, length, device; returns NIXL's list of them, for later; the thread's."""
+        described = self.nixl.nixlRegDList(self._kind(kind), rows)
+        self.agent.registerMem(described, [self.backend])
+        return described
+
+    def deregister(self, described: Any) -> None:
+        """Forget what was registered; the thread's."""
+        self.agent.deregisterMem(described, [self.backend])
+
+    def forget_agent(self, name: str) -> None:
+        """Forget another agent; the thread's."""
+        self.agent.invalidateRemoteMD(name)
+
+    def export(self, described: list[Any], *, has_agent: bool = False) -> bytes:
+        """Give NIXL's metadata of what was registered, of one kind, and of its agent; the thread's."""
+        if len({each.getType() for each in described}) > 1:
+            raise TransferError("regions of both dram and vram; ask for one kind at a time")
+        joined = self.nixl.nixlRegDList(described[0].getType())
+        for each in described:
+            joined.append(each[0])
+        metadata: bytes = self.agent.getLocalPartialMD(joined, has_agent, [self.backend])
+        return metadata
+
+    def make_ready(self, handles: Handles, plan: Plan) -> None:
+        """Have NIXL check both sides' ranges and make a request for each part; the thread's."""
+        if handles.requests:
+            return
+        self._free(handles)  # what a failed try left
+        self._handles.add(handles)
+        for owner, kind, rows in zip(
+            (self.nixl.NIXL_INIT_AGENT, plan.peer), plan.kinds, plan.sides, strict=True
+        ):
+            ranges = self.nixl.nixlXferDList(self._kind(kind), rows)
+            handles.lists.append(self.agent.prepXferDlist(owner, ranges, [self.backend]))
+        here, there = handles.lists
+        op = getattr(self.nixl, f"NIXL_{plan.op}")
+        for first, end in plan.parts:
+            rows = np.arange(first, end, dtype=np.int32)
+            handles.requests.append(self.agent.makeXferReq(op, here, rows, there, rows, "", [self.backend]))
+
+    def worded(self, error: Exception) -> PenstockError:
+        """Give the error of this library for one of NIXL's."""
+        if isinstance(error, PenstockError):
+            return error
+        text = f"nixl: {type(error).__name__}: {error}"
+        return PeerLost(text) if "Disconnect" in type(error).__name__ else TransferError(text)
+
+    def _kind(self, name: str) -> Any:
+        return getattr(self.nixl, f"{name}_SEG")
+
+    def _open(self) -> None:
+        self.nixl = self._import()
+        config = self.nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_DELAY_US
+        self.agent = self.nixl.nixlAgent(self.name, config)
+        self.backend = self.agent.createBackend("UCX", {})
+        self.probe = self.register(row(self.nonce.ctypes.data, self.nonce.nbytes), "DRAM")
+
+    def _run(self) -> None:
+        wait_s: float | None = None
+        while True:
+            try:
+                work = self._work.get(timeout=wait_s) if wait_s != 0 else self._work.get_nowait()
+            except queue.Empty:
+                pass
+            else:
+                if work is None:
+                    break
+                work()
+            has_moved = False
+            for flight in self._flights:
+                has_moved |= self._step(flight)
+            self._land()
+            if not self._flights:
+                wait_s = None
+            elif has_moved:
+                wait_s = 0
+            elif all(flight.cleanup is not None for flight in self._flights):
+                wait_s = _WAIT_ABANDONED_S
+            else:
+                wait_s = min(2 * wait_s, _WAIT_S_MAX) if wait_s else _WAIT_S_MIN
+        self._shut()
+
+    def _step(self, flight: Flight) -> bool:
+        """Post one request more if that may be, look at those under way, and say whether something happened.
+
+        A peer's memory on this host is copied within `postXferReq`, so one at a time: others get their turn.
+        """
+        before = len(flight.waiting), len(flight.under_way)
+        try:
+            if flight.waiting and len(flight.under_way) < _REQUESTS_AT_ONCE:
+                request = flight.waiting.popleft()
+                if self.agent.postXferReq(request) == self.nixl.NIXL_IN_PROG:
+                    flight.under_way.append(request)
+        except Exception as error:  # noqa: BLE001 - it is the transfer's
+            self._fail(flight, error)
+        for request in list(flight.under_way):
+            try:
+                is_done = self.agent.getXferStatus(request) != self.nixl.NIXL_IN_PROG
+            except Exception as error:  # noqa: BLE001 - it is the transfer's
+                self._fail(flight, error)
+                is_done = True
+            if is_done:
+                flight.under_way.remove(request)
+        return before != (len(flight.waiting), len(flight.under_way))
+
+    def _fail(self, flight: Flight, error: Exception) -> None:
+        flight.error = flight.error or self.worded(error)
+        flight.waiting.clear()
+
+    def _land(self) -> None:
+        """Tell of flights that have ended."""
+        ended = [flight for flight in self._flights if not flight.waiting and not flight.under_way]
+        if ended:
+            self._flights = [flight for flight in self._flights if flight.waiting or flight.under_way]
+            for flight in ended:
+                if flight.cleanup is not None:
+                    self._clean_up(flight)
+                self._tell(flight.ended, None, flight.error)
+
+    def _clean_up(self, flight: Flight) -> None:
+        self._free(flight.handles)
+        try:
+            if flight.cleanup is not None:
+                flight.cleanup()
+        except Exception as error:  # noqa: BLE001 - the thread goes on
+            _log.warning("nixl_call_failed", agent=self.name, error=f"{type(error).__name__}: {error}")
+
+    def _release(self, requests: list[int]) -> None:
+        pending, self._stubborn = [*self._stubborn, *requests], []
+        for request in pending:
+            try:
+                self.agent.releaseXferReq(request)
+            except Exception:  # noqa: BLE001 - it is still under way: the next release tries again
+                self._stubborn.append(request)
+
+    def _free(self, handles: Handles) -> None:
+        self._handles.discard(handles)
+        self._release(handles.requests)
+        for prepared in handles.lists:
+            with contextlib.suppress(Exception):
+                self.agent.releasedDlistH(prepared)
+        handles.requests, handles.lists = [], []
+
+    def _shut(self) -> None:
+        for flight in self._flights:
+            self._tell(flight.ended, None, TransferError("the agent closes"))
+        for handles in list(self._handles):
+            self._free(handles)
+        self._release([])
+        self.agent = self.nixl = None
+        while not self._work.empty():  # who asked before the end hears of it
+            work = self._work.get()
+            if work is not None:
+                with contextlib.suppress(Exception):
+                    work()
+        self._tell(self._ended, None, None)
+
+    def _tell(self, future: "asyncio.Future[Any]", result: object, error: PenstockError | None) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(settle)

@@ -1,0 +1,367 @@
+"""One peer's memory as transport `shm` reaches it: mapped where it is in an arena, else by way of the kernel."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import count
+from typing import Annotated, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.descriptors import (
+    MAIN_MEMORY,
+    Descriptors,
+    OffsetArray,
+    RangePairs,
+    Region,
+    RegionInfo,
+    TransferCost,
+    TransferOp,
+)
+from penstock.core.errors import PeerLost, TransferRefused
+from penstock.core.wire import Wire
+from penstock.seams import Link, Move
+from penstock.transfer.regions.arena import Arena, expect_sealed
+from penstock.transfer.regions.copies import CopyMove, Mapped
+from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
+from penstock.transfer.transports.shm.grants import UNREADABLE, Ask, Grant, GrantStream
+from penstock.transfer.transports.shm.other_process import OtherProcess, is_ending
+
+_LINK_ENDS_S = 1.0
+_WATCH_S = 0.05
+_COST = TransferCost(start_s=6e-6, range_s=2e-7, bytes_per_s=10e9)
+"""As of a copy within a process; a little more, so that transport memory has those."""
+
+
+Address = Annotated[int, msgspec.Meta(ge=0)]
+"""In a peer's process; 64 bits."""
+
+
+class ShmWay(Wire, frozen=True):
+    """Where a region is: its address in its process, and where in its arena it begins; None in private memory."""
+
+    address: Address
+    offset: int | None = None
+
+
+class Shm(Protocol):
+    """What a channel uses of its transport."""
+
+    @property
+    def executor(self) -> Executor: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def inline_bytes_max(self) -> int: ...
+
+    def local_addresses(self, ranges: Descriptors) -> OffsetArray: ...
+
+    def touch(self, arena: Arena) -> None: ...
+
+    def closed(self, channel: "ShmChannel") -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reachable:
+    """A peer's region that was granted: where it begins, in this process or, where nothing is mapped, in the peer's.
+
+    `info` is as it was when the peer was asked.
+    """
+
+    number: int
+    address: int
+    info: RegionInfo
+    mapping: NDArray[np.uint8] | None
+
+
+class ShmChannel:
+    """A way to the memory of one peer."""
+
+    def __init__(
+        self,
+        shm: Shm,
+        link: Link,
+        regions: Mapping[int, RegionInfo],
+        stream: GrantStream,
+        untraceable: str | None,
+    ) -> None:
+        """Reach nothing yet.
+
+        Args:
+            shm: the transport.
+            link: to the peer.
+            regions: what it gave.
+            stream: where to ask for it.
+            untraceable: why the peer's private memory cannot be reached, if so.
+        """
+        self.link = link
+        self.shm = shm
+        self._regions = regions
+        self._stream = stream
+        self._untraceable = untraceable
+        self._reachable: dict[int, _Reachable] = {}
+        self._arenas: dict[tuple[int, int, bool], tuple[Arena, set[int]]] = {}  # with the regions in it
+        self._numbers = count(1)
+        self._asking = asyncio.Lock()
+        self._ended = asyncio.Event()
+        self._copying: list[CopyMove] = []
+        self._was_used = False
+        self._watch: asyncio.TimerHandle | None = None
+        self._lost: PeerLost | None = None
+
+    def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
+        del op
+        kind = other_kind(MAIN_MEMORY, local, remote)
+        if kind is not None:
+            return f"{kind.value} is no memory of a process"
+        for info in remote:
+            way = self._way(info)
+            if self._untraceable is None or (
+                way.offset is not None and info.read_key and self._stream.sends_fds
+            ):
+                continue
+            what = "private" if way.offset is None else "given without leave to map it for reading"
+            return (
+                f"region {info.region_id} is {what}, and {self._untraceable}; give an Arena, to be read too"
+            )
+        return None
+
+    def cost(self, op: TransferOp) -> TransferCost:
+        del op
+        return _COST
+
+    def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
+        return _ShmMove(self, op, pairs, checksum=checksum)
+
+    async def close(self) -> None:
+        self.end()
+        self.shm.closed(self)
+
+    def end(self) -> None:
+        """Let go of the peer's memory; what is under way keeps it until it has ended."""
+        self._ended.set()
+        if self._watch is not None:
+            self._watch.cancel()
+        self._stream.close()
+        self._reachable.clear()
+        for arena, _ in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+    async def copy(self, part: CopyMove) -> None:
+        """Run a copy, and look meanwhile whether the peer's process is ending.
+
+        The kernel frees the memory of a killed process before it closes its sockets, so that the link would learn it
+        half a second late, or more, where that is gigabytes.
+
+        Raises:
+            PeerLost: it is.
+            TransferError: the copy failed.
+        """
+        if self._lost is not None:
+            raise self._lost
+        self._was_used = True
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
+        self._copying.append(part)
+        try:
+            await part.run()
+        finally:
+            self._copying.remove(part)
+
+    def _look(self) -> None:
+        self._watch = None
+        if is_ending(self.link.peer_pid):
+            self._lost = PeerLost(
+                f"agent {self.link.peer} is gone: its process {self.link.peer_pid} is ending; connect again once it is back"
+            )
+            for part in self._copying:
+                part.end(self._lost)
+        elif self._was_used:
+            self._was_used = bool(self._copying)
+            self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
+
+    def forget(self, region_id: int) -> None:
+        """Let go of a region, and of its arena if it was the last one there."""
+        self._reachable.pop(region_id, None)
+        for key, (arena, region_ids) in list(self._arenas.items()):
+            region_ids.discard(region_id)
+            if not region_ids:
+                arena.close()
+                del self._arenas[key]
+
+    def granted(self, region_ids: Sequence[int]) -> list[_Reachable] | None:
+        """Give what is known of these regions; None if one was not asked for yet, or other metadata of it came since."""
+        known: list[_Reachable] = []
+        for region_id in region_ids:
+            reachable, info = self._reachable.get(region_id), self._regions.get(region_id)
+            if reachable is None or (info is not reachable.info and info != reachable.info):
+                return None
+            known.append(reachable)
+        return known
+
+    async def ask(self, region_ids: Sequence[int]) -> list[_Reachable]:
+        """Have the peer grant regions that it has not granted yet.
+
+        Raises:
+            TransferRefused: it does not.
+            PeerLost: it is gone.
+        """
+        found = self.granted(region_ids)
+        if found is not None:
+            return found
+        async with self._asking:
+            for region_id in region_ids:
+                if self.granted([region_id]) is None:
+                    self._reachable[region_id] = await self._ask(region_id)
+        found = self.granted(region_ids)
+        if found is None:
+            raise TransferRefused(f"a region of agent {self.link.peer} was deregistered there")
+        return found
+
+    def _way(self, info: RegionInfo) -> ShmWay:
+        try:
+            return msgspec.msgpack.decode(info.ways.get("shm", b""), type=ShmWay)
+        except UNREADABLE as error:
+            raise TransferRefused(
+                f"agent {self.link.peer} did not register region {info.region_id} for transport shm"
+            ) from error
+
+    async def _ask(self, region_id: int) -> _Reachable:
+        info = self._regions.get(region_id)
+        if info is None:
+            raise TransferRefused(f"region {region_id} of agent {self.link.peer} is gone")
+        way = self._way(info)
+        number = next(self._numbers)
+        try:
+            grant = await self._answer(
+                Ask(
+                    number=number,
+                    region_id=region_id,
+                    read_key=info.read_key,
+                    write_key=info.write_key,
+                )
+            )
+        except PeerLost as error:
+            with contextlib.suppress(TimeoutError):  # the link, which says why, ends at the same time
+                async with asyncio.timeout(_LINK_ENDS_S):
+                    await self._ended.wait()
+            raise PeerLost(
+                f"agent {self.link.peer} is gone or does not read: {error.message}; connect again once it is back"
+            ) from error
+        if grant.error is not None:
+            raise TransferRefused(f"agent {self.link.peer}: {grant.error.message}")
+        if not grant.has_fd:
+            return _Reachable(number, way.address, info, None)
+        fd = self._stream.take_fd()
+        if way.offset is None:
+            os.close(fd)
+            return _Reachable(number, way.address, info, None)
+        arena = self._map(fd, grant, region_id)
+        if not 0 <= way.offset <= arena.size_bytes - info.size_bytes:
+            self.forget(region_id)
+            raise TransferRefused(f"region {region_id} of agent {self.link.peer} ends outside of its arena")
+        return _Reachable(number, arena.address + way.offset, info, arena.array)
+
+    async def _answer(self, ask: Ask) -> Grant:
+        self._stream.send(ask)
+        grant = await self._stream.receive(Grant)
+        while grant.number != ask.number:  # the answer to a question that was cancelled
+            if grant.has_fd:
+                os.close(self._stream.take_fd())
+            grant = await self._stream.receive(Grant)
+        return grant
+
+    def _map(self, fd: int, grant: Grant, region_id: int) -> Arena:
+        """Map an arena, or find where it is mapped already."""
+        try:
+            expect_sealed(
+                fd, grant.arena_bytes
+            )  # first: of another file's descriptor nothing is asked, it may hang
+        except BaseException:
+            os.close(fd)
+            raise
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino, grant.writable
+        known = self._arenas.get(key)
+        if known is None:
+            arena = Arena.map(fd, grant.arena_bytes, writable=grant.writable)
+            self._arenas[key] = arena, {region_id}
+            if grant.is_resident:
+                self.shm.touch(arena)
+            return arena
+        os.close(fd)
+        known[1].add(region_id)
+        return known[0]
+
+
+class _ShmMove:
+    """One list of ranges; what was granted is looked up at each run, for it may have gone meanwhile."""
+
+    def __init__(self, channel: ShmChannel, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
+        self._channel = channel
+        self._op = op
+        self._pairs = pairs
+        self._checksum = checksum
+        self._local = channel.shm.local_addresses(pairs.local)
+        self._remote_ids = distinct(pairs.remote.region_ids)
+        self._made_for: list[int] = []
+        self._parts: list[CopyMove] = []
+
+    def run_now(self) -> bool:
+        if self._pairs.total_bytes > self._channel.shm.inline_bytes_max:
+            return False
+        reachable = self._channel.granted(self._remote_ids)
+        if reachable is None:
+            return False
+        for part in self._parts_for(reachable):
+            part.run_now()
+        return True
+
+    async def run(self) -> None:
+        reachable = await self._channel.ask(self._remote_ids)  # these keep mapped what they name
+        for part in self._parts_for(reachable):
+            await self._channel.copy(part)
+
+    def _parts_for(self, reachable: list[_Reachable]) -> list[CopyMove]:
+        """Give what is to be copied: by mapped memory, by way of the kernel, or some of both."""
+        numbers = [region.number for region in reachable]
+        if numbers == self._made_for:
+            return self._parts
+        ranges = self._pairs.remote
+        bases = dict(zip(self._remote_ids, reachable, strict=True))
+        remote = addresses_of(ranges, {region_id: region.address for region_id, region in bases.items()})
+        mapped = [region_id for region_id, region in bases.items() if region.mapping is not None]
+        if len(mapped) in {0, len(bases)}:
+            self._parts = [self._part(self._local, remote, self._pairs.lengths, is_mapped=bool(mapped))]
+        else:
+            inside = np.isin(ranges.region_ids, np.array(mapped, np.uint64))
+            self._parts = [
+                self._part(self._local[rows], remote[rows], self._pairs.lengths[rows], is_mapped=is_mapped)
+                for rows, is_mapped in ((inside, True), (~inside, False))
+            ]
+        self._made_for = numbers
+        return self._parts
+
+    def _part(
+        self, local: OffsetArray, remote: OffsetArray, lengths: OffsetArray, *, is_mapped: bool
+    ) -> CopyMove:
+        link = self._channel.link
+        targets, sources = (local, remote) if self._op is TransferOp.READ else (remote, local)
+        return CopyMove(
+            targets,
+            sources,
+            lengths,
+            executor=self._channel.shm.executor,
+            threads=self._channel.shm.threads,
+            inline_bytes_max=self._channel.shm.inline_bytes_max,
+            checksum=self._checksum,
+            reach=Mapped() if is_mapped else OtherProcess(link.peer, link.peer_pid, self._op),
+        )

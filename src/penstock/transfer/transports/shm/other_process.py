@@ -1,0 +1,83 @@
+"""Another process of this host, as the kernel lets this one see it: its memory, whether it is who it says, and its end."""
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+
+from penstock.core.descriptors import OffsetArray, TransferOp
+from penstock.core.errors import PeerLost, TransferError
+from penstock.transfer.regions.checksum import Sums, checksum_ranges
+from penstock.transfer.regions.ranges import ProcessMemoryError, Stop, read_process, write_process
+
+_EXITING = 4
+"""PF_EXITING of Linux: the process is on its way out."""
+
+
+class OtherProcess:
+    """One side is in another process, as the kernel reaches it."""
+
+    def __init__(self, peer: str, pid: int, op: TransferOp) -> None:
+        """Know which."""
+        self._peer = peer
+        self._pid = pid
+        self._op = op
+
+    def copy(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
+    ) -> None:
+        try:
+            if self._op is TransferOp.READ:
+                read_process(self._pid, targets, sources, lengths, threads, stop)
+            else:
+                write_process(self._pid, sources, targets, lengths, threads, stop)
+        except ProcessMemoryError as error:
+            if error.errno == errno.ECANCELED:
+                return
+            if error.errno == errno.ESRCH:
+                raise PeerLost(f"agent {self._peer} is gone: its process {self._pid} has ended") from error
+            raise TransferError(
+                f"agent {self._peer}: {error}; memory has to stay as long as it is registered, and the kernel must permit"
+                " access (same user, and kernel.yama.ptrace_scope 0 or CAP_SYS_PTRACE): else give an Arena"
+            ) from error
+
+    def checksums(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
+    ) -> tuple[Sums, Sums]:
+        """Read the other side once more: what the kernel copied may differ from what is there now."""
+        remote = sources if self._op is TransferOp.READ else targets
+        copies = np.empty(int(lengths.sum()), np.uint8)
+        here = np.cumsum(lengths) - lengths + np.uint64(copies.ctypes.data)
+        OtherProcess(self._peer, self._pid, TransferOp.READ).copy(
+            here, remote, lengths, 1, np.zeros(1, np.uint8)
+        )
+        theirs = checksum_ranges(here, lengths)
+        if self._op is TransferOp.READ:
+            return theirs, checksum_ranges(targets, lengths)
+        return checksum_ranges(sources, lengths), theirs
+
+
+def why_untraceable(pid: int, address: int, nonce: bytes) -> str | None:
+    """Find out whether the kernel lets this process reach another one's memory: there should be a nonce there.
+
+    Returns:
+        None if so, else why not.
+    """
+    found = np.zeros(len(nonce), np.uint8)
+    here, there, length = (np.array([value], np.uint64) for value in (found.ctypes.data, address, len(nonce)))
+    try:
+        read_process(pid, here, there, length)
+    except ProcessMemoryError as error:
+        return f"the kernel refuses to read memory of process {pid} ({os.strerror(error.errno or 0)})"
+    return None if found.tobytes() == nonce else f"process {pid} is not that agent's"
+
+
+def is_ending(pid: int) -> bool:
+    """Say whether a process was killed or has returned, although it may still be there for a while."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    state, _, _, _, _, _, flags = status.rpartition(b") ")[2].split(maxsplit=7)[:7]
+    return state in {b"Z", b"X"} or bool(int(flags) & _EXITING)

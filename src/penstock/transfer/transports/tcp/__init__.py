@@ -1,0 +1,1 @@
+"""Transport `tcp`: sockets, straight from memory and into memory."""

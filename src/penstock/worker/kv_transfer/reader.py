@@ -1,0 +1,216 @@
+"""Reads other workers' blocks, and hears from these whether the blocks were held until that was done, and of more of them."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from penstock.core.descriptors import Descriptors, TransferOp
+from penstock.core.errors import PenstockError, PinExpired, ProtocolError
+from penstock.core.ids import BlockId, PinId, WorkerId
+from penstock.core.types.kv_exchange import KvSource
+from penstock.core.types.requests import KvHandle
+from penstock.core.wire import HashArray, encode
+from penstock.transfer import Peer, TransferAgent
+from penstock.worker.kv_transfer.pin_messages import PinCheck, PinFollow, PinGrown, PinHeld
+from penstock.worker.kv_transfer.reads import KvReads
+from penstock.worker.kv_transfer.regions import KvRegions
+
+_ID_BYTES = 4
+_LOOK_S = 0.1
+"""So often a reader looks whether the prefill worker that owes it an answer is still there."""
+_FOLLOW_LOOK_S = 1.0
+"""The same while a prompt is computed, or waits for that: many may wait, and for long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A prefill worker whose agent is connected, and how its KV is read."""
+
+    worker_id: WorkerId
+    source: KvSource
+    peer: Peer
+
+
+@dataclass(slots=True)
+class Growth:
+    """What is known of a pin that grows to at most `num_blocks_max` blocks, and perhaps a partial one past these, `tail`."""
+
+    num_blocks_max: int
+    pin_id: PinId | None = None
+    block_ids: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
+    tail: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
+    is_whole: bool = False
+    error: PenstockError | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, message: PinGrown) -> None:
+        """Take what the prefill worker says; what makes no sense is its failure."""
+        if self.is_whole:
+            return  # the handle came first
+        if len(message.block_ids) % _ID_BYTES:
+            self.fail(
+                ProtocolError(
+                    f"pin {message.pin_id}: {len(message.block_ids)} bytes of block ids, expected a multiple of {_ID_BYTES}"
+                )
+            )
+            return
+        more = np.frombuffer(message.block_ids, "<u4")
+        if message.tail_tokens:
+            more, self.tail = more[:-1], more[-1:]
+        if message.first != len(self.block_ids) or message.first + len(more) > self.num_blocks_max:
+            self.fail(
+                ProtocolError(
+                    f"pin {message.pin_id}: {len(more)} blocks from block {message.first}, after {len(self.block_ids)} of at"
+                    f" most {self.num_blocks_max}"
+                )
+            )
+            return
+        self.pin_id = message.pin_id
+        self.block_ids = np.concatenate((self.block_ids, more))
+        self.is_whole = message.is_whole
+        self.news.set()
+
+    def complete(self, handle: KvHandle, block_size: int) -> None:
+        """Take a handle's word for the whole prompt, whatever was said before."""
+        self.news.set()
+        if len(handle.block_ids) % _ID_BYTES:
+            self.error = ProtocolError(
+                f"pin {handle.pin_id}: its handle has {len(handle.block_ids)} bytes of block ids, expected a multiple of"
+                f" {_ID_BYTES}"
+            )
+            return
+        block_ids = np.frombuffer(handle.block_ids, "<u4")
+        num_full = min(handle.num_tokens // block_size, self.num_blocks_max)
+        self.pin_id = handle.pin_id
+        self.block_ids, self.tail = block_ids[:num_full], block_ids[num_full : num_full + 1]
+        self.is_whole = True
+
+    def fail(self, error: PenstockError) -> None:
+        """Take note that no more will come; no matter once it is whole."""
+        if not self.is_whole:
+            self.error = error
+            self.news.set()
+
+
+class Reader:
+    """One worker's. Its event loop owns it."""
+
+    def __init__(self, agent: TransferAgent, regions: KvRegions) -> None:
+        """Read nothing yet.
+
+        Args:
+            agent: moves the bytes.
+            regions: where they belong.
+        """
+        self._agent = agent
+        self._regions = regions
+        self.reads = KvReads()
+        """What came, whether or not it had been held."""
+        self._read_ids = count(1)
+        self._answers: dict[tuple[str, int], asyncio.Future[bool]] = {}
+        self._followed: dict[tuple[str, int], Growth] = {}
+
+    async def read(
+        self, origin: Origin, pin_id: PinId, targets: Sequence[BlockId], sources: HashArray
+    ) -> None:
+        """Copy blocks, and hear from the prefill worker that they were pinned until that was done.
+
+        Args:
+            origin: the prefill worker.
+            pin_id: its pin of them.
+            targets: (n,) blocks of this worker's, held to be written.
+            sources: (n,) blocks of the prefill worker's, uint32.
+
+        Raises:
+            TransferError: the bytes did not come.
+            PinExpired: they came, and may be anything.
+        """
+        read_id = next(self._read_ids)  # an answer to somebody else who reads the same is not for this one
+        peer, done = origin.peer, encode(PinCheck(pin_id=pin_id, read_id=read_id))
+        key = peer.name, read_id
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        try:
+            ranges = self._regions.ranges(origin.source, sources, targets)
+            if ranges is None:
+                self._agent.send_notification(peer, done)
+            else:
+                await self._move(peer, origin.worker_id, ranges, done)
+            if not await self._or_lost(peer, answer):
+                raise PinExpired(f"pin {pin_id} of {peer.name} had expired before its blocks were read")
+        finally:
+            del self._answers[key]
+
+    @contextmanager
+    def following(self, peer: Peer, transfer_id: bytes, growth: Growth) -> Iterator[None]:
+        """Have a prefill worker tell of a transfer's blocks, as they come.
+
+        Raises:
+            PeerLost: there is no link to it.
+        """
+        read_id = next(self._read_ids)
+        self._followed[peer.name, read_id] = growth
+        try:
+            self._agent.send_notification(peer, encode(PinFollow(transfer_id=transfer_id, read_id=read_id)))
+            yield
+        finally:
+            del self._followed[peer.name, read_id]
+
+    async def next_blocks(self, peer: Peer, growth: Growth) -> None:
+        """Wait until something is said of a pin that this was not called for yet, however long that takes.
+
+        Raises:
+            PinExpired: its blocks are pinned no longer.
+            PeerLost: the prefill worker is gone.
+            ProtocolError: what it says makes no sense.
+        """
+        while not growth.news.is_set():
+            peer.check_alive()
+            # `wait_for` of Python 3.11 loses a cancellation that comes with the news
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FOLLOW_LOOK_S):
+                    await growth.news.wait()
+        growth.news.clear()
+        if growth.error is not None:
+            raise growth.error
+
+    def grown(self, peer: str, message: PinGrown) -> None:
+        """Take what a producer says of a pin; of one that nobody follows (any more) it is no error."""
+        growth = self._followed.get((peer, message.read_id))
+        if growth is not None:
+            growth.add(message)
+
+    def answered(self, peer: str, answer: PinHeld) -> None:
+        """Take a producer's answer; one that nobody waits for (any more) is no error."""
+        key = peer, answer.read_id
+        waiting, growth = self._answers.get(key), self._followed.get(key)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer.was_held)
+        if growth is not None:
+            growth.fail(PinExpired(f"{peer} has given up pinning the prompt before all of it was computed"))
+
+    def check_idle(self) -> None:
+        """Raise AssertionError where an answer is still waited for."""
+        assert not self._answers, f"{list(self._answers)} are still waited for"
+        assert not self._followed, f"{list(self._followed)} are still followed"
+
+    async def _move(
+        self, peer: Peer, producer: WorkerId, ranges: tuple[Descriptors, Descriptors], done: bytes
+    ) -> None:
+        """Read ranges, tell the producer that this is done, and count what it took."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        moving = self._agent.post(TransferOp.READ, *ranges, peer, notify=done)
+        await moving.complete()
+        moved = moving.telemetry
+        self.reads.add(producer, moved.backend, moved.num_bytes, loop.time() - began_s)
+
+    async def _or_lost(self, peer: Peer, answer: "asyncio.Future[bool]") -> bool:
+        """Wait for a producer's answer for as long as there is a producer."""
+        while not answer.done():
+            peer.check_alive()
+            await asyncio.wait([answer], timeout=_LOOK_S)
+        return answer.result()

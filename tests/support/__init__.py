@@ -1,0 +1,1 @@
+"""What several tests share: workers by script, engines by hand, scenes, clusters, tokenizers, checkpoints."""

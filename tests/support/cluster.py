@@ -1,0 +1,191 @@
+"""A whole deployment on one event loop: real workers and dispatchers, memory planes, and ways to hurt them."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry
+
+from penstock.core.errors import PenstockError
+from penstock.core.ids import WorkerId
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import Instance, InstanceChange, Prices, Role
+from penstock.router.config import RouterConfig
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.runtime.config import PlaneConfig
+from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
+from penstock.runtime.requests.memory import MemoryPlane
+from penstock.seams import Engine
+from penstock.transfer import TransferAgent, TransferConfig
+from penstock.transfer.transports.memory import MemoryTransport
+from penstock.worker.config import WorkerConfig
+from penstock.worker.worker import Worker, WorkerIdentity
+
+
+def small_card(name: str = "tiny", block_size: int = 4) -> ModelCard:
+    """Describe a model without files."""
+    return ModelCard(name=name, context_length=400, block_size=block_size, salt=b"tiny-1")
+
+
+@dataclass(slots=True)
+class _Seat:
+    worker: Worker
+    engine: Engine
+    discovery: "_MortalDiscovery"
+    task: asyncio.Task[None]
+
+
+class MemoryCluster:
+    """Workers by name. Enter it; leaving it stops what is left, at once."""
+
+    def __init__(self, seed: int = 0, *, lease_ttl_s: float = 5.0, plane: PlaneConfig | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.discovery = MemoryDiscovery(lease_ttl_s=lease_ttl_s)
+        self.plane = MemoryPlane(plane)
+        self.errors: dict[str, PenstockError] = {}
+        """Why workers ended, of those that did so with an error."""
+        self._seats: dict[str, _Seat] = {}
+        self._numbers = 0
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for seat in self._seats.values():
+            seat.task.cancel()
+        await self._group.__aexit__(None, None, None)
+        await self.discovery.close()
+
+    async def start(
+        self,
+        name: str,
+        engine: Engine,
+        *,
+        card: ModelCard | None = None,
+        config: WorkerConfig | None = None,
+        files: dict[str, bytes] | None = None,
+        adapters: Sequence[str] = (),
+        prices: Prices | None = None,
+        role: Role = Role.AGGREGATED,
+        transport: MemoryTransport | None = None,
+        agent: TransferAgent | None = None,
+    ) -> Worker:
+        """Run a worker; returns once it is registered or has failed.
+
+        With a `transport`, or a role that needs one, it moves KV to and from others on this loop; with an `agent`, by that.
+        """
+        self._numbers += 1
+        discovery = _MortalDiscovery(self.discovery)
+        worker = Worker(
+            engine,
+            discovery,
+            self.plane,
+            identity=WorkerIdentity(WorkerId(self._numbers), name, role),
+            card=card or small_card(),
+            read_file=(files or {}).get,
+            prices=prices,
+            adapters=adapters,
+            config=config,
+            agent=agent
+            if agent is not None or (role is Role.AGGREGATED and transport is None)
+            else _agent(f"{name}-{self._numbers}", transport or memory_transport()),
+        )
+        task = self._group.create_task(self._run(name, worker), name=name)
+        self._seats[name] = _Seat(worker, engine, discovery, task)
+        ready = self._group.create_task(worker.ready.wait())
+        await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return worker
+
+    def kill(self, name: str) -> None:
+        """Make a worker vanish like a killed process: connections break, its lease runs out, nothing is said."""
+        seat = self._seats.pop(name)
+        seat.discovery.abandon()
+        assert seat.worker.instance is not None, f"{name} has not been ready"
+        self.plane.kill(seat.worker.instance.address)
+        seat.task.cancel()
+
+    def dispatcher(
+        self, config: RouterConfig | None = None, registry: CollectorRegistry | None = None
+    ) -> Dispatcher:
+        """Make one more frontend's dispatcher; the caller enters it."""
+        return Dispatcher(
+            self.discovery,
+            self.plane,
+            rng=random.Random(self.rng.getrandbits(64)),
+            config=config,
+            registry=registry or CollectorRegistry(),
+        )
+
+    def worker(self, name: str) -> Worker:
+        return self._seats[name].worker
+
+    def engine(self, name: str) -> Engine:
+        return self._seats[name].engine
+
+    @property
+    def names(self) -> list[str]:
+        """Name those that were neither killed nor ended by themselves."""
+        return [name for name, seat in self._seats.items() if not seat.task.done()]
+
+    async def _run(self, name: str, worker: Worker) -> None:
+        try:
+            await worker.run()
+        except PenstockError as error:
+            self.errors[name] = error
+
+
+def memory_transport() -> MemoryTransport:
+    """Make one whose small moves are done at once."""
+    return MemoryTransport(threads=1, inline_bytes_max=1 << 20)
+
+
+def _agent(name: str, transport: MemoryTransport) -> TransferAgent:
+    """Make an agent that reaches others of this event loop, without sockets or threads of its own."""
+    return TransferAgent(name, TransferConfig(listen=("memory",)), transports=[transport])
+
+
+class _MortalDiscovery:
+    """One worker's way to the registry, which dies with it."""
+
+    def __init__(self, inner: MemoryDiscovery) -> None:
+        self.dead = False
+        self._inner = inner
+        self._registrations: list[MemoryRegistration] = []
+
+    async def register(self, instance: Instance) -> "_MortalRegistration":
+        registration = await self._inner.register(instance)
+        self._registrations.append(registration)
+        return _MortalRegistration(self, registration)
+
+    def watch(self) -> AsyncIterator[InstanceChange]:
+        return self._inner.watch()
+
+    async def close(self) -> None:
+        """Leave the registry to the others."""
+
+    def abandon(self) -> None:
+        self.dead = True
+        for registration in self._registrations:
+            registration.abandon()
+
+
+class _MortalRegistration:
+    def __init__(self, owner: _MortalDiscovery, inner: MemoryRegistration) -> None:
+        self._owner = owner
+        self._inner = inner
+
+    async def update(self, instance: Instance) -> None:
+        if not self._owner.dead:
+            await self._inner.update(instance)
+
+    async def close(self) -> None:
+        if not self._owner.dead:
+            await self._inner.close()

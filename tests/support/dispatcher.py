@@ -1,0 +1,131 @@
+"""A dispatcher that plays scripts instead of asking workers, to test what stands above one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, cast
+
+from penstock.core.errors import RequestError
+from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import Delta, FinishReason, Request
+from penstock.core.wire import pack_tokens
+from penstock.seams import RequestStream
+from tests.support.tokenizer import tiny_card, tiny_model_files
+
+Script = Callable[[Request], AsyncIterator[Delta]]
+
+
+class ScriptedDispatcher:
+    """Implements `RequestDispatcher`. Counts what was opened and what was left before its end."""
+
+    def __init__(
+        self,
+        script: Script,
+        cards: Sequence[ModelCard] | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Serve `cards` (None: one tiny model), whose files are found by name in `files`."""
+        self.script = script
+        self.cards = {card.name: card for card in (cards if cards is not None else [tiny_card()])}
+        self.files = dict(files if files is not None else tiny_model_files())
+        self.opened: list[Request] = []
+        self.beside: list[str | None] = []
+        """By stream, in the order they were made: beside which request."""
+        self.open_streams = 0
+        self.cancelled = 0
+        self.fetches = 0
+        self.busy_s = 1.0
+        self.away: set[str] = set()
+
+    def open(self, request: Request, *, beside: RequestStream | None = None) -> "ScriptedStream":
+        self.beside.append(None if beside is None else cast("ScriptedStream", beside).request_id)
+        return ScriptedStream(self, request)
+
+    def models(self) -> Mapping[str, ModelCard]:
+        return self.cards
+
+    def expects(self, name: str) -> bool:
+        return name in self.away
+
+    def retry_after_s(self) -> float:
+        return self.busy_s
+
+    async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
+        self.fetches += 1
+        if file.name not in self.files:
+            raise RequestError(f"{card.name}: no file {file.name}", http_status=404)
+        return self.files[file.name]
+
+    def workers(self) -> Sequence[object]:
+        return [{"name": "scripted", "models": sorted(self.cards)}]
+
+    def explain(self, request_id: str) -> Sequence[object]:
+        return [{"request_id": r.request_id} for r in self.opened if r.request_id.startswith(request_id)]
+
+    def latest_decisions(self, most: int) -> Sequence[object]:
+        return [{"request_id": request.request_id} for request in self.opened[-most:]]
+
+    async def change_role(self, worker: str, role: Role) -> object:
+        if worker != "scripted":
+            raise RequestError(
+                f"there is no worker {worker!r}; known: scripted", http_status=404, param="worker"
+            )
+        return {"worker": worker, "role": role}
+
+
+class ScriptedStream:
+    def __init__(self, dispatcher: ScriptedDispatcher, request: Request) -> None:
+        self.request_id = request.request_id
+        self._dispatcher = dispatcher
+        self._request = request
+        self._deltas = dispatcher.script(request)
+        self._finished = False
+
+    async def __aenter__(self) -> Self:
+        self._dispatcher.opened.append(self._request)
+        self._dispatcher.open_streams += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._dispatcher.open_streams -= 1
+        self._dispatcher.cancelled += not self._finished
+        close = getattr(self._deltas, "aclose", None)
+        if close is not None:
+            await close()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        async for delta in self._deltas:
+            self._finished = delta.finish_reason is not None
+            yield delta
+
+
+def speak(
+    token_ids: Sequence[int],
+    *,
+    at_once: int = 1,
+    pause_s: float = 0.0,
+    finish: FinishReason = FinishReason.LENGTH,
+) -> Script:
+    """Write a script that answers every request with the same tokens.
+
+    Args:
+        token_ids: the output, a stop token included where `finish` is STOP.
+        at_once: tokens in one delta.
+        pause_s: before each delta.
+        finish: how the last delta ends.
+    """
+
+    async def script(request: Request) -> AsyncIterator[Delta]:
+        for start in range(0, max(len(token_ids), 1), at_once):
+            await asyncio.sleep(pause_s)
+            yield Delta(
+                request_id=request.request_id,
+                token_ids=pack_tokens(token_ids[start : start + at_once]),
+                finish_reason=finish if start + at_once >= len(token_ids) else None,
+                cached_tokens=0 if start == 0 else None,
+            )
+
+    return script

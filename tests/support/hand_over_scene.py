@@ -1,0 +1,99 @@
+"""A deployment whose workers hand prompts over to each other, on virtual time: where tests of hand-overs play."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from penstock.core.types.instances import Prices, Role
+from penstock.engine.batched import BatchedEngine
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.sim.loop.loop import run_virtual
+from penstock.transfer.transports.memory import MemoryTransport
+from penstock.worker.config import WorkerConfig
+from tests.support.cluster import MemoryCluster, memory_transport
+from tests.support.hand_over import PRICES, check_nothing_is_held, tiny_engine, tiny_request
+
+ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
+"""Every prompt is computed apart while some prefill worker can."""
+_ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
+_REPORTED_S = 0.2
+"""By then workers have told of what they run."""
+_IDLE_S = 60.0
+"""All that waits for something, a pin's end among it, is done by then."""
+
+_T = TypeVar("_T")
+
+Scene = Callable[[MemoryCluster, Dispatcher], Awaitable[None]]
+
+
+def play(
+    scene: Scene,
+    names: Sequence[str] = ("p0", "d0"),
+    *,
+    router: RouterConfig = ALWAYS,
+    registry: CollectorRegistry | None = None,
+    engine: Callable[[str], BatchedEngine] = lambda _name: tiny_engine(),
+    transport: Callable[[], MemoryTransport | None] = memory_transport,
+    config: WorkerConfig | None = None,
+    prices: Mapping[Role, Prices] | None = None,
+) -> None:
+    """Run a scene once all workers are there; a minute after it nobody holds anything of anyone's.
+
+    Args:
+        scene: gets the workers, and the dispatcher of one frontend.
+        names: of workers; the first letter says the role: p(refill), d(ecode) or a(ggregated).
+        router: the dispatcher's config.
+        registry: for the dispatcher's metrics, where the scene looks at them.
+        engine: makes the engine of the worker of this name.
+        transport: makes that of each worker; None for none, where its role needs none.
+        config: of all workers.
+        prices: of the workers of a role, where they are not `PRICES`.
+    """
+
+    async def main() -> None:
+        async with MemoryCluster() as cluster:
+            for name in names:
+                role = _ROLES[name[0]]
+                await cluster.start(
+                    name,
+                    engine(name),
+                    role=role,
+                    prices=(prices or {}).get(role, PRICES),
+                    config=config,
+                    transport=transport(),
+                )
+            async with cluster.dispatcher(router, registry) as dispatcher:
+                await dispatcher.looked()
+                await scene(cluster, dispatcher)
+                await asyncio.sleep(_IDLE_S)
+                for name in cluster.names:
+                    left = cluster.engine(name)
+                    assert isinstance(left, BatchedEngine), "play elsewhere with other engines"
+                    check_nothing_is_held(cluster.worker(name), left)
+                assert dispatcher._shared.request_queue.num_queued == 0
+                dispatcher.check()
+
+    run_virtual(main())
+
+
+async def beside_streams(
+    dispatcher: Dispatcher, run: Callable[[], Awaitable[_T]], streams: int, prompt_tokens: int = 12
+) -> _T:
+    """Run something beside streams that a prompt holds up, and end these.
+
+    Args:
+        dispatcher: of the scene.
+        run: what is to be done while they run, and gives the result.
+        streams: how many; each has 380 tokens to come.
+        prompt_tokens: of each of them.
+    """
+    async with AsyncExitStack() as stack:
+        for number in range(streams):
+            asked = tiny_request(f"stream{number}", prompt_tokens, 380, seed=100 + number)
+            await anext(await stack.enter_async_context(dispatcher.open(asked)))
+        await asyncio.sleep(_REPORTED_S)
+        return await run()

@@ -1,0 +1,23 @@
+"""Factors of a roofline by which prices can be worked out by hand."""
+
+from penstock.perf.roofline.factors import Factors
+
+IDEAL = Factors(
+    gemm=1,
+    gemm_narrow=1,
+    gemm_half_rows=0,
+    attention=1,
+    bandwidth=1,
+    kv_bandwidth=1,
+    all_reduce_bandwidth=1,
+    all_reduce_s=0,
+    all_reduce_ramp_s=0,
+    collective_bandwidth=1,
+    collective_s=0,
+    attention_s=0,
+    layer_s=0,
+    step_s=0,
+    overlap=64,
+    activation_passes=0,
+)
+"""Every peak is reached, and nothing takes time but bytes and FLOPs."""

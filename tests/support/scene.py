@@ -1,0 +1,73 @@
+"""A frontend's dispatcher among workers whose engines are driven by hand, on virtual time: where router tests play."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from penstock.core.hashing import block_hashes
+from penstock.core.ids import RequestId
+from penstock.core.types.events import BlockStored
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.wire import pack_hashes, pack_tokens
+from penstock.router.config import RouterConfig
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.router.workers.member import WorkerView
+from penstock.sim.loop.loop import run_virtual
+from tests.support.cluster import MemoryCluster
+from tests.support.hand_engine import HandEngine
+
+PROMPT = tuple(range(100, 121))
+"""Five full blocks of four tokens, and one token."""
+HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]
+"""(5,) uint64, the low halves of its blocks' names."""
+
+Engines = dict[str, HandEngine]
+"""By worker: `w1`, `w2` and so on."""
+Scene = Callable[[MemoryCluster, Dispatcher, Engines], Awaitable[None]]
+
+
+def play(scene: Scene, num_workers: int = 3, config: RouterConfig | None = None) -> None:
+    """Run a scene once all workers are there; what the dispatcher knows is sound after it."""
+
+    async def main() -> None:
+        async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
+            engines = {f"w{number}": HandEngine() for number in range(1, num_workers + 1)}
+            for name, engine in engines.items():
+                await cluster.start(name, engine)
+            await asyncio.sleep(0.01)
+            await scene(cluster, dispatcher, engines)
+            dispatcher.check()
+
+    run_virtual(main())
+
+
+async def settle() -> None:
+    """Let everything that is ready to run do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def make_request(
+    request_id: str = "r", prompt: tuple[int, ...] = PROMPT, *, session: str | None = None
+) -> Request:
+    """Ask for nine tokens after a prompt."""
+    return Request(
+        request_id=RequestId(request_id),
+        model="tiny",
+        token_ids=pack_tokens(prompt),
+        sampling=SamplingParams(max_tokens=9),
+        salt=b"tiny-1",
+        session=session,
+    )
+
+
+def stored(hashes: np.ndarray) -> BlockStored:
+    """Make the event that tells of these blocks, the first of them at the root."""
+    return BlockStored(block_hashes=pack_hashes(hashes), parent_block_hash=None, block_size=4)
+
+
+def view(dispatcher: Dispatcher, name: str) -> WorkerView:
+    """Give what the dispatcher tells people of one worker."""
+    (found,) = (worker for worker in dispatcher.workers() if worker.name == name)
+    return found

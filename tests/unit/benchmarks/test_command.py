@@ -1,0 +1,93 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.command import EXPERIMENTS, make_parser
+from penstock.bench import registry
+from penstock.bench.report import Report
+from penstock.core.errors import ConfigError
+
+
+def _main(*arguments: str) -> int:
+    options = make_parser().parse_args(arguments)
+    return options.run(options)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS.modules)
+def test_every_experiment_explains_its_arguments(name, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        _main(name, "--help")
+    assert exit_info.value.code == 0
+    assert "--quick" in capsys.readouterr().out
+
+
+def test_a_quick_run_of_hashing_writes_its_report(tmp_path, capsys):
+    out = tmp_path / "hashing.json"
+    assert _main("hashing", "--quick", "--tokens", "256", "--json", str(out)) == 0
+    written = json.loads(out.read_text())
+    assert written["name"] == "hashing"
+    assert written["figures"]["hash_tokens_per_s"] > 0
+    assert len(written["samples"]["block_hashes_s"]) == 20
+    assert "hash_tokens_per_s" in capsys.readouterr().out
+
+
+def test_a_wrong_size_is_refused():
+    with pytest.raises(ConfigError, match="at least one block"):
+        _main("hashing", "--tokens", "8")
+    with pytest.raises(ConfigError, match="--blocks: must be 1 to 20000, got 0"):
+        _main("reshard", "--blocks", "0")
+
+
+def test_a_quick_run_of_reshard_times_every_case(tmp_path):
+    out = tmp_path / "reshard.json"
+    assert _main("reshard", "--quick", "--blocks", "4", "--json", str(out)) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert figures["plan_per_layer_tp8_tp4_ms"] > 0
+    assert figures["ranges_per_block_heads_first_tp8_tp4"] == 160
+
+
+def test_a_quick_run_of_pool_times_both_of_each_size(tmp_path):
+    out = tmp_path / "pool.json"
+    assert _main("pool", "--quick", "--blocks", "4", "8", "--json", str(out)) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert figures.keys() == {
+        f"{name}_{blocks}_blocks"
+        for name in ("pool_request_us", "pool_twin_request_us", "pool_speedup_over_twin")
+        for blocks in (4, 8)
+    }
+    with pytest.raises(ConfigError, match="--blocks: must be >= 2, got 1"):
+        _main("pool", "--blocks", "1")
+
+
+def test_a_report_that_cannot_be_kept_is_refused_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match="expected a file in a directory that exists"):
+        _main("hashing", "--json", str(tmp_path / "nowhere" / "out.json"))
+
+
+def test_problems_make_the_exit_code(monkeypatch, capsys):
+    class Failing:
+        @staticmethod
+        def add_arguments(parser):
+            pass
+
+        @staticmethod
+        def run(options):
+            return Report(name="hashing", config={}, figures={}, problems=["3 of 4 requests failed"])
+
+    monkeypatch.setattr(registry, "_bench", lambda _: Failing)
+    assert _main("hashing") == 1
+    assert capsys.readouterr().err == "benchmarks hashing: 3 of 4 requests failed\n"
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_simulate_writes_figures_and_a_profile(tmp_path):
+    out = tmp_path / "simulate.json"
+    root = Path(__file__).parents[3]
+    trace = root / "tests" / "data" / "mooncake_trace.jsonl"
+    graph = root / "examples" / "graphs" / "8b-h100-x8.yaml"
+    assert _main("simulate", "--quick", "--trace", str(trace), "--graph", str(graph), "--json", str(out)) == 0
+    written = json.loads(out.read_text())
+    for block_size in (16, 64, 512):
+        assert written["figures"][f"simulate_requests_per_wall_s_b{block_size}"] > 0
+    assert 0 < sum(share for [share] in written["samples"].values()) <= 1

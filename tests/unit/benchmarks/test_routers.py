@@ -1,0 +1,79 @@
+"""`python -m benchmarks routers`: what it plays, and what it makes of the results."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from benchmarks.simulated import routers
+from penstock.core.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    routers.add_arguments(parser)
+    return parser.parse_args(["--examples", str(EXAMPLES), *arguments])
+
+
+def test_every_cell_is_played_with_one_router_and_with_several():
+    runs = dict(routers._runs(parse("--seeds", "2", "--routers", "3", "--requests", "70")))
+    assert len(runs) == 2 * 3 * 2 * 2  # deployments, loads, seeds, one router and three
+    run = runs["S/8b-bf16/80", 3, 2]
+    assert (run.rate_per_s, run.routers) == (pytest.approx(0.8 * 31.3), 3)
+    assert (run.workload.requests, run.workload.seed, run.workload.trace) == (70, 2, None)
+    with_trace = dict(routers._runs(parse("--trace", "t.jsonl")))
+    assert with_trace["M/70b-fp8/95", 1, 1].workload.trace == Path("t.jsonl")
+    assert len(dict(routers._runs(parse("--quick")))) == 2
+
+
+def test_loads_are_parts_of_the_saturation_that_is_said():
+    runs = dict(routers._runs(parse("--saturation", "S/8b-bf16=40")))
+    assert runs["S/8b-bf16/80", 1, 1].rate_per_s == pytest.approx(32)
+    assert runs["S/70b-fp8/80", 1, 1].rate_per_s == pytest.approx(0.8 * 18.9)
+    with pytest.raises(ConfigError, match="--saturation: 'S/9b=1'"):
+        list(routers._runs(parse("--saturation", "S/9b=1")))
+
+
+def test_ratios_are_of_means_over_the_seeds_and_a_high_one_is_a_problem():
+    found = {
+        f"{cell} {metric}": {1: [1.0, 3.0], 4: [factor, 3 * factor]}
+        for metric in ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s")
+        for cell, factor in (("S/a/60", 1.0), ("S/a/95", 1.21))
+    }
+    report = routers._report(found, parse())
+    assert report.figures["routers_ttft_p99_ratio_worst"] == pytest.approx(1.21)
+    assert report.figures["routers_ttft_mean_ratio_geomean"] == pytest.approx(1.1)
+    assert report.figures["S/a/60 ttft_p99_ratio"] == pytest.approx(1.0)
+    assert report.samples["S/a/95 routers=4 ttft_p99_s"] == [1.21, 3.63]
+    (problem,) = report.problems
+    assert problem == "S/a/95: the p99 TTFT of 4 routers is 1.21 times one's, more than 1.15"
+    assert not routers._report(found, parse("--quick")).problems
+
+
+def test_a_run_has_as_many_routers_as_it_says(monkeypatch):
+    seen = []
+
+    def noted(deployment, sessions, **_):
+        seen.append(deployment.cluster_spec({}).frontends)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(routers, "simulate", noted)
+    run = dict(routers._runs(parse("--requests", "50", "--routers", "5")))["S/8b-bf16/60", 5, 1]
+    with pytest.raises(ConfigError, match="enough"):
+        routers.play(run)
+    assert seen == [5]
+
+
+@pytest.mark.parametrize("flag", ["--routers=1", "--requests=49", "--seeds=0", "--jobs=0"])
+def test_options_are_checked(flag):
+    with pytest.raises(ConfigError, match="must be >="):
+        routers.run(parse(flag))
+
+
+def test_a_trace_that_is_not_there_is_told_before_anything_is_played(monkeypatch, tmp_path):
+    monkeypatch.setattr(routers, "ProcessPoolExecutor", None)
+    with pytest.raises(ConfigError, match=r"nothing.jsonl: cannot be read"):
+        routers.run(parse("--trace", str(tmp_path / "nothing.jsonl")))

@@ -1,0 +1,227 @@
+"""What the command says without starting anything; tests/e2e/test_cli_errors.py runs the real one."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock import __version__, cli
+from penstock.graph import Graph, Roles, RoleSpec, Supervision
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must fail with exit code 2 and one line."""
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" or captured.out.startswith("penstock    starting  model ")
+    assert captured.err.startswith("penstock: ")
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("penstock: ").strip()
+
+
+def graph_of(*arguments: str) -> Graph:
+    return cli.serve.graph_of(cli.make_parser().parse_args(["serve", *arguments]))
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"penstock {__version__}\n"
+
+
+def test_unknown_flags_and_arguments_name_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "serve", "--wrokers", "2") == (
+        "penstock serve: unknown flag --wrokers; did you mean '--workers'?"
+    )
+    assert complaint(capsys, "serve", "--port=1", "--hots=1").endswith("--hots; did you mean '--host'?")
+    assert complaint(capsys, "serve", "a", "b") == "unexpected argument 'b'; see penstock serve --help"
+    assert "invalid choice: 'srve' (choose from 'serve'" in complaint(capsys, "srve")
+    assert "expected one argument" in complaint(capsys, "serve", "--workers")
+
+
+def test_it_must_be_said_once_what_to_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "serve").startswith("serve what? Give a model directory or hub name, --demo")
+    assert complaint(capsys, "serve", "--demo", "x") == "--demo and x: serve one of them"
+
+
+def test_flags_become_a_graph() -> None:
+    assert graph_of("m") == Graph(model="m")
+    assert graph_of("--engine", "mock") == Graph(
+        model="demo", roles=Roles(aggregated=RoleSpec(engine="mock"))
+    )
+    graph = graph_of(
+        "m", "--workers", "3", "--host", "0.0.0.0", "--port", "0", "--frontend-processes", "2", "--policy",
+        "least-loaded", "--set", "block_size=32", "--set", "roles.aggregated.kv_blocks=64",
+    )  # fmt: skip
+    assert (graph.model, graph.block_size) == ("m", 32)
+    assert graph.roles.aggregated == RoleSpec(replicas=3, kv_blocks=64)
+    assert (graph.frontend.host, graph.frontend.port, graph.frontend.processes) == ("0.0.0.0", 0, 2)
+    assert graph.router.policy == "least-loaded"
+
+
+def test_the_demo_takes_little_memory_unless_told_otherwise() -> None:
+    small = RoleSpec(kv_blocks=1024)
+    supervision = Supervision(spare_processes=0)
+    assert graph_of("--demo") == Graph(
+        model="demo",
+        roles=Roles(aggregated=RoleSpec(replicas=2, kv_blocks=1024)),
+        supervision=supervision,
+    )
+    assert graph_of("--demo", "--workers", "1").roles == Roles(aggregated=small)
+    spare = graph_of("--demo", "--set", "supervision.spare_processes=1").supervision
+    assert spare == Supervision(spare_processes=1)
+    assert graph_of("--demo", "--prefill", "1", "--decode", "1").roles == Roles(prefill=small, decode=small)
+    assert graph_of("--demo", "--engine", "mock").roles.aggregated == RoleSpec(replicas=2, engine="mock")
+    more = graph_of("--demo", "--set", "roles.aggregated.kv_blocks=9000").roles.aggregated
+    assert more == RoleSpec(replicas=2, kv_blocks=9000)
+
+
+def test_flags_override_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: a\nblock_size: 8\nfrontend: {port: 1234}\n")
+    graph = graph_of("--graph", str(path), "--workers", "2")
+    assert (graph.model, graph.block_size, graph.frontend.port) == ("a", 8, 1234)
+    assert graph.roles.aggregated == RoleSpec(replicas=2)
+    assert graph_of("b", "--graph", str(path)).model == "b"
+    assert graph_of("--demo", "--graph", str(path)).model == "demo"
+
+
+def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "serve", "--demo", "--workers", "two") == (
+        "--workers: roles.aggregated.replicas: must be a valid integer, got 'two'"
+    )
+    assert complaint(capsys, "serve", "--set", "frontend.port=abc", "--port", "8211", "--demo") == (
+        "--port and --set frontend.port set the same field; give one of them"
+    )
+    assert complaint(capsys, "serve", "a", "--set", "model=b") == (
+        "MODEL and --set model set the same field; give one of them"
+    )
+    assert complaint(capsys, "serve", "--engine", "mock", "--engine", "foo") == (
+        "--engine: unknown 'foo'; known: mock, paged"
+    )
+    assert complaint(capsys, "serve", "--demo", "--mock-speedup", "inf") == (
+        "--mock-speedup: roles.aggregated.mock.speedup: must be a finite number, got 'inf'"
+    )
+    assert complaint(capsys, "serve", "--demo", "--mock-speedup", "3") == (
+        "--mock-speedup 3: only with --engine mock, but the engine is paged"
+    )
+    assert complaint(capsys, "serve", "--demo", "--prefill", "1") == (
+        "--prefill: no decode worker would take its KV; add --decode D"
+    )
+    assert complaint(capsys, "serve", "--demo", "--workers", "1", "--decode", "1") == (
+        "--decode: no prefill worker would compute its prompts; add --prefill P"
+    )
+    assert complaint(capsys, "serve", "--demo", "--set", "a.b=1").startswith(
+        "--set a.b: a: unknown key; known: "
+    )
+    assert complaint(capsys, "serve", "--demo", "--set", "frontend.port=[1") == (
+        "--set frontend.port: expected ',' or ']', but got '<stream end>'"
+    )
+    assert complaint(capsys, "serve", "--demo", "--policy", "least_loaded") == (
+        "--policy: router.policy: 'least_loaded' is unknown; did you mean 'least-loaded'?"
+    )
+    assert complaint(capsys, "serve", "--demo", "--set", "roles.aggregated.weight_dtype=fp8") == (
+        "--set: roles.aggregated.weight_dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16' with engine 'paged',"
+        " got 'fp8'; engine 'mock' takes any, to be simulated"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--demo", "--workers", "0"), "roles.aggregated.replicas: must be >= 1 to serve anything, got 0"),
+        (("--demo", "--set", "roles.aggregated.tensor_parallel=2"), "tensor_parallel: must be 1 in this version, got 2"),
+        (("--demo", "--set", "roles.aggregated.data_parallel=4"), "data_parallel: must be 1 in this version, got 4"),
+        (("--demo", "--prefill", "1", "--decode", "0"), "roles.decode.replicas: must be >= 1 to serve anything, got 0"),
+        (("--demo", "--prefill", "1"), "add --decode D"),
+        ((__file__,), f"model: {__file__} is not a directory; expected a checkpoint's directory"),
+        (("./absent",), "model: no such directory: ./absent"),
+        (("--demo", "--host", "192.0.2.7", "--port", "0"), "192.0.2.7 is not an address of this machine"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], text: str
+) -> None:
+    port = () if "--port" in arguments else ("--port", "0")
+    assert text in complaint(capsys, "serve", *arguments, *port)
+
+
+def test_an_unknown_log_format_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "xml")
+    assert complaint(capsys, "serve", "--demo") == "PENSTOCK_LOG_FORMAT: must be json or text, got 'xml'"
+
+
+def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: demo\nroles: {prefill: {replicas: 2}, decode: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out == (
+        f"{path}: valid: demo, 2 prefill (paged), 1 decode (paged), frontend on port 8000\n"
+    )
+    assert complaint(capsys, "graph", "check", str(path), "--set", "roles.decode.replicas=-1") == (
+        "--set: roles.decode.replicas: must be >= 0, got -1"
+    )
+
+
+def test_graph_check_says_for_which_commands_the_model_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: llama-3.1-8b\nroles: {aggregated: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        (
+            f"{path}: but not for penstock serve: model: 'llama-3.1-8b' is a shape for penstock simulate and penstock plan,"
+            " without weights; name a checkpoint's directory or a hub name"
+        )
+    ]
+    path.write_text("model: ./absent\nroles: {aggregated: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    serve, simulate = capsys.readouterr().out.splitlines()[1:]
+    assert "but not for penstock serve: model: no such directory: ./absent" in serve
+    assert "but not for penstock simulate: model ./absent: its shape is not known" in simulate
+    path.write_text("model: Qwen/Qwen3-0.6B\nroles: {aggregated: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if "penstock serve" in line] == []
+
+
+def test_graph_check_says_what_a_role_without_workers_means(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: demo\nroles: {prefill: {replicas: 0}, decode: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        (
+            f"{path}: roles.prefill.replicas is 0: prompts are computed where they are answered, until a prefill worker"
+            " comes (penstock role WORKER prefill)"
+        )
+    ]
+    path.write_text("model: demo\nroles: {prefill: {}, decode: {replicas: 0}, aggregated: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        (
+            f"{path}: roles.decode.replicas is 0: aggregated workers alone take prompts over, until a decode worker comes"
+            " (penstock role WORKER decode)"
+        )
+    ]
+    path.write_text("model: demo\nroles: {prefill: {}, decode: {replicas: 0}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"{path}: but not for penstock {command}: roles.decode.replicas: must be >= 1 to serve anything, got 0"
+        for command in ("serve", "simulate")
+    ]
+
+
+def test_a_role_that_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "role", "w", "decoder") == ("ROLE: unknown 'decoder'; did you mean 'decode'?")
+    assert complaint(capsys, "role", "w", "foo") == (
+        "ROLE: unknown 'foo'; known: aggregated, decode, prefill"
+    )
+    assert complaint(capsys, "role", "w", "decode", "--url", "localhost:1") == (
+        "--url: 'localhost:1': expected a URL such as http://127.0.0.1:8000"
+    )
+    assert cli.main(["role", "w", "decode", "--url", "http://127.0.0.1:1"]) == 1
+    assert "http://127.0.0.1:1: nobody answers" in capsys.readouterr().err

@@ -1,0 +1,39 @@
+"""Where a process runs: what the graph says, unless its environment says otherwise."""
+
+import socket
+
+import pytest
+
+from penstock.core.types.location import Location
+from penstock.deploy.processes.location import location_here
+from penstock.graph import build
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level in ("HOST", "RACK", "ZONE", "REGION"):
+        monkeypatch.delenv(f"PENSTOCK_{level}", raising=False)
+
+
+def test_the_host_is_this_one_unless_it_is_said() -> None:
+    assert location_here(Location()) == Location(host=socket.gethostname())
+    assert location_here(Location(host="gpu-7", zone="z")) == Location(host="gpu-7", zone="z")
+
+
+def test_the_environment_overrides_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HOST", "node-1")
+    monkeypatch.setenv("PENSTOCK_REGION", "us ")
+    monkeypatch.setenv("PENSTOCK_RACK", "")
+    assert location_here(Location(rack="r1", region="eu")) == Location(host="node-1", rack="r1", region="us")
+
+
+def test_workers_are_dealt_out_to_a_roles_locations_in_turn() -> None:
+    said = {
+        "replicas": 5,
+        "engine": "mock",
+        "locations": [{"region": "eu"}, {"region": "us", "zone": "us-1"}],
+    }
+    role = build({"model": "demo", "roles": {"aggregated": said}}).roles.aggregated
+    assert role is not None
+    assert [role.location_of(n).region for n in range(5)] == ["eu", "us", "eu", "us", "eu"]
+    assert build({"model": "demo"}).roles.aggregated.location_of(3) == Location()

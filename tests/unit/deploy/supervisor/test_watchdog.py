@@ -1,0 +1,67 @@
+"""Which processes are given up, by what they say from turn to turn."""
+
+import pytest
+
+from penstock.deploy.messages import Beat
+from penstock.deploy.supervisor.watchdog import Watchdog
+from penstock.graph import Supervision
+
+SETTINGS = Supervision(start_timeout_s=30, liveness_timeout_s=4, step_timeout_s=10)
+
+
+def turns_until_killed(watchdog, beat=None, turns=1000):
+    for turn in range(1, turns + 1):
+        if beat is not None:
+            watchdog.beat(beat() if callable(beat) else beat)
+        if watchdog.turn() is not None:
+            return turn, watchdog.verdict.reason
+    return None
+
+
+def ready():
+    watchdog = Watchdog(SETTINGS)
+    watchdog.ready()
+    return watchdog
+
+
+def test_a_start_has_its_own_allowance_in_which_nothing_need_be_said():
+    watchdog = Watchdog(SETTINGS)
+    assert watchdog.turn_s == 1.0
+    assert turns_until_killed(watchdog) == (30, "start_timeout")
+    assert watchdog.verdict.why == "not ready 30 s after its start"
+
+
+def test_who_says_nothing_once_ready_is_given_up_and_the_start_does_not_count():
+    watchdog = Watchdog(SETTINGS)
+    for _ in range(29):
+        assert watchdog.turn() is None
+    watchdog.ready()
+    assert turns_until_killed(watchdog) == (4, "silent")
+    assert watchdog.verdict.why == "killed after 4 s of silence (supervision.liveness_timeout_s)"
+
+
+def test_one_word_now_and_then_is_enough():
+    watchdog = ready()
+    for _ in range(100):
+        for _ in range(3):
+            assert watchdog.turn() is None
+        watchdog.beat(Beat())
+
+
+def test_an_engine_that_has_requests_finishes_a_step_within_its_allowance():
+    assert turns_until_killed(ready(), Beat(steps=7, has_requests=True)) == (10, "stuck")
+    steps = iter(range(1000))
+    assert turns_until_killed(ready(), lambda: Beat(steps=next(steps) // 9, has_requests=True), 500) is None
+
+
+def test_an_idle_engine_need_not_step():
+    watchdog = ready()
+    assert turns_until_killed(watchdog, Beat(steps=7), 500) is None
+    assert turns_until_killed(watchdog, Beat(steps=7, has_requests=True), 9) is None
+    assert turns_until_killed(watchdog, Beat(steps=7), 1) is None
+    assert turns_until_killed(watchdog, Beat(steps=7, has_requests=True), 9) is None
+
+
+@pytest.mark.parametrize("allowance", ["start_timeout_s", "liveness_timeout_s", "step_timeout_s"])
+def test_short_allowances_are_kept_too(allowance):
+    assert Watchdog(Supervision(**{allowance: 0.2})).turn_s == 0.05

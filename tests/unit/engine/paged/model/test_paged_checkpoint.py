@@ -1,0 +1,147 @@
+"""What a checkpoint's files say, without PyTorch."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.engine.paged.model.checkpoint import Checkpoint
+
+CONFIG = {"model_type": "llama", "max_position_embeddings": 4096, "eos_token_id": 3}
+
+
+def write(
+    path: Path, config: object = CONFIG, generation: object = None, weights: bytes = b"12345678"
+) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    (path / "model.safetensors").write_bytes(weights)
+    return path
+
+
+def test_what_the_files_say(tmp_path):
+    generation = {"eos_token_id": [7, 8], "temperature": 0.6, "top_k": 20, "top_p": None, "max_length": 100}
+    checkpoint = Checkpoint.open(str(write(tmp_path / "a", generation=generation)))
+    assert checkpoint.context_length == 4096
+    assert checkpoint.eos_token_ids == (7, 8)
+    assert checkpoint.default_sampling == (("temperature", 0.6), ("top_k", 20.0))
+    assert [file.name for file in checkpoint.weight_files()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "eos"),
+    [
+        ({}, None, ()),
+        ({"eos_token_id": 3}, None, (3,)),
+        ({"eos_token_id": 3}, {"eos_token_id": 4}, (4,)),
+        ({"eos_token_id": 3, "text_config": {"eos_token_id": [1, 2]}}, {}, (1, 2)),
+    ],
+)
+def test_end_of_sequence_tokens(tmp_path, config, generation, eos):
+    assert Checkpoint.open(str(write(tmp_path, config, generation))).eos_token_ids == eos
+
+
+def test_a_model_that_says_greedy_is_greedy_by_default(tmp_path):
+    checkpoint = Checkpoint.open(str(write(tmp_path, generation={"do_sample": False, "temperature": 0.7})))
+    assert checkpoint.default_sampling == (("temperature", 0.0),)
+
+
+def test_a_model_of_several_modalities_keeps_its_text_one_level_down(tmp_path):
+    checkpoint = Checkpoint.open(str(write(tmp_path, {"text_config": {"max_position_embeddings": 9}})))
+    assert checkpoint.context_length == 9
+
+
+def test_sharded_weights(tmp_path):
+    write(tmp_path)
+    index = {
+        "weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors", "c": "model-1.safetensors"}
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1.safetensors").write_bytes(b"1")
+    checkpoint = Checkpoint.open(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"1 of 2 weight files are missing, such as model-2\.safetensors"):
+        checkpoint.weight_files()
+    (tmp_path / "model-2.safetensors").write_bytes(b"2")
+    assert [file.name for file in checkpoint.weight_files()] == ["model-1.safetensors", "model-2.safetensors"]
+
+
+def test_a_revision_names_content(tmp_path):
+    first = Checkpoint.open(str(write(tmp_path / "a"))).revision()
+    assert len(first) == 16
+    assert Checkpoint.open(str(write(tmp_path / "b"))).revision() == first
+    others = [
+        write(tmp_path / "c", weights=b"12345679"),
+        write(tmp_path / "d", weights=b"123456780"),
+        write(tmp_path / "e", config=CONFIG | {"rope_theta": 1}),
+    ]
+    assert len({first} | {Checkpoint.open(str(path)).revision() for path in others}) == 4
+
+
+def test_samples_of_a_large_file_reach_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.engine.paged.model.checkpoint._SAMPLE_BYTES", 4)
+    monkeypatch.setattr("penstock.engine.paged.model.checkpoint._SAMPLES_MAX", 3)
+    revisions = set()
+    for index, changed in enumerate((None, 0, 49, 50, 99)):
+        weights = bytearray(100)
+        if changed is not None:
+            weights[changed] = 1
+        revisions.add(Checkpoint.open(str(write(tmp_path / str(index), weights=bytes(weights)))).revision())
+    assert len(revisions) == 5
+
+
+def read_all(path: Path) -> None:
+    checkpoint = Checkpoint.open(str(path))
+    checkpoint.weight_files()
+    assert checkpoint.context_length
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), "no config.json; expected a directory"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json: line 1: not JSON"),
+        (
+            lambda path: (path / "config.json").write_text("[]"),
+            "config.json: must be a JSON object, got list",
+        ),
+        (lambda path: (path / "config.json").write_bytes(b"\xff\xfe"), "config.json: not JSON"),
+        (lambda path: (path / "model.safetensors").unlink(), "no weights, expected"),
+        (
+            lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+            r"pytorch_model\.bin is a pickle, save it as safetensors",
+        ),
+        (lambda path: (path / "config.json").write_text("{}"), "max_position_embeddings: must be a number"),
+    ],
+)
+def test_one_line_says_what_is_wrong(tmp_path, spoil, message):
+    spoil(write(tmp_path))
+    with pytest.raises(ConfigError, match=message) as raised:
+        read_all(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("model", ["/no/such/dir", "./missing", "a/b/c"])
+def test_no_such_directory(model):
+    with pytest.raises(ConfigError, match=f"no such directory: {model}"):
+        Checkpoint.open(model)
+
+
+def test_the_hub_out_of_reach_is_one_line(monkeypatch, tmp_path):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match="is no directory here, and the Hugging Face hub did not give it"
+    ) as raised:
+        Checkpoint.open("nobody/nothing")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_is_no_directory(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ConfigError, match="is not a directory; expected"):
+        Checkpoint.open(str(file))

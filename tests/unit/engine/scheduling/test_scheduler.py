@@ -1,0 +1,314 @@
+import numpy as np
+import pytest
+
+from penstock.core.errors import ConfigError, EngineError, RequestError
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import FinishReason, SamplingParams
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
+from penstock.kv.pool.pool import BlockPool
+from penstock.testing.engines.probe import make_request
+
+SIZE = 4
+EOS = 99
+
+
+def make_scheduler(num_blocks=64, context_length=128, **config):
+    limits = SequenceLimits(
+        block_size=SIZE,
+        model_context_length=context_length,
+        kv_tokens=num_blocks * SIZE,
+        vocab_size=100,
+        hash_key=bytes(16),
+    )
+    settings = SchedulerConfig(**{"max_batch_tokens": 16, "max_running_requests": 4, **config})
+    return Scheduler(BlockPool(num_blocks, SIZE), limits, settings, eos_token_ids=[EOS])
+
+
+def prompt(length, first=0):
+    return [(first + index) % 90 for index in range(length)]
+
+
+def step(scheduler, token=1):
+    plan = scheduler.plan()
+    done = scheduler.commit(plan, Sampled(np.where(plan.samples, token, -1).astype(np.int32)))
+    scheduler.check()
+    return plan, done
+
+
+def rows(scheduler, plan):
+    ids = [scheduler.table.requests[slot].request_id for slot in plan.slots.tolist()]
+    return list(zip(ids, plan.num_new.tolist(), plan.samples.tolist(), strict=True))
+
+
+def test_decode_rows_come_first_and_prefill_shares_what_is_left():
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(5)))
+    step(scheduler)
+    scheduler.submit(make_request("b", prompt(40, 30)))
+    scheduler.submit(make_request("c", prompt(9, 60)))
+    plan = scheduler.plan()
+    assert (rows(scheduler, plan), plan.num_decode) == ([("a", 1, True), ("b", 15, False)], 1)
+    scheduler.commit(plan, Sampled(np.array([1, -1], dtype=np.int32)))
+    step(scheduler)
+    plan = scheduler.plan()
+    assert rows(scheduler, plan) == [("a", 1, True), ("b", 10, True), ("c", 5, False)]
+
+
+def test_a_step_takes_no_more_of_one_prompt_than_it_may_and_goes_on_with_the_next():
+    scheduler = make_scheduler(max_prompt_tokens=6)
+    for first, name in enumerate("abc"):
+        scheduler.submit(make_request(name, prompt(9, 30 * first)))
+    plans = []
+    for _ in range(2):
+        plan, _ = step(scheduler)
+        plans.append(rows(scheduler, plan))
+    assert plans[0] == [("a", 6, False), ("b", 6, False), ("c", 4, False)]
+    assert plans[1] == [("a", 3, True), ("b", 3, True), ("c", 5, True)]
+
+
+def test_ranks_add_up_and_a_prompt_has_one_of_them():
+    config = SchedulerConfig.of_ranks(8, max_batch_tokens=2048, max_running_requests=32, failed_steps_max=5)
+    assert (config.max_batch_tokens, config.prompt_budget, config.max_running_requests) == (16384, 2048, 256)
+    assert config.failed_steps_max == 5
+    assert (config.prompts_at_once, SchedulerConfig().prompts_at_once) == (8, 1)
+    default = SchedulerConfig.of_ranks(2, max_batch_tokens=None, max_running_requests=None)
+    assert (default.max_batch_tokens, default.prompt_budget, default.max_running_requests) == (1024, 512, 128)
+
+
+def test_no_more_are_admitted_than_have_a_token_each():
+    scheduler = make_scheduler(max_batch_tokens=2)
+    for name in "abc":
+        scheduler.submit(make_request(name, prompt(1, ord(name) - 90), max_tokens=3))
+    plans = []
+    for _ in range(5):
+        plan = scheduler.plan()
+        plans.append([name for name, *_ in rows(scheduler, plan)])
+        scheduler.commit(plan, Sampled(np.ones(len(plan.slots), dtype=np.int32)))
+    assert plans == [["a", "b"], ["a", "b"], ["a", "b"], ["c"], ["c"]]
+
+
+def test_the_newest_is_preempted_and_comes_back_first():
+    scheduler = make_scheduler(num_blocks=8, context_length=32)
+    scheduler.submit(make_request("old", prompt(7), max_tokens=25))
+    scheduler.submit(make_request("new", prompt(7, 40), max_tokens=9))
+    scheduler.submit(make_request("last", prompt(7, 70), max_tokens=9))
+    heard = {"old": 0, "new": 0, "last": 0}
+    order = []
+    while scheduler.load().running_requests + scheduler.load().waiting_requests:
+        _, done = step(scheduler)
+        for delta in done.deltas:
+            heard[delta.request_id] += 1
+            if delta.finish_reason:
+                order.append(delta.request_id)
+    assert scheduler.load().preemptions > 0
+    assert heard == {"old": 25, "new": 9, "last": 9}
+    assert order[-2:] == ["new", "last"] or order == ["new", "old", "last"]
+
+
+def test_what_runs_is_not_preempted_for_what_waits():
+    scheduler = make_scheduler(num_blocks=8, context_length=32)
+    scheduler.submit(make_request("a", prompt(12), max_tokens=8))
+    step(scheduler)
+    scheduler.submit(make_request("b", prompt(16, 40), max_tokens=4))
+    plan, _ = step(scheduler)
+    assert len(plan.slots) == 1
+    assert scheduler.load().waiting_requests == 1
+
+
+def test_a_shared_prefix_makes_room():
+    """Cached blocks that another request holds are not counted against the one that hits them."""
+    scheduler = make_scheduler(num_blocks=10, context_length=40)
+    scheduler.submit(make_request("a", prompt(24), max_tokens=8))
+    step(scheduler)
+    step(scheduler)
+    scheduler.submit(make_request("b", prompt(25), max_tokens=2))
+    plan, _ = step(scheduler)
+    assert plan.num_new.tolist() == [1, 1]
+    assert scheduler.load().prefix_hit_tokens == 24
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token", "expected"),
+    [
+        (SamplingParams(max_tokens=5), EOS, (1, FinishReason.STOP)),
+        (SamplingParams(max_tokens=5, ignore_eos=True), EOS, (5, FinishReason.LENGTH)),
+        (SamplingParams(max_tokens=5, min_tokens=2), EOS, (3, FinishReason.STOP)),
+        (SamplingParams(max_tokens=5, stop_token_ids=(7,)), 7, (1, FinishReason.STOP)),
+        (SamplingParams(max_tokens=5, stop_token_ids=(7,)), 8, (5, FinishReason.LENGTH)),
+        (SamplingParams(max_tokens=1, stop_token_ids=(7,)), 7, (1, FinishReason.STOP)),
+        (SamplingParams(max_tokens=5, min_tokens=5), EOS, (5, FinishReason.LENGTH)),
+    ],
+)
+def test_ends(sampling, token, expected):
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(6), sampling=sampling))
+    reasons = [None]
+    while reasons[-1] is None:
+        reasons.append(step(scheduler, token)[1].deltas[0].finish_reason)
+    assert (len(reasons) - 1, reasons[-1]) == expected
+    assert scheduler.plan() is None
+
+
+def test_a_moved_request_counts_what_the_user_has():
+    scheduler = make_scheduler()
+    sampling = SamplingParams(max_tokens=6, min_tokens=5)
+    scheduler.submit(make_request("a", prompt(10), num_emitted=4, sampling=sampling))
+    _, first = step(scheduler, EOS)
+    _, second = step(scheduler, EOS)
+    assert [delta.finish_reason for delta in (*first.deltas, *second.deltas)] == [None, FinishReason.STOP]
+    assert first.deltas[0].cached_tokens == 0
+
+
+def test_a_failed_step_ends_its_own_requests():
+    scheduler = make_scheduler(max_running_requests=2)
+    for name in "abc":
+        scheduler.submit(make_request(name, prompt(5, ord(name) - 90)))
+    plan = scheduler.plan()
+    scheduler.abort("a")
+    done = scheduler.fail(plan, EngineError("broken"))
+    scheduler.check()
+    assert [(delta.request_id, delta.error.message) for delta in done.deltas] == [("b", "broken")]
+    assert [name for name, *_ in rows(scheduler, scheduler.plan())] == ["c"]
+
+
+def test_a_request_that_could_not_be_prepared_ends_alone():
+    scheduler = make_scheduler()
+    for name in "abcd":
+        scheduler.submit(make_request(name, prompt(3, ord(name) - 90), max_tokens=2))
+    plan = scheduler.plan()
+    scheduler.abort("c")
+    errors = {1: EngineError("odd"), 2: EngineError("odd as well")}
+    done = scheduler.commit(plan, Sampled(np.array([1, -1, -1, 2], dtype=np.int32), errors=errors))
+    scheduler.check()
+    assert [(delta.request_id, delta.finish_reason) for delta in done.deltas] == [
+        ("b", FinishReason.ERROR),
+        ("a", None),
+        ("d", None),
+    ]
+    assert done.deltas[0].error.message == "odd"
+    assert [name for name, *_ in rows(scheduler, scheduler.plan())] == ["a", "d"]
+
+
+def test_odd_choices_are_refused():
+    scheduler = make_scheduler()
+    with pytest.raises(RequestError, match="choice: must be >= 0 and <= 2147483647, got -1"):
+        scheduler.submit(make_request("a", prompt(3), choice=-1))
+
+
+def test_a_token_outside_the_vocabulary_is_the_runners_failure():
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(5)))
+    plan = scheduler.plan()
+    with pytest.raises(EngineError, match="vocabulary of 100"):
+        scheduler.commit(plan, Sampled(np.array([100], dtype=np.int32)))
+    scheduler.fail(plan, EngineError("broken"))
+    scheduler.check()
+
+
+def test_planning_twice_is_a_mistake():
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", prompt(5)))
+    scheduler.plan()
+    with pytest.raises(AssertionError, match="under way"):
+        scheduler.plan()
+
+
+def test_packed_ids_that_end_within_an_id_are_refused():
+    scheduler = make_scheduler()
+    request = make_request("a", prompt(2))
+    with pytest.raises(RequestError, match="7 bytes"):
+        scheduler.submit(
+            type(request)(request_id="a", model="m", token_ids=b"\0" * 7, sampling=request.sampling)
+        )
+
+
+def test_config_says_what_is_wrong():
+    with pytest.raises(ConfigError, match="max_batch_tokens: must be >= 1, got 0"):
+        SchedulerConfig.parse({"max_batch_tokens": 0}, source="graph.yaml")
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_is_under_way():
+    scheduler = make_scheduler(num_blocks=200, context_length=400, order="shortest")
+    scheduler.submit(make_request("long", prompt(300)))
+    step(scheduler)
+    scheduler.submit(make_request("short", prompt(10, 50)))
+    scheduler.submit(make_request("shorter", prompt(5, 70)))
+    plan, _ = step(scheduler)
+    assert rows(scheduler, plan) == [("long", 1, False), ("shorter", 5, True), ("short", 10, True)]
+    plan, _ = step(scheduler)
+    assert rows(scheduler, plan) == [("short", 1, True), ("shorter", 1, True), ("long", 14, False)]
+
+
+def test_what_is_cached_does_not_count_as_long():
+    scheduler = make_scheduler(
+        num_blocks=200, context_length=400, order="shortest", ageing=0.1, max_batch_tokens=40
+    )
+    scheduler.submit(make_request("a", prompt(80), max_tokens=1))
+    while scheduler.load().running_requests or scheduler.load().waiting_requests:
+        step(scheduler)
+    scheduler.submit(make_request("new", prompt(30, 50)))
+    scheduler.submit(make_request("known", prompt(90)))
+    plan, _ = step(scheduler)
+    assert rows(scheduler, plan) == [("known", 10, True), ("new", 30, True)]
+
+
+def test_a_long_prompt_is_not_overtaken_for_ever():
+    scheduler = make_scheduler(num_blocks=2000, context_length=400, order="shortest", ageing=0.25)
+    scheduler.submit(make_request("long", prompt(100)))
+    overtaken = 0
+    for number in range(200):
+        scheduler.submit(make_request(f"r{number}", [number % 90] * 16, max_tokens=1))
+        plan = scheduler.plan()
+        if "long" in [name for name, _, _ in rows(scheduler, plan)]:
+            break
+        scheduler.commit(plan, Sampled(np.where(plan.samples, 1, -1).astype(np.int32)))
+        overtaken += 16
+    assert 300 <= overtaken <= 400, "until what has come since is 84 tokens shorter, and aged by a quarter"
+
+
+def test_who_had_to_make_room_is_the_first_again():
+    scheduler = make_scheduler(num_blocks=12, order="shortest", max_batch_tokens=64)
+    for name in "ab":
+        scheduler.submit(make_request(name, prompt(12, 30 * (name == "b")), max_tokens=60))
+    while not scheduler.load().preemptions:
+        step(scheduler)
+    scheduler.submit(make_request("tiny", [3, 4]))
+    scheduler.abort("a")
+    plan, _ = step(scheduler)
+    assert plan is not None
+    assert next(iter(rows(scheduler, plan)))[0] == "b"
+
+
+def test_a_worker_takes_the_shortest_first_as_long_as_it_is_not_aggregated_and_as_many_tokens_as_these():
+    scheduler = make_scheduler()
+    for role, first, tokens in (
+        (Role.PREFILL, "short", 17),
+        (Role.AGGREGATED, "long", 9),
+    ):  # then, some are cached
+        scheduler.submit(make_request("long", prompt(20), max_tokens=1))
+        scheduler.submit(make_request("short", prompt(5, 50), max_tokens=1))
+        scheduler.assume(role, SchedulerConfig(max_batch_tokens=17))
+        plan = scheduler.plan()
+        assert rows(scheduler, plan)[0][0] == first
+        assert plan.num_new.sum() == tokens
+        for name in ("long", "short"):
+            scheduler.abort(name)
+        scheduler.commit(plan, Sampled(np.where(plan.samples, 1, -1).astype(np.int32)))
+        scheduler.check()
+
+
+@pytest.mark.parametrize(("role", "goes_first"), [(Role.DECODE, True), (Role.AGGREGATED, False)])
+def test_what_was_transferred_goes_before_prompts_that_a_decode_worker_computes_itself(role, goes_first):
+    scheduler = make_scheduler(num_blocks=200, context_length=400)
+    scheduler.submit(make_request("first", prompt(81), max_tokens=1))
+    while scheduler.load().running_requests or scheduler.load().waiting_requests:
+        step(scheduler)
+    scheduler.assume(role, SchedulerConfig(max_batch_tokens=16))
+    scheduler.submit(make_request("own", prompt(300, 100)))
+    step(scheduler)
+    scheduler.submit(make_request("handed over", prompt(81)))  # all but its last token is here
+    plan, _ = step(scheduler)
+    expected = [("own", 15, False), ("handed over", 1, True)] if goes_first else [("own", 16, False)]
+    assert rows(scheduler, plan) == expected

@@ -1,0 +1,176 @@
+"""Values of requests: ranges, contradictions, and what is not served."""
+
+from typing import Any
+
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.frontend.openai.bodies import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    Message,
+    StreamOptions,
+)
+from penstock.frontend.openai.validation import check_chat, check_completion, stop_strings
+
+HI = [Message(role="user", content="hi")]
+
+
+def chat_refusal(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        check_chat(ChatRequest(model="m", **{"messages": HI, **fields}), choices_max=8)
+    return caught.value
+
+
+def completion_refusal(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        check_completion(CompletionRequest(model="m", **{"prompt": "hi", **fields}), choices_max=8)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "bounds"),
+    [
+        ("max_tokens", -5, ">= 1"),
+        ("max_tokens", 0, ">= 1"),
+        ("max_completion_tokens", -1, ">= 1"),
+        ("n", 0, ">= 1 and <= 8"),
+        ("n", 9, ">= 1 and <= 8"),
+        ("temperature", -0.1, ">= 0 and <= 2"),
+        ("temperature", 2.1, ">= 0 and <= 2"),
+        ("top_p", 0.0, "> 0 and <= 1"),
+        ("top_p", 1.5, "> 0 and <= 1"),
+        ("presence_penalty", -3.0, ">= -2 and <= 2"),
+        ("frequency_penalty", 3.0, ">= -2 and <= 2"),
+        ("repetition_penalty", 0.0, "> 0 and <= 10"),
+        ("min_p", 1.1, ">= 0 and <= 1"),
+        ("top_k", -2, ">= -1 and <= 2147483647"),
+        ("top_k", 1 << 63, ">= -1 and <= 2147483647"),
+        ("min_tokens", -1, ">= 0"),
+        ("seed", 1 << 63, ">= "),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_range(field: str, value: float, bounds: str) -> None:
+    error = chat_refusal(**{field: value})
+    assert error.param == field
+    assert f"{field}: must be {bounds}" in error.message
+    assert f"got {value}" in error.message
+    assert error.http_status == 400
+
+
+def test_bounds_themselves_are_allowed() -> None:
+    for fields in (
+        {"temperature": 0.0},
+        {"temperature": 2.0},
+        {"top_p": 1.0},
+        {"n": 8},
+        {"top_k": -1},
+        {"max_tokens": 1},
+    ):
+        check_chat(ChatRequest(model="m", messages=HI, **fields), choices_max=8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {"5": 1}),
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("reasoning_effort", "high"),
+        ("modalities", ["text", "audio"]),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(field: str, value: Any) -> None:
+    error = chat_refusal(**{field: value})
+    assert error.param == field
+    assert "not supported" in error.message
+
+
+def test_what_is_not_served_may_ask_for_nothing() -> None:
+    check_chat(
+        ChatRequest(
+            model="m",
+            messages=HI,
+            logit_bias={},
+            response_format={"type": "text"},
+            tools=[],
+            tool_choice="auto",
+        ),
+        choices_max=8,
+    )
+    check_completion(
+        CompletionRequest(model="m", prompt="x", echo=False, best_of=1, suffix=""), choices_max=8
+    )
+
+
+def test_completions_refuse_echo_and_suffix() -> None:
+    assert completion_refusal(echo=True).param == "echo"
+    assert completion_refusal(suffix="end").param == "suffix"
+    assert completion_refusal(best_of=2).param == "best_of"
+
+
+def test_contradictions_are_refused() -> None:
+    assert chat_refusal(max_tokens=3, max_completion_tokens=4).param == "max_tokens"
+    check_chat(ChatRequest(model="m", messages=HI, max_tokens=3, max_completion_tokens=3), choices_max=8)
+    assert chat_refusal(top_logprobs=3).param == "top_logprobs"
+    assert chat_refusal(top_logprobs=21, logprobs=True).param == "top_logprobs"
+    assert chat_refusal(stream_options=StreamOptions(include_usage=True)).param == "stream_options"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "strftime_now"])
+def test_what_the_server_gives_to_a_template_is_not_the_requests_to_set(name: str) -> None:
+    error = chat_refusal(chat_template_kwargs={"enable_thinking": False, name: 1})
+    assert error.param == f"chat_template_kwargs.{name}"
+    assert error.message == f"chat_template_kwargs.{name}: is not the request's to set; leave it out"
+
+
+def test_other_variables_of_a_template_are_allowed() -> None:
+    arguments = {"enable_thinking": False, "documents": []}
+    check_chat(ChatRequest(model="m", messages=HI, chat_template_kwargs=arguments), choices_max=8)
+
+
+def test_stop_strings_are_bounded() -> None:
+    assert stop_strings(ChatRequest(model="m", messages=HI, stop="x")) == ("x",)
+    assert stop_strings(ChatRequest(model="m", messages=HI)) == ()
+    assert "got 17" in chat_refusal(stop=["x"] * 17).message
+    assert "string 1 has 0 characters" in chat_refusal(stop=["x", ""]).message
+    assert chat_refusal(stop="x" * 2000).param == "stop"
+
+
+def test_cache_salts_are_bounded() -> None:
+    assert chat_refusal(cache_salt="").param == "cache_salt"
+    assert "got 300" in chat_refusal(cache_salt="x" * 300).message
+
+
+def test_messages_are_checked_one_by_one() -> None:
+    assert chat_refusal(messages=[]).param == "messages"
+    assert chat_refusal(messages=[*HI, Message(role="robot", content="x")]).param == "messages[1].role"
+    assert chat_refusal(messages=[Message(role="user")]).param == "messages[0].content"
+    image = Message(
+        role="user", content=[ContentPart(type="text", text="see"), ContentPart(type="image_url")]
+    )
+    error = chat_refusal(messages=[image])
+    assert error.param == "messages[0].content[1].type"
+    assert "'image_url' is not supported" in error.message
+    empty = Message(role="user", content=[ContentPart(type="text")])
+    assert chat_refusal(messages=[empty]).param == "messages[0].content[0].text"
+
+
+def test_prompts_are_of_one_kind_and_not_too_many() -> None:
+    assert completion_refusal(prompt=[]).param == "prompt"
+    assert "mixes strings and token ids" in completion_refusal(prompt=["a", 1]).message
+    assert "are 10 choices, at most 8" in completion_refusal(prompt=["a"] * 5, n=2).message
+    check_completion(CompletionRequest(model="m", prompt=[1] * 100, n=8), choices_max=8)
+
+
+def test_tools_that_must_not_be_called_are_taken_and_others_named() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    check_chat(ChatRequest(model="m", messages=HI, tools=[tool], tool_choice="none"), choices_max=8)
+    check_chat(
+        ChatRequest(model="m", messages=HI, functions=[{"name": "f"}], function_call="none"), choices_max=8
+    )
+    for choice in ("auto", "required", None):
+        assert chat_refusal(tools=[tool], tool_choice=choice).param == "tools"
+    assert chat_refusal(functions=[{"name": "f"}], tool_choice="none").param == "functions"

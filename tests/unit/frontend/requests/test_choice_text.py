@@ -1,0 +1,100 @@
+"""One choice's deltas become text events."""
+
+import pytest
+from tokenizers import Tokenizer
+
+from penstock.core.errors import EngineError
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
+from penstock.core.wire import pack_tokens
+from penstock.frontend.requests.completion import ChoiceText, TextEvent
+from penstock.frontend.text.detokenize import Detokenizer
+from tests.support.tokenizer import tiny_tokenizer_json
+
+TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
+DETOKENIZER = Detokenizer(TOKENIZER, tiny_tokenizer_json())
+TEXT = "the quick brown fox"
+IDS = TOKENIZER.encode(TEXT).ids
+END = 0
+
+
+def delta(token_ids: list[int], reason: FinishReason | None = None, *, logprobs: bool = False) -> Delta:
+    return Delta(
+        request_id=RequestId("r"),
+        token_ids=pack_tokens(token_ids),
+        finish_reason=reason,
+        logprobs=tuple(TokenLogprob(token_id=i, logprob=-0.5) for i in token_ids) if logprobs else (),
+    )
+
+
+def choice(*stops: str) -> ChoiceText:
+    return ChoiceText(0, DETOKENIZER, stops, begins_text=True)
+
+
+def test_tokens_become_text() -> None:
+    one = choice()
+    assert one.feed(delta(IDS)) == TextEvent(0, TEXT)
+    assert one.feed(delta([], FinishReason.LENGTH)) == TextEvent(0, "", "length")
+    assert one.output_tokens == len(IDS)
+    assert one.finished
+
+
+def test_a_stop_token_counts_but_is_no_text() -> None:
+    one = choice()
+    fox = TOKENIZER.token_to_id("f")
+    assert one.feed(delta([*IDS, fox], FinishReason.STOP)) == TextEvent(0, TEXT, "stop")
+    assert one.output_tokens == len(IDS) + 1
+
+
+def test_nothing_is_emitted_while_all_is_held() -> None:
+    one = choice()
+    assert one.feed(delta([TOKENIZER.token_to_id("ð")])) is None
+    assert one.feed(delta([], FinishReason.LENGTH)) == TextEvent(0, "\ufffd", "length")
+
+
+def test_a_stop_string_ends_the_choice_and_the_count() -> None:
+    one = choice("brown")
+    event = one.feed(delta([*IDS, END], FinishReason.STOP))
+    assert event == TextEvent(0, "the quick ", "stop")
+    used = TOKENIZER.decode(IDS[: one.output_tokens])
+    assert "brown" in used
+    assert "brown" not in TOKENIZER.decode(IDS[: one.output_tokens - 1])
+
+
+def test_a_stop_string_completed_by_the_last_token_beats_the_length() -> None:
+    one = choice("fox")
+    event = one.feed(delta(IDS, FinishReason.LENGTH))
+    assert event == TextEvent(0, "the quick brown ", "stop")
+
+
+def test_a_partial_stop_string_at_the_end_is_text() -> None:
+    one = choice("foxes")
+    event = one.feed(delta(IDS, FinishReason.LENGTH))
+    assert event == TextEvent(0, TEXT, "length")
+
+
+def test_logprobs_come_with_their_text_and_not_with_a_stop_string() -> None:
+    one = choice("fox")
+    events = [one.feed(delta([token_id], logprobs=True)) for token_id in IDS]
+    given = [event for event in events if event is not None]
+    tokens = [token for event in given for token in event.logprobs]
+    text = "".join(event.text for event in given)
+    assert text == "the quick brown "
+    assert [token.logprob.token_id for token in tokens] == IDS[: len(tokens)]
+    assert all(token.start < len(text) for token in tokens)
+    starts = [token.start for token in tokens]
+    assert starts == sorted(starts)
+    assert starts[0] == 0
+
+
+def test_all_logprobs_are_out_at_the_end() -> None:
+    one = choice()
+    event = one.feed(delta([*IDS, TOKENIZER.token_to_id("ð"), END], FinishReason.STOP, logprobs=True))
+    assert event is not None
+    assert len(event.logprobs) == len(IDS) + 1  # the stop token's is left out, as its text is
+
+
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED])
+def test_a_worker_that_gives_up_is_an_error(reason: FinishReason) -> None:
+    with pytest.raises(EngineError, match=str(reason)):
+        choice().feed(delta([], reason))

@@ -1,0 +1,158 @@
+"""A request's choices run side by side over a dispatcher."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer
+
+from penstock.core.errors import EngineError, Unavailable
+from penstock.core.types.requests import Delta, FinishReason, Request
+from penstock.core.wire import pack_tokens
+from penstock.frontend.metrics import FrontendMetrics
+from penstock.frontend.openai.bodies import CompletionRequest
+from penstock.frontend.requests.completion import Completion, TextEvent
+from penstock.frontend.requests.preprocess import Preprocessor, RequestMetadata
+from penstock.frontend.text.models import ServedModel
+from tests.support.dispatcher import ScriptedDispatcher, speak
+from tests.support.tokenizer import tiny_card, tiny_model_files, tiny_tokenizer_json
+
+TEXT = "the quick brown fox"
+IDS = Tokenizer.from_buffer(tiny_tokenizer_json()).encode(TEXT).ids
+
+
+async def completion(
+    dispatcher: ScriptedDispatcher, metrics: FrontendMetrics | None = None, **fields
+) -> Completion:
+    preprocessor = Preprocessor(hash_key=bytes(16), rng=random.Random(0))
+    request = CompletionRequest(model="tiny", **{"prompt": "dog", **fields})
+    model = ServedModel(tiny_card(), tiny_model_files())
+    work = await preprocessor.prepare(request, model, RequestMetadata("cmpl-1", 1, 1e9))
+    metrics = metrics or FrontendMetrics(CollectorRegistry())
+    timer = metrics.timer("tiny", asyncio.get_running_loop().time())
+    return Completion(work, dispatcher, timer)
+
+
+def test_one_choice() -> None:
+    async def main() -> None:
+        dispatcher = ScriptedDispatcher(speak(IDS, at_once=2))
+        run = await completion(dispatcher)
+        events: list[TextEvent] = []
+        await run.run(collect(events))
+        assert "".join(event.text for event in events) == TEXT
+        assert events[-1].finish_reason == "length"
+        usage = run.usage()
+        assert (usage.completion_tokens, usage.total_tokens) == (len(IDS), len(IDS) + usage.prompt_tokens)
+        assert (dispatcher.open_streams, dispatcher.cancelled) == (0, 0)
+
+    asyncio.run(main())
+
+
+def collect(events: list[TextEvent]):
+    async def take(event: TextEvent) -> None:
+        events.append(event)
+
+    return take
+
+
+def test_choices_are_interleaved_and_counted_once_each() -> None:
+    async def main() -> None:
+        dispatcher = ScriptedDispatcher(speak(IDS))
+        run = await completion(dispatcher, prompt=["dog", "fox"], n=2)
+        events: list[TextEvent] = []
+        await run.run(collect(events))
+        for index in range(4):
+            assert "".join(event.text for event in events if event.index == index) == TEXT
+        assert [event.index for event in events[:4]] == [0, 1, 2, 3]
+        assert run.usage().completion_tokens == 4 * len(IDS)
+        first, _, third, _ = (request.request_id for request in dispatcher.opened)
+        assert dispatcher.beside == [None, first, None, third], "each prompt is computed once"
+
+    asyncio.run(main())
+
+
+def test_a_stop_string_cancels_the_request() -> None:
+    async def main() -> None:
+        dispatcher = ScriptedDispatcher(speak(IDS * 20))
+        run = await completion(dispatcher, stop="brown")
+        events: list[TextEvent] = []
+        await run.run(collect(events))
+        assert "".join(event.text for event in events) == "the quick "
+        assert dispatcher.cancelled == 1
+        assert run.usage().completion_tokens < len(IDS) + 1
+
+    asyncio.run(main())
+
+
+async def _failing(request: Request) -> AsyncIterator[Delta]:
+    yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS[:1]))
+    await asyncio.sleep(0)
+    if request.choice == 1:
+        raise Unavailable("no worker is left")
+    await asyncio.sleep(3600)
+
+
+def test_one_choice_that_fails_ends_them_all() -> None:
+    async def main() -> None:
+        dispatcher = ScriptedDispatcher(_failing)
+        run = await completion(dispatcher, n=3)
+        with pytest.raises(Unavailable, match="no worker is left"):
+            await run.run(collect([]))
+        assert dispatcher.open_streams == 0
+        assert dispatcher.cancelled == 3
+
+    asyncio.run(main())
+
+
+def test_a_stream_without_an_end_is_an_error() -> None:
+    async def endless(request: Request) -> AsyncIterator[Delta]:
+        yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS))
+
+    async def main() -> None:
+        run = await completion(ScriptedDispatcher(endless))
+        with pytest.raises(EngineError, match="ended without"):
+            await run.run(collect([]))
+
+    asyncio.run(main())
+
+
+def test_cancelling_leaves_every_stream() -> None:
+    async def main() -> None:
+        dispatcher = ScriptedDispatcher(speak(IDS, pause_s=3600))
+        run = await completion(dispatcher, n=2)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await run.run(collect([]))
+        assert (dispatcher.open_streams, dispatcher.cancelled) == (0, 2)
+
+    asyncio.run(main())
+
+
+def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
+    async def cached(request: Request) -> AsyncIterator[Delta]:
+        yield Delta(
+            request_id=request.request_id, finish_reason=FinishReason.STOP, cached_tokens=16 + request.choice
+        )
+
+    async def main() -> None:
+        run = await completion(ScriptedDispatcher(cached), prompt=["dog", "fox"], n=2)
+        await run.run(collect([]))
+        assert run.usage().prompt_tokens_details.cached_tokens == 16 + 18
+
+    asyncio.run(main())
+
+
+def test_tokens_and_times_are_counted() -> None:
+    async def main() -> None:
+        registry = CollectorRegistry()
+        run = await completion(ScriptedDispatcher(speak(IDS)), FrontendMetrics(registry))
+        await run.run(collect([]))
+        label = {"model": "tiny"}
+        assert registry.get_sample_value("penstock_frontend_output_tokens_total", label) == len(IDS)
+        assert registry.get_sample_value("penstock_frontend_ttft_seconds_count", label) == 1
+        assert registry.get_sample_value("penstock_frontend_itl_seconds_count", label) == len(IDS) - 1
+        assert registry.get_sample_value("penstock_frontend_e2e_seconds_count", label) == 1
+
+    asyncio.run(main())

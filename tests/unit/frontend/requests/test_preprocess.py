@@ -1,0 +1,210 @@
+"""From API requests to engine requests."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.core.hashing import block_hashes
+from penstock.core.wire import token_list, unpack_hashes
+from penstock.frontend.errors import ContextLengthError
+from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, ContentPart, Message
+from penstock.frontend.requests.encoding import request_salt
+from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
+from penstock.frontend.text.models import ServedModel
+from tests.support.tokenizer import tiny_card, tiny_model_files
+
+KEY = bytes(range(16))
+HI = [Message(role="user", content="the quick brown fox jumps over the lazy dog and sleeps")]
+
+
+def model(**card: Any) -> ServedModel:
+    return ServedModel(tiny_card(**card), tiny_model_files())
+
+
+def chat(
+    served: ServedModel | None = None, *, size_bytes: int = 100, seed: int = 0, **fields: Any
+) -> PreparedRequest:
+    async def main() -> PreparedRequest:
+        preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(seed))
+        deadline = asyncio.get_running_loop().time() + 60
+        request = ChatRequest(model="tiny", **{"messages": HI, **fields})
+        return await preprocessor.prepare(
+            request, served or model(), RequestMetadata("chat-1", size_bytes, deadline)
+        )
+
+    return asyncio.run(main())
+
+
+def complete(served: ServedModel | None = None, **fields: Any) -> PreparedRequest:
+    async def main() -> PreparedRequest:
+        preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(0))
+        deadline = asyncio.get_running_loop().time() + 60
+        request = CompletionRequest(model="tiny", **{"prompt": "the quick", **fields})
+        return await preprocessor.prepare(
+            request, served or model(), RequestMetadata("cmpl-1", 100, deadline)
+        )
+
+    return asyncio.run(main())
+
+
+def test_a_chat_is_rendered_tokenized_and_hashed() -> None:
+    served = model()
+    work = chat(served)
+    (request,) = work.requests
+    token_ids = token_list(request.token_ids)
+    text = served.tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert text == f"<|user|>{HI[0].content}<|end|><|assistant|>"
+    assert work.prompt_tokens == len(token_ids)
+    expected = block_hashes(token_ids, 16, b"tiny", key=KEY)
+    assert np.array_equal(unpack_hashes(request.block_hashes).reshape(-1, 2), expected)
+    assert request.salt == b"tiny"
+    assert request.deadline_s == pytest.approx(60, abs=5)
+
+
+def test_parts_of_a_content_are_joined_by_lines() -> None:
+    parts = [ContentPart(type="text", text="one"), ContentPart(type="text", text="two")]
+    joined = chat(messages=[Message(role="user", content="one\ntwo")])
+    assert (
+        chat(messages=[Message(role="user", content=parts)]).requests[0].token_ids
+        == joined.requests[0].token_ids
+    )
+
+
+def test_a_large_body_gives_the_same_from_its_thread() -> None:
+    large, small = chat(size_bytes=1 << 20).requests[0], chat().requests[0]
+    assert (large.token_ids, large.block_hashes) == (small.token_ids, small.block_hashes)
+
+
+def test_choices_share_tokens_hashes_and_seed() -> None:
+    work = chat(n=3, seed=5)
+    assert [request.choice for request in work.requests] == [0, 1, 2]
+    assert [request.request_id for request in work.requests] == ["chat-1-0", "chat-1-1", "chat-1-2"]
+    assert len({request.block_hashes for request in work.requests}) == 1
+    assert len({request.sampling.seed for request in work.requests}) == 1
+    assert work.choices_per_prompt == 3
+
+
+def test_a_seed_is_kept_or_drawn() -> None:
+    assert chat(seed=7).requests[0].sampling.seed == chat(seed=7).requests[0].sampling.seed
+    assert chat().requests[0].sampling.seed == random.Random(0).getrandbits(63)
+
+    async def with_seed(seed: int) -> int | None:
+        preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(0))
+        request = ChatRequest(model="tiny", messages=HI, seed=seed)
+        work = await preprocessor.prepare(request, model(), RequestMetadata("x", 1, 1e9))
+        return work.requests[0].sampling.seed
+
+    assert asyncio.run(with_seed(42)) == 42
+    assert 0 <= (asyncio.run(with_seed(-1)) or 0) < 1 << 63
+
+
+def test_cache_salts_change_every_hash() -> None:
+    plain, salted = chat().requests[0], chat(cache_salt="tenant").requests[0]
+    assert salted.salt == request_salt(b"tiny", "tenant") == b"tiny|cache_salt=tenant"
+    assert plain.token_ids == salted.token_ids
+    assert not set(unpack_hashes(plain.block_hashes)) & set(unpack_hashes(salted.block_hashes))
+
+
+def test_max_tokens_is_the_rest_of_the_context_or_what_was_asked() -> None:
+    work = chat()
+    assert work.requests[0].sampling.max_tokens == 512 - work.prompt_tokens
+    assert chat(max_tokens=7).requests[0].sampling.max_tokens == 7
+    assert chat(max_completion_tokens=8).requests[0].sampling.max_tokens == 8
+    assert complete().requests[0].sampling.max_tokens == 16
+
+
+def test_a_prompt_longer_than_the_context_names_both_numbers() -> None:
+    served = model(context_length=12)
+    size = chat().prompt_tokens
+    assert size >= 12
+    with pytest.raises(
+        ContextLengthError, match=f"messages: {size} tokens do not fit .* context of 12"
+    ) as caught:
+        chat(served)
+    assert caught.value.param == "messages"
+    assert caught.value.http_status == 400
+
+
+def test_an_answer_longer_than_the_rest_of_the_context_is_refused() -> None:
+    size = chat().prompt_tokens
+    with pytest.raises(
+        ContextLengthError, match=f"{size} prompt tokens and 512 .* 512; at most {512 - size}"
+    ) as caught:
+        chat(max_completion_tokens=512)
+    assert caught.value.param == "max_completion_tokens"
+    assert chat(max_tokens=512 - size).requests[0].sampling.max_tokens == 512 - size
+
+
+def test_a_models_own_defaults_apply_where_a_request_says_nothing() -> None:
+    card = tiny_card()
+    with_defaults = ServedModel(
+        type(card)(**{**{f: getattr(card, f) for f in card.__struct_fields__},
+                      "default_sampling": (("temperature", 0.6), ("top_k", 20.0), ("top_p", 0.9))}),
+        tiny_model_files(),
+    )  # fmt: skip
+    sampling = chat(with_defaults).requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.9)
+    sampling = chat(with_defaults, temperature=0.0, top_k=-1).requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, None, 0.9)
+
+
+def test_logprobs_of_both_apis() -> None:
+    assert chat().logprobs is None
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).requests[0].sampling.logprobs == 4
+    assert complete(logprobs=2).requests[0].sampling.logprobs == 2
+
+
+def test_prompts_of_every_form() -> None:
+    ids = token_list(complete().requests[0].token_ids)
+    assert token_list(complete(prompt=ids).requests[0].token_ids) == ids
+    batch = complete(prompt=[ids, ids[:1]], n=2)
+    assert [len(token_list(request.token_ids)) for request in batch.requests] == [len(ids), len(ids), 1, 1]
+    assert [request.choice for request in batch.requests] == [0, 1, 2, 3]
+    assert batch.prompt_tokens == len(ids) + 1
+    assert len(complete(prompt=["a", "b", "c"]).requests) == 3
+
+
+def test_token_ids_out_of_range_are_refused() -> None:
+    for prompt in ([-1], [0, 5000], [1 << 40]):
+        with pytest.raises(RequestError, match="prompt: token ids must be >= 0 and < ") as caught:
+            complete(prompt=prompt)
+        assert caught.value.param == "prompt"
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        chat(stop_token_ids=[5000])
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    for prompt in ("", [[]], ["x", ""]):
+        with pytest.raises(RequestError, match="prompt: is empty"):
+            complete(prompt=prompt)
+
+
+def test_min_tokens_must_fit_max_tokens() -> None:
+    with pytest.raises(RequestError, match="min_tokens"):
+        chat(min_tokens=9, max_tokens=8)
+
+
+def test_a_model_without_template_only_completes() -> None:
+    served = ServedModel(tiny_card(), {"tokenizer.json": tiny_model_files()["tokenizer.json"]})
+    with pytest.raises(RequestError, match="has no chat template; use /v1/completions"):
+        chat(served)
+    assert complete(served).prompt_tokens
+
+
+def test_arguments_of_past_tool_calls_reach_the_template_as_objects() -> None:
+    template = b"{% for m in messages %}{{ m.tool_calls[0].function.arguments.city }}{% endfor %}"
+    files = {**tiny_model_files(), "chat_template.jinja": template}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": json.dumps({"city": "dog"})},
+    }
+    served = ServedModel(tiny_card(files=files), files)
+    work = chat(served, messages=[Message(role="assistant", tool_calls=[call])])
+    assert served.tokenizer.decode(token_list(work.requests[0].token_ids)) == "dog"

@@ -1,0 +1,154 @@
+"""Answers in the API's shapes."""
+
+import asyncio
+import json
+
+import pytest
+from tokenizers import Tokenizer
+
+from penstock.core.errors import Overloaded, Unavailable
+from penstock.core.types.requests import TokenLogprob
+from penstock.frontend.errors import error_answer
+from penstock.frontend.openai.bodies import PromptTokensDetails, Usage
+from penstock.frontend.requests.completion import TextEvent, TokenText
+from penstock.frontend.requests.sse import Envelope, EventStream, WholeAnswer, error_event
+from penstock.frontend.text.detokenize import Detokenizer
+from tests.support.tokenizer import tiny_tokenizer_json
+
+TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
+TOKEN_BYTES = Detokenizer(TOKENIZER, tiny_tokenizer_json()).token_bytes
+CHAT = Envelope("chatcmpl-1", 7, "tiny", chat=True)
+PLAIN = Envelope("cmpl-1", 7, "tiny", chat=False)
+USAGE = Usage(3, 4, 7, PromptTokensDetails(2))
+A, PART = TOKENIZER.token_to_id("a"), TOKENIZER.token_to_id("ð")
+
+
+def parse(events: bytes) -> list[dict]:
+    assert events.endswith(b"\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in events.decode().split("\n\n")[:-1]]
+
+
+def stream(envelope: Envelope, *, include_usage: bool = False) -> EventStream:
+    return EventStream(envelope, TOKEN_BYTES, include_usage=include_usage)
+
+
+def logprob(token_id: int, start: int, *top: tuple[int, float]) -> TokenText:
+    return TokenText(TokenLogprob(token_id=token_id, logprob=-0.5, top=top), start)
+
+
+def test_a_chat_chunk_and_the_one_with_the_role_before_it() -> None:
+    encoder = stream(CHAT)
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 7, "model": "tiny"}
+
+    def chunk(delta: dict, reason: str | None = None) -> dict:
+        choice = {"index": 1, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {**head, "choices": [choice]}
+
+    role = {"role": "assistant", "content": ""}
+    text = 'say "é"\n\u2028'
+    assert parse(encoder.event(TextEvent(1, text))) == [chunk(role), chunk({"content": text})]
+    assert parse(encoder.event(TextEvent(1, "b", "stop"))) == [chunk({"content": "b"}, "stop")]
+
+
+def test_a_completion_chunk() -> None:
+    (chunk,) = parse(stream(PLAIN).event(TextEvent(0, "a", "length")))
+    assert chunk["object"] == "text_completion"
+    assert chunk["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "length"}]
+    assert "usage" not in chunk
+
+
+def test_usage_is_named_in_every_chunk_and_given_in_the_last() -> None:
+    encoder = stream(PLAIN, include_usage=True)
+    (chunk,) = parse(encoder.event(TextEvent(0, "a")))
+    assert chunk["usage"] is None
+    (last,) = parse(encoder.usage(USAGE))
+    assert last["choices"] == []
+    assert last["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_the_chunk_that_ends_a_choice_may_say_why(include_usage: bool) -> None:
+    why = ({"request_id": "r"},)
+    (chunk,) = parse(stream(PLAIN, include_usage=include_usage).event(TextEvent(0, "a", "stop", (), why)))
+    assert chunk["penstock"] == {"decisions": [{"request_id": "r"}]}
+    assert chunk["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"}]
+    assert ("usage" in chunk) is include_usage
+
+
+def test_a_whole_answer_says_why_only_if_there_is_something_to_say() -> None:
+    for why in ((), ({"request_id": "r"},)):
+        answer = WholeAnswer(PLAIN, TOKEN_BYTES, choices=1, logprobs=False)
+        asyncio.run(answer.take(TextEvent(0, "a", "stop", (), why)))
+        body = json.loads(answer.body(USAGE))
+        assert body.get("penstock") == ({"decisions": [{"request_id": "r"}]} if why else None)
+        assert ("penstock" in body) is bool(why)
+
+
+def test_chat_logprobs() -> None:
+    event = TextEvent(0, "a", None, (logprob(A, 0, (A, -0.5), (PART, float("-inf"))),))
+    _, chunk = parse(stream(CHAT).event(event))
+    top = [
+        {"token": "a", "logprob": -0.5, "bytes": [97]},
+        {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xF0]},
+    ]
+    content = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": top}]
+    assert chunk["choices"][0]["logprobs"] == {"content": content, "refusal": None}
+
+
+def test_completion_logprobs() -> None:
+    event = TextEvent(0, "aa", None, (logprob(A, 0, (A, -0.5)), logprob(A, 1, (A, -0.5), (PART, -3.0))))
+    (chunk,) = parse(stream(PLAIN).event(event))
+    assert chunk["choices"][0]["logprobs"] == {
+        "tokens": ["a", "a"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"a": -0.5}, {"a": -0.5, "\ufffd": -3.0}],
+        "text_offset": [0, 1],
+    }
+    (chunk,) = parse(stream(PLAIN).event(TextEvent(0, "a", None, (logprob(A, 0),))))
+    assert chunk["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+@pytest.mark.parametrize("envelope", [CHAT, PLAIN])
+def test_a_whole_answer(envelope: Envelope) -> None:
+    answer = WholeAnswer(envelope, TOKEN_BYTES, choices=2, logprobs=True)
+
+    async def take() -> None:
+        for event in (
+            TextEvent(1, "x", "length"),
+            TextEvent(0, "a", None, (logprob(A, 0),)),
+            TextEvent(0, "b", "stop"),
+        ):
+            await answer.take(event)
+
+    asyncio.run(take())
+    body = json.loads(answer.body(USAGE))
+    first, second = body["choices"]
+    text = [choice["message"]["content"] if envelope.chat else choice["text"] for choice in (first, second)]
+    assert text == ["ab", "x"]
+    assert [first["finish_reason"], second["finish_reason"]] == ["stop", "length"]
+    assert [first["index"], second["index"]] == [0, 1]
+    assert first["logprobs"]["content" if envelope.chat else "tokens"]
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert body["object"] == ("chat.completion" if envelope.chat else "text_completion")
+
+
+def test_an_error_in_a_stream() -> None:
+    (event,) = parse(error_event(Unavailable("gone")))
+    assert event["error"] == {"message": "gone", "type": "server_error", "param": None, "code": "unavailable"}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (404, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (503, "server_error"),
+    ],
+)
+def test_the_type_of_an_error_follows_its_status(status: int, kind: str) -> None:
+    error = Overloaded("no")
+    error.http_status = status
+    assert error_answer(error).error.type == kind

@@ -1,0 +1,211 @@
+import numpy as np
+import pytest
+
+from penstock.core.hashing import block_hashes
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.core.wire import unpack_hashes
+from penstock.kv.pool.eviction import Lru
+from penstock.kv.pool.pool import BlockPool
+
+
+class LruInPython(Lru):
+    """Whatever is not `Lru` itself runs in Python."""
+
+
+@pytest.fixture(params=[None, LruInPython()], ids=["native", "twin"])
+def make_pool(request):
+    """Pools as they are made by default, and their twin; without the native module both are the twin."""
+
+    def make(num_blocks, block_size):
+        return BlockPool(num_blocks, block_size, eviction=request.param)
+
+    return make
+
+
+def chain(num_blocks, block_size=4, first=0):
+    return block_hashes(np.arange(first, first + num_blocks * block_size, dtype=np.int32), block_size)
+
+
+def fill(pool, hashes):
+    """Put a finished sequence's blocks into the cache."""
+    block_ids = pool.allocate(len(hashes))
+    pool.commit(block_ids, hashes, None)
+    pool.release(block_ids)
+    pool.check()
+    return block_ids
+
+
+def test_a_prefill_is_one_event_with_its_chain(make_pool):
+    pool = make_pool(8, 4)
+    hashes = chain(5)
+    block_ids = pool.allocate(5)
+    pool.commit(block_ids[:3], hashes[:3], None)
+    pool.commit(block_ids[3:], hashes[3:], int(hashes[2, 0]))
+    first, second = pool.take_events()
+    assert first == BlockStored(block_hashes=hashes[:3, 0].tobytes(), parent_block_hash=None, block_size=4)
+    assert second.parent_block_hash == int(hashes[2, 0])
+    assert unpack_hashes(second.block_hashes).tolist() == hashes[3:, 0].tolist()
+    assert pool.take_events() == ()
+
+
+def test_match_finds_the_longest_resident_prefix(make_pool):
+    pool = make_pool(8, 4)
+    hashes = chain(6)
+    block_ids = fill(pool, hashes[:4])
+    assert pool.match(hashes) == block_ids
+    assert pool.match(hashes[:2]) == block_ids[:2]
+    assert pool.match(chain(6, first=1)) == []
+    assert pool.count_idle(block_ids) == 4
+    pool.acquire(block_ids[:2])
+    assert (pool.count_idle(block_ids), pool.num_active, pool.num_available) == (2, 2, 6)
+    pool.check()
+
+
+def test_keys_are_all_128_bits(make_pool):
+    pool = make_pool(4, 4)
+    hashes = chain(1)
+    fill(pool, hashes)
+    other = hashes.copy()
+    other[0, 1] += np.uint64(1)
+    assert pool.match(hashes) != []
+    assert pool.match(other) == []
+
+
+def test_the_least_recently_used_tail_goes_first(make_pool):
+    pool = make_pool(6, 4)
+    old, new = chain(3), chain(3, first=1000)
+    fill(pool, old)
+    fill(pool, new)
+    pool.take_events()
+    taken = pool.allocate(2)
+    (removed,) = pool.take_events()
+    assert isinstance(removed, BlockRemoved)
+    assert unpack_hashes(removed.block_hashes).tolist() == [int(old[2, 0]), int(old[1, 0])]
+    assert len(pool.match(old)) == 1
+    assert len(pool.match(new)) == 3
+    pool.release(taken)
+    pool.check()
+
+
+def test_a_hit_makes_a_prefix_recent_again(make_pool):
+    pool = make_pool(4, 4)
+    old, new = chain(2), chain(2, first=1000)
+    fill(pool, old)
+    fill(pool, new)
+    hit = pool.match(old)
+    pool.acquire(hit)
+    pool.release(hit)
+    pool.allocate(2)
+    assert len(pool.match(old)) == 2
+    assert pool.match(new) == []
+
+
+def test_allocation_is_all_or_nothing(make_pool):
+    pool = make_pool(4, 4)
+    held = pool.allocate(3)
+    assert pool.allocate(2) is None
+    assert pool.num_available == 1
+    pool.release(held)
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
+
+
+def test_duplicates_stay_private_and_are_told_once(make_pool):
+    pool = make_pool(8, 4)
+    hashes = chain(3)
+    first, second = pool.allocate(2), pool.allocate(3)
+    pool.commit(first, hashes[:2], None)
+    pool.commit(second, hashes, None)
+    stored = pool.take_events()
+    assert [unpack_hashes(event.block_hashes).tolist() for event in stored] == [
+        hashes[:2, 0].tolist(),
+        hashes[2:, 0].tolist(),
+    ]
+    assert stored[1].parent_block_hash == int(hashes[1, 0])
+    assert pool.match(hashes) == [*first, second[2]]
+    pool.release(second)
+    assert (pool.num_cached, pool.num_active) == (3, 2)
+    assert pool.take_events() == ()
+    pool.check()
+
+
+def test_a_resident_block_in_the_middle_splits_the_event(make_pool):
+    pool = make_pool(8, 4)
+    hashes = chain(3)
+    middle = pool.allocate(1)
+    pool.commit(middle, hashes[1:2], int(hashes[0, 0]))
+    pool.take_events()
+    whole = pool.allocate(3)
+    pool.commit(whole, hashes, None)
+    events = pool.take_events()
+    assert [event.parent_block_hash for event in events] == [None, int(hashes[1, 0])]
+    pool.check()
+
+
+def test_events_keep_their_order_when_a_hash_goes_and_comes_back(make_pool):
+    pool = make_pool(2, 4)
+    hashes = chain(2)
+    fill(pool, hashes)
+    fill(pool, chain(2, first=1000))
+    fill(pool, hashes)
+    kinds = [type(event) for event in pool.take_events()]
+    assert kinds == [BlockStored, BlockRemoved, BlockStored, BlockRemoved, BlockStored]
+
+
+def test_reset_forgets_content_but_not_owners(make_pool):
+    pool = make_pool(6, 4)
+    hashes = chain(2)
+    held = pool.allocate(2)
+    pool.commit(held, hashes, None)
+    fill(pool, chain(2, first=1000))
+    pool.take_events()
+    pool.reset()
+    assert pool.take_events() == (AllBlocksCleared(),)
+    assert (pool.num_cached, pool.num_active, pool.match(hashes)) == (0, 2, [])
+    pool.check()
+    pool.release(held)
+    assert pool.num_available == 6
+    pool.check()
+
+
+def test_misuse_is_an_assertion(make_pool):
+    pool = make_pool(4, 4)
+    held = pool.allocate(1)
+    pool.release(held)
+    with pytest.raises(AssertionError, match="more often"):
+        pool.release(held)
+    with pytest.raises(AssertionError, match="held by nobody"):
+        pool.commit(held, chain(1), None)
+    with pytest.raises(ValueError, match="as many hashes"):
+        pool.commit(held, chain(2), None)
+    with pytest.raises(ValueError, match="num_blocks"):
+        make_pool(0, 4)
+
+
+def test_a_policy_of_your_own_chooses_the_victims():
+    class Newest:
+        def victims(self, candidates, count):
+            return list(candidates)[-count:]
+
+    pool = BlockPool(4, 4, eviction=Newest())
+    old, new = chain(2), chain(2, first=1000)
+    fill(pool, old)
+    fill(pool, new)
+    pool.allocate(2)
+    assert len(pool.match(old)) == 2
+    assert pool.match(new) == []
+    pool.check()
+
+
+@pytest.mark.parametrize("victims", [[], [3], [3, 3], [3, 0]])
+def test_a_policy_that_gives_other_blocks_is_told_so(victims):
+    class Wrong:
+        def victims(self, candidates, count):
+            return victims
+
+    pool = BlockPool(4, 4, eviction=Wrong())
+    held = pool.allocate(1)
+    fill(pool, chain(3))
+    with pytest.raises(AssertionError, match=r"Wrong.victims: must give 2 different candidates, got \["):
+        pool.allocate(2)
+    pool.check()
+    assert (pool.num_active, pool.num_cached) == (len(held), 3)

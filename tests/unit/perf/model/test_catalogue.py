@@ -1,0 +1,43 @@
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.perf.model.catalogue import find_shape, known_shapes
+from penstock.perf.model.hardware import Dtype
+
+
+def test_known_shapes_have_their_parameters():
+    billions = {name: find_shape(name).total_params() / 1e9 for name in known_shapes()}
+    assert billions == {
+        "deepseek-r1": pytest.approx(671, rel=0.001),
+        "gpt-oss-120b": pytest.approx(116.8, rel=0.001),
+        "llama-3.1-8b": pytest.approx(8.03, rel=0.01),
+        "llama-3.1-70b": pytest.approx(70.6, rel=0.01),
+    }
+
+
+def test_gpt_oss_has_small_experts_and_a_window_in_every_other_layer():
+    """Against its model card: 5.1 billion active parameters, a checkpoint of 60.8 GiB."""
+    shape = find_shape("gpt-oss-120b")
+    assert shape.active_params() / 1e9 == pytest.approx(5.13, rel=0.005)
+    assert shape.windows == (128, None) * 18
+    assert (shape.weight_dtype, shape.expert_dtype) == (Dtype.BF16, Dtype.MXFP4)
+    experts = shape.moe_layers * shape.moe.num_experts * shape.expert_params()
+    checkpoint_bytes = experts * Dtype.MXFP4.bytes + (shape.total_params() - experts) * Dtype.BF16.bytes
+    assert checkpoint_bytes / 2**30 == pytest.approx(60.8, rel=0.005)
+    assert shape.kv_bytes_per_token(Dtype.BF16) == 36 * 2 * 8 * 64 * 2
+
+
+def test_a_directory_beside_the_graph_is_found(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(
+        '{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}'
+    )
+    assert find_shape("mine", beside=tmp_path).layers == 2
+    assert find_shape(str(tmp_path / "mine")).vocab == 99
+
+
+def test_an_unknown_model_names_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"model llama-3\.1-9b: its shape is not known; did you mean 'llama-3.1-8b'"
+    ):
+        find_shape("llama-3.1-9b")

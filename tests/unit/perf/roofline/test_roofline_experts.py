@@ -1,0 +1,264 @@
+"""Experts, latents and narrow formats have no reference table: bytes and FLOPs worked out by hand."""
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model.hardware import Dtype, Hardware, find_hardware
+from penstock.perf.model.model_config import shape_of
+from penstock.perf.model.parallel import Parallel
+from penstock.perf.roofline.roofline import Roofline
+from tests.support.ideal import IDEAL
+
+R1 = find_shape("deepseek-r1")
+LAYERS, MOE_LAYERS, HIDDEN = 61, 58, 7168
+EXPERT = 3 * 7168 * 2048
+# Query down and up, latent with its rotary part, keys and values up, output.
+ATTENTION = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168
+DENSE_LAYERS, GATE, SHARED = 3 * 3 * 7168 * 18432, 7168 * 256, 3 * 7168 * 2048
+HEAD = 129280 * 7168
+ENDLESS = 1e30
+
+
+def engine(hardware: Hardware | str, dtype: Dtype | None = None, **parallel: int) -> Roofline:
+    entry = find_hardware(hardware) if isinstance(hardware, str) else hardware
+    return Roofline(R1, entry, Parallel(**parallel), dtype, factors=IDEAL)
+
+
+def only(hardware: str, **kept: float) -> Hardware:
+    """A device where nothing takes time but what is `kept`."""
+    free = {
+        "flops_per_s": {Dtype.BF16: ENDLESS},
+        "bandwidth_bytes_per_s": ENDLESS,
+        "scale_up_bytes_per_s": ENDLESS,
+        "scale_out_bytes_per_s": ENDLESS,
+    }
+    return find_hardware(hardware).model_copy(update=free | kept)
+
+
+def hit(tokens: float) -> float:
+    return 256 * (1 - (1 - 8 / 256) ** tokens)
+
+
+def test_the_shipped_shape_counts_what_its_authors_state() -> None:
+    dense = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * (SHARED + GATE)
+    assert R1.total_params() == dense + MOE_LAYERS * 256 * EXPERT + 2 * HEAD
+    assert R1.total_params() == pytest.approx(671e9, rel=0.001)
+    assert R1.active_params() == dense + MOE_LAYERS * 8 * EXPERT + HEAD
+    assert R1.active_params() == pytest.approx(37e9, rel=0.02)
+    assert R1.weight_dtype is R1.expert_dtype is Dtype.FP8
+    assert R1.kv_bytes_per_token(Dtype.FP8) == (512 + 64) * 61
+    assert R1.kv_bytes_per_token(Dtype.BF16) == (512 + 64) * 61 * 2
+
+
+def test_a_larger_batch_reads_more_experts() -> None:
+    """At TP 8 each device reads an eighth of every expert that some token of the batch goes to."""
+    for tokens in (1, 4, 32, 256):
+        bytes_per_device = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * SHARED
+        bytes_per_device += MOE_LAYERS * hit(tokens) * EXPERT + 2 * HEAD
+        found = engine(only("h200", bandwidth_bytes_per_s=4.8e12), tp=8).decode_step_s(tokens, 0)
+        assert found == pytest.approx(bytes_per_device / 8 / 4.8e12, rel=0.001)
+    assert hit(1) == pytest.approx(8)
+    assert hit(256) > 255
+
+
+def test_a_token_costs_two_flops_a_parameter() -> None:
+    tokens = 1 << 16
+    found = engine(only("h200", flops_per_s={Dtype.FP8: 1e15, Dtype.BF16: ENDLESS}), tp=8).prefill_s(tokens)
+    multiplied = R1.active_params() - HEAD - MOE_LAYERS * GATE
+    assert found == pytest.approx(2 * multiplied * tokens / 8 / 1e15, rel=0.001)
+
+
+def test_latent_attention_decodes_on_latents_and_copies_them() -> None:
+    """Scores over 512 + 64 and sums over 512 elements for each of 128 heads; TP cuts heads, not latents."""
+    batch, context = 16, 100_000
+    flops = LAYERS * context * 2 * 128 * (512 + 64 + 512)
+    arithmetic = engine(only("h200", flops_per_s={Dtype.FP8: ENDLESS, Dtype.BF16: 1e15}), tp=8)
+    head_s = 2 * batch * HEAD / 8 / 1e15
+    assert arithmetic.decode_step_s(batch, context) == pytest.approx(flops / 8 / 1e15 + head_s, rel=0.001)
+    slow = engine(only("h200", bandwidth_bytes_per_s=1e12), tp=8)
+    kv_s = slow.decode_step_s(batch, context) - slow.decode_step_s(batch, 0)
+    assert kv_s == pytest.approx(LAYERS * context * (512 + 64) / 1e12, rel=0.001)
+
+
+def test_latent_attention_computes_prompts_on_keys_and_values() -> None:
+    """Each of 128 heads scores a pair over 128 + 64 elements, and sums 128: what latents are expanded to."""
+    tokens = 16_384
+    free_products = {Dtype.FP8: ENDLESS, Dtype.BF16: 1e15}  # attention and head are computed in 16 bits
+    found = engine(only("h200", flops_per_s=free_products), tp=8).prefill_s(tokens)
+    pairs = tokens * (tokens + 1) / 2
+    flops = LAYERS * pairs * 2 * 128 * (128 + 64 + 128) + 2 * HEAD
+    assert found == pytest.approx(flops / 8 / 1e15, rel=0.001)
+
+
+def test_copies_of_the_attention_hold_different_sequences() -> None:
+    wide, tensor = engine("h200", dp=8, ep=8), engine("h200", tp=8)
+    held = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * (SHARED + GATE) + MOE_LAYERS * 256 * EXPERT / 8
+    held += 2 * HEAD * 2
+    assert wide.weight_bytes_per_device() == held
+    kv_bytes = 0.9 * 141e9 - held
+    assert wide.kv_capacity_tokens == int(8 * kv_bytes / (576 * 61))
+    whole = (R1.total_params() + 2 * HEAD) / 8  # embeddings and head in 16 bits
+    assert tensor.kv_capacity_tokens == int((0.9 * 141e9 - whole) / (576 * 61))
+    assert wide.kv_capacity_tokens > 4 * tensor.kv_capacity_tokens
+
+
+def test_one_prompt_runs_on_one_copy_of_the_attention() -> None:
+    """Eight prompts on eight copies take as long as one, but for the experts, which all share."""
+    hardware = only("h200", flops_per_s={Dtype.FP8: 1e15, Dtype.BF16: ENDLESS})
+    wide, tokens = engine(hardware, dp=8, ep=8), 8192
+    dense = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * SHARED
+    experts = MOE_LAYERS * 8 * EXPERT
+    one, eight = wide.prefill_s(tokens), wide.prefill_batch_s([(tokens, 0)] * 8)
+    assert one == pytest.approx(2 * tokens * (dense + experts / 8) / 1e15, rel=0.001)
+    assert eight == pytest.approx(2 * tokens * (dense + experts) / 1e15, rel=0.001)
+    ninth = wide.prefill_batch_s([(tokens, 0)] * 8 + [(8, 0)])
+    assert eight < ninth < eight * 1.01
+
+
+def test_each_prompt_goes_to_the_emptiest_copy_and_all_wait_for_the_fullest() -> None:
+    wide = engine(only("h200", flops_per_s={Dtype.FP8: 1e15, Dtype.BF16: ENDLESS}), dp=2, ep=2)
+    shared = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * SHARED
+    experts = MOE_LAYERS * 8 * EXPERT
+    for prompts, fullest in (([400, 600, 1000], 1000), ([800, 800, 800], 1600), ([900, 100], 900)):
+        found = wide.prefill_batch_s([(tokens, 0) for tokens in prompts])
+        expected = 2 * (fullest * shared + sum(prompts) * experts / 2) / 1e15
+        assert found == pytest.approx(expected, rel=0.001), prompts
+
+
+def test_experts_that_do_not_come_out_even_are_held_twice() -> None:
+    """256 experts on 72 devices are 4 on each; all 4 are read, but the work is shared evenly."""
+    held = engine("gb200", Dtype.NVFP4, dp=72, ep=72).weight_bytes_per_device()
+    even = engine("gb200", Dtype.NVFP4, dp=64, ep=64).weight_bytes_per_device()
+    assert held == even
+    read_s = engine(only("gb200", bandwidth_bytes_per_s=8e12), dp=72, ep=72).decode_step_s(72 * 256, 0)
+    dense = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * SHARED + 2 * HEAD
+    assert read_s == pytest.approx((dense + MOE_LAYERS * 4 * EXPERT) / 8e12, rel=0.001)
+
+
+def test_fewer_expert_devices_than_devices_are_copies_of_the_experts() -> None:
+    eight, four_times = engine("gb200", dp=8, ep=8), engine("gb200", dp=32, ep=8)
+    assert four_times.weight_bytes_per_device() == eight.weight_bytes_per_device()
+    assert four_times.decode_step_s(1024, 1 << 20) == pytest.approx(eight.decode_step_s(256, 1 << 18))
+
+
+@pytest.mark.parametrize(("ep", "domain"), [(32, 72), (64, 72)])
+def test_exchange_within_an_nvlink_domain(ep: int, domain: int) -> None:
+    """Eight copies of a token, 1 byte an element out and 2 back, all but the device's own share."""
+    gb200 = only("gb200", scale_up_bytes_per_s=900e9)
+    assert gb200.scale_up_devices == domain
+    found = engine(gb200, dp=ep, ep=ep).decode_step_s(64 * ep, 0)
+    assert found == pytest.approx(MOE_LAYERS * 64 * 8 * HIDDEN * 3 * (ep - 1) / ep / 900e9, rel=0.001)
+
+
+def test_exchange_across_domains_goes_over_the_network() -> None:
+    """EP 32 on hosts of 8: few tokens cross once an expert, many once a host, of which routing reaches 4."""
+    wide = engine(only("h100", scale_out_bytes_per_s=50e9), dp=32, ep=32)
+    token_s = MOE_LAYERS * HIDDEN * 3 * (1 - 8 / 32) / 50e9
+    assert wide.decode_step_s(64 * 32, 0) == pytest.approx(64 * 8 * token_s, rel=0.001)
+    hosts = 4 * (1 - (3 / 4) ** 8)
+    assert wide.prefill_batch_s([(8192, 0)] * 32) == pytest.approx(8192 * hosts * token_s, rel=0.001)
+    domain = engine(only("gb200", scale_out_bytes_per_s=50e9), dp=32, ep=32)
+    assert domain.decode_step_s(64 * 32, 0) == pytest.approx(0, abs=1e-9)
+
+
+def test_a_larger_batch_never_takes_less_time_to_exchange() -> None:
+    wide = engine(only("h100", scale_out_bytes_per_s=50e9), dp=32, ep=32)
+    steps = [wide.decode_step_s(32 * n, 0) for n in (128, 255, 256, 257, 300, 512, 1024)]
+    assert steps == sorted(steps)
+
+
+def test_experts_alone_in_four_bits() -> None:
+    mixed = Roofline(R1, find_hardware("gb200"), Parallel(dp=32, ep=32), Dtype.FP8, expert_dtype=Dtype.NVFP4)
+    dense = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * (SHARED + GATE)
+    assert mixed.weight_bytes_per_device() == pytest.approx(
+        dense + MOE_LAYERS * 256 * EXPERT / 32 * 0.5625 + 2 * HEAD * 2
+    )
+    assert mixed.kv_dtype is Dtype.FP8
+
+
+def test_a_checkpoint_in_mxfp4_has_it_in_its_experts() -> None:
+    config = {
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_hidden_layers": 36,
+        "vocab_size": 201088,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    shape = shape_of(config, name="gpt-oss-120b")
+    assert (shape.weight_dtype, shape.expert_dtype) == (Dtype.BF16, Dtype.MXFP4)
+    found = Roofline(shape, find_hardware("h100"))
+    experts = 36 * 128 * 3 * 2880 * 2880
+    assert found.weight_bytes_per_device() == pytest.approx(
+        shape.dense_params() * 2 + experts * 0.53125 + 2 * 201088 * 2880 * 2
+    )
+    assert Roofline(shape, find_hardware("h100"), weight_dtype=Dtype.FP8).expert_dtype is Dtype.FP8
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tp": 8, "ep": 12, "dp": 2}, r"multiple of tensor parallelism \(8\) that divides the 16 devices"),
+        ({"dp": 8, "ep": 16}, "divides the 8 devices of tensor times data parallelism, or 1, got 16"),
+        ({"dp": 512, "ep": 512}, "512 devices cannot share 256 experts"),
+        ({"tp": 256}, "256 devices cannot share 128 attention heads"),
+        ({"pp": 62}, "62 stages cannot share 61 layers"),
+    ],
+)
+def test_what_cannot_be_spread(parallel: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine("gb200", **parallel)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "formats", "devices", "batch", "context", "published"),
+    [
+        # SGLang, 2025-05-05: 12 hosts of 8 H100, decode on 9 of them, 22,300 tokens/s a host, prompts of 2,000 tokens.
+        ("h100", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 72, 256, 2050, 22_300 / 8),
+        # DeepSeek, 2025-03: H800, EP 144, 14,800 tokens/s a host, 20 to 22 a user (so 88 users a GPU), context 4,989.
+        ("h100", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 144, 88, 4989, 14_800 / 8),
+        # SGLang, 2025-09-25: GB200 NVL72, decode on 48, attention in fp8 and experts in NVFP4, and as trained.
+        ("gb200", (Dtype.FP8, Dtype.NVFP4, Dtype.FP8), 48, 768, 2050, 13_386),
+        ("gb200", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 48, 768, 2050, 9_087),
+    ],
+)
+def test_published_decode_rates_are_of_the_order_found(
+    hardware: str,
+    formats: tuple[Dtype, Dtype, Dtype],
+    devices: int,
+    batch: int,
+    context: int,
+    published: float,
+) -> None:
+    """No factor was fitted to these. Batches are not published and assumed; DeepSeek's had speculation besides."""
+    weights, experts, kv = formats
+    model = Roofline(
+        R1, find_hardware(hardware), Parallel(dp=devices, ep=devices), weights, kv, expert_dtype=experts
+    )
+    rate = batch / model.decode_step_s(batch * devices, batch * devices * context)
+    assert 0.9 < rate / published < 1.7
+
+
+@pytest.mark.parametrize(
+    ("hardware", "formats", "devices", "published"),
+    [
+        ("h100", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 32, 52_300 / 8),
+        ("gb200", (Dtype.FP8, Dtype.NVFP4, Dtype.FP8), 8, 26_156),
+        ("gb200", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 8, 18_471),
+    ],
+)
+def test_published_prefill_rates_are_of_the_order_found(
+    hardware: str, formats: tuple[Dtype, Dtype, Dtype], devices: int, published: float
+) -> None:
+    """The same reports, prompts of 2,000 tokens, 16,000 tokens a GPU and step."""
+    weights, experts, kv = formats
+    model = Roofline(
+        R1, find_hardware(hardware), Parallel(dp=devices, ep=devices), weights, kv, expert_dtype=experts
+    )
+    rate = 8 * 2000 / model.prefill_batch_s([(2000, 0)] * 8 * devices)
+    assert 0.9 < rate / published < 1.7

@@ -1,0 +1,178 @@
+"""Layouts fit, keep the targets, and are the best there are, on an engine whose sums are done by hand."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from penstock.core.types.instances import Role
+from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model.hardware import Dtype, find_hardware
+from penstock.perf.model.parallel import Parallel, parallelisms
+from penstock.perf.roofline.roofline import Roofline
+from penstock.perf.search.demand import Demand
+from penstock.perf.search.pool import Pool, whole
+from penstock.perf.search.search import LayoutSearch
+
+DEMAND = Demand(input_tokens=1000, output_tokens=101, ttft_s=1.0, itl_s=0.03)
+
+
+@dataclass
+class Linear:
+    """A device that takes 20 ms a step and 0.1 ms a prompt token, divided by the devices that share it."""
+
+    parallel: Parallel = field(default_factory=Parallel)
+    kv_capacity_tokens: int = 10_000_000
+    kv_bytes_per_token: float = 1000.0
+    tokens_per_step: float = 1.0
+    verified_tokens: int = 1
+
+    def mixed_step_s(self, chunks, batch, context_tokens):
+        del batch, context_tokens
+        return (0.020 + 1e-4 * sum(new for new, _ in chunks)) / self.parallel.tp
+
+    def prefill_batch_s(self, chunks):
+        return self.mixed_step_s(chunks, 0, 0)
+
+    def decode_step_s(self, batch, context_tokens):
+        return self.mixed_step_s((), batch, context_tokens)
+
+
+SINGLE = (Parallel(),)
+
+
+def search(devices, demand=DEMAND, choices=SINGLE, link_bytes_per_s=1e12):
+    return LayoutSearch(
+        price=Linear,
+        choices=choices,
+        devices=devices,
+        demand=demand,
+        block_size=64,
+        link_bytes_per_s=lambda _one, _other: link_bytes_per_s,
+    )
+
+
+def counts(layout):
+    return {role_group.role: role_group.workers for role_group in layout.role_groups}
+
+
+def test_prompts_get_the_devices_that_they_need():
+    # A prompt takes 120 ms of a device, or hardly more than 100 beside many others. A decode worker takes any number of streams in steps of 20 ms, as long as the 40
+    # tokens of each prompt that it computes again do not fill its time: 24 ms for one, 0.4 s for a hundred at once.
+    best = search(8).disaggregated()[0]
+    assert counts(best) == {Role.PREFILL: 7, Role.DECODE: 1}
+    assert 7 / 0.12 * 0.8 < best.rate_per_s < 7 / 0.1
+    assert best.devices == 8
+
+
+def test_answers_get_more_where_they_are_longer():
+    longer = replace(DEMAND, input_tokens=100, output_tokens=1001)
+    room = 50 * 1100
+
+    def small(parallel):
+        return Linear(parallel, kv_capacity_tokens=room)
+
+    best = replace_price(search(8, longer), small).disaggregated()[0]
+    # 50 streams of 1,000 tokens at 20 to 30 ms: at most 2.5 requests a second and worker, where a prompt takes 30 ms of one.
+    assert counts(best) == {Role.PREFILL: 1, Role.DECODE: 7}
+
+
+def replace_price(found, price):
+    found.price = price
+    return found
+
+
+def test_strict_targets_part_prompts_from_answers_and_lax_ones_do_not():
+    # Beside 20 ms for the step there is room for 60 prompt tokens within 26 ms, of 1,000, and 64 is the smallest step tried.
+    strict, lax = (search(8, replace(DEMAND, itl_s=itl_s)) for itl_s in (0.026, 0.2))
+    assert strict.disaggregated()[0].rate_per_s > 2 * strict.aggregated()[0].rate_per_s
+    assert lax.disaggregated()[0].rate_per_s < lax.aggregated()[0].rate_per_s
+
+
+def test_a_slow_link_costs_time_between_tokens():
+    # 960 tokens of 1 kB over 100 kB/s are on their way for 9.6 s, 96 ms of each of the 100 tokens that follow the first.
+    assert search(8, link_bytes_per_s=1e5).disaggregated() == []
+    assert search(8, link_bytes_per_s=1e7).disaggregated()[0].prediction.itl_s > 0.02 + 0.096e-2
+    assert search(2).kv_transfer_s(Parallel(), Parallel()) == pytest.approx(960e3 / 1e12)
+
+
+def test_one_token_leaves_nothing_to_hand_over():
+    only_first = replace(DEMAND, output_tokens=1)
+    assert search(8, only_first).disaggregated() == []
+    assert search(8, only_first).aggregated()
+
+
+def test_each_crew_has_a_worker():
+    assert search(1).disaggregated() == []
+    for layout in search(2).disaggregated():
+        assert counts(layout) == {Role.PREFILL: 1, Role.DECODE: 1}
+
+
+def test_sharing_a_device_pair_is_chosen_where_it_keeps_what_one_cannot():
+    choices = (Parallel(), Parallel(tp=2))
+    assert search(4, replace(DEMAND, itl_s=0.018), choices).aggregated()[0].role_groups[0].parallel.tp == 2
+    assert {
+        role_group.parallel.tp
+        for lay in search(4, DEMAND, choices).aggregated()
+        for role_group in lay.role_groups
+    } == {
+        1,
+        2,
+    }
+
+
+def test_weights_that_do_not_fit_are_not_tried():
+    shape, hardware = find_shape("llama-3.1-70b"), find_hardware("h100")
+    found = LayoutSearch(
+        price=lambda parallel: Roofline(shape, hardware, parallel, Dtype.FP8),
+        choices=tuple(parallelisms(shape, hardware, devices_max=8)),
+        devices=4,
+        demand=replace(DEMAND, itl_s=0.05),
+        block_size=64,
+        link_bytes_per_s=lambda _one, _other: 50e9,
+    )
+    assert {model.parallel.tp for model in found.models} == {2, 4}
+    for layout in found.aggregated() + found.disaggregated():
+        assert layout.devices <= 4
+    best = found.aggregated()[0]
+    role_group = best.role_groups[0]
+    seen = Pool(found.price(role_group.parallel), role_group.workers, role_group.max_batch_tokens).predict(
+        whole(found.demand), best.rate_per_s, 90.0
+    )
+    assert seen is not None
+    for name in ("ttft_s", "itl_s", "kv_share"):
+        assert getattr(seen, name) == pytest.approx(getattr(best.prediction, name), rel=0.03)
+
+
+def test_speculation_pays_where_users_get_much_and_not_where_batches_are_full():
+    shape, hardware = find_shape("llama-3.1-8b"), find_hardware("h100")
+
+    def rate(itl_s: float, tokens_per_step: float, draft_tokens: int) -> float:
+        found = LayoutSearch(
+            price=lambda parallel: Roofline(
+                shape, hardware, parallel, tokens_per_step=tokens_per_step, draft_tokens=draft_tokens
+            ),
+            choices=SINGLE,
+            devices=1,
+            demand=replace(DEMAND, itl_s=itl_s),
+            block_size=64,
+            link_bytes_per_s=lambda _one, _other: 50e9,
+        ).aggregated()
+        return found[0].rate_per_s if found else 0.0
+
+    assert rate(0.006, 1.8, 1) > 0 == rate(0.006, 1.0, 0)
+    few, many = (rate(0.03, 1.8, drafted) for drafted in (1, 7))
+    assert many < few, "drafts that are not accepted cost what they take to verify"
+
+
+def test_a_prompt_on_a_pipeline_is_not_promised_a_stage_s_time():
+    """On PP 2 a prompt of 3,000 takes 87 ms where TP 8 alone takes 109: neither keeps 60."""
+    shape, hardware = find_shape("llama-3.1-70b"), find_hardware("h100")
+    found = LayoutSearch(
+        price=lambda parallel: Roofline(shape, hardware, parallel, Dtype.FP8),
+        choices=(Parallel(tp=8), Parallel(tp=8, pp=2)),
+        devices=16,
+        demand=Demand(input_tokens=3000, output_tokens=150, ttft_s=0.06, itl_s=0.05),
+        block_size=64,
+        link_bytes_per_s=lambda _one, _other: 50e9,
+    )
+    assert found.aggregated() == []

@@ -1,0 +1,114 @@
+"""What a request has come to, and how it would go on elsewhere."""
+
+import msgspec
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.core.hashing import block_hashes
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
+from penstock.router.dispatch.progress import Progress
+from tests.support.cluster import small_card
+
+KEY = bytes(range(16))
+
+
+def make_request(prompt: list[int], num_emitted: int = 0, hashes: bytes = b"") -> Request:
+    return Request(
+        request_id=RequestId("r"),
+        model="tiny",
+        token_ids=pack_tokens(prompt),
+        sampling=SamplingParams(max_tokens=99),
+        salt=b"s",
+        num_emitted=num_emitted,
+        block_hashes=hashes,
+    )
+
+
+def make_delta(*token_ids: int, **fields: object) -> Delta:
+    return Delta(request_id=RequestId("r"), token_ids=pack_tokens(token_ids), **fields)
+
+
+def test_each_move_sends_the_prompt_all_tokens_and_their_hashes():
+    progress = Progress(make_request([1, 2, 3, 4, 5]), small_card(), KEY)
+    output: list[int] = []
+    for tokens in ([], [6], [7, 8], [9, 10, 11, 12, 13], []):
+        if tokens:
+            progress.add(make_delta(*tokens))
+            output += tokens
+        request = progress.request()
+        everything = [1, 2, 3, 4, 5, *output]
+        assert unpack_tokens(request.token_ids).tolist() == everything
+        assert request.num_emitted == len(output)
+        assert request.block_hashes == pack_hashes(block_hashes(everything, 4, b"s", key=KEY))
+    assert progress.prompt_tokens == 5
+    assert progress.output_tokens == 8
+
+
+def test_a_prompt_shorter_than_a_block_gets_its_hashes_when_it_has_grown():
+    progress = Progress(make_request([1]), small_card(), KEY)
+    assert progress.request().block_hashes == b""
+    progress.add(make_delta(2, 3, 4))
+    expected = pack_hashes(block_hashes([1, 2, 3, 4], 4, b"s", key=KEY))
+    assert progress.request().block_hashes == expected
+
+
+def test_a_request_that_brings_tokens_along_counts_them_as_output():
+    progress = Progress(make_request([1, 2, 3], num_emitted=2), small_card(), KEY)
+    assert (progress.prompt_tokens, progress.output_tokens) == (1, 2)
+    progress.add(make_delta(4))
+    assert progress.request().num_emitted == 3
+
+
+def test_hashes_that_came_along_are_kept():
+    hashes = pack_hashes(block_hashes([1, 2, 3, 4, 5], 4, b"s", key=KEY))
+    progress = Progress(make_request([1, 2, 3, 4, 5], hashes=hashes), small_card(), KEY)
+    assert progress.request().block_hashes == hashes
+    with pytest.raises(RequestError, match="got 1 for 3 tokens, expected 0"):
+        Progress(make_request([1, 2, 3], hashes=hashes), small_card(), KEY)
+
+
+def test_unread_deltas_are_merged_with_everything_in_them():
+    progress = Progress(make_request([1]), small_card(), KEY)
+    logprobs = [TokenLogprob(token_id=t, logprob=-1.0) for t in (5, 6, 7)]
+    progress.add(make_delta(5, cached_tokens=0, logprobs=(logprobs[0],)))
+    progress.add(make_delta(6, 7, logprobs=tuple(logprobs[1:])))
+    progress.add(make_delta(finish_reason=FinishReason.STOP))
+    delta = progress.take()
+    assert unpack_tokens(delta.token_ids).tolist() == [5, 6, 7]
+    assert delta.logprobs == tuple(logprobs)
+    assert delta.cached_tokens == 0
+    assert delta.finish_reason is FinishReason.STOP
+    assert not progress.unread
+    assert progress.taken_tokens == 3
+
+
+def test_only_the_first_worker_says_what_was_cached():
+    progress = Progress(make_request([1]), small_card(), KEY)
+    progress.add(make_delta(5, cached_tokens=4))
+    progress.take()
+    progress.add(make_delta(6, cached_tokens=8))
+    assert progress.take().cached_tokens is None
+    assert progress.cached_tokens == 4
+
+
+def test_an_error_is_not_for_the_reader_but_the_tokens_beside_it_are():
+    progress = Progress(make_request([1]), small_card(), KEY)
+    error = RequestError("no").to_info()
+    progress.add(make_delta(error=error, finish_reason=FinishReason.ERROR))
+    assert not progress.unread
+    progress.add(make_delta(5, error=error, finish_reason=FinishReason.ERROR))
+    delta = progress.take()
+    assert unpack_tokens(delta.token_ids).tolist() == [5]
+    assert delta.error is None
+    assert delta.finish_reason is None
+
+
+def test_a_prompt_that_is_part_of_a_buffer_grows_as_any_other():
+    progress = Progress(make_request([1, 2, 3, 4]), small_card(), KEY)
+    part = memoryview(bytes(pack_tokens([1, 2, 3, 4, 9])))[:16]
+    in_parts = Progress(msgspec.structs.replace(make_request([]), token_ids=part), small_card(), KEY)
+    for of in (progress, in_parts):
+        of.add(make_delta(5, 6))
+    assert in_parts.request() == progress.request()

@@ -1,0 +1,195 @@
+"""Who can hand prompts over to whom, by what workers say of themselves."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.core.types.instances import EngineInfo, Instance, Role
+from penstock.core.types.kv_exchange import KvExchange
+from penstock.core.types.kv_layout import KvLayout
+from penstock.router.links import kv_transfer_pairs
+from penstock.router.links.kv_transfer_pairs import KvTransferPairs
+from tests.support.cluster import small_card
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", element_bytes=2, block_size=4)
+HERE = KvExchange(transports=("shm", "tcp"), listens=("memory", "unix"), host=b"one")
+
+
+CARD = small_card()
+
+
+def worker(name, exchange=HERE, *, layout=LAYOUT, blocks=10, tp=1, card=CARD):
+    engine = EngineInfo(
+        block_size=4,
+        total_blocks=blocks,
+        context_length=40,
+        max_batch_tokens=8,
+        max_running_requests=2,
+        kv_layout=layout and layout.split(num_blocks=blocks, tp=tp),
+    )
+    role = Role.PREFILL if name[0] == "p" else Role.DECODE
+    return Instance(
+        worker_id=1, name=name, address="", role=role, card=card, engine=engine, exchange=exchange
+    )
+
+
+def pairs(*workers):
+    made = KvTransferPairs()
+    for slot, instance in enumerate(workers):
+        made.put(slot, instance)
+    return made
+
+
+def mask(*slots, of=4):
+    return np.isin(np.arange(of), slots)
+
+
+def at(host=b"one", *, transports=HERE.transports, listens=HERE.listens):
+    return KvExchange(transports=transports, listens=listens, host=host)
+
+
+@pytest.mark.parametrize(
+    ("producer", "taker", "why"),
+    [
+        (worker("p"), worker("d"), None),
+        (worker("p", blocks=5), worker("d", blocks=50), None),
+        (worker("p", tp=2), worker("d"), None),
+        (worker("p", layout=None), worker("d", layout=None), None),
+        (worker("p", layout=None), worker("d"), "keeps no memory"),
+        (worker("p"), worker("d", None), "moves no KV"),
+        (worker("p"), worker("d", card=small_card(block_size=8)), "blocks of 4 tokens there, of 8 here"),
+        (worker("p"), worker("d", card=msgspec.structs.replace(CARD, salt=b"2")), "other weights"),
+        (worker("p"), worker("d", card=msgspec.structs.replace(CARD, context_length=9)), None),
+        (worker("p"), worker("d", at(transports=("nixl",))), "shm, tcp there, nixl here"),
+        (worker("p"), worker("d", at(transports=())), "shm, tcp there, none here"),
+        (worker("p"), worker("d", at(b"two")), r"listens on no tcp:// address"),
+        (worker("p", at(b"two", listens=("tcp",))), worker("d"), None),
+        (worker("p", at(b"two", listens=("tcp",), transports=("shm",))), worker("d"), "in common"),
+        (worker("p", layout=msgspec.structs.replace(LAYOUT, num_kv_heads=4)), worker("d"), "num_kv_heads"),
+    ],
+)
+def test_a_pair_fits_or_says_why_not(producer, taker, why):
+    found = pairs(producer, taker)
+    everybody = mask(0, 1, of=2)
+    assert found.kinds(2).decode_workers(0)[1] == (why is None)
+    assert (found.prefill_workers(everybody, mask(1, of=2)) & mask(0, of=2)).any() == (why is None)
+    for slot in (0, 1):
+        problem = found.problem(slot)
+        assert (problem is None) == (why is None)
+        assert why is None or msgspec.json.encode(problem)
+    if why is not None:
+        with pytest.raises(AssertionError, match=why):
+            raise AssertionError(found.problem(0))
+    found.check()
+
+
+def test_of_several_kinds_each_goes_its_own_way():
+    other = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
+    found = pairs(worker("p0"), worker("p1", layout=other), worker("d0"), worker("d1", layout=other))
+    decode_workers = mask(2, 3)
+    assert (found.kinds(4).decode_workers(0) & decode_workers).tolist() == mask(2).tolist()
+    assert (found.kinds(4).decode_workers(1) & decode_workers).tolist() == mask(3).tolist()
+    assert found.prefill_workers(mask(0, 1), decode_workers).tolist() == mask(0, 1).tolist()
+    assert found.prefill_workers(mask(0, 1), mask(2)).tolist() == mask(0).tolist()
+    assert found.problem(0) is None
+    found.remove(3)
+    assert found.prefill_workers(mask(0, 1), mask(2)).tolist() == mask(0).tolist()
+    assert "dtype" in found.problem(1)
+    found.put(2, worker("d0", layout=other))
+    assert found.prefill_workers(mask(0, 1), mask(2)).tolist() == mask(1).tolist()
+    grown = mask(2, 5, of=8)
+    found.put(5, worker("d2"))
+    assert (found.kinds(8).decode_workers(0) & grown).tolist() == mask(5, of=8).tolist()
+    found.check()
+
+
+def test_decode_workers_alone_have_no_problem():
+    assert pairs(worker("d0"), worker("d1", None)).problem(1) is None
+
+
+COSTLY = {"memory": 0.0, "shm": 0.025, "tcp": 0.1, "nixl": 1.0}
+
+
+def costly(*transports, host=b"one", listens=("memory", "unix", "tcp")):
+    setups_s = tuple(COSTLY[name] for name in transports)
+    return KvExchange(transports=transports, listens=listens, host=host, setups_s=setups_s)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "seconds"),
+    [
+        (costly("memory", "shm", "tcp"), costly("memory", "shm", "tcp"), 0.025),
+        (costly("tcp"), costly("memory", "shm", "tcp"), 0.1),
+        (costly("shm", "nixl"), costly("tcp", "nixl"), 1.0),
+        (costly("tcp", "nixl", "shm", host=b"two"), costly("tcp", "nixl", "shm"), 1.0),
+        (costly("tcp", "shm", host=b"two"), costly("tcp", "shm"), 0.1),
+        (costly("memory"), costly("memory", listens=("memory",)), None),
+        (costly("nixl"), costly("tcp"), None),
+        (at(), at(), None),
+        (None, costly("tcp"), None),
+    ],
+    ids=["host", "tcp", "nixl-alone", "hosts", "hosts-tcp", "process", "unfit", "unsaid", "no-kv"],
+)
+def test_a_set_up_takes_what_the_transport_does_that_will_be_used(here, there, seconds):
+    found = pairs(worker("p", there), worker("d", here))
+    setups_s = found.setups_s(0, 4)
+    assert (None if setups_s is None else setups_s.tolist()) == (seconds and [0.0, seconds, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -1.0])
+def test_a_set_up_that_is_no_time_counts_for_nothing(nonsense):
+    exchange = msgspec.structs.replace(costly("tcp"), setups_s=(nonsense,))
+    assert pairs(worker("p", exchange), worker("d", exchange)).setups_s(0, 2) is None
+
+
+def test_set_ups_are_of_those_who_take_prompts_over():
+    exchange = costly("tcp")
+    found = pairs(worker("p0", exchange), worker("p1", exchange), worker("d0", exchange))
+    found.put(3, worker("d1", exchange, layout=None))
+    setups_s = found.setups_s(0, 5)
+    assert setups_s.tolist() == [0.0, 0.0, 0.1, 0.0, 0.0], "d1 keeps no memory for KV"
+    assert found.setups_s(0, 5) is setups_s
+    found.put(4, worker("d2", costly("tcp", "shm")))
+    assert found.setups_s(1, 5).tolist() == [0.0, 0.0, 0.1, 0.0, 0.1]
+    assert found.setups_s(7, 5) is None, "nobody is there"
+    nothing = pairs(worker("p", exchange, layout=None), worker("d", exchange, layout=None))
+    assert nothing.setups_s(0, 2) is None, "neither keeps memory for KV: nothing is read"
+
+
+def test_many_hosts_are_no_more_kinds_than_one(monkeypatch):
+    """What is worked out does not grow with the square of the hosts."""
+    asked = []
+    unfit = kv_transfer_pairs._unfit
+    monkeypatch.setattr(
+        kv_transfer_pairs, "_unfit", lambda *args, **kw: asked.append(1) or unfit(*args, **kw)
+    )
+    found = pairs()
+    for slot in range(200):
+        exchange = costly("shm", "tcp", host=b"%d" % (slot // 2), listens=("unix",) if slot < 8 else ("tcp",))
+        found.put(slot, worker(f"{'pd'[slot % 2]}{slot}", exchange))
+    everybody = np.ones(200, dtype=np.bool_)
+    decoders = np.arange(200) % 2 == 1
+    assert (found.kinds(200).decode_workers(0) & decoders).tolist() == mask(1, of=200).tolist(), (
+        "it is read on its host only"
+    )
+    assert (found.kinds(200).decode_workers(100) & decoders).tolist() == decoders.tolist()
+    assert found.prefill_workers(everybody, mask(1, of=200)).nonzero()[0].tolist() == [0, 1, *range(8, 200)]
+    assert found.prefill_workers(everybody, mask(51, of=200)).tolist() == (np.arange(200) >= 8).tolist()
+    assert all(found.problem(slot) is None for slot in range(200))
+    assert len(asked) <= 8, "two kinds, each with each, on one host and on two"
+    found.remove(1)
+    assert "listens on no tcp" in found.problem(0)
+    found.check()
+
+
+def test_who_is_alone_on_its_host_is_read_from_others_only():
+    found = pairs(
+        worker("p0", costly("shm", "tcp", host=b"a")), worker("d0", costly("shm", "tcp", host=b"b"))
+    )
+    found.put(2, worker("d1", costly("shm", host=b"a")))
+    assert found.kinds(3).decode_workers(0)[1:].tolist() == [True, True]
+    assert found.prefill_workers(mask(0, of=3), mask(2, of=3)).tolist() == mask(0, of=3).tolist()
+    found.put(2, worker("d1", costly("shm", host=b"c")))
+    assert found.kinds(3).decode_workers(0)[1:].tolist() == [True, False]
+    assert not found.prefill_workers(mask(0, of=3), mask(2, of=3)).any()
+    found.check()

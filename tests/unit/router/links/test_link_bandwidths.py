@@ -1,0 +1,158 @@
+"""What a byte of KV takes between workers, by where they are, and by what reading it took."""
+
+import numpy as np
+import pytest
+
+from penstock.core.ids import WorkerId
+from penstock.core.types.load import KvRead
+from penstock.core.types.location import Location
+from penstock.perf.topology import Topology, Way
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.links.link_bandwidths import FORGOTTEN_S, LinkBandwidths
+
+TOPOLOGY = Topology(
+    same_host=Way(latency_s=0, bandwidth_bytes_per_s=400e9),
+    same_rack=Way(latency_s=0, bandwidth_bytes_per_s=50e9),
+)
+
+
+def ways(link_bytes_per_s=None):
+    config = RouterConfig(topology=TOPOLOGY, disagg=DisaggConfig(link_bytes_per_s=link_bytes_per_s))
+    table = LinkBandwidths(config, 2)
+    table.put(0, Location(host="a"))
+    table.put(1, Location(host="b"))
+    return table
+
+
+def bandwidths(table, source):
+    table.byte_s(source)
+    table.check()
+    return (1 / table.byte_s(source)).tolist()
+
+
+def test_workers_of_a_host_are_closer_than_others():
+    table = ways()
+    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
+    assert bandwidths(table, 1) == pytest.approx([50e9, 400e9])
+
+
+def test_what_is_said_of_links_holds_for_all():
+    assert bandwidths(ways(7e9), 0) == pytest.approx([7e9, 7e9])
+
+
+def test_who_moves_is_elsewhere():
+    table = ways()
+    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
+    table.put(1, Location(host="a"))
+    assert bandwidths(table, 0) == pytest.approx([400e9, 400e9])
+
+
+def test_there_are_as_many_as_slots():
+    table = ways()
+    table.byte_s(0)
+    table.grow(4)
+    table.put(3, Location(host="b"))
+    assert bandwidths(table, 1) == pytest.approx([50e9, 400e9, 400e9, 400e9]), "nobody knows where 2 is"
+
+
+def test_rows_stay_as_they_are():
+    table = ways()
+    with pytest.raises(ValueError, match="read-only"):
+        table.byte_s(0)[:] = 0
+    assert np.array_equal(table.byte_s(0), table.byte_s(0))
+
+
+class Reader:
+    """The worker in slot 1, who reads from the one in slot 0, on another host, and reports it."""
+
+    def __init__(self, table):
+        self.table = table
+        self.num_bytes = 0
+        self.seconds = 0.0
+        self.now_s = 0.0
+
+    def read(self, bytes_per_s, times=1, seconds=0.1):
+        for _ in range(times):
+            self.now_s += 1.0
+            self.seconds += seconds
+            self.num_bytes += round(bytes_per_s * seconds)
+            told = KvRead(
+                producer=WorkerId(1), transport="tcp", num_bytes=self.num_bytes, seconds=self.seconds
+            )
+            self.table.report(0, 1, told, self.now_s)
+            self.table.check()
+
+
+def test_what_reading_takes_corrects_the_price_of_this_pair_alone():
+    table = ways()
+    reader = Reader(table)
+    before = table.byte_s(0)
+    reader.read(10e9, times=20)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 10e9], rel=0.01)
+    assert bandwidths(table, 1) == pytest.approx([50e9, 400e9])
+    assert (1 / before).tolist() == pytest.approx([400e9, 50e9]), "what was given stays as it was"
+    reader.read(100e9, times=30)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 100e9], rel=0.01)
+    with pytest.raises(ValueError, match="read-only"):
+        table.byte_s(0)[:] = 0
+
+
+def test_the_first_read_which_connects_and_a_hiccup_count_for_nothing():
+    table = ways()
+    reader = Reader(table)
+    reader.read(1e6)
+    reader.read(50e9, times=5)
+    reader.read(1e6)
+    reader.read(50e9, times=5)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9], rel=0.01)
+
+
+def test_what_is_too_short_for_a_clock_adds_up():
+    table = ways()
+    reader = Reader(table)
+    reader.read(10e9, times=9, seconds=0.003)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9]), "two observations"
+    reader.read(10e9, times=60, seconds=0.003)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 10e9], rel=0.01)
+
+
+def test_a_price_is_never_far_from_what_the_topology_says():
+    table = ways()
+    Reader(table).read(1e3, times=20, seconds=10.0)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9 / 8])
+
+
+def test_what_was_learned_is_forgotten_when_nothing_moves():
+    table = ways()
+    reader = Reader(table)
+    reader.read(10e9, times=20)
+    table.forget_unused(reader.now_s + FORGOTTEN_S - 1)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 10e9], rel=0.01)
+    table.forget_unused(reader.now_s + FORGOTTEN_S)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
+    reader.read(25e9, times=10)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 25e9], rel=0.01), "and learned anew"
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_who_takes_the_place_of_one_that_is_gone_begins_anew(gone):
+    table = ways()
+    Reader(table).read(10e9, times=20)
+    table.forget(gone)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
+    Reader(table).read(20e9, times=20)
+    assert bandwidths(table, 0) == pytest.approx([400e9, 20e9], rel=0.01)
+
+
+def test_a_speed_that_is_said_of_all_links_is_not_corrected():
+    table = ways(7e9)
+    Reader(table).read(1e9, times=20)
+    assert bandwidths(table, 0) == pytest.approx([7e9, 7e9])
+
+
+def test_what_was_learned_holds_while_others_come_and_move():
+    table = ways()
+    Reader(table).read(10e9, times=20)
+    table.grow(3)
+    table.put(2, Location(host="a"))
+    assert bandwidths(table, 0) == pytest.approx([400e9, 10e9, 400e9], rel=0.01)

@@ -1,0 +1,323 @@
+"""Each term of the `kv` policy with numbers worked out by hand, and what must hold for all of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.router.policy.policies import choose
+from penstock.router.policy.predicted_seconds import PACE_WEIGHT, PredictedSeconds
+from penstock.testing.routing_policy import make_context, make_prices, some_contexts
+
+POLICY = PredictedSeconds()
+
+
+def term(name: str, **columns: object) -> list[float]:
+    terms = POLICY.terms(make_context(**columns))
+    return terms[POLICY.term_names.index(name)].tolist()
+
+
+def test_prefill_is_a_step_its_tokens_and_the_pairs_they_attend_to():
+    prices = make_prices(
+        prefill_step_s=[0.002] * 3, prefill_token_s=[1e-4, 1e-4, 2e-4], prefill_pair_s=[1e-6] * 3
+    )
+    # 100 tokens, none cached: 100 * 101 / 2 = 5,050 pairs; 80 cached: 20 * 80 + 20 * 21 / 2 = 1,810 pairs
+    assert term("prefill", prices=prices, overlap_blocks=[0, 5, 0]) == pytest.approx(
+        [0.002 + 0.01 + 0.00505, 0.002 + 0.002 + 0.00181, 0.002 + 0.02 + 0.00505]
+    )
+
+
+def test_one_token_is_computed_though_all_is_cached():
+    assert term("prefill", request_tokens=96, request_blocks=6, overlap_blocks=[6, 6, 6]) == pytest.approx(
+        [1e-5] * 3
+    )
+
+
+def test_a_step_that_decodes_is_shared_by_the_prompt_tokens_beside_it():
+    prices = make_prices(decode_sequence_s=[1e-4] * 3, decode_token_s=[1e-6] * 3, batch_tokens=[100.0] * 3)
+    # a step there takes 1 ms + 10 * 0.1 ms + 3,000 * 1 us = 5 ms, of which each of 100 tokens bears 50 us
+    found = term("prefill", prices=prices, running_requests=[0, 10, 10], context_tokens=[0, 0, 3000])
+    assert found == pytest.approx([100 * (1e-5 + 1e-5), 100 * (1e-5 + 2e-5), 100 * (1e-5 + 5e-5)])
+
+
+def test_queue_is_what_this_router_sent_and_its_part_of_what_is_reported():
+    found = term(
+        "queue",
+        queued_prefill_tokens=[1000, 1000, 1000],  # a report counts what waits whole
+        own_prefill_tokens=[0, 400, 4000],
+        running_requests=[4, 2, 2],
+        waiting_requests=[0, 2, 0],
+        own_requests=[0, 1, 2],
+    )
+    # all of others; 400 of its own and 3/4 of the rest; its own alone, of which 3,000 are computed by now
+    assert found == pytest.approx([1000e-5, (400 + 0.75 * 600) * 1e-5, 1000e-5])
+
+
+def test_queued_pairs_count_as_far_as_their_tokens_are_left():
+    found = term(
+        "queue",
+        prices=make_prices(prefill_token_s=[0.0] * 3, decode_step_s=[0.0] * 3, prefill_pair_s=[1e-6] * 3),
+        queued_prefill_tokens=[400, 100, 0],
+        own_prefill_tokens=[400, 400, 0],
+        own_prefill_pairs=[80_000, 80_000, 0],
+        running_requests=[1, 1, 0],
+        own_requests=[1, 1, 0],
+    )
+    assert found == pytest.approx([0.08, 0.02, 0.0])
+
+
+def test_memory_is_waited_for_as_long_as_so_much_of_it_takes_to_come_back():
+    columns = {
+        "total_blocks": [100, 100, 0],
+        "active_blocks": [93, 93, 93],
+        "overlap_blocks": [0, 4, 0],
+        "mean_output_tokens": 64.0,
+    }
+    # answers of 64 tokens at 1 ms hold their blocks for 64 ms. Asked: 93 + 7 = 100, all there are
+    assert term("memory", **columns) == pytest.approx([0.0, 0.0, 0.0])
+    # two that run will have grown by 2 blocks each on average, and 48 queued tokens are 3 more: 107, or 103 with 4 shared
+    more = columns | {
+        "running_requests": [2, 2, 2],
+        "own_requests": [2, 2, 2],
+        "queued_prefill_tokens": [48, 48, 48],
+    }
+    more |= {"own_prefill_tokens": [48, 48, 48]}
+    assert term("memory", **more) == pytest.approx([0.07 * 0.064, 0.03 * 0.064, 0.0])
+
+
+def test_ranks_compute_prompts_beside_each_other():
+    prices = make_prices(batch_tokens=[100.0, 400.0, 400.0], prompts_at_once=[1.0, 4.0, 4.0])
+    columns = {
+        "prices": prices,
+        "queued_prefill_tokens": [1000, 1000, 4000],
+        "running_requests": [1, 1, 1],
+        "overlap_blocks": [5, 5, 0],
+        "request_rate_per_s": 900.0,
+    }
+    # each rank takes 100 tokens a step of 1 ms, so that one of a prompt takes 10 + 10 us on all three workers
+    assert term("prefill", **columns) == pytest.approx([20 * 2e-5, 20 * 2e-5, 100 * 2e-5])
+    # but four prompts of the queue are computed beside each other
+    assert term("queue", **columns) == pytest.approx([1000 * 2e-5, 1000 * 2e-5 / 4, 4000 * 2e-5 / 4])
+    # of 900 requests a second the workers of four ranks get 400 each, and this one keeps one rank of four busy
+    busy_s = [2 * (0.02 + 0.0004), 2 * (0.02 + 0.0001), 2 * (0.02 + 0.0005)]
+    delays_s = [0.0004, 0.0001, 0.0005]
+    assert term("followers", **columns) == pytest.approx(
+        [rate * busy * delay for rate, busy, delay in zip((100, 400, 400), busy_s, delays_s, strict=True)]
+    )
+
+
+def test_onboarding_costs_by_tier():
+    prices = make_prices(onboard_token_s=[[0.0] * 3, [1e-6] * 3, [4e-6] * 3, [1.0] * 3])
+    tiers = [[1, 0, 0], [2, 0, 0], [3, 0, 0], [0, 5, 0]]
+    found = term("onboard", prices=prices, overlap_blocks=[6, 5, 0], tier_blocks=tiers)
+    assert found == pytest.approx([16 * (2 * 1e-6 + 3 * 4e-6), 0.0, 0.0])
+
+
+def test_what_is_quicker_to_compute_than_to_fetch_is_not_cached():
+    columns = {"running_requests": [3] * 3, "waiting_requests": [1] * 3}
+    prices = make_prices(onboard_token_s=[[0.0] * 3, [1e-6] * 3, [1.0] * 3, [1.0] * 3])
+    tiers = [[2, 2, 2], [1, 1, 0], [2, 0, 0], [0, 0, 2]]
+    context = make_context(3, prices=prices, overlap_blocks=[5, 3, 4], tier_blocks=tiers, **columns)
+    found = POLICY.terms(context)
+    np.testing.assert_array_equal(found[:, 0], found[:, 1])
+    alone = make_context(
+        3, prices=prices, overlap_blocks=[2] * 3, tier_blocks=[[2] * 3, *[[0] * 3] * 3], **columns
+    )
+    np.testing.assert_array_equal(found[:, 2], POLICY.terms(alone)[:, 2])
+
+
+def test_whether_a_tier_is_worth_fetching_from_does_not_go_by_what_runs_there():
+    # 10 us to compute a token there, 12 with the decode steps beside it, 11 to fetch it: it is computed
+    prices = make_prices(
+        batch_tokens=[500.0] * 3, onboard_token_s=[[0.0] * 3, [1e-5] * 3, [1.1e-5] * 3, [1.0] * 3]
+    )
+    assert prices.worth_fetching().tolist() == [[True] * 3, [True] * 3, [False] * 3, [False] * 3]
+    tiers = [[0, 0, 0], [2, 0, 0], [0, 2, 0], [0, 0, 0]]
+    columns = {"prices": prices, "overlap_blocks": [2, 2, 0], "tier_blocks": tiers}
+    assert term("onboard", **columns) == pytest.approx([32 * 1e-5, 0.0, 0.0])
+    assert term("prefill", **columns) == pytest.approx([68 * 1.2e-5, 100 * 1.2e-5, 100 * 1.2e-5])
+
+
+def test_pace_and_slowdown_weigh_what_is_added_between_tokens():
+    prices = make_prices(decode_sequence_s=[1e-4] * 3, decode_token_s=[1e-6] * 3)
+    columns = {"prices": prices, "running_requests": [0, 10, 10], "context_tokens": [0, 0, 3000]}
+    assert term("pace", **columns) == pytest.approx([PACE_WEIGHT * s for s in (0.001, 0.002, 0.005)])
+    # each of ten: 1 ms of prefill over 100 tokens, and in each step one more sequence of 100 + 50 tokens
+    each_s = 0.001 / 100 + 1e-4 + 150e-6
+    assert term("slowdown", **columns) == pytest.approx([0.0, *[PACE_WEIGHT * 10 * each_s] * 2])
+
+
+def test_followers_wait_for_this_prefill_as_long_as_the_middle_worker_is_busy():
+    columns = {"running_requests": [1, 1, 1], "request_rate_per_s": 300.0}
+    # 100 requests a second for each; 1 ms of prefill, and 9 ms before it: busy for twice that, and 2 follow.
+    # On the first they would wait less and on the last for hours: they go elsewhere, as all workers but that one are.
+    found = term("followers", queued_prefill_tokens=[0, 900, 10**9], **columns)
+    assert found == pytest.approx([2 * 0.001] * 3)
+    assert term("followers", queued_prefill_tokens=[10**9] * 3, **columns) == pytest.approx([100 * 0.001] * 3)
+
+
+def test_who_may_not_get_a_request_says_nothing_of_the_wait():
+    columns = {"running_requests": [1, 1, 1], "request_rate_per_s": 200.0}
+    columns |= {"queued_prefill_tokens": [400, 900, 900], "eligible": [True, False, True]}
+    # two get 100 a second each; of two waits, 4 and 9 ms, the middle one is the shorter
+    assert term("followers", **columns)[::2] == pytest.approx([100 * 2 * 0.005 * 0.001] * 2)
+    assert term("followers", **columns | {"eligible": [False] * 3}) == pytest.approx([0.0] * 3)
+
+
+def test_a_fast_worker_has_more_followers():
+    prices = make_prices(prefill_token_s=[2e-5, 2e-5, 1e-5])
+    # 200 requests a second: 50, 50 and 100; 2, 2 and 1 ms of prefill, twice that of being busy
+    found = term("followers", prices=prices, request_rate_per_s=200.0)
+    assert found == pytest.approx([0.2 * 0.002, 0.2 * 0.002, 0.2 * 0.001])
+
+
+def test_room_is_what_its_blocks_keep_from_those_who_want_memory_meanwhile():
+    columns = {"total_blocks": [100, 100, 0], "overlap_blocks": [0, 4, 4], "mean_output_tokens": 64.0}
+    # 7 and 3 of 100 blocks for 64 ms; half of all are in use then: to the eighth power, 2 wait if anybody does
+    half = term("room", active_blocks=[43, 47, 93], **columns)
+    assert half == pytest.approx([0.07 * 0.064 * 2 / 256, 0.03 * 0.064 * 2 / 256, 0.0])
+    # 10, 6 and no blocks are lacking, 6.4, 3.84 and 0 ms; of 100 requests a second, those of twice the middle one wait as well
+    short = term("room", active_blocks=[103, 103, 103], request_rate_per_s=300.0, **columns)
+    assert short == pytest.approx([0.07 * 0.064 * (2 + 0.768), 0.03 * 0.064 * (2 + 0.768), 0.0])
+
+
+def test_network_is_there_and_back_and_the_bytes_of_the_prompt():
+    prices = make_prices(round_trip_s=[0.0, 0.08, 0.08], byte_s=[0.0, 0.0, 1e-4])
+    # 100 tokens of 4 bytes and 7 hashes of 16
+    assert term("network", prices=prices) == pytest.approx([0.0, 0.08, 0.08 + 512e-4])
+
+
+def test_a_far_holder_is_chosen_where_it_saves_more_than_the_way_there():
+    prices = make_prices(2, round_trip_s=[0.0, 0.0005])
+    for overlap, expected in ((2, 0), (4, 1)):  # 32 and 64 tokens: 0.32 and 0.64 ms
+        context = make_context(2, prices=prices, overlap_blocks=[0, overlap])
+        assert choose(POLICY.costs(context), context.eligible, 1) == expected
+
+
+def test_a_fast_worker_takes_more_than_a_slow_one():
+    prices = make_prices(2, prefill_token_s=[1e-5, 4e-5])
+    context = make_context(
+        2, prices=prices, own_requests=[1, 0], running_requests=[1, 0], own_prefill_tokens=[200, 0]
+    )
+    context.queued_prefill_tokens[:] = [200, 0]
+    assert choose(POLICY.costs(context), context.eligible, 1) == 0
+    context.queued_prefill_tokens[:] = context.own_prefill_tokens[:] = [400, 0]
+    assert choose(POLICY.costs(context), context.eligible, 1) == 1
+
+
+def test_a_hot_prefix_spreads_once_its_holder_is_busier_than_computing_it_again():
+    """80 of 100 tokens are shared: 0.8 ms. The holder is left when its queue is longer, and not before."""
+    for queued, expected in ((70, 0), (90, 1)):
+        context = make_context(
+            2, overlap_blocks=[5, 0], queued_prefill_tokens=[queued, 0], own_prefill_tokens=[queued, 0]
+        )
+        assert choose(POLICY.costs(context), context.eligible, 0) == expected
+
+
+@pytest.mark.parametrize(
+    "column",
+    ["queued_prefill_tokens", "running_requests", "waiting_requests", "active_blocks", "context_tokens"],
+)
+def test_more_load_never_costs_less(column):
+    for seed in range(5):
+        for context in some_contexts(seed):
+            before = POLICY.costs(context)
+            getattr(context, column)[:] += np.arange(len(before)) % 7
+            assert (POLICY.costs(context) >= before * (1 - 1e-12)).all()
+
+
+@given(st.integers(1, 200_000), st.integers(1, 512), st.integers(0, 100), st.data())
+def test_more_overlap_never_costs_more(request_tokens, block_size, context_seed, data):
+    context = next(iter(some_contexts(context_seed)))
+    context.request_tokens, context.block_size = request_tokens, block_size
+    context.request_blocks = -(-request_tokens // block_size)
+    full = (request_tokens - 1) // block_size  # one token is computed in any case
+    overlaps = sorted(data.draw(st.lists(st.integers(0, full), min_size=2, max_size=2)))
+    tier = data.draw(st.integers(0, 3))
+    costs = []
+    for overlap in overlaps:
+        context.overlap_blocks[:] = overlap
+        context.tier_blocks[:] = 0
+        context.tier_blocks[tier] = overlap
+        costs.append(float(POLICY.costs(context)[0]))
+    assert costs[1] <= costs[0] * (1 + 1e-12)
+
+
+def test_costs_are_finite_whatever_the_columns():
+    for seed in range(20):
+        for context in some_contexts(seed):
+            terms = POLICY.terms(context)
+            assert np.isfinite(terms).all()
+            assert (terms >= 0).all()
+
+
+def test_what_other_routers_sent_counts_as_what_this_one_sent():
+    report = {
+        "queued_prefill_tokens": [1000, 1000],  # whole, though 600 of them are cached
+        "running_requests": [2, 2],
+        "prices": make_prices(2, prefill_pair_s=[1e-6] * 2),
+    }
+    mine = {"requests": [2, 1], "prefill_tokens": [400, 100], "prefill_pairs": [90_000, 30_000]}
+    theirs = {"requests": [0, 1], "prefill_tokens": [0, 300], "prefill_pairs": [0, 60_000]}
+    columns = {f"own_{name}": column for name, column in mine.items()}
+    columns |= {f"peer_{name}": column for name, column in theirs.items()}
+    first, second = term("queue", num_slots=2, **report, **columns)
+    assert first == pytest.approx(second) == pytest.approx(400 * 1e-5 + 90_000 * 1e-6)
+
+
+def test_targets_say_what_pace_is_worth_within_bounds():
+    for ttft_s, itl_s, weight in (
+        (2.0, 0.05, 40.0),
+        (0.1, 0.2, 1.0),
+        (3600.0, 0.001, 100.0),
+        (2.0, None, PACE_WEIGHT),
+        (None, 0.05, PACE_WEIGHT),
+    ):
+        assert term("pace", slo_ttft_s=ttft_s, slo_itl_s=itl_s) == pytest.approx([weight * 0.001] * 3)
+
+
+def test_what_is_past_a_target_counts_again_until_twice_the_target():
+    columns = {"queued_prefill_tokens": [0, 1900, 3900], "running_requests": [1, 1, 1]}
+    # first tokens after 1, 20 and 40 ms
+    assert term("miss", **columns) == [0.0, 0.0, 0.0]
+    assert term("miss", slo_ttft_s=0.015, **columns) == pytest.approx([0.0, 0.005, 0.015])
+    # steps of 1 ms, for those between which pace is worth 5
+    assert term("miss", slo_itl_s=0.0008) == pytest.approx([PACE_WEIGHT * 0.0002] * 3)
+    assert term("miss", slo_itl_s=0.0001) == pytest.approx([PACE_WEIGHT * 0.0001] * 3)
+
+
+def two_workers(**targets: float | None) -> int | None:
+    """Choose between a worker with the prompt in its cache and a large batch, and one with neither."""
+    prices = make_prices(2, prefill_token_s=[2e-4] * 2, decode_sequence_s=[1e-4] * 2)
+    context = make_context(
+        2,
+        request_tokens=1000,
+        request_blocks=63,
+        overlap_blocks=[60, 0],
+        running_requests=[120, 0],
+        total_blocks=[0, 0],
+        mean_output_tokens=1000.0,
+        prices=prices,
+        **targets,
+    )
+    return choose(POLICY.costs(context), context.eligible, 0)
+
+
+def test_the_ratio_of_its_targets_decides_where_a_request_goes():
+    """First tokens after some 10 and 200 ms, steps of 13 and 1 ms."""
+    assert two_workers() == 0
+    assert two_workers(slo_ttft_s=0.05, slo_itl_s=0.05) == 0
+    assert two_workers(slo_ttft_s=1.0, slo_itl_s=0.02) == 1, "much time to begin, and a quick reader"
+
+
+def test_a_request_that_would_miss_its_target_goes_elsewhere():
+    """First tokens after 20 and 1 ms; the second worker decodes 20 others, and costs 2 ms more in all."""
+    for ttft_s, expected in ((None, 0), (0.030, 0), (0.015, 1), (0.0005, 0)):
+        context = make_context(
+            2,
+            queued_prefill_tokens=[1900, 0],
+            running_requests=[0, 20],
+            prices=make_prices(2, decode_sequence_s=[1e-4] * 2),
+            slo_ttft_s=ttft_s,
+        )
+        assert choose(POLICY.costs(context), context.eligible, 0) == expected, ttft_s

@@ -1,0 +1,223 @@
+"""Who is held, who is next, and who is refused; the clock is a number."""
+
+import pytest
+
+from penstock.core.errors import Overloaded
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.wire import pack_tokens
+from penstock.router.config import QueueConfig
+from penstock.router.queue.fair_queue import FairQueue, QueuedRequest
+
+
+def queued(
+    name: str,
+    *,
+    tokens: int = 10,
+    tenant: str = "",
+    priority: int = 0,
+    since_s: float = 0.0,
+    work_s: float = 0.0,
+    **predicted: float,
+) -> QueuedRequest:
+    request = Request(
+        request_id=RequestId(name),
+        model="m",
+        token_ids=pack_tokens(range(tokens)),
+        sampling=SamplingParams(max_tokens=1),
+        tenant=tenant,
+        priority=priority,
+    )
+    return QueuedRequest(request, since_s, work_s, **predicted)
+
+
+def queue_of(*waiting: QueuedRequest, **settings: object) -> FairQueue:
+    queue = FairQueue(QueueConfig(**settings))
+    for one in waiting:
+        queue.put(one)
+        queue.check()
+    return queue
+
+
+def names(waiting: object) -> list[str]:
+    return [str(one.request.request_id) for one in waiting]
+
+
+def drained(queue: FairQueue) -> list[str]:
+    """Take all, the first candidate each time."""
+    order = []
+    while len(queue):
+        one = queue.candidates()[0]
+        queue.take(one, 0.0)
+        queue.check()
+        order.append(one)
+    return names(order)
+
+
+def test_the_oldest_of_one_tenant_come_first():
+    queue = queue_of(*(queued(str(n)) for n in range(5)), looked_at_max=3)
+    assert names(queue.candidates()) == ["0", "1", "2"]
+    assert drained(queue) == ["0", "1", "2", "3", "4"]
+
+
+def test_first_come_first_served_looks_at_the_oldest_only():
+    assert names(queue_of(queued("a"), queued("b"), work_weight=0).candidates()) == ["a"]
+
+
+def test_tenants_take_turns_by_tokens():
+    queue = queue_of(
+        *(queued(f"a{n}", tokens=30, tenant="a") for n in range(3)),
+        *(queued(f"b{n}", tokens=10, tenant="b") for n in range(6)),
+        work_weight=0,
+    )
+    order = drained(queue)
+    assert order.index("a1") > order.index("b2"), "30 tokens of one are worth three requests of the other"
+    assert set(order[:5]) == {"a0", "b0", "b1", "b2", "a1"} or set(order[:4]) == {"a0", "b0", "b1", "b2"}
+
+
+def test_a_tenant_that_comes_later_is_not_owed_the_past():
+    queue = queue_of(*(queued(f"a{n}", tenant="a") for n in range(6)), work_weight=0)
+    for _ in range(3):
+        queue.take(queue.candidates()[0], 0.0)
+    for n in range(4):
+        queue.put(queued(f"b{n}", tenant="b"))
+    assert drained(queue)[:4] in (["b0", "a3", "b1", "a4"], ["b0", "b1", "a3", "b2"])
+
+
+def test_leaving_the_queue_for_a_moment_pays_no_debt():
+    large = queued("a0", tokens=100, tenant="a")
+    queue = queue_of(large, *(queued(f"b{n}", tokens=10, tenant="b") for n in range(9)), work_weight=0)
+    queue.take(large, 0.0)
+    queue.put(queued("a1", tokens=100, tenant="a"))
+    assert drained(queue)[-1] == "a1"
+
+
+def test_priorities_share_by_weight_and_the_lowest_is_served():
+    waiting = [queued(f"{p}:{n}", priority=p) for n in range(21) for p in (-1, 0, 1)]
+    order = drained(queue_of(*waiting, work_weight=0, priority_factor=4))
+    first = [name.partition(":")[0] for name in order[:21]]
+    assert first.count("1") in range(14, 18)
+    assert first.count("0") in range(3, 6)
+    assert first.count("-1") in range(1, 3)
+
+
+def test_shares_of_priorities_are_of_tokens():
+    waiting = [
+        queued(f"{p}:{n}", priority=p, tokens=tokens) for n in range(20) for p, tokens in ((0, 10), (1, 40))
+    ]
+    order = drained(queue_of(*waiting, work_weight=0, priority_factor=4))
+    assert [name.partition(":")[0] for name in order[:20]].count("1") in range(9, 12), "four times the tokens"
+
+
+def test_a_priority_that_comes_later_is_not_owed_the_past():
+    queue = queue_of(*(queued(f"0:{n}") for n in range(40)), work_weight=0, priority_factor=4)
+    for _ in range(20):
+        queue.take(queue.candidates()[0], 0.0)
+    for n in range(20):
+        queue.put(queued(f"-1:{n}", priority=-1))
+    assert [name.partition(":")[0] for name in drained(queue)[:10]].count("-1") in range(1, 4)
+
+
+def test_tenants_within_a_prompt_of_each_other_are_all_looked_at():
+    queue = queue_of(
+        *(queued(f"{tenant}{n}", tenant=tenant) for n in range(3) for tenant in "abc"), looked_at_max=6
+    )
+    assert names(queue.candidates()) == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    for _ in range(2):
+        queue.take(next(one for one in queue.candidates() if one.tenant == "a"), 0.0)
+    assert {one.tenant for one in queue.candidates()} == {"b", "c"}, "two prompts ahead"
+
+
+def test_a_second_of_work_counts_as_much_as_having_come_later():
+    queue = queue_of(
+        queued("large", since_s=0.0, work_s=3.0),
+        queued("small", since_s=10.0, work_s=1.0),
+        queued("late", since_s=21.0, work_s=1.0),
+        work_weight=10.0,
+    )
+    assert drained(queue) == ["small", "large", "late"]
+
+
+def test_the_largest_is_not_overtaken_for_ever():
+    queue = queue_of(queued("huge", work_s=1e9), work_weight=10.0, overtaken_s_max=5.0)
+    for second in range(1, 10):
+        queue.put(queued(str(second), since_s=float(second)))
+    assert drained(queue) == ["1", "2", "3", "4", "huge", "5", "6", "7", "8", "9"]
+
+
+def test_a_turn_is_reckoned_anew_with_the_work_on_the_free_worker():
+    queue = FairQueue(QueueConfig(work_weight=10.0, overtaken_s_max=60.0))
+    one = queued("a", since_s=4.0, work_s=3.0)
+    assert queue.turn_s(one, one.work_s) == pytest.approx(34.0)
+    assert queue.turn_s(one, 0.5) == pytest.approx(9.0)
+
+
+def test_one_tenant_leaves_room_for_others():
+    queue = queue_of(*(queued(str(n)) for n in range(5)), requests_max=10)
+    with pytest.raises(
+        Overloaded, match=r"5 of at most 10 requests .* 5 of them are of no tenant"
+    ) as refused:
+        queue.put(queued("more"))
+    assert refused.value.http_status == 429
+    queue.put(queued("other", tenant="b"))
+    queue.check()
+
+
+def test_a_full_queue_refuses_everybody():
+    queue = queue_of(*(queued(t, tenant=t) for t in "ab"), requests_max=2)
+    with pytest.raises(Overloaded, match="2 requests wait, the limit") as refused:
+        queue.put(queued("more", tenant="c"))
+    assert refused.value.http_status == 503
+    assert refused.value.retry_after_s is not None
+
+
+def test_the_time_to_come_back_is_what_the_queue_takes_to_drain():
+    queue = queue_of(*(queued(str(n)) for n in range(40)), requests_max=80)
+    for second in range(20):
+        queue.take(queue.candidates()[0], float(second))
+    assert queue.drain_s(20.0) == pytest.approx(20.0)
+    for n in range(20):
+        queue.put(queued(f"new{n}", since_s=20.0))
+    with pytest.raises(Overloaded) as refused:
+        queue.put(queued("more", since_s=20.0))
+    assert refused.value.retry_after_s == pytest.approx(40.0)
+
+
+def test_before_any_has_left_the_time_to_come_back_is_as_predicted():
+    queue = queue_of(*(queued(str(n), share_s=0.5) for n in range(8)), requests_max=16)
+    assert queue.drain_s(0.0) == pytest.approx(4.0)
+    with pytest.raises(Overloaded) as refused:
+        queue.put(queued("more", wait_s=2.5, share_s=0.5))
+    assert refused.value.retry_after_s == 7.0, "2.5 s until there is room, then 8 prompts of 0.5 s"
+    queue.take(queue.candidates()[0], 1.0)
+    queue.discard(queue.candidates()[0])
+    queue.check()
+    assert queue.drain_s(1.0) == pytest.approx(3.0)
+
+
+def test_what_goes_is_charged_to_its_tenant_and_its_priority_and_what_leaves_is_not():
+    a, low = queued("a", tokens=30, tenant="a"), queued("low", tokens=10, tenant="c", priority=-1)
+    queue = queue_of(
+        a,
+        low,
+        *(queued(f"{tenant}2", tenant=tenant) for tenant in "ab"),
+        queued("low2", tenant="c", priority=-1),
+        work_weight=0,
+        priority_factor=2,
+    )
+    queue.take(a, 0.0)
+    assert names(queue.candidates()) == ["low"], "nothing is less than 30 tokens"
+    queue.discard(low)
+    assert names(queue.candidates()) == ["low2"], "who left has had nothing"
+    queue.take(queue.candidates()[0], 0.0)
+    assert names(queue.candidates()) == ["b2"], (
+        "10 tokens at half the weight are 20, and b has had less than a"
+    )
+
+
+def test_who_leaves_is_forgotten_and_costs_no_turn():
+    a, b = queued("a", tenant="a"), queued("b", tenant="b")
+    queue = queue_of(a, b, queued("a2", tenant="a"))
+    queue.discard(a)
+    queue.check()
+    assert set(drained(queue)) == {"b", "a2"}

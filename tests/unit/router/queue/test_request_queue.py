@@ -1,0 +1,440 @@
+"""Requests that are held while every worker is busy, on virtual time, with real workers and engines driven by hand."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import msgspec
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from penstock.core.errors import DeadlineExceeded, Overloaded, Unavailable
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import FinishReason, Request, SamplingParams
+from penstock.core.wire import pack_tokens
+from penstock.router.config import QueueConfig, RouterConfig
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.router.policy.selector import WorkerSelector
+from penstock.sim.loop.loop import run_virtual
+from tests.support.cluster import MemoryCluster
+from tests.support.hand_engine import HandEngine
+
+
+class Slow:
+    """Each request at a worker takes a second, on one of its ranks; a prompt costs a second a token."""
+
+    name = "slow"
+    term_names = ("queue", "memory", "prefill")
+
+    def costs(self, context):
+        return self.terms(context).sum(axis=0)
+
+    def terms(self, context):
+        waits = context.running_requests / context.prices.prompts_at_once
+        return np.stack((waits, 0 * waits, 0 * waits + context.request_tokens))
+
+
+class Homes(Slow):
+    """Prompts of three tokens are at home on the first worker, longer ones on the second; the other costs ten times as much."""
+
+    def terms(self, context):
+        terms = super().terms(context)
+        terms[2, 1 if context.request_tokens == 3 else 0] *= 10
+        return terms
+
+
+class Queueing(HandEngine):
+    """Says that somebody waits while it has anything to do."""
+
+    def load(self):
+        return msgspec.structs.replace(super().load(), waiting_requests=len(self.requests))
+
+
+class Setting:
+    def __init__(
+        self, cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]
+    ) -> None:
+        self.cluster = cluster
+        self.dispatcher = dispatcher
+        self.engines = engines
+        self.sent: list[str] = []
+
+    @property
+    def num_queued(self) -> int:
+        self.dispatcher.check()
+        return self.dispatcher._shared.request_queue.num_queued
+
+    def running(self) -> set[str]:
+        return {str(name) for engine in self.engines.values() for name in engine.requests}
+
+    def finish(self, request_id: str) -> None:
+        (engine,) = (e for e in self.engines.values() if request_id in e.requests)
+        engine.emit(request_id, 9, finish=FinishReason.STOP)
+
+    async def read(self, name: str, **options: object) -> None:
+        async with self.dispatcher.open(make_request(name, **options)) as stream:
+            self.sent.append(name)
+            async for _ in stream:
+                pass
+
+
+def make_request(name: str, *, tokens: int = 3, deadline_s: float | None = None, tenant: str = "") -> Request:
+    return Request(
+        request_id=RequestId(name),
+        model="tiny",
+        token_ids=pack_tokens(range(tokens)),
+        sampling=SamplingParams(max_tokens=100),
+        salt=b"tiny-1",
+        deadline_s=deadline_s,
+        tenant=tenant,
+    )
+
+
+def play(
+    scene: Callable[[Setting, asyncio.TaskGroup], Awaitable[None]],
+    *,
+    num_workers: int = 1,
+    no_worker_wait_s: float = 60.0,
+    make_engine: Callable[[], HandEngine] = Queueing,
+    policy: type[Slow] = Slow,
+    **queue: object,
+) -> None:
+    """Have a scene with workers that have room for one request each, and check that nothing is left of it."""
+
+    async def main() -> None:
+        settings = QueueConfig(**({"threshold_s": 0.5} | queue))
+        config = RouterConfig(queue=settings, no_worker_wait_s=no_worker_wait_s)
+        async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
+            dispatcher._shared.router._selector = WorkerSelector(policy())
+            engines = {f"w{number}": make_engine() for number in range(1, num_workers + 1)}
+            for name, engine in engines.items():
+                await cluster.start(name, engine)
+            await asyncio.sleep(0.01)
+            setting = Setting(cluster, dispatcher, engines)
+            async with asyncio.TaskGroup() as group:
+                await scene(setting, group)
+            await asyncio.sleep(0.2)
+            assert setting.num_queued == 0
+            assert not dispatcher._shared.requests
+
+    run_virtual(main())
+
+
+def test_a_request_waits_until_a_worker_has_room():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name in "abc":
+            group.create_task(setting.read(name))
+        await asyncio.sleep(3.0)
+        assert setting.running() == {"a"}
+        assert setting.num_queued == 2
+        for name, left in (("a", 1), ("b", 0), ("c", 0)):
+            setting.finish(name)
+            await asyncio.sleep(0.1)
+            assert setting.num_queued == left
+        assert setting.sent == ["a", "b", "c"]
+
+    play(scene)
+
+
+def test_a_worker_that_says_that_nobody_waits_there_gets_more():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name in "abc":
+            group.create_task(setting.read(name))
+        await asyncio.sleep(3.0)
+        assert setting.num_queued == 0
+        for name in "abc":
+            setting.finish(name)
+
+    play(scene, make_engine=HandEngine)
+
+
+def test_a_queue_is_shared_by_the_prompts_that_are_computed_beside_each_other():
+    def make_engine() -> HandEngine:
+        engine = Queueing()
+        engine.info = msgspec.structs.replace(engine.info, prompts_at_once=4)
+        return engine
+
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for number in range(8):
+            group.create_task(setting.read(f"r{number}"))
+            await asyncio.sleep(0.1)
+        # of n seconds before it a request waits n / 4: the fourth finds three, the fifth would find four
+        assert len(setting.running()) == 4
+        while setting.running():
+            setting.finish(min(setting.running()))
+            await asyncio.sleep(0.1)
+
+    play(scene, make_engine=make_engine, threshold_s=0.75)
+
+
+def test_every_worker_gets_no_more_than_it_has_room_for():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for number in range(7):
+            group.create_task(setting.read(f"r{number}"))
+        await asyncio.sleep(0.1)
+        assert [len(engine.requests) for engine in setting.engines.values()] == [1, 1, 1]
+        for left in (4, 3, 2, 1, 0, 0, 0):
+            assert setting.num_queued == left
+            setting.finish(min(setting.running()))
+            await asyncio.sleep(0.1)
+            assert all(len(engine.requests) <= 1 for engine in setting.engines.values())
+
+    play(scene, num_workers=3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "queue", "warns"),
+    [
+        ("least-loaded", {"threshold_s": 3}, True),
+        ("round-robin", {"requests_max": 9}, True),
+        ("least-loaded", {}, False),
+        ("least-loaded", {"threshold_s": None}, False),
+        ("kv", {"threshold_s": 3}, False),
+        ("session", {"threshold_s": 3}, False),
+    ],
+)
+def test_queue_settings_without_effect_are_logged_at_the_start(policy, queue, warns):
+    async def main() -> None:
+        async with MemoryCluster() as cluster:
+            with capture_logs() as logs:
+                async with cluster.dispatcher(RouterConfig(policy=policy, queue=queue)):
+                    pass
+        told = [line for line in logs if line["event"] == "queue_without_effect"]
+        assert [(line["log_level"], line["policy"]) for line in told] == [("warning", policy)] * warns
+
+    run_virtual(main())
+
+
+def test_a_newcomer_does_not_pass_those_that_wait():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name in "ab":
+            group.create_task(setting.read(name))
+        await asyncio.sleep(0.1)
+        setting.finish("a")
+        for _ in range(5):  # its end is known, and "b" has not been sent yet
+            await asyncio.sleep(0)
+        group.create_task(setting.read("c"))
+        await asyncio.sleep(0.1)
+        assert setting.sent == ["a", "b"]
+        for name in "bc":
+            setting.finish(name)
+            await asyncio.sleep(0.1)
+
+    play(scene, work_weight=0)
+
+
+def test_a_newcomer_does_not_pass_those_that_wait_for_the_next_look():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        group.create_task(setting.read("a"))
+        await asyncio.sleep(0.1)
+        group.create_task(setting.read("b"))
+        await asyncio.sleep(0.005)  # there was no room, and the next look is 20 ms later
+        setting.finish("a")
+        await asyncio.sleep(0.005)
+        assert setting.num_queued == 1
+        group.create_task(setting.read("c"))
+        await asyncio.sleep(0.1)
+        assert setting.sent == ["a", "b"]
+        for name in "bc":
+            setting.finish(name)
+            await asyncio.sleep(0.1)
+
+    play(scene, work_weight=0)
+
+
+def test_a_worker_that_gets_free_takes_who_costs_least_there():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name, tokens in (("a", 3), ("b", 4), ("first's", 3), ("second's", 4)):
+            group.create_task(setting.read(name, tokens=tokens))
+            await asyncio.sleep(0.1)
+        assert setting.num_queued == 2
+        setting.finish("b")
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"a", "second's"}
+        setting.finish("a")
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"first's", "second's"}
+        for name in ("first's", "second's"):
+            setting.finish(name)
+
+    play(scene, num_workers=2, policy=Homes, work_weight=1.0)
+
+
+def test_who_has_begun_and_lost_its_worker_waits_for_no_room():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name in "ab":
+            group.create_task(setting.read(name))
+        await asyncio.sleep(0.1)
+        (lost,) = (name for name, engine in setting.engines.items() if "a" in engine.requests)
+        setting.cluster.kill(lost)
+        await asyncio.sleep(0.1)
+        del setting.engines[lost]
+        assert setting.running() == {"a", "b"}
+        for name in "ab":
+            setting.finish(name)
+
+    play(scene, num_workers=2)
+
+
+def test_the_cheapest_goes_first_until_the_other_has_waited_for_long():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        group.create_task(setting.read("a"))
+        await asyncio.sleep(0.1)
+        group.create_task(setting.read("long", tokens=20))
+        await asyncio.sleep(1.0)
+        group.create_task(setting.read("short", tokens=2))
+        await asyncio.sleep(0.1)
+        setting.finish("a")
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"short"}
+        await asyncio.sleep(60.0)
+        group.create_task(setting.read("late", tokens=2))
+        await asyncio.sleep(0.1)
+        setting.finish("short")
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"long"}
+        for name in ("long", "late"):
+            setting.finish(name)
+            await asyncio.sleep(0.1)
+
+    play(scene, work_weight=1.0)
+
+
+def test_a_held_request_ends_by_its_deadline():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        group.create_task(setting.read("a"))
+        await asyncio.sleep(0.1)
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded):
+            await setting.read("b", deadline_s=2.0)
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(2.0)
+        setting.finish("a")
+
+    play(scene)
+
+
+def test_a_reader_that_leaves_is_gone_at_once_and_the_next_one_goes():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        readers = {name: group.create_task(setting.read(name)) for name in "abc"}
+        await asyncio.sleep(0.1)
+        readers["b"].cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert setting.num_queued == 1
+        setting.finish("a")
+        await asyncio.sleep(0.1)
+        assert setting.sent == ["a", "c"]
+        setting.finish("c")
+
+    play(scene)
+
+
+def test_past_the_bound_requests_are_refused_with_a_time_to_come_back():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for number in range(3):
+            group.create_task(setting.read(f"r{number}"))
+        await asyncio.sleep(0.1)
+        with pytest.raises(
+            Overloaded, match=r"2 of at most 4 requests .* 2 of them are of no tenant"
+        ) as refused:
+            await setting.read("more")
+        assert refused.value.http_status == 429
+        assert refused.value.retry_after_s == 2.0, "a second until there is room, and prompts of three tokens"
+        group.create_task(setting.read("another's", tenant="t"))
+        await asyncio.sleep(0.1)
+        assert setting.num_queued == 3
+        while setting.running():
+            setting.finish(min(setting.running()))
+            await asyncio.sleep(0.1)
+
+    play(scene, requests_max=4)
+
+
+def test_without_any_worker_they_wait_for_one_as_others_do():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        readers = [asyncio.ensure_future(setting.read(name)) for name in "ab"]
+        await asyncio.sleep(0.1)
+        assert setting.num_queued == 1
+        setting.cluster.kill("w1")
+        outcomes = await asyncio.gather(*readers, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
+
+    play(scene, no_worker_wait_s=1.0)
+
+
+def test_a_draining_worker_gets_none_of_those_held():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name in "abc":
+            group.create_task(setting.read(name))
+        await asyncio.sleep(0.1)
+        assert setting.num_queued == 1
+        (leaving,) = (name for name, engine in setting.engines.items() if "a" in engine.requests)
+        setting.cluster.worker(leaving).stop()
+        await asyncio.sleep(0.1)
+        setting.finish("a")
+        await asyncio.sleep(3.0)
+        assert setting.num_queued == 1
+        setting.finish("b")
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"c"}
+        assert not setting.engines[leaving].requests
+        setting.finish("c")
+
+    play(scene, num_workers=2)
+
+
+def test_who_is_told_and_leaves_makes_way_for_the_next():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        readers = {name: group.create_task(setting.read(name)) for name in "abc"}
+        await asyncio.sleep(0.1)
+        request_queue = setting.dispatcher._shared.request_queue
+        queue_released = request_queue._released
+        setting.finish("a")
+        for _ in range(20):
+            await asyncio.sleep(0)
+            if queue_released:
+                readers["b"].cancel()
+                break
+        await asyncio.sleep(0.1)
+        assert setting.sent == ["a", "c"]
+        setting.finish("c")
+
+    play(scene, work_weight=0)
+
+
+def test_a_shutdown_ends_those_held():
+    async def main() -> None:
+        async with MemoryCluster() as cluster:
+            async with AsyncExitStack() as stack:
+                config = RouterConfig(queue=QueueConfig(threshold_s=0.5))
+                dispatcher = await stack.enter_async_context(cluster.dispatcher(config))
+                dispatcher._shared.router._selector = WorkerSelector(Slow())
+                engine = Queueing()
+                await cluster.start("w1", engine)
+                await asyncio.sleep(0.01)
+                setting = Setting(cluster, dispatcher, {"w1": engine})
+                readers = [asyncio.ensure_future(setting.read(name)) for name in "ab"]
+                await asyncio.sleep(0.1)
+                assert setting.num_queued == 1
+            outcomes = await asyncio.gather(*readers, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
+            dispatcher._shared.request_queue.check()
+
+    run_virtual(main())
+
+
+def test_a_policy_that_predicts_no_seconds_holds_nobody():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        class Counting(Slow):
+            term_names = ("requests", "memory", "prefill")
+
+        setting.dispatcher._shared.router._selector = WorkerSelector(Counting())
+        for name in "abc":
+            group.create_task(setting.read(name))
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"a", "b", "c"}
+        for name in "abc":
+            setting.finish(name)
+
+    play(scene)

@@ -1,0 +1,71 @@
+"""The retry budget and the quarantine."""
+
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.wire import pack_tokens
+from penstock.router.config import RetryConfig
+from penstock.router.retries.quarantine import Quarantine
+from penstock.router.retries.retries import RetryBudget
+
+
+def request(*token_ids: int, model: str = "m", salt: bytes = b"") -> Request:
+    return Request(
+        request_id=RequestId("r"),
+        model=model,
+        token_ids=pack_tokens(token_ids),
+        sampling=SamplingParams(max_tokens=1),
+        salt=salt,
+    )
+
+
+def test_a_burst_is_free_and_then_tries_are_earned_with_time():
+    budget = RetryBudget(RetryConfig(burst=3, per_s=2.0))
+    assert [budget.spend(10.0) for _ in range(5)] == [True] * 3 + [False] * 2
+    budget.check()
+    assert [budget.spend(11.0) for _ in range(3)] == [True, True, False]
+    assert [budget.spend(1000.0) for _ in range(4)] == [True] * 3 + [False]
+    budget.check()
+
+
+def test_requests_earn_tries():
+    budget = RetryBudget(RetryConfig(burst=2, per_s=0.0, per_request=0.5))
+    assert [budget.spend(0.0) for _ in range(3)] == [True, True, False]
+    budget.earn()
+    assert not budget.spend(0.0)
+    budget.earn()
+    assert budget.spend(0.0)
+    for _ in range(100):
+        budget.earn()
+    budget.check()
+
+
+def test_quarantine_ends_by_itself():
+    quarantine = Quarantine(RetryConfig(quarantine_s=60.0))
+    assert quarantine.remaining_s(request(1, 2), 0.0) is None
+    quarantine.put(request(1, 2), 0.0)
+    assert quarantine.remaining_s(request(1, 2), 20.0) == 40.0
+    quarantine.put(request(3), 30.0)
+    quarantine.put(request(1, 2), 40.0)
+    quarantine.check()
+    assert quarantine.remaining_s(request(1, 2), 61.0) == 39.0
+    assert quarantine.remaining_s(request(3), 90.0) is None
+    assert len(quarantine) == 1
+    assert quarantine.remaining_s(request(1, 2), 100.0) is None
+    assert len(quarantine) == 0
+
+
+def test_quarantine_is_by_content():
+    quarantine = Quarantine(RetryConfig())
+    quarantine.put(request(1, 2), 0.0)
+    for other in (request(1, 3), request(1, 2, model="n"), request(1, 2, salt=b"tenant")):
+        assert quarantine.remaining_s(other, 0.0) is None
+
+
+def test_quarantine_is_bounded():
+    quarantine = Quarantine(RetryConfig(quarantined_max=3))
+    for token in range(10):
+        quarantine.put(request(token), float(token))
+    assert len(quarantine) == 3
+    assert quarantine.remaining_s(request(6), 10.0) is None
+    assert quarantine.remaining_s(request(7), 10.0) is not None
+    quarantine.check()

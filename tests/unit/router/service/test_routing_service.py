@@ -1,0 +1,349 @@
+"""The router alone: servers come and go, prompts find their prefix, requests end by feedback or by silence."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable
+from penstock.core.types.instances import InstanceState, Prices
+from penstock.router.config import RouterConfig
+from penstock.router.service.gateway import Choice, Query, Server, Stage
+from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
+from penstock.router.workers.price_table import UNKNOWN
+from penstock.sim.loop.loop import run_virtual
+
+A, B = Server(url="http://a", model="m"), Server(url="http://b", model="m")
+TOKENS = np.arange(100, dtype=np.int32)
+LONG = "You are a helpful assistant. " * 20
+
+Scene = Callable[[RoutingService], Awaitable[None]]
+
+
+def play(scene: Scene, **config: object) -> None:
+    async def main() -> None:
+        settings = RoutingServiceConfig.parse({"block_size": 4, **config}, source="test")
+        async with RoutingService(rng=random.Random(1), config=settings) as service:
+            await service.put("a", A)
+            await service.put("b", B)
+            await scene(service)
+            service.check()
+
+    run_virtual(main())
+
+
+def ask(service: RoutingService, prompt: object = TOKENS, **fields: object) -> tuple[str, str]:
+    choice = service.route(Query(model="m", prompt=prompt, **fields))
+    return choice.worker, choice.id
+
+
+def cached_blocks(service: RoutingService, choice: Choice) -> int:
+    (explanation,) = service.explain(choice.id)
+    assert explanation.chosen.worker == choice.worker
+    assert (
+        max(candidate.overlap_blocks for candidate in explanation.candidates)
+        == explanation.chosen.overlap_blocks
+    )
+    return explanation.chosen.overlap_blocks
+
+
+@pytest.mark.parametrize("prompt", [TOKENS, LONG], ids=["tokens", "text"])
+def test_a_prefix_goes_where_it_went(prompt):
+    async def scene(service: RoutingService) -> None:
+        first, request_id = ask(service, prompt)
+        service.feedback(request_id, Stage.FINISHED)
+        for _ in range(5):
+            choice = service.route(Query(model="m", prompt=prompt))
+            assert choice.worker == first
+            assert choice.url == f"http://{first}"
+            assert cached_blocks(service, choice) == len(prompt) // (4 if prompt is TOKENS else 16)
+            service.feedback(choice.id, Stage.FINISHED)
+
+    play(scene)
+
+
+def test_tokens_and_text_of_the_same_bytes_share_nothing():
+    async def scene(service: RoutingService) -> None:
+        ask(service, "abcd" * 8)
+        same = np.frombuffer(b"abcd" * 8, dtype="<i4")
+        assert cached_blocks(service, service.route(Query(model="m", prompt=same))) == 0
+
+    play(scene)
+
+
+def test_a_longer_text_finds_its_beginning_whatever_its_length_and_letters():
+    async def scene(service: RoutingService) -> None:
+        _, request_id = ask(service, "é" * 33)
+        service.feedback(request_id, Stage.FINISHED)
+        assert cached_blocks(service, service.route(Query(model="m", prompt="é" * 200))) == 4
+
+    play(scene)
+
+
+def test_the_nearer_of_two_idle_servers_is_named():
+    async def scene(service: RoutingService) -> None:
+        for near, far in (("a", "b"), ("b", "a")):
+            await service.put(near, Server(url=f"http://{near}", model="m", region="eu"))
+            await service.put(far, Server(url=f"http://{far}", model="m", region="us"))
+            worker, request_id = ask(service, f"a prompt for {near} " * 5)
+            service.feedback(request_id, Stage.FINISHED)
+            assert worker == near
+
+    play(scene, router={"location": {"region": "eu"}})
+
+
+def test_what_is_open_counts_as_load_until_its_first_token_and_its_end():
+    async def scene(service: RoutingService) -> None:
+        def load() -> tuple[int, int]:
+            return (
+                sum(view.reserved_prefill_tokens for view in service.workers()),
+                sum(view.reserved_blocks for view in service.workers()),
+            )
+
+        first, one = ask(service)
+        second, two = ask(service, TOKENS[::-1].copy())
+        assert {first, second} == {"a", "b"}
+        assert load() == (200, 50)
+        service.feedback(one, Stage.STARTED)
+        assert load() == (200, 50)
+        service.feedback(one, Stage.FIRST_TOKEN)
+        service.feedback(one, Stage.FIRST_TOKEN)
+        assert load() == (100, 50)
+        service.feedback(one, Stage.FINISHED, cached_tokens=7)
+        service.feedback(two, Stage.FINISHED)
+        assert load() == (0, 0)
+        assert service._metrics.cached_tokens._value.get() == 7
+        with pytest.raises(RequestError, match=r"no request .* is open") as caught:
+            service.feedback(one, Stage.FINISHED)
+        assert caught.value.http_status == 404
+
+    play(scene)
+
+
+def test_silence_ends_a_request_and_word_of_it_puts_that_off():
+    async def scene(service: RoutingService) -> None:
+        _, silent = ask(service)
+        _, told = ask(service)
+        await asyncio.sleep(8)
+        service.feedback(told, Stage.STARTED)
+        service.check()
+        await asyncio.sleep(4)
+        service.check()
+        with pytest.raises(RequestError, match="silent for 10 s"):
+            service.feedback(silent, Stage.FINISHED)
+        service.feedback(told, Stage.STARTED)
+        await asyncio.sleep(11)
+        assert sum(view.open_requests for view in service.workers()) == 0
+
+    play(scene, silence_s=10.0)
+
+
+def test_a_guess_has_its_time():
+    async def scene(service: RoutingService) -> None:
+        _, request_id = ask(service)
+        service.feedback(request_id, Stage.FINISHED)
+        await asyncio.sleep(11)
+        assert cached_blocks(service, service.route(Query(model="m", prompt=TOKENS))) == 0
+
+    play(scene, router={"predicted_s": 10.0})
+
+
+def test_servers_drain_move_and_go():
+    async def scene(service: RoutingService) -> None:
+        first, request_id = ask(service)
+        other = "b" if first == "a" else "a"
+        servers = {"a": A, "b": B}
+        draining = Server(url=servers[first].url, model="m", state=InstanceState.DRAINING)
+        assert (await service.put(first, draining)).condition == "draining"
+        assert ask(service)[0] == other
+        assert (await service.put(first, servers[first])).condition == "ready"
+        assert ask(service)[0] == first, "it still has the prefix"
+        moved = await service.put(first, Server(url="http://elsewhere", model="m"))
+        assert moved.indexed_blocks == 0, "another server, which holds nothing"
+        service.feedback(request_id, Stage.FINISHED)
+        await service.remove(first)
+        await service.remove(other)
+        with pytest.raises((RequestError, Unavailable)):
+            ask(service)
+        with pytest.raises(RequestError, match="'a' is not known; known: none"):
+            await service.remove("a")
+
+    play(scene)
+
+
+def test_two_changes_of_one_server_at_once_leave_one_server():
+    async def scene(service: RoutingService) -> None:
+        moved = (Server(url=f"http://c{number}", model="m") for number in range(4))
+        await asyncio.gather(*(service.put("c", server) for server in moved))
+        assert sorted(view.name for view in service.workers()) == ["a", "b", "c"]
+
+    play(scene)
+
+
+def test_refusals():
+    async def scene(service: RoutingService) -> None:
+        with pytest.raises(RequestError, match="model 'n': no worker has it; known: m"):
+            service.route(Query(model="n", prompt=TOKENS))
+        for empty in ("", TOKENS[:0]):
+            with pytest.raises(RequestError, match="prompt is empty"):
+                ask(service, empty)
+        for prompt, said in (
+            (np.array([5, -1], dtype=np.int32), "got -1"),
+            ([5, 1 << 40], "must fit in 32 bits, got 5 to 1099511627776"),
+            ([1.5], "must be integers, got float64"),
+            (7, "must have one dimension"),
+            (None, "must have one dimension"),
+        ):
+            with pytest.raises(
+                RequestError, match=f"^token_ids: must be integers from 0 to 2147483647.*{said}"
+            ):
+                ask(service, prompt)
+        for target_s in (float("nan"), float("inf"), 0.0, -1.0):
+            for name in ("slo_ttft_s", "slo_itl_s"):
+                with pytest.raises(RequestError, match=f"{name}: must be seconds > 0, got {target_s:g}"):
+                    ask(service, **{name: target_s})
+        with pytest.raises(Unavailable, match="draining, removed or excluded"):
+            ask(service, exclude=("a", "b", "unknown"))
+        with pytest.raises(Overloaded, match="2 workers are known"):
+            await service.put("c", Server(url="http://c", model="m"))
+        for _ in range(3):
+            ask(service, "short")
+        with pytest.raises(Overloaded, match="3 requests are open"):
+            ask(service)
+
+    play(scene, router=RouterConfig(open_requests_max=3, workers_max=2).model_dump())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"total_blocks": 1 << 64}, "total_blocks: must be >= 0 and <= 2147483647, got 18446744073709551616"),
+        ({"total_blocks": -1}, "total_blocks: must be >= 0"),
+        ({"url": "http://c:99999"}, "url: must be http://HOST"),
+        ({"url": "http://" + "c" * 2042}, "url: must have at most 2048 characters, got 2049"),
+        ({"region": "r" * 257}, "region: must have at most 256 characters, got 257"),
+        ({"adapters": ("a", "")}, "adapters: must have names"),
+        ({"adapters": ("a", "a")}, "each its own"),
+        ({"adapters": ("m",)}, "none the model's"),
+        (
+            {"prices": msgspec.structs.replace(UNKNOWN, prefill_token_s=-1.0)},
+            r"prices.prefill_token_s: .*got -1",
+        ),
+        (
+            {"prices": msgspec.structs.replace(UNKNOWN, onboard_token_s=(0.0, float("inf")))},
+            "onboard_token_s.*inf",
+        ),
+        (
+            {"prices": msgspec.structs.replace(UNKNOWN, decode_step_s=1e300)},
+            "decode_step_s: must be seconds, >= 0 and <= 3600, got 1e",
+        ),
+        (
+            {"prices": msgspec.structs.replace(UNKNOWN, decode_step_s=float("nan"))},
+            "decode_step_s: must be seconds, .*got nan",
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused_and_the_others_go_on(fields, said):
+    async def scene(service: RoutingService) -> None:
+        with pytest.raises(RequestError, match=said):
+            await service.put("c", Server(**{"url": "http://c", "model": "m"} | fields))
+        assert [view.name for view in service.workers()] == ["a", "b"]
+        assert ask(service)[0] in {"a", "b"}
+
+    play(scene)
+
+
+def test_counts_of_an_answer_that_cannot_be_are_refused():
+    async def scene(service: RoutingService) -> None:
+        _, request_id = ask(service)
+        for name in ("cached_tokens", "output_tokens"):
+            for tokens in (-1, 1 << 31):
+                with pytest.raises(
+                    RequestError, match=f"{name}: must be >= 0 and <= 2147483647, got {tokens}"
+                ):
+                    service.feedback(request_id, Stage.FINISHED, **{name: tokens})
+        with pytest.raises(
+            RequestError, match="stage: must be one of started, first_token, finished, got 'over'"
+        ):
+            service.feedback(request_id, "over")
+        service.feedback(request_id, Stage.FINISHED, output_tokens=5)
+
+    play(scene)
+
+
+def test_a_stage_may_be_said_by_its_name_and_tokens_as_a_list():
+    async def scene(service: RoutingService) -> None:
+        _, request_id = ask(service, TOKENS.tolist())
+        for stage in ("first_token", "finished"):
+            service.feedback(request_id, stage)
+        assert cached_blocks(service, service.route(Query(model="m", prompt=TOKENS))) == 25
+
+    play(scene)
+
+
+def test_outside_of_its_context_it_says_so():
+    async def main() -> None:
+        service = RoutingService(rng=random.Random(1))
+        with pytest.raises(PenstockError, match="not open; use it within `async with`"):
+            await service.put("a", A)
+        async with service:
+            await service.put("a", A)
+        with pytest.raises(PenstockError, match="not open"):
+            await service.put("a", A)
+
+    run_virtual(main())
+
+
+def test_a_cache_told_anew_counts_at_once():
+    """It is what the wait for memory goes by, and a gateway's servers send no reports that would say it."""
+
+    async def scene(service: RoutingService) -> None:
+        for blocks in (1000, 10):
+            for name, server in (("a", A), ("b", B)):
+                await service.put(name, msgspec.structs.replace(server, total_blocks=blocks))
+            prompt = np.arange(blocks, blocks + 400, dtype=np.int32)
+            choice = service.route(Query(model="m", prompt=prompt))
+            (explanation,) = service.explain(choice.id)
+            assert (explanation.chosen.terms["memory"] > 0) == (blocks == 10), "its prompt has 100"
+            service.feedback(choice.id, Stage.FINISHED)
+
+    play(scene)
+
+
+def test_prices_and_lengths_of_answers_reach_the_policy():
+    async def scene(service: RoutingService) -> None:
+        slow = msgspec.structs.replace(UNKNOWN, prefill_token_s=1.0)
+        for name, url in (("a", A.url), ("b", B.url)):
+            await service.put(name, Server(url=url, model="m", prices=slow if name == "a" else UNKNOWN))
+        for number in range(4):
+            worker, request_id = ask(service, TOKENS[number:].copy())
+            assert worker == "b", "the other takes a second for each token"
+            service.feedback(request_id, Stage.FINISHED, output_tokens=1000)
+        traffic = service._fleet.pools["m"].traffic
+        assert traffic.mean_output_tokens > 800
+
+    play(scene)
+
+
+def test_the_highest_prices_of_the_longest_prompt_are_still_numbers():
+    async def scene(service: RoutingService) -> None:
+        fields = UNKNOWN.__struct_fields__
+        highest = {name: 3600.0 for name in fields if name != "onboard_token_s"}
+        for name, url in (("a", A.url), ("b", B.url)):
+            await service.put(name, Server(url=url, model="m", prices=Prices(**highest), total_blocks=1))
+        for _ in range(3):
+            ask(service, np.arange(1 << 19, dtype=np.int32))
+
+    play(scene)
+
+
+def test_sessions_stay():
+    async def scene(service: RoutingService) -> None:
+        home, _ = ask(service, session="s")
+        for number in range(4):
+            assert ask(service, TOKENS[number:].copy(), session="s")[0] == home
+
+    play(scene, router={"policy": "session"})

@@ -1,0 +1,122 @@
+"""What two load reports say of a worker's speed, and what they do not."""
+
+import msgspec
+import pytest
+
+from penstock.core.types.instances import Prices
+from penstock.core.types.load import WorkerLoad
+from penstock.router.workers.price_correction import FORGOTTEN_S, PriceCorrection
+
+PRICES = Prices(
+    prefill_step_s=0.003,
+    prefill_token_s=2e-5,
+    prefill_pair_s=1e-9,
+    decode_step_s=0.006,
+    decode_sequence_s=1e-5,
+    decode_token_s=4e-8,
+)
+
+
+class Reports:
+    """A worker that decodes ten requests, `slowness` times as slow as it says."""
+
+    def __init__(self, prices: Prices | None = PRICES) -> None:
+        self.price_correction = PriceCorrection(prices)
+        self.load = WorkerLoad(running_requests=10, context_tokens=50_000)
+        self.now_s = 100.0
+        self.slowness = 1.0
+        self.send()
+
+    def send(self, **changes: int) -> bool:
+        self.load = msgspec.structs.replace(self.load, **changes)
+        return self.price_correction.report(self.load, self.now_s)
+
+    def decode(self, steps: int = 50, **changes: int) -> bool:
+        context = self.load.context_tokens
+        mean = context + 10 * steps / 2
+        step_s = PRICES.decode_step_s + 10 * PRICES.decode_sequence_s + mean * PRICES.decode_token_s
+        self.now_s += self.slowness * steps * step_s
+        counted = {"context_tokens": context + 10 * steps, "steps": self.load.steps + steps}
+        counted["generated_tokens"] = self.load.generated_tokens + 10 * steps
+        return self.send(**counted | changes)
+
+
+def test_a_worker_as_fast_as_it_says_stays_at_one() -> None:
+    reports = Reports()
+    assert not any(reports.decode(steps) for steps in (8, 50, 100, 20))
+    assert reports.price_correction.factor == 1.0
+    assert reports.price_correction.trusted
+
+
+def test_a_slow_worker_is_found_out_by_the_third_report_that_says_something() -> None:
+    reports = Reports()
+    reports.slowness = 1.5
+    assert [reports.decode() for _ in range(4)] == [False, False, True, False]
+    assert reports.price_correction.factor == pytest.approx(1.5, rel=1e-6)
+
+
+def test_a_change_is_followed_within_20_reports_and_one_way_only() -> None:
+    reports = Reports()
+    for _ in range(10):
+        reports.decode()
+    reports.slowness = 2.0
+    seen = []
+    for _ in range(20):
+        reports.decode()
+        seen.append(reports.price_correction.factor)
+    assert seen == sorted(seen)
+    assert seen[-1] == pytest.approx(2.0, rel=0.05)
+    assert max(seen) <= 2.0 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes"),
+    [(7, {}), (50, {"prefilled_tokens": 1}), (50, {"running_requests": 0})],
+    ids=["too few steps", "a prompt was computed", "it was idle"],
+)
+def test_intervals_that_say_nothing(steps: int, changes: dict[str, int]) -> None:
+    reports = Reports()
+    reports.slowness = 3.0
+    for number in range(1, 9):
+        more = {name: value * number for name, value in changes.items()}
+        assert not reports.decode(steps, **more)
+    assert reports.price_correction.factor == 1.0
+
+
+def test_steps_that_are_counted_from_anew_say_nothing() -> None:
+    reports = Reports()
+    for _ in range(9):
+        reports.now_s += 10.0
+        assert not reports.send(steps=0)
+        assert not reports.send(steps=1000)  # at the same moment
+    assert reports.price_correction.factor == 1.0
+
+
+def test_the_worst_is_a_quarter_or_four_times() -> None:
+    for slowness, factor in ((100.0, 8.0), (0.01, 0.125)):
+        reports = Reports()
+        reports.slowness = slowness
+        for _ in range(10):
+            reports.decode()
+        assert reports.price_correction.factor == pytest.approx(factor)
+        assert not reports.price_correction.trusted
+
+
+def test_what_was_learned_of_an_idle_worker_is_forgotten() -> None:
+    reports = Reports()
+    reports.slowness = 3.0
+    for _ in range(3):
+        reports.decode()
+    assert not reports.price_correction.forget_if_idle(reports.now_s + 1000.0), "it is busy"
+    reports.decode(running_requests=0)
+    assert not reports.price_correction.forget_if_idle(reports.now_s + FORGOTTEN_S - 1)
+    assert reports.price_correction.forget_if_idle(reports.now_s + FORGOTTEN_S)
+    assert reports.price_correction.factor == 1.0
+    assert not reports.price_correction.forget_if_idle(reports.now_s + 2 * FORGOTTEN_S), "nothing is left"
+
+
+def test_a_worker_without_prices_is_not_corrected() -> None:
+    reports = Reports(prices=None)
+    reports.slowness = 3.0
+    assert not any(reports.decode() for _ in range(10))
+    assert reports.price_correction.factor == 1.0

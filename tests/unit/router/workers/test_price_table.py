@@ -1,0 +1,158 @@
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.core.ids import WorkerId
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
+from penstock.perf.topology import Way
+from penstock.router.workers.price_table import UNKNOWN, PriceTable
+
+
+def instance(
+    token_s: float | None, *, batch_tokens: int = 512, prompts_at_once: int = 1, **more: object
+) -> Instance:
+    prices = None
+    if token_s is not None:
+        prices = Prices(
+            prefill_step_s=0.001,
+            prefill_token_s=token_s,
+            prefill_pair_s=1e-9,
+            decode_step_s=0.002,
+            decode_sequence_s=1e-5,
+            decode_token_s=1e-8,
+            **more,
+        )
+    return Instance(
+        worker_id=WorkerId(1),
+        name="w",
+        address="a",
+        role=Role.AGGREGATED,
+        card=ModelCard(name="m", context_length=8, block_size=4, salt=b""),
+        engine=EngineInfo(
+            block_size=4,
+            total_blocks=8,
+            context_length=8,
+            max_batch_tokens=batch_tokens,
+            max_running_requests=4,
+            prompts_at_once=prompts_at_once,
+        ),
+        prices=prices,
+    )
+
+
+def test_who_says_nothing_is_taken_for_the_median_of_the_others():
+    table = PriceTable(5)
+    for slot, token_s in enumerate((1e-5, 3e-5, 9e-5, None)):
+        table.put(slot, instance(token_s, batch_tokens=100 * (slot + 1)))
+    columns = table.columns()
+    assert columns.prefill_token_s.tolist() == [1e-5, 3e-5, 9e-5, 3e-5, 3e-5]
+    assert columns.batch_tokens.tolist() == [100, 200, 300, 400, 1]  # its own all the same; slot 4 is free
+    table.put(3, instance(4e-5))
+    table.remove(0)
+    assert table.columns().prefill_token_s.tolist() == [4e-5, 3e-5, 9e-5, 4e-5, 4e-5]
+    table.check()
+
+
+def test_how_many_prompts_run_at_once_is_each_ones_own_and_no_price():
+    table = PriceTable(4)
+    for slot, (token_s, at_once, factor) in enumerate(((1e-5, 8, 1.0), (1e-5, 2, 3.0), (None, 4, 1.0))):
+        table.put(slot, instance(token_s, prompts_at_once=at_once), factor)
+    assert table.columns().prompts_at_once.tolist() == [8, 2, 4, 1]
+    table.put(0, instance(1e-5, prompts_at_once=0))
+    assert table.columns().prompts_at_once[0] == 1, "nobody computes fewer"
+
+
+def test_nobody_says_anything():
+    table = PriceTable(1)
+    table.put(0, instance(None))
+    table.grow(3)
+    assert table.columns().decode_step_s.tolist() == [UNKNOWN.decode_step_s] * 3
+    assert table.columns().onboard_token_s.shape == (4, 3)
+
+
+def test_tiers_come_as_far_as_they_are_known():
+    table = PriceTable(2)
+    table.put(0, instance(1e-5, onboard_token_s=(0.0, 2e-6)))
+    table.put(1, instance(1e-5, onboard_token_s=(0.0, 2e-6, 3e-6, 4e-6, 5e-6)))  # from a newer worker
+    assert table.columns().onboard_token_s.T.tolist() == [[0, 2e-6, 0, 0], [0, 2e-6, 3e-6, 4e-6]]
+
+
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -1.0])
+def test_what_is_no_price_counts_as_nothing(nonsense):
+    table = PriceTable(1)
+    table.put(0, instance(nonsense))
+    table.check()
+    assert table.columns().prefill_token_s.tolist() == [0.0]
+
+
+def test_the_highest_price_is_an_hour():
+    table = PriceTable(1)
+    table.put(0, instance(1e300))
+    table.check()
+    assert table.columns().prefill_token_s.tolist() == [3600.0]
+
+
+def test_columns_cannot_be_written_to_and_hold_until_something_changes():
+    table = PriceTable(2)
+    table.put(0, instance(1e-5))
+    columns = table.columns()
+    assert table.columns() is columns
+    with pytest.raises(ValueError, match="read-only"):
+        columns.prefill_token_s[0] = 0
+    assert np.isfinite(columns.prefill_token_s).all()
+
+
+def test_a_correction_shows_at_once_and_holds_until_the_worker_leaves():
+    table = PriceTable(3)
+    for slot, token_s in enumerate((1e-5, 3e-5)):
+        table.put(slot, instance(token_s, onboard_token_s=(0.0, 2e-6)))
+    columns = table.columns()
+    table.correct(0, 3.0)  # of which a factor of 1.5 is left to its queue
+    assert table.columns() is columns
+    assert columns.prefill_token_s.tolist() == [2e-5, 3e-5, 2e-5]  # the median is of what was said
+    assert columns.decode_step_s.tolist() == [0.002, 0.002, 0.002]  # decode steps are priced as said
+    assert columns.onboard_token_s[1].tolist() == [2e-6, 2e-6, 2e-6]
+    assert table.factors == (1.0, 3.0)
+    table.check()
+    table.correct(1, 4.0)
+    assert table.factors == (3.0, 4.0), "slots of nobody count for nothing"
+    table.correct(1, 1.0)
+    table.grow(4)
+    table.put(0, instance(1e-5), factor=3.0)
+    assert table.columns().prefill_token_s.tolist()[:2] == [2e-5, 3e-5]
+    table.check()
+    table.remove(0)
+    assert table.columns().prefill_token_s.tolist() == [3e-5] * 4
+    assert table.factors == (1.0, 1.0)
+    table.check()
+
+
+@pytest.mark.parametrize(
+    ("factor", "applied"),
+    [(0.125, 0.1875), (0.5, 0.75), (2 / 3, 1), (0.7, 1), (1.4, 1), (1.5, 1), (1.56, 1.04), (3, 2), (6, 4)],
+)
+def test_a_small_error_is_left_to_the_queue_and_a_large_one_counts_past_that(factor, applied):
+    table = PriceTable(1)
+    table.put(0, instance(1e-5))
+    table.columns()
+    table.correct(0, factor)
+    assert table.columns().prefill_token_s.tolist() == [pytest.approx(applied * 1e-5)]
+    table.check()
+
+
+def test_the_way_to_a_worker_is_its_own_though_its_prices_are_others():
+    table = PriceTable(3)
+    table.put(0, instance(1e-5))
+    table.put(1, instance(None), way=Way(latency_s=0.04, bandwidth_bytes_per_s=1e8))
+    columns = table.columns()
+    assert columns.round_trip_s.tolist() == [0.0, 0.08, 0.0]
+    assert columns.byte_s.tolist() == [0.0, 1e-8, 0.0]
+    assert columns.prefill_token_s.tolist() == [1e-5] * 3
+
+
+def test_a_worker_of_before_there_were_prices_is_understood():
+    new = instance(1e-5)
+    old = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(new, prices=None)), type=Instance)
+    assert old.prices is None
+    assert b"prices" not in msgspec.json.encode(old)

@@ -1,0 +1,244 @@
+import numpy as np
+import pytest
+
+from penstock.core.types.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventSnapshot,
+    Tier,
+)
+from penstock.core.wire import pack_hashes, unpack_hashes
+from penstock.runtime.config import EventConfig
+from penstock.runtime.events.publisher import ContentMirror, EventPublisher
+
+
+def stored(*hashes, parent=None, tier=Tier.DEVICE):
+    return BlockStored(block_hashes=pack_hashes(hashes), parent_block_hash=parent, block_size=16, tier=tier)
+
+
+def removed(*hashes, tier=Tier.DEVICE):
+    return BlockRemoved(block_hashes=pack_hashes(hashes), tier=tier)
+
+
+class Sink:
+    def __init__(self):
+        self.messages = []
+
+    def push_event(self, message):
+        self.messages.append(message)
+
+
+def said(publisher, after):
+    return [message for message in publisher.events_after(after) if message is not None]
+
+
+def replayed(messages):
+    """Give what a snapshot adds up to, checking that no block comes before its parent where that is held too."""
+    mirror = ContentMirror()
+    events = [event for message in messages for event in message.events]
+    held = {h for event in events for h in unpack_hashes(event.block_hashes).tolist()}
+    seen = set()
+    for event in events:
+        parent = event.parent_block_hash
+        for block_hash in unpack_hashes(event.block_hashes).tolist():
+            assert parent not in held or parent in seen, f"{block_hash} comes before its parent {parent}"
+            seen.add(block_hash)
+            parent = block_hash
+        mirror.apply(event)
+    return mirror
+
+
+def test_batches_are_numbered_from_one_and_pushed():
+    publisher, sink = EventPublisher(), Sink()
+    publisher.subscribe(sink)
+    publisher.subscribe(sink)
+    publisher.publish([])
+    publisher.publish([stored(1)])
+    publisher.publish([stored(2), removed(1)])
+    assert sink.messages == [
+        EventBatch(sequence=1, events=(stored(1),)),
+        EventBatch(sequence=2, events=(stored(2), removed(1))),
+    ]
+    publisher.unsubscribe(sink)
+    publisher.unsubscribe(sink)
+    publisher.publish([stored(3)])
+    assert len(sink.messages) == 2
+    publisher.check()
+
+
+def test_the_tail_is_replayed():
+    publisher = EventPublisher()
+    for block_hash in range(1, 6):
+        publisher.publish([stored(block_hash)])
+    assert [message.sequence for message in said(publisher, 3)] == [4, 5]
+    assert said(publisher, 5) == []
+    assert [message.sequence for message in said(publisher, 0)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("after", [None, 2, 6, 100, -7])
+def test_who_cannot_be_served_from_the_ring_gets_a_snapshot(after):
+    publisher = EventPublisher(EventConfig(replay_batches_max=2))
+    for block_hash in range(1, 6):
+        publisher.publish([stored(block_hash)])
+    (snapshot,) = said(publisher, after)
+    assert isinstance(snapshot, EventSnapshot)
+    assert snapshot.sequence == 5
+    assert snapshot.last
+    publisher.check()
+
+
+def test_without_a_ring_who_lacks_anything_gets_a_snapshot():
+    publisher = EventPublisher(EventConfig(replay_batches_max=0))
+    publisher.publish([stored(1)])
+    publisher.publish([stored(2)])
+    assert said(publisher, 2) == []
+    (snapshot,) = said(publisher, 1)
+    assert isinstance(snapshot, EventSnapshot)
+    publisher.check()
+
+
+def test_the_ring_is_bounded_by_hashes_too():
+    publisher = EventPublisher(EventConfig(replay_hashes_max=10))
+    publisher.publish([stored(*range(6))])
+    publisher.publish([stored(*range(6, 12))])
+    assert isinstance(said(publisher, 0)[0], EventSnapshot)
+    assert len(said(publisher, 1)) == 1
+    publisher.publish([AllBlocksCleared()])
+    assert len(said(publisher, 1)) == 2
+    publisher.publish([stored(*range(20, 40))])
+    assert isinstance(said(publisher, 3)[0], EventSnapshot), "a batch larger than the ring is not kept"
+    publisher.check()
+
+
+def test_an_empty_worker_has_a_snapshot():
+    assert said(EventPublisher(), None) == [EventSnapshot(sequence=0, chunk=0, last=True, events=())]
+
+
+def test_a_snapshot_says_chains_in_one_piece():
+    publisher = EventPublisher()
+    publisher.publish([stored(1, 2, 3)])
+    publisher.publish([stored(4, parent=3)])
+    (snapshot,) = said(publisher, None)
+    assert snapshot.events == (stored(1, 2, 3, 4),)
+
+
+def test_a_snapshot_puts_parents_first_even_where_they_came_later():
+    publisher = EventPublisher()
+    publisher.publish([stored(1, 2, 3), stored(9, parent=2), stored(10, parent=9)])
+    publisher.publish([removed(1)])
+    publisher.publish([stored(1)])
+    snapshot = said(publisher, None)
+    assert replayed(snapshot).counts() == publisher.mirror.counts()
+
+
+def test_a_block_whose_parent_is_gone_names_it_still():
+    publisher = EventPublisher()
+    publisher.publish([stored(1, 2)])
+    publisher.publish([removed(1)])
+    (snapshot,) = said(publisher, None)
+    assert snapshot.events == (stored(2, parent=1),)
+
+
+def test_copies_are_counted():
+    publisher = EventPublisher()
+    publisher.publish([stored(1, 2)])
+    publisher.publish([stored(1, 2)])
+    publisher.publish([removed(2)])
+    assert publisher.mirror.counts() == {(1, Tier.DEVICE): 2, (2, Tier.DEVICE): 1}
+    assert replayed(said(publisher, None)).counts() == publisher.mirror.counts()
+    publisher.publish([removed(2), removed(1)])
+    assert publisher.mirror.counts() == {(1, Tier.DEVICE): 1}
+    publisher.check()
+
+
+def test_tiers_are_kept_apart():
+    publisher = EventPublisher()
+    publisher.publish([stored(1, 2, 3)])
+    publisher.publish([stored(2, 3, parent=1, tier=Tier.HOST)])
+    publisher.publish([removed(3)])
+    assert publisher.mirror.counts() == {
+        (1, Tier.DEVICE): 1,
+        (2, Tier.DEVICE): 1,
+        (2, Tier.HOST): 1,
+        (3, Tier.HOST): 1,
+    }
+    assert replayed(said(publisher, None)).counts() == publisher.mirror.counts()
+    publisher.publish([AllBlocksCleared()])
+    assert publisher.mirror.counts() == {}
+    publisher.check()
+
+
+def test_removing_what_is_not_held_is_counted_and_harmless():
+    publisher = EventPublisher()
+    publisher.publish([removed(1), stored(1), removed(1), removed(1)])
+    assert publisher.mirror.counts() == {}
+    assert publisher.mirror.unknown_removals == 2
+    publisher.check()
+
+
+def test_chunks_are_of_the_size_asked_for_and_lose_nothing():
+    publisher = EventPublisher(EventConfig(snapshot_chunk_hashes=4))
+    publisher.publish([stored(*range(1, 11))])
+    publisher.publish([stored(*range(20, 23)), stored(30), stored(31, parent=30, tier=Tier.DISK)])
+    chunks = said(publisher, None)
+    assert [chunk.chunk for chunk in chunks] == list(range(len(chunks)))
+    assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert all(sum(len(unpack_hashes(e.block_hashes)) for e in chunk.events) <= 4 for chunk in chunks)
+    assert replayed(chunks).counts() == publisher.mirror.counts()
+
+
+def test_hashes_of_64_bits_survive():
+    publisher = EventPublisher()
+    publisher.publish([stored(2**64 - 1, 2**63, parent=2**63 + 1)])
+    (snapshot,) = said(publisher, None)
+    assert snapshot.events == (stored(2**64 - 1, 2**63, parent=2**63 + 1),)
+
+
+def test_a_long_snapshot_is_made_a_bounded_part_at_a_time():
+    publisher = EventPublisher()
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        publisher.publish([stored(*rng.integers(0, 2**63, 100).tolist())])
+    made = list(publisher.events_after(None))
+    assert len(made) > 20, "most turns only look at blocks"
+    assert all(len(message.events) <= 512 for message in made if message is not None)
+    assert replayed(filter(None, made)).counts() == publisher.mirror.counts()
+
+
+def test_blocks_that_do_not_hang_together_come_in_more_and_smaller_messages():
+    publisher = EventPublisher()
+    publisher.publish([stored(block_hash) for block_hash in range(1, 3000)])
+    made = said(publisher, None)
+    assert max(len(message.events) for message in made) == 512
+    assert replayed(made).counts() == publisher.mirror.counts()
+
+
+def test_those_who_read_a_snapshot_at_once_share_it_and_go_on_with_the_tail():
+    publisher = EventPublisher(EventConfig(snapshot_chunk_hashes=10))
+    publisher.publish([stored(*range(1, 101))])
+    first = publisher.events_after(None)
+    begun = next(message for message in first if message is not None)
+    content = publisher.mirror.counts()
+    publisher.publish([stored(200), removed(*range(1, 50))])
+    second = said(publisher, None)
+    assert second[0] is begun, "made once"
+    assert {message.sequence for message in second} == {1}
+    assert replayed(second).counts() == content, "as it was when the first reader came"
+    assert [begun, *filter(None, first)] == second
+    assert [message.sequence for message in publisher.events_after(1)] == [2]
+    del first, begun, second
+    (fresh, *_) = said(publisher, None)
+    assert fresh.sequence == 2, "nobody read the other one any more"
+
+
+def test_a_shared_snapshot_is_not_given_once_the_tail_after_it_is_lost():
+    publisher = EventPublisher(EventConfig(replay_batches_max=2, snapshot_chunk_hashes=1))
+    publisher.publish([stored(1, 2, 3)])
+    reader = publisher.events_after(None)
+    next(reader)
+    for number in range(4, 7):
+        publisher.publish([stored(number)])
+    assert {message.sequence for message in said(publisher, None)} == {4}
+    assert {message.sequence for message in reader if message is not None} == {1}

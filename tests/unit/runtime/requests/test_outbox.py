@@ -1,0 +1,255 @@
+import pytest
+
+from penstock.core.errors import Parked, from_info
+from penstock.core.types.requests import Delta, FinishReason, KvHandle, TokenLogprob
+from penstock.core.wire import pack_tokens, unpack_tokens
+from penstock.runtime.requests.outbox import Outbox
+
+
+class Box(Outbox):
+    def __init__(self, window_tokens=4, stream_bytes_max=10_000, bytes_max=100_000):
+        self.aborted = []
+        super().__init__(
+            window_tokens=window_tokens,
+            stream_bytes_max=stream_bytes_max,
+            bytes_max=bytes_max,
+            abort=self.aborted.append,
+        )
+
+
+def delta(request_id, tokens=(), **fields):
+    return Delta(request_id=request_id, token_ids=pack_tokens(tokens), **fields)
+
+
+def tokens(deltas):
+    return [token for d in deltas for token in unpack_tokens(d.token_ids).tolist()]
+
+
+def test_within_the_window_deltas_pass_untouched():
+    box = Box()
+    box.open("a")
+    step = [delta("a", [1, 2]), delta("a", [3, 4], finish_reason=FinishReason.STOP)]
+    assert box.offer(step, writable=True) == step
+    assert len(box) == 0, "a finished request is forgotten"
+    box.check()
+
+
+def test_beyond_the_window_deltas_wait_and_are_merged():
+    box = Box()
+    box.open("a")
+    assert tokens(box.offer([delta("a", range(4))], writable=True)) == [0, 1, 2, 3]
+    for token in range(4, 10):
+        assert box.offer([delta("a", [token])], writable=True) == []
+    assert box.take() == [], "no credit yet"
+    box.grant("a", 3)
+    (first,) = box.take()
+    assert tokens([first]) == [4, 5, 6]
+    box.grant("a", 100)
+    (second,) = box.take()
+    assert tokens([second]) == [7, 8, 9]
+    assert not box.has_held
+    assert box.held_bytes == 0
+    box.check()
+
+
+def test_a_full_connection_holds_deltas_in_spite_of_credit():
+    box = Box()
+    box.open("a")
+    assert box.offer([delta("a", [1])], writable=False) == []
+    assert box.offer([delta("a", [2])], writable=True) == [], "order is kept behind what is held"
+    assert tokens(box.take()) == [1, 2]
+
+
+def test_a_merged_delta_keeps_every_field_in_its_place():
+    box = Box(window_tokens=0)
+    box.open("a")
+    logprobs = [TokenLogprob(token_id=t, logprob=-float(t), top=((t, -1.0),)) for t in (1, 2, 3)]
+    handle = KvHandle(producer=1, pin_id=2, ttl_s=3.0, num_tokens=64, block_ids=b"x" * 100)
+    box.offer([delta("a", [1], cached_tokens=16, logprobs=tuple(logprobs[:1]))], writable=True)
+    box.offer([delta("a", [2, 3], logprobs=tuple(logprobs[1:]))], writable=True)
+    box.offer([delta("a", [], finish_reason=FinishReason.PREFILLED, kv=handle)], writable=True)
+    box.check()
+    box.grant("a", 1)
+    (first,) = box.take()
+    assert first == delta("a", [1], cached_tokens=16, logprobs=tuple(logprobs[:1]))
+    box.check()
+    box.grant("a", 2)
+    (last,) = box.take()
+    assert last == delta(
+        "a", [2, 3], logprobs=tuple(logprobs[1:]), finish_reason=FinishReason.PREFILLED, kv=handle
+    )
+    assert len(box) == 0
+
+
+def test_what_is_held_can_be_taken_in_parts_and_in_turns():
+    box = Box(window_tokens=1000)
+    for name in "ab":
+        box.open(name)
+    box.offer([delta("a", range(100)), delta("b", range(100))], writable=False)
+    taken = {"a": [], "b": []}
+    turns = []
+    while box.has_held:
+        part = box.take(bytes_max=160)
+        box.check()
+        assert sum(len(d.token_ids) for d in part) <= 160
+        for d in part:
+            taken[d.request_id] += tokens([d])
+            turns.append(d.request_id)
+    assert taken == {"a": list(range(100)), "b": list(range(100))}
+    assert turns[:4] == ["a", "b", "a", "b"]
+
+
+def test_a_delta_larger_than_the_credit_is_sent_as_far_as_that_goes():
+    """Its reader grants nothing while too little of the window is used, so that all of it would wait for ever."""
+    box = Box(window_tokens=8)
+    box.open("a")
+    assert tokens(box.offer([delta("a", [0])], writable=True)) == [0]
+    (part,) = box.offer([delta("a", range(1, 20), finish_reason=FinishReason.LENGTH)], writable=True)
+    assert tokens([part]) == list(range(1, 8))
+    assert part.finish_reason is None
+    box.grant("a", 8)
+    assert tokens(box.take()) == list(range(8, 16))
+    box.check()
+
+
+def test_a_finish_without_tokens_needs_no_credit():
+    box = Box(window_tokens=1)
+    box.open("a")
+    box.offer([delta("a", [1])], writable=True)
+    finish = delta("a", finish_reason=FinishReason.LENGTH)
+    assert box.offer([finish], writable=True) == [finish]
+
+
+def test_a_finish_waits_behind_its_tokens():
+    box = Box(window_tokens=1)
+    box.open("a")
+    box.offer([delta("a", [1]), delta("a", [2])], writable=True)
+    assert box.offer([delta("a", finish_reason=FinishReason.LENGTH)], writable=True) == []
+    box.grant("a", 1)
+    (last,) = box.take()
+    assert last.finish_reason is FinishReason.LENGTH
+    assert tokens([last]) == [2]
+
+
+def test_one_slow_reader_delays_nobody():
+    box = Box(window_tokens=1)
+    box.open("slow")
+    box.open("quick")
+    for token in range(10):
+        out = box.offer([delta("slow", [token]), delta("quick", [token])], writable=True)
+        box.grant("quick", 1)
+        assert [d.request_id for d in out] == (["slow", "quick"] if token == 0 else ["quick"])
+
+
+def test_who_is_far_too_slow_is_parked_and_nothing_is_lost():
+    box = Box(stream_bytes_max=2000)
+    box.open("a")
+    out = []
+    for start in range(0, 10_000, 100):
+        out += box.offer([delta("a", range(start, start + 100))], writable=True)
+        box.check()
+    assert box.aborted == ["a"], "its engine stops"
+    assert box.parked == 1
+    assert tokens(out) == [0, 1, 2, 3], "what there was credit for"
+    assert box.held_bytes <= 2000 + 400
+    while len(box):
+        box.grant("a", 60)
+        out += box.take()
+        box.check()
+    assert tokens(out) == list(range(len(tokens(out))))
+    assert len(tokens(out)) == 500, "all that was held when it was parked"
+    assert [d for d in out if d.error is not None] == out[-1:]
+    assert isinstance(from_info(out[-1].error), Parked)
+    assert out[-1].finish_reason is FinishReason.ERROR
+    assert box.held_bytes == 0
+
+
+def test_what_ends_with_the_delta_that_is_too_much_has_ended():
+    box = Box(window_tokens=0, stream_bytes_max=2000)
+    box.open("a")
+    box.offer([delta("a", range(1000), finish_reason=FinishReason.STOP)], writable=True)
+    assert box.aborted == []
+    box.grant("a", 1000)
+    (last,) = box.take()
+    assert (last.finish_reason, last.error) == (FinishReason.STOP, None)
+
+
+def test_on_a_full_connection_all_of_it_waits():
+    box = Box(stream_bytes_max=2000)
+    box.open("a")
+    for _ in range(10):
+        assert box.offer([delta("a", range(100))], writable=False) == []
+        box.check()
+    assert box.aborted == ["a"]
+    box.grant("a", 1000)
+    (parked,) = box.take()
+    assert parked.finish_reason is FinishReason.ERROR
+    assert len(tokens([parked])) == 500
+
+
+def test_past_half_of_the_bound_each_has_an_equal_share_of_that_half():
+    box = Box(window_tokens=0, stream_bytes_max=10_000, bytes_max=10_000)
+    for name in ("small", "large"):
+        box.open(name)
+    box.offer([delta("large", range(1000))], writable=True)
+    box.offer([delta("small", range(400))], writable=True)
+    assert box.aborted == []
+    box.offer([delta("small", range(10)), delta("large", range(10))], writable=True)
+    assert box.aborted == ["large"]
+    assert box.held_bytes < 10_000
+    box.check()
+
+
+def test_all_together_are_bounded_and_the_largest_is_dropped():
+    box = Box(window_tokens=0, stream_bytes_max=10_000, bytes_max=10_000)
+    for name in ("small", "large"):
+        box.open(name)
+    box.offer([delta("small", range(1000))], writable=True)
+    (parked,) = box.offer([delta("large", range(1500), finish_reason=FinishReason.LENGTH)], writable=True)
+    assert parked.request_id == "large"
+    assert tokens([parked]) == [], "it is computed again"
+    assert isinstance(from_info(parked.error), Parked)
+    assert box.aborted == ["large"]
+    box.check()
+
+
+def test_alternatives_count():
+    box = Box(window_tokens=0, stream_bytes_max=3000)
+    box.open("a")
+    top = tuple((t, -1.0) for t in range(20))
+    box.offer(
+        [delta("a", [1, 2], logprobs=(TokenLogprob(token_id=1, logprob=-1.0, top=top),) * 2)], writable=True
+    )
+    assert box.aborted == ["a"]
+
+
+@pytest.mark.parametrize("grant", [0, -5])
+def test_a_grant_of_nothing_gives_nothing(grant):
+    box = Box(window_tokens=1)
+    box.open("a")
+    before = box.offer([delta("a", [1, 2])], writable=True)
+    box.grant("a", grant)
+    assert tokens(before) + tokens(box.take()) == [1]
+    box.check()
+
+
+def test_what_is_closed_or_unknown_is_dropped():
+    box = Box(window_tokens=0)
+    box.open("a")
+    box.offer([delta("a", [1])], writable=True)
+    box.close("a")
+    box.close("a")
+    assert box.offer([delta("a", [2]), delta("never", [3])], writable=True) == []
+    box.grant("a", 1)
+    assert box.take() == []
+    assert box.held_bytes == 0
+    box.check()
+
+
+def test_opening_twice_keeps_what_is_held():
+    box = Box(window_tokens=0)
+    box.open("a")
+    box.offer([delta("a", [1])], writable=True)
+    box.open("a")
+    box.grant("a", 1)
+    assert tokens(box.take()) == [1]

@@ -1,0 +1,162 @@
+import errno
+import os
+
+import numpy as np
+import pytest
+
+from penstock.core.native import native
+from penstock.transfer.regions import ranges
+from penstock.transfer.regions.ranges import (
+    ProcessMemoryError,
+    check_bounds,
+    coalesce,
+    coalesce_by_region,
+    copy_ranges,
+    read_process,
+    write_process,
+)
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def implementation(request, monkeypatch):
+    if request.param == "python":
+        monkeypatch.setattr(ranges, "native", None)
+    elif native is None:
+        pytest.skip("installed with PENSTOCK_NATIVE=OFF")
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+def random_bytes(size: int) -> np.ndarray:
+    return np.random.default_rng(size).integers(0, 256, size, np.uint8)
+
+
+def at(array: np.ndarray, *offsets: int) -> np.ndarray:
+    return column(*offsets) + np.uint64(array.ctypes.data)
+
+
+class TestCopyRanges:
+    def test_each_range_arrives_and_nothing_else_changes(self):
+        source, target = random_bytes(1000), np.zeros(1000, np.uint8)
+        copy_ranges(at(target, 10, 500, 999), at(source, 0, 300, 7), column(100, 255, 1))
+        expected = np.zeros(1000, np.uint8)
+        expected[10:110] = source[:100]
+        expected[500:755] = source[300:555]
+        expected[999] = source[7]
+        np.testing.assert_array_equal(target, expected)
+
+    def test_a_range_that_overlaps_itself_is_moved(self):
+        array = random_bytes(700_000)
+        expected = array.copy()
+        expected[1000:601_000] = array[:600_000]
+        copy_ranges(at(array, 1000), at(array, 0), column(600_000), threads=2)
+        np.testing.assert_array_equal(array, expected)
+
+    def test_empty_ranges_touch_no_memory(self):
+        copy_ranges(column(), column(), column())
+        copy_ranges(column(1, 2), column(3, 4), column(0, 0))
+
+    @pytest.mark.parametrize("columns", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
+    def test_columns_of_other_lengths_are_refused(self, columns):
+        with pytest.raises(ValueError, match="of them"):
+            copy_ranges(*(np.zeros(rows, np.uint64) for rows in columns))
+
+    @pytest.mark.parametrize(
+        "wrong", [np.zeros(2, np.int64), np.zeros((2, 1), np.uint64), np.zeros(4, np.uint64)[::2]]
+    )
+    def test_other_arrays_are_refused(self, wrong):
+        with pytest.raises(TypeError):
+            copy_ranges(wrong, column(0, 0), column(0, 0))
+
+
+class TestProcessMemory:
+    def test_ranges_are_read_and_written(self):
+        theirs, ours = random_bytes(5000), np.zeros(5000, np.uint8)
+        read_process(os.getpid(), at(ours, 0, 4000), at(theirs, 100, 0), column(3000, 1000))
+        np.testing.assert_array_equal(ours[:3000], theirs[100:3100])
+        np.testing.assert_array_equal(ours[4000:], theirs[:1000])
+        write_process(os.getpid(), at(ours, 4000), at(theirs, 2000), column(1000))
+        np.testing.assert_array_equal(theirs[2000:3000], ours[4000:])
+
+    def test_more_ranges_than_one_call_takes(self):
+        theirs, ours = random_bytes(6000), np.zeros(6000, np.uint8)
+        offsets = np.random.default_rng(0).permutation(3000).astype(np.uint64) * np.uint64(2)
+        lengths = np.full(3000, 2, np.uint64)
+        lengths[5::7] = 0
+        read_process(os.getpid(), at(ours, 0) + offsets, at(theirs, 0) + offsets, lengths)
+        expected = theirs.copy()
+        expected.reshape(3000, 2)[offsets[5::7] // np.uint64(2)] = 0
+        np.testing.assert_array_equal(ours, expected)
+
+    def test_memory_that_is_not_there_says_how_far_it_came(self):
+        theirs, ours = random_bytes(8192), np.zeros(8192, np.uint8)
+        with pytest.raises(ProcessMemoryError, match=f"{os.getpid()}.*after 8000 bytes") as caught:
+            read_process(os.getpid(), at(ours, 0, 0), np.append(at(theirs, 0), column(8)), column(8000, 100))
+        assert caught.value.errno == errno.EFAULT
+        assert caught.value.moved_bytes == 8000
+        np.testing.assert_array_equal(ours[:8000], theirs[:8000])
+
+    def test_nobody_has_that_pid(self):
+        ours = np.zeros(10, np.uint8)
+        for move in (read_process, write_process):
+            with pytest.raises(OSError, match="No such process") as caught:
+                move(2**22 + 1, at(ours, 0), at(ours, 0), column(10))
+            assert caught.value.errno == errno.ESRCH
+
+
+class TestCheckBounds:
+    @pytest.mark.parametrize(
+        ("offset", "length", "inside"),
+        [
+            (0, 100, True),
+            (99, 1, True),
+            (100, 0, True),
+            (101, 0, False),
+            (0, 101, False),
+            (1, 100, False),
+            (2**64 - 1, 1, False),
+            (2**64 - 1, 2, False),
+            (1, 2**64 - 1, False),
+            (2**64 - 50, 100, False),
+        ],
+    )
+    def test_one_range(self, offset, length, inside):
+        assert check_bounds(column(offset), column(length), 100) == (-1 if inside else 0)
+
+    def test_the_first_one_outside_is_named(self):
+        assert check_bounds(column(0, 5, 200, 300), column(5, 95, 1, 1), 100) == 2
+
+    def test_none_is_outside_of_an_empty_list(self):
+        assert check_bounds(column(), column(), 0) == -1
+
+    def test_all_of_64_bits_is_inside_itself(self):
+        assert check_bounds(column(1, 0), column(2**64 - 2, 2**64 - 1), 2**64 - 1) == -1
+
+
+class TestCoalesce:
+    def test_neighbours_on_both_sides_become_one(self):
+        merged = coalesce(column(0, 10, 30, 20, 25), column(100, 110, 130, 60, 65), column(10, 20, 5, 5, 5))
+        assert [part.tolist() for part in merged] == [[0, 20], [100, 60], [35, 10]]
+
+    def test_neighbours_on_one_side_stay(self):
+        merged = coalesce(column(0, 10), column(100, 111), column(10, 20))
+        assert [part.tolist() for part in merged] == [[0, 10], [100, 111], [10, 20]]
+
+    def test_empty_ranges_go(self):
+        merged = coalesce(column(7, 0, 500, 10), column(7, 100, 600, 110), column(0, 10, 0, 10))
+        assert [part.tolist() for part in merged] == [[0], [100], [20]]
+        assert all(part.tolist() == [] for part in coalesce(column(3), column(4), column(0)))
+
+    def test_regions_are_never_neighbours(self):
+        merged = coalesce_by_region(
+            column(0, 10, 20), column(0, 10, 20), column(10, 10, 10), column(1, 1, 1), column(4, 4, 5)
+        )
+        assert [part.tolist() for part in merged] == [[0, 20], [0, 20], [20, 10], [1, 1], [4, 5]]
+
+    def test_inputs_stay_as_they_are(self):
+        columns = column(0, 10), column(0, 10), column(10, 10)
+        for part in coalesce(*columns):
+            part[:] = 99
+        assert [part.tolist() for part in columns] == [[0, 10], [0, 10], [10, 10]]

@@ -1,0 +1,264 @@
+"""Disks that hang, fail or are cut off under slabs: deadlines hold, others go on, and the process lives."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import ChecksumMismatch, DeadlineExceeded, MemoryInUse, TransferError
+from penstock.testing.loop import run_async
+from penstock.transfer import Arena, FileRegion, TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.storage.bucket import _settings
+from penstock.transfer.storage.file import FileTransport
+from penstock.transfer.storage.io_threads import IoThreads
+from penstock.transfer.storage.slab import SUMS_SUFFIX, Slab
+
+READ, WRITE = TransferOp.READ, TransferOp.WRITE
+SIZE = 1 << 20
+
+
+class SickDisk:
+    """Reads of one file hang until they are let go."""
+
+    def __init__(self) -> None:
+        self.sick = ""
+        self.hanging = threading.Semaphore(0)
+        self.healed = threading.Event()
+
+    def preadv(self, fd, buffers, offset):
+        self._perhaps_hang(fd)
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd, buffers, offset):
+        self._perhaps_hang(fd)
+        return os.pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd):
+        self._perhaps_hang(fd)
+        os.fdatasync(fd)
+
+    def _perhaps_hang(self, fd):
+        if self.sick and str(Path(f"/proc/self/fd/{fd}").readlink()) == self.sick:
+            self.hanging.release()
+            self.healed.wait(20)
+
+
+def play(scenario, tmp_path: Path) -> None:
+    disk = SickDisk()
+
+    async def main() -> None:
+        config = TransferConfig(listen=(), heartbeat_timeout_s=0.2)
+        transport = FileTransport(threads=2, io_bytes=65_536, disk=disk)
+        with Arena.create(SIZE) as arena:
+            try:
+                async with TransferAgent("a", config, transports=[transport]) as agent:
+                    files = [agent.register(FileRegion(tmp_path / name, SIZE)) for name in ("sick", "well")]
+                    local = agent.register(arena)
+                    for slab in files:
+                        await agent.post(WRITE, local.ranges(), slab.ranges()).wait()
+                    disk.sick = str(tmp_path / "sick")
+                    await scenario(agent, disk, local, *files)
+                    disk.healed.set()
+            finally:
+                disk.healed.set()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("op", [READ, WRITE])
+def test_a_disk_that_hangs_keeps_no_deadline_waiting_and_nobody_else(op: TransferOp, tmp_path: Path) -> None:
+    async def scenario(agent, disk, local, sick, well):
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        stuck = [agent.post(op, local.ranges(), sick.ranges(), timeout_s=0.05) for _ in range(4)]
+        await asyncio.to_thread(disk.hanging.acquire)
+        for handle in stuck:
+            with pytest.raises(DeadlineExceeded):
+                await handle.wait()
+        assert loop.time() - began_s < 5, "and not as long as the disk hangs"
+        await agent.post(op, local.ranges(), well.ranges()).wait()
+        disk.healed.set()
+
+    play(scenario, tmp_path)
+
+
+def test_a_disk_that_hangs_while_a_slab_is_opened_stops_neither_the_loop_nor_other_files(
+    tmp_path: Path,
+) -> None:
+    async def scenario(agent, disk, local, sick, well):
+        disk.sick = str(tmp_path / "new")
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        new = agent.register(FileRegion(tmp_path / "new", SIZE))
+        for op in (WRITE, READ):
+            with pytest.raises(DeadlineExceeded):
+                await agent.post(op, local.ranges(), new.ranges(), timeout_s=0.05).wait()
+        await agent.post(WRITE, local.ranges(), well.ranges()).wait()
+        assert loop.time() - began_s < 5, "and not as long as the disk hangs"
+        assert disk.hanging.acquire(blocking=False), "it hangs"
+        disk.healed.set()
+        await agent.post(WRITE, local.ranges(), new.ranges()).wait()
+        await agent.post(READ, local.ranges(), new.ranges()).wait()
+
+    play(scenario, tmp_path)
+
+
+def test_a_slab_that_hangs_as_it_is_opened_is_in_quarantine(tmp_path: Path) -> None:
+    async def scenario(agent, disk, local, sick, well):
+        disk.sick = str(tmp_path / "new")
+        new = agent.register(FileRegion(tmp_path / "new", SIZE))
+        await asyncio.to_thread(disk.hanging.acquire)
+        with pytest.raises(MemoryInUse):
+            await agent.deregister(new)
+        await agent.deregister(local)
+        disk.healed.set()
+        async with asyncio.timeout(10):
+            while new in agent.quarantined:  # noqa: ASYNC110 - a thread ends
+                await asyncio.sleep(0.01)
+        await agent.deregister(new)
+
+    play(scenario, tmp_path)
+
+
+def test_memory_that_a_hung_disk_may_still_write_is_in_quarantine(tmp_path: Path) -> None:
+    async def scenario(agent, disk, local, sick, well):
+        handle = agent.post(READ, local.ranges(), sick.ranges(), timeout_s=0.05)
+        with pytest.raises(DeadlineExceeded):
+            await handle.wait()
+        with pytest.raises(MemoryInUse, match="by what was cancelled"):
+            await agent.deregister(local)
+        with pytest.raises(MemoryInUse):
+            await agent.deregister(sick)
+        disk.healed.set()
+        for registration in (local, sick):
+            async with asyncio.timeout(10):
+                while registration in agent.quarantined:  # noqa: ASYNC110 - a thread ends
+                    await asyncio.sleep(0.01)
+            await agent.deregister(registration)
+
+    play(scenario, tmp_path)
+
+
+def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.transfer.storage.file._CLOSE_S", 0.05)
+
+    async def scenario(agent, disk, local, sick, well):
+        with pytest.raises(DeadlineExceeded):
+            await agent.post(READ, local.ranges(), sick.ranges(), timeout_s=0.05).wait()
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.005)
+
+        turning = asyncio.ensure_future(turn())
+        with pytest.raises(MemoryInUse):
+            await agent.close()
+        turning.cancel()
+        assert turns > 5, "the loop went on"
+
+    play(scenario, tmp_path)
+
+
+def test_space_is_reserved_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by, take_space = [], Slab._take_space
+
+    def noted(slab: Slab) -> None:
+        by.append(threading.current_thread())
+        take_space(slab)
+
+    monkeypatch.setattr(Slab, "_take_space", noted)
+
+    async def main() -> None:
+        async with TransferAgent("a", TransferConfig(listen=())) as agent:
+            slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+            await agent.post(WRITE, local.ranges(), slab.ranges()).wait()
+
+    run_async(main())
+    assert [thread is threading.main_thread() for thread in by] == [False]
+
+
+def test_space_is_taken_though_the_first_transfer_was_cancelled_before_a_thread_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_begin, take = threading.Event(), IoThreads._take
+
+    def take_late(threads: IoThreads) -> object:
+        may_begin.wait()
+        return take(threads)
+
+    monkeypatch.setattr(IoThreads, "_take", take_late)
+
+    async def main() -> None:
+        async with TransferAgent("a", TransferConfig(listen=())) as agent:
+            slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+            with pytest.raises(DeadlineExceeded):
+                await agent.post(READ, local.ranges(), slab.ranges(), timeout_s=0.05).wait()
+            may_begin.set()
+            with pytest.raises(ChecksumMismatch, match="never written"):
+                await agent.post(READ, local.ranges(), slab.ranges()).wait()
+
+    try:
+        run_async(main())
+    finally:
+        may_begin.set()
+
+
+def test_a_disk_without_space_is_an_error_of_every_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        if length == SIZE:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.transfer.storage.slab.os.posix_fallocate", full)
+
+    async def main() -> None:
+        async with TransferAgent("a", TransferConfig(listen=())) as agent:
+            slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+            for op in (WRITE, READ):
+                with pytest.raises(TransferError, match="no space for"):
+                    await agent.post(op, local.ranges(), slab.ranges()).wait()
+
+    run_async(main())
+
+
+def test_checksums_that_are_cut_off_are_missing_and_do_not_end_the_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with TransferAgent("a", TransferConfig(listen=())) as agent:
+            slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+            ranges = local.ranges(), slab.ranges()
+            await agent.post(WRITE, *ranges).wait()
+            os.truncate(tmp_path / f"kv{SUMS_SUFFIX}", 4096)
+            with pytest.raises(ChecksumMismatch, match="never written"):
+                await agent.post(READ, *ranges).wait()
+            await agent.post(WRITE, *ranges).wait()
+            await agent.post(READ, *ranges).wait()
+            assert np.all(np.frombuffer(local.region.owner[1], np.uint8) == 0)
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "allowed"),
+    [
+        ("", {}, False),
+        ("true", {}, True),
+        ("1", {"endpoint": "https://store"}, True),
+        ("", {"endpoint": "http://store"}, True),
+        ("", {"allow_http": "true"}, True),
+        ("true", {"allow_http": "false"}, False),
+    ],
+)
+def test_plain_http_is_allowed_by_whoever_says_so(
+    environment: str, options: dict[str, str], allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ALLOW_HTTP", environment)
+    settings = _settings("s3://bucket", options, 1.0, 0)
+    assert settings["client_options"]["allow_http"] is allowed
+    assert "allow_http" not in settings["config"]

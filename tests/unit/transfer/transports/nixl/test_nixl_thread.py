@@ -1,0 +1,404 @@
+"""The thread that calls NIXL, and how lists are cut for it, on bindings that do as they are told."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.descriptors import Descriptors, TransferOp
+from penstock.core.errors import MemoryInUse, PeerLost, ProtocolError, TransferError
+from penstock.testing.loop import run_async
+from penstock.testing.transports.harness import TwoAgents
+from penstock.transfer import TransferConfig, TransferState
+from penstock.transfer.transports.nixl import channel as nixl_channel
+from penstock.transfer.transports.nixl import thread as nixl_thread
+from penstock.transfer.transports.nixl import transport as nixl
+from penstock.transfer.transports.nixl.channel import cut, rows_of
+from penstock.transfer.transports.nixl.frames import Place, SumRanges, Want, decode_frame, encode_frame
+from penstock.transfer.transports.nixl.thread import Handles, NixlThread, Plan, find_module
+from penstock.transfer.transports.nixl.transport import NixlTransport
+
+MIB = 1 << 20
+
+
+class nixlRemoteDisconnectError(Exception):  # noqa: N801 - NIXL's name
+    pass
+
+
+class Described(list[Any]):
+    def getType(self) -> str:  # noqa: N802
+        return "dram"
+
+
+class FakeNixl:
+    """Stands for both the bindings and the agent: requests end when the test says so."""
+
+    NIXL_INIT_AGENT = ""
+    NIXL_WRITE, NIXL_READ = "write", "read"
+    NIXL_IN_PROG, NIXL_SUCCESS = 1, 0
+    DRAM_SEG = "dram"
+
+    def __init__(self) -> None:
+        self.at_once = False
+        self.posted: list[int] = []
+        self.under_way: set[int] = set()
+        self.released: list[int] = []
+        self.calls = 0
+        self.error: Exception | None = None
+        self.count = 0
+        self.registered = 0
+        self.peer_name = b"peer"
+        self.invalidated: list[str] = []
+
+    def nixlAgentConfig(self) -> Any:  # noqa: N802
+        return type("Config", (), {})()
+
+    def nixlAgent(self, name: str, config: Any) -> "FakeNixl":  # noqa: N802
+        assert (config.useProgThread, config.pthrDelay) == (True, 10_000)
+        return self
+
+    def createBackend(self, name: str, options: dict[str, str]) -> int:  # noqa: N802
+        assert name == "UCX"
+        return 1
+
+    def nixlRegDList(self, kind: str, rows: Any = ()) -> "Described":  # noqa: N802
+        return Described(rows)
+
+    def registerMem(self, described: Any, backends: list[int]) -> None:  # noqa: N802
+        self.registered += 1
+
+    def deregisterMem(self, described: Any, backends: list[int]) -> None:  # noqa: N802
+        self.registered -= 1
+
+    def getLocalPartialMD(self, described: Any, has_agent: bool, backends: list[int]) -> bytes:  # noqa: N802
+        return b"metadata"
+
+    def loadRemoteMD(self, metadata: bytes) -> bytes:  # noqa: N802
+        return self.peer_name
+
+    def invalidateRemoteMD(self, name: str) -> None:  # noqa: N802
+        self.invalidated.append(name)
+
+    def nixlXferDList(self, kind: str, rows: Any) -> Any:  # noqa: N802
+        return rows
+
+    def prepXferDlist(self, owner: str, rows: Any, backends: list[int]) -> int:  # noqa: N802
+        if self.error:
+            raise self.error
+        return len(rows)
+
+    def makeXferReq(self, *arguments: Any) -> int:  # noqa: N802
+        self.count += 1
+        return self.count
+
+    def postXferReq(self, request: int) -> int:  # noqa: N802
+        self.calls += 1
+        if self.error:
+            raise self.error
+        self.posted.append(request)
+        if self.at_once:
+            return self.NIXL_SUCCESS
+        self.under_way.add(request)
+        return self.NIXL_IN_PROG
+
+    def getXferStatus(self, request: int) -> int:  # noqa: N802
+        self.calls += 1
+        if self.error:
+            raise self.error
+        return self.NIXL_IN_PROG if request in self.under_way else self.NIXL_SUCCESS
+
+    def releaseXferReq(self, request: int) -> None:  # noqa: N802
+        if request in self.under_way and not self.error:
+            raise RuntimeError("still under way")
+        self.released.append(request)
+
+    def releasedDlistH(self, handle: int) -> None: ...  # noqa: N802
+
+
+def play(scenario: Callable[[FakeNixl, NixlThread, Handles], Awaitable[None]], parts: int = 4) -> FakeNixl:
+    fake = FakeNixl()
+
+    async def main() -> None:
+        thread = NixlThread("own", lambda: fake)
+        await thread.open()
+        handles = Handles()
+        rows = np.zeros((parts, 3), np.uint64)
+        plan = Plan("WRITE", "peer", ("DRAM", "DRAM"), (rows, rows), [(i, i + 1) for i in range(parts)])
+        await thread.call(lambda: thread.make_ready(handles, plan))
+        try:
+            await scenario(fake, thread, handles)
+        finally:
+            await thread.close()
+            await thread.close()
+
+    run_async(main())
+    return fake
+
+
+async def turns(thread: NixlThread, count: int = 5) -> None:
+    """Let the thread look at everything so many times."""
+    for _ in range(count):
+        await thread.call(lambda: None)
+
+
+def test_all_parts_are_posted_in_order_and_freed_in_the_end() -> None:
+    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+        fake.at_once = True
+        for _ in range(2):
+            await thread.fly(handles).ended
+
+    fake = play(scenario)
+    assert fake.posted == [1, 2, 3, 4] * 2
+    assert fake.released == [1, 2, 3, 4]
+
+
+def test_two_parts_are_under_way_at_most() -> None:
+    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+        flight = thread.fly(handles)
+        await turns(thread)
+        assert fake.posted == [1, 2]
+        fake.under_way.discard(1)
+        await turns(thread)
+        assert fake.posted == [1, 2, 3]
+        fake.at_once = True
+        fake.under_way.clear()
+        await flight.ended
+
+    play(scenario)
+
+
+def test_what_is_stopped_ends_with_what_was_posted() -> None:
+    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+        flight = thread.fly(handles)
+        await turns(thread)
+        assert len(fake.posted) == 2
+        thread.stop(flight)
+        await turns(thread)
+        assert not flight.ended.done(), "the memory is still in use"
+        fake.under_way.clear()
+        await flight.ended
+        assert fake.posted == [1, 2]
+
+    play(scenario)
+
+
+def test_what_is_abandoned_is_freed_when_it_has_ended() -> None:
+    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+        cleaned: list[bool] = []
+        flight = thread.fly(handles)
+        await turns(thread)
+        assert len(fake.posted) == 2
+        thread.abandon(flight, lambda: cleaned.append(True))
+        thread.discard(handles)
+        await turns(thread)
+        assert (flight.ended.done(), fake.released, cleaned) == (False, [], []), "NIXL is still at it"
+        fake.under_way.clear()
+        await flight.ended
+        assert (sorted(fake.released), cleaned) == ([1, 2, 3, 4], [True])
+
+    fake = play(scenario)
+    assert sorted(fake.released) == [1, 2, 3, 4], "each once: NIXL crashes otherwise"
+
+
+def test_memory_that_nixl_is_still_at_is_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_channel, "_LET_GO_S", 0.01)
+
+    async def main() -> None:
+        fakes = [FakeNixl(), FakeNixl()]
+        for fake in fakes:
+            fake.at_once = True
+        async with agents(fakes, heartbeat_timeout_s=0.2) as harness:
+            monkeypatch.setattr(nixl_channel.NixlChannel, "_probe", _no_probe)
+            ranges = harness.local.ranges(), harness.remote.ranges()
+            prepared = harness.agent.prepare(*ranges, harness.peer)
+            await prepared.post(TransferOp.READ).wait()
+            (mine,) = [fake for fake in fakes if fake.posted]
+            mine.at_once = False
+            handle = prepared.post(TransferOp.READ)
+            while not mine.under_way:  # noqa: ASYNC110 - the thread posts
+                await asyncio.sleep(0)
+            registered = mine.registered
+            with pytest.raises(MemoryInUse, match="by what was cancelled"):
+                await harness.agent.deregister(harness.local)
+            assert handle.state is TransferState.FAILED
+            assert mine.registered == registered, "NIXL goes on using it"
+            assert harness.agent.quarantined == (harness.local,)
+            mine.under_way.clear()
+            await harness.agent.deregister(harness.local)
+            assert not harness.agent.quarantined
+            await harness.agent.close()
+            assert mine.registered == registered - 1
+
+    run_async(main())
+
+
+async def _no_probe(*_: object) -> None: ...
+
+
+def test_an_agent_that_comes_back_is_known_and_many_that_do_not_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl, "_STRANGERS_MAX", 2)
+    monkeypatch.setattr(nixl_channel.NixlChannel, "_probe", _no_probe)
+
+    async def main() -> None:
+        fakes = [FakeNixl(), FakeNixl()]
+        for fake in fakes:
+            fake.at_once = True
+        async with agents(fakes) as harness:
+            for number in range(6):
+                name = "peer" if number < 3 else f"peer {number}"
+                for fake in fakes:
+                    fake.peer_name = name.encode()
+                peer = await harness.agent.connect(harness.owner.metadata([harness.owned]))
+                ranges = harness.local.ranges(), peer.region("there").ranges()
+                await harness.agent.post(TransferOp.READ, *ranges, peer).wait()
+                await harness.agent.disconnect(peer)
+            await harness.agent.close()
+            assert [name for fake in fakes for name in fake.invalidated] == ["peer", "peer 3"]
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(nixlRemoteDisconnectError("NIXL_ERR"), PeerLost), (ValueError("no"), TransferError)],
+)
+def test_errors_are_the_librarys_own(error: Exception, expected: type[Exception]) -> None:
+    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+        flight = thread.fly(handles)
+        await turns(thread)
+        assert len(fake.posted) == 2
+        fake.error = error
+        with pytest.raises(expected, match=type(error).__name__) as seen:
+            await flight.ended
+        assert type(seen.value) is expected
+        assert len(fake.posted) == 2
+
+    play(scenario)
+
+
+def test_a_failed_list_is_made_anew() -> None:
+    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+        fake.at_once = True
+        fake.error = ValueError("no such region")
+        other = Handles()
+        rows = np.zeros((1, 3), np.uint64)
+        plan = Plan("WRITE", "peer", ("DRAM", "DRAM"), (rows, rows), [(0, 1)])
+        with pytest.raises(TransferError, match="no such region"):
+            await thread.call(lambda: thread.make_ready(other, plan))
+        fake.error = None
+        await thread.call(lambda: thread.make_ready(other, plan))
+        await thread.fly(other).ended
+
+    play(scenario)
+
+
+def test_a_closed_thread_refuses() -> None:
+    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+        flight = thread.fly(handles)
+        await turns(thread)
+        assert len(fake.posted) == 2
+        await thread.close()
+        with pytest.raises(TransferError, match="closes"):
+            await flight.ended
+        with pytest.raises(TransferError, match="closed"):
+            await thread.call(lambda: None)
+        with pytest.raises(TransferError, match="closed"):
+            thread.fly(handles)
+
+    play(scenario)
+
+
+def agents(fakes: list[FakeNixl], heartbeat_timeout_s: float = 2.0) -> TwoAgents:
+    waiting = iter(fakes)
+    return TwoAgents(
+        lambda: [NixlTransport(lambda: "nixl", lambda: next(waiting))],
+        size_bytes=64,
+        config=TransferConfig(listen=("unix",), heartbeat_timeout_s=heartbeat_timeout_s),
+    )
+
+
+@pytest.mark.parametrize(
+    ("at_once", "text"),
+    [(False, "NIXL does not reach agent owner: nothing came within"), (True, "NIXL reads other bytes")],
+)
+def test_a_peer_that_ucx_does_not_reach_is_told_when_they_meet(
+    at_once: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_channel, "_PROBE_S", 0.02)
+    fakes = [FakeNixl(), FakeNixl()]
+    for fake in fakes:
+        fake.at_once = at_once
+
+    async def main() -> None:
+        async with agents(fakes) as harness:
+            handle = harness.agent.post(
+                TransferOp.READ, harness.local.ranges(), harness.remote.ranges(), harness.peer
+            )
+            with pytest.raises(TransferError, match=text):
+                await handle.wait()
+
+    run_async(main())
+
+
+def test_without_nixl_the_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_thread, "_MODULES", ("no_such_module_at_all",))
+    with pytest.raises(TransferError, match="pip install --no-deps nixl-cu12"):
+        find_module()
+
+
+@given(st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=60))
+def test_pieces_cover_their_ranges_once_and_parts_cover_the_pieces(sizes: list[int]) -> None:
+    lengths = np.array(sizes, np.uint64)
+    (index, offsets, pieces), parts = cut(lengths)
+    assert int(pieces.max()) <= 32 * MIB
+    assert int(pieces.min()) > 0
+    ends: dict[int, int] = {}
+    for of, at, size in zip(index.tolist(), offsets.tolist(), pieces.tolist(), strict=True):
+        assert ends.get(of, 0) == at
+        ends[of] = at + size
+    assert [ends[i] for i in range(len(sizes))] == sizes
+    assert [first for first, _ in parts] == [0, *(end for _, end in parts[:-1])]
+    assert parts[-1][1] == len(pieces)
+    for first, end in parts:
+        assert int(pieces[first:end].sum()) < 64 * MIB
+
+
+def test_rows_are_addresses_lengths_and_the_device() -> None:
+    ranges = Descriptors(*(np.array(column, np.uint64) for column in ([1, 2], [10, 20], [33 * MIB, 5])))
+    places = {i: Place(kind="VRAM", address=1000 * i, device=3) for i in (1, 2)}
+    pieces, _ = cut(ranges.lengths)
+    assert rows_of(ranges, places, pieces).tolist() == [
+        [1010, 32 * MIB, 3],
+        [1010 + 32 * MIB, MIB, 3],
+        [2020, 5, 3],
+    ]
+
+
+def test_messages_survive_the_way_and_nonsense_is_refused() -> None:
+    ranges = Descriptors.of(7, [0, 8], 4)
+    asked = decode_frame(encode_frame(SumRanges.of(1, {7: b"key"}, ranges)), "peer")
+    assert isinstance(asked, SumRanges)
+    assert asked.ranges.offsets.tolist() == [0, 8]
+    want = Want(ask_id=2, op=TransferOp.READ, keys={7: b"key"})
+    assert decode_frame(encode_frame(want), "peer") == want
+    for nonsense in (b"", b"\xc1", encode_frame(want)[:-1]):
+        with pytest.raises(ProtocolError, match="peer"):
+            decode_frame(nonsense, "peer")
+    with pytest.raises(ProtocolError, match="columns"):
+        _ = SumRanges(ask_id=1, keys={}, region_ids=b"12345678", offsets=b"", lengths=b"").ranges
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
+    try:
+        frame = decode_frame(data, "peer")
+        if isinstance(frame, SumRanges):
+            assert len(frame.ranges) >= 0
+    except ProtocolError:
+        pass

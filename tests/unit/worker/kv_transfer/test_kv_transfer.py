@@ -1,0 +1,237 @@
+"""Prompts handed over from prefill to decode workers: whole deployments on virtual time, whose KV is checked on every step."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.core.types.instances import Role
+from penstock.core.wire import pack_tokens, unpack_tokens
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.worker.config import KvTransferConfig, WorkerConfig
+from tests.support import hand_over_scene
+from tests.support.cluster import MemoryCluster
+from tests.support.hand_over import VOCAB, meet_late
+from tests.support.hand_over import tiny_engine as engine
+from tests.support.hand_over import tiny_request as request
+from tests.support.hand_over import whole_answer as answer
+
+
+async def expected(asked):
+    """What one worker alone answers."""
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        await cluster.start("alone", engine())
+        return await answer(dispatcher, asked)
+
+
+def play(scene, names=("p0", "d0"), *, kv_bytes=64, kv_blocks=200, **options):
+    hand_over_scene.play(scene, names, engine=lambda _name: engine(kv_blocks, kv_bytes), **options)
+
+
+@pytest.mark.parametrize("kv_bytes", [64, 0])
+@pytest.mark.parametrize("length", [3, 4, 50, 200])
+def test_an_answer_is_the_same_as_from_one_worker(length, kv_bytes):
+    asked = request("a", length, logprobs=2)
+
+    async def scene(cluster, dispatcher):
+        found = await answer(dispatcher, asked)
+        assert found == await expected(asked)
+        prefill, decode = cluster.engine("p0").load(), cluster.engine("d0").load()
+        assert prefill.prefilled_tokens == length
+        assert prefill.generated_tokens == 1
+        assert decode.generated_tokens == 19
+        assert decode.prefilled_tokens == (length + 1 if length < 4 else 1), "nothing is computed again"
+        assert cluster.worker("d0").kv_transfer.fetched_blocks == length // 4
+        assert cluster.worker("d0").kv_transfer.failures == {}
+
+    play(scene, kv_bytes=kv_bytes)
+
+
+def test_what_the_decode_worker_has_is_not_fetched():
+    async def scene(cluster, dispatcher):
+        await answer(dispatcher, request("a", 40))
+        await answer(dispatcher, request("b", 60))
+        assert cluster.worker("d0").kv_transfer.fetched_blocks == 15
+        assert cluster.engine("p0").load().prefix_hit_tokens == 40
+
+    play(scene)
+
+
+def test_an_answer_of_one_token_is_not_handed_over():
+    async def scene(cluster, dispatcher):
+        asked = request("a", max_tokens=1)
+        assert await answer(dispatcher, asked) == await expected(asked)
+        assert cluster.engine("d0").load().steps == 0
+
+    play(scene)
+
+
+def test_many_at_once_with_preemption():
+    asked = [request(f"r{number}", 30 + 3 * number, 40, seed=number) for number in range(24)]
+
+    async def scene(_cluster, dispatcher):
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(answer(dispatcher, one)) for one in asked]
+        for one, found in zip(asked, answers, strict=True):
+            assert found.result()[:2] == (await expected(one))[:2]
+
+    play(scene, ("p0", "p1", "d0", "d1"), kv_blocks=80)
+
+
+def test_without_a_prefill_worker_decode_workers_serve_alone_and_it_is_used_once_it_is_back():
+    async def scene(cluster, dispatcher):
+        cluster.kill("p0")
+        asked = request("a")
+        assert await answer(dispatcher, asked) == await expected(asked)
+        await cluster.start("p1", engine(), role=Role.PREFILL)
+        await asyncio.sleep(1)
+        await answer(dispatcher, request("b", seed=5))
+        assert cluster.engine("p1").load().prefilled_tokens == 50
+
+    play(scene)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.065, 0.08, 0.12, 0.2])
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_whoever_dies_the_stream_goes_on(victim, after_s):
+    asked = request("a")
+
+    async def scene(cluster, dispatcher):
+        async with asyncio.TaskGroup() as group:
+            found = group.create_task(answer(dispatcher, asked))
+            await asyncio.sleep(after_s)
+            cluster.kill(victim)
+        assert found.result()[:2] == (await expected(asked))[:2]
+
+    play(scene, ("p0", "p1", "d0", "d1"))
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.062, 0.07, 0.1])
+def test_a_client_that_leaves_frees_everything(after_s):
+    async def scene(_cluster, dispatcher):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(after_s):
+                await answer(dispatcher, request("a", max_tokens=300))
+
+    play(scene)
+
+
+def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_again():
+    async def scene(cluster, dispatcher):
+        asked = request("a")
+        meet_late(cluster.worker("d0"), 5)
+        async with dispatcher.open(asked) as stream:
+            first = await anext(stream)
+            await asyncio.sleep(2)
+            assert cluster.worker("p0").kv_transfer.exports.expired == 1
+            assert cluster.worker("p0")._driver.load().kv_expired == 1
+            assert cluster.engine("p0").load().active_blocks == 0
+            tokens = unpack_tokens(first.token_ids).tolist()
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+        assert cluster.engine("d0").load().prefilled_tokens == 51
+        assert cluster.worker("d0").kv_transfer.failures == {"deadline_exceeded": 1}
+
+    play(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pin_ttl_s=1)))
+
+
+def test_a_prefill_worker_that_drains_stays_until_its_blocks_were_read():
+    async def scene(cluster, dispatcher):
+        asked = request("a")
+        meet_late(cluster.worker("d0"), 2)
+        async with dispatcher.open(asked) as stream:
+            tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
+            cluster.worker("p0").stop()
+            await asyncio.sleep(1)
+            assert "p0" in cluster.names
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+        assert cluster.worker("d0").kv_transfer.failures == {}
+        await asyncio.sleep(1)
+        assert "p0" not in cluster.names
+
+    play(scene)
+
+
+def test_no_more_blocks_are_held_than_allowed():
+    async def scene(cluster, dispatcher):
+        asked = request("a")
+        assert (await answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
+        assert cluster.worker("p0").kv_transfer.exports.refused == 1
+        assert cluster.worker("p0")._driver.load().kv_refused == 1
+        assert cluster.engine("d0").load().prefilled_tokens == 51
+
+    play(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pinned_share_max=0.01)))
+
+
+@pytest.mark.parametrize(("length", "is_remote"), [(300, True), (5, False)])
+def test_seconds_decide_where_a_prompt_is_computed(length, is_remote):
+    """With streams on the decode worker, each of which a long prompt would hold up."""
+    router = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4))
+
+    async def scene(cluster, dispatcher):
+        async def ask():
+            before = cluster.engine("p0").load().prefilled_tokens
+            await answer(dispatcher, request("a", length))
+            assert (cluster.engine("p0").load().prefilled_tokens - before >= length) is is_remote
+            explained = dispatcher.explain("a")
+            assert explained[0].prefill.remote is is_remote
+            assert (
+                explained[0].prefill.local > explained[0].prefill.prefill + explained[0].prefill.decode
+            ) is is_remote
+            (decision,) = explained
+            assert (decision.prefill.worker, decision.worker) == ("p0" if is_remote else None, "d0")
+            assert [one.worker for one in decision.prefill.candidates] == ["p0"] * is_remote
+
+        await hand_over_scene.beside_streams(dispatcher, ask, streams=12)
+
+    play(scene, router=router)
+
+
+@pytest.mark.parametrize(("local_tokens_max", "is_remote"), [(None, False), (50, False), (49, True)])
+def test_prompts_too_long_for_decode_workers_are_computed_apart_whatever_that_takes(
+    local_tokens_max, is_remote
+):
+    config = DisaggConfig(remote_tokens_min=4, local_tokens_max=local_tokens_max, kv_transfer_s=9)
+    router = RouterConfig(policy="kv", disagg=config)
+
+    async def scene(_cluster, dispatcher):
+        found = await answer(dispatcher, request("a", 50))
+        assert found == await expected(request("a", 50))
+        (first, *_) = dispatcher.explain("a")
+        assert first.prefill.remote is is_remote
+        assert first.prefill.local < first.prefill.prefill + first.prefill.decode
+
+    play(scene, router=router)
+
+
+@pytest.mark.parametrize(
+    ("targets", "is_remote"), [({}, False), ({"slo_ttft_s": 2.0, "slo_itl_s": 0.02}, True)]
+)
+def test_where_tokens_have_to_come_at_a_pace_a_prompt_that_holds_streams_up_is_computed_apart(
+    targets, is_remote
+):
+    """With a hand-over that costs more than what the streams there lose is else worth."""
+    router = RouterConfig(disagg=DisaggConfig(remote_tokens_min=4, kv_transfer_s=0.1))
+
+    async def scene(_cluster, dispatcher):
+        async def ask():
+            await answer(dispatcher, msgspec.structs.replace(request("a", 300), **targets))
+            (first, *_) = dispatcher.explain("a")
+            assert first.prefill.remote is is_remote
+
+        await hand_over_scene.beside_streams(dispatcher, ask, streams=3)
+
+    play(scene, router=router)
+
+
+def test_an_error_of_the_request_ends_it():
+    async def scene(_cluster, dispatcher):
+        wrong = msgspec.structs.replace(request("a", 3), token_ids=pack_tokens([VOCAB + 5, 2, 3]))
+        with pytest.raises(RequestError, match="token id 505"):
+            await answer(dispatcher, wrong)
+
+    play(scene)

@@ -1,0 +1,221 @@
+"""Links that take seconds to be set up, in whole deployments on virtual time: when they are first used, and by whom."""
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.core.types.instances import Role
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.dispatch.progress import Progress
+from penstock.router.links.link_setup import LinkCredit, LinkSetupCost
+from penstock.transfer.transports.memory import MemoryTransport
+from tests.support.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
+from tests.support.hand_over_scene import beside_streams, play
+
+SETUP_S = 2.0
+PREDICTED = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4))
+FORCED = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4, local_tokens_max=1))
+"""Every prompt is computed apart."""
+PROMPT_TOKENS = 60  # one chunk
+PREFILL_S = PRICES.prefill_step_s + PROMPT_TOKENS * (PRICES.prefill_token_s + PRICES.decode_step_s / 64)
+"""What such a prompt takes to compute: its link is set up meanwhile."""
+
+
+class DistantTransport(MemoryTransport):
+    """Takes its time to reach a peer, and says so."""
+
+    setup_s = SETUP_S
+
+    def __init__(self):
+        super().__init__(threads=1, inline_bytes_max=1 << 20)
+
+    async def connect(self, link, contact, regions):
+        if link is not None:
+            await asyncio.sleep(self.setup_s)
+        return await super().connect(link, contact, regions)
+
+
+def play_distant(scene, names=("p0", "d0"), *, router=PREDICTED, registry=None):
+    play(
+        scene,
+        names,
+        router=router,
+        registry=registry,
+        engine=lambda _name: tiny_engine(kv_blocks=4000),
+        transport=DistantTransport,
+    )
+
+
+async def ask(dispatcher, number, length=PROMPT_TOKENS):
+    """Give the explanations of a request, and how long it took."""
+    began_s = asyncio.get_running_loop().time()
+    await whole_answer(dispatcher, tiny_request(f"r{number}", length, 3, seed=number))
+    return dispatcher.explain(f"r{number}"), asyncio.get_running_loop().time() - began_s
+
+
+async def ask_until_remote(dispatcher, most):
+    """Give what was decided of requests until the first one that is handed over, and how long that took."""
+    decided = []
+    for number in range(most):
+        explained, took_s = await ask(dispatcher, number)
+        decided.append(explained)
+        if explained[0].prefill.remote:
+            return decided, took_s
+    return decided, None
+
+
+def charged_s(registry):
+    """What the metric has added up."""
+    name = "penstock_router_prefill_predicted_seconds_total"
+    return registry.get_sample_value(name, {"part": "link_setup"})
+
+
+def credit_s(explained):
+    prefill = explained[0].prefill
+    return max(prefill.local - prefill.prefill - prefill.decode, 0.0) / 1e3
+
+
+def test_a_link_is_used_once_as_much_was_foregone_as_it_costs_and_stays_open():
+    registry = CollectorRegistry()
+
+    async def asks(dispatcher):
+        streams_s = charged_s(registry)
+        decided, took_s = await ask_until_remote(dispatcher, 40)
+        *local, last = decided
+        assert len(local) > 5, "each alone is worth less than a set-up"
+        assert local[0][0].prefill.link_setup == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
+        charged = [explained[0].prefill.link_setup / 1e3 for explained in decided]
+        for before, after, explained in zip(charged, charged[1:], local, strict=False):
+            assert before - after == pytest.approx(credit_s(explained))
+        total_s = sum(credit_s(explained) for explained in local)
+        assert 0.5 * SETUP_S < total_s < SETUP_S, "nobody waits for more than one set-up's sake"
+        assert last[0].prefill.remote
+        assert last[0].chosen.terms["network"] >= 0.9 * last[0].prefill.link_setup
+        told = last[0].prefill
+        assert (told.prefill_worker, told.decode_worker) == (told.worker, last[0].worker)
+        parts = told.decode + told.link_setup - told.kv_transfer
+        assert parts == pytest.approx(last[0].chosen.cost), "the decode worker's part is its row's cost"
+        assert took_s > SETUP_S, "it sets the link up"
+        assert charged_s(registry) - streams_s == pytest.approx(sum(charged))
+        for number in range(100, 103):
+            explained, took_s = await ask(dispatcher, number)
+            assert explained[0].prefill.remote
+            assert explained[0].prefill.link_setup == 0.0
+            assert took_s < 0.5
+
+    async def scene(_cluster, dispatcher):
+        await beside_streams(dispatcher, lambda: asks(dispatcher), streams=8)
+
+    play_distant(scene, registry=registry)
+
+
+def test_a_charge_that_is_never_paid_off_would_keep_the_link_from_use(monkeypatch):
+    monkeypatch.setattr(LinkSetupCost, "forgo", lambda *_args: None)
+
+    async def scene(_cluster, dispatcher):
+        decided, _ = await beside_streams(dispatcher, lambda: ask_until_remote(dispatcher, 30), streams=8)
+        assert not any(explained[0].prefill.remote for explained in decided)
+        assert sum(credit_s(explained) for explained in decided) > 2 * SETUP_S, "what the test above excludes"
+
+    play_distant(scene)
+
+
+def test_who_comes_while_the_link_is_set_up_waits_for_no_more_than_is_left():
+    async def asks(dispatcher):
+        loop = asyncio.get_running_loop()
+        dispatcher._shared.fleet.link_bandwidths.link_setup_cost.forgo(LinkCredit(0, 1, SETUP_S))
+        began_s = loop.time()
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(ask(dispatcher, 0))
+            await asyncio.sleep(SETUP_S / 2)
+            (opening,), now_s = dispatcher.explain("r0"), loop.time()
+            since_s = opening.age_s  # the decode worker begins to set it up
+            assert opening.prefill.link_setup == 0.0, "all of it was foregone"
+            second = group.create_task(ask(dispatcher, 1))
+        prefill = second.result()[0][0].prefill
+        assert prefill.link_setup == pytest.approx(1e3 * (SETUP_S - since_s - PREFILL_S))
+        assert began_s + first.result()[1] > now_s, "it was under way"
+        explained, _ = await ask(dispatcher, 2)
+        assert explained[0].prefill.link_setup == 0.0
+
+    async def scene(_cluster, dispatcher):
+        await beside_streams(dispatcher, lambda: asks(dispatcher), streams=14)
+
+    play_distant(scene)
+
+
+def test_a_prompt_of_many_chunks_sets_its_link_up_while_it_is_computed():
+    async def scene(_cluster, dispatcher):
+        explained, _ = await beside_streams(dispatcher, lambda: ask(dispatcher, 0, 390), streams=8)
+        left_ms = 1e3 * SETUP_S - explained[0].prefill.prefill
+        assert explained[0].prefill.link_setup == pytest.approx(left_ms, rel=0.1)
+
+    play_distant(scene)
+
+
+def test_only_what_is_sent_takes_something_off():
+    async def asks(dispatcher):
+        shared = dispatcher._shared
+        asked = tiny_request("priced", PROMPT_TOKENS)
+        progress = Progress(asked, shared.fleet.pools["tiny"].card, shared.hash_key)
+        for _ in range(50):
+            candidates = shared.router.score(progress.request())
+            assert candidates.comparison.link_setup == pytest.approx(SETUP_S - PREFILL_S)
+            assert candidates.credit.seconds > 0
+        shared.router.take(candidates, again=True)
+        charged_s = shared.router.score(progress.request()).comparison.link_setup
+        assert charged_s == pytest.approx(SETUP_S - PREFILL_S), "it was counted before"
+        shared.router.take(candidates)
+        left_s = shared.router.score(progress.request()).comparison.link_setup
+        assert left_s == pytest.approx(SETUP_S - PREFILL_S - candidates.credit.seconds)
+
+    async def scene(_cluster, dispatcher):
+        await beside_streams(dispatcher, lambda: asks(dispatcher), streams=14)
+
+    play_distant(scene)
+
+
+@pytest.mark.parametrize(("slot", "name"), [(1, "d0"), (2, "d1")])
+def test_of_decode_workers_that_are_alike_the_one_with_a_link_goes_on(slot, name):
+    async def scene(_cluster, dispatcher):
+        dispatcher._shared.fleet.link_bandwidths.link_setup_cost.moved(0, slot)
+        for number in range(6):  # whose hashes would send some to either
+            explained, took_s = await ask(dispatcher, number)
+            assert [(one.prefill.worker, one.worker) for one in explained] == [("p0", name)]
+            assert explained[0].prefill.link_setup == 0.0
+            assert (took_s > SETUP_S) is (number == 0), "the link of this test is only said to be there"
+
+    play_distant(scene, ("p0", "d0", "d1"), router=FORCED)
+
+
+async def charge_ms(dispatcher, number):
+    explained, _ = await ask(dispatcher, number)
+    return explained[0].prefill.link_setup
+
+
+def test_another_frontend_hears_that_a_link_is_there():
+    async def scene(cluster, dispatcher):
+        assert await charge_ms(dispatcher, 0) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
+        async with cluster.dispatcher(FORCED) as other:
+            await other.looked()
+            await asyncio.sleep(1)  # until the decode worker has told of its load
+            assert await charge_ms(other, 1) == 0.0
+
+    play_distant(scene, router=FORCED)
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_a_worker_that_was_lost_and_is_back_has_no_link(victim):
+    async def scene(cluster, dispatcher):
+        assert await charge_ms(dispatcher, 0) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
+        assert await charge_ms(dispatcher, 1) == 0.0
+        cluster.kill(victim)
+        await asyncio.sleep(10)  # its lease runs out
+        role = Role.PREFILL if victim == "p0" else Role.DECODE
+        await cluster.start(victim, tiny_engine(), role=role, prices=PRICES, transport=DistantTransport())
+        await asyncio.sleep(1)
+        assert await charge_ms(dispatcher, 2) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
+        assert await charge_ms(dispatcher, 3) == 0.0
+
+    play_distant(scene, router=FORCED)

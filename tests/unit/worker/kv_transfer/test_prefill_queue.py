@@ -1,0 +1,225 @@
+"""Prompts that wait: at a prefill worker, or at the router for one; seen, in turn, and gone when their clients are."""
+
+import asyncio
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.core.errors import Overloaded
+from penstock.core.types.instances import Role
+from penstock.router.config import DisaggConfig, QueueConfig, RouterConfig
+from tests.support import hand_over_scene
+from tests.support.hand_over import (
+    PRICES,
+    tiny_engine,
+    tiny_request,
+    whole_answer,
+)
+
+WEAK = msgspec.structs.replace(PRICES, prefill_token_s=0.1)
+"""What decode workers say whose prompts had better be computed elsewhere."""
+
+
+def play(scene, names=("p0", "d0"), *, queue=None, policy="kv", decode=PRICES, **options):
+    """Run a scene with `kv`, which sends prompts to prefill workers while that costs less, or as told."""
+    registry = CollectorRegistry()
+    router = RouterConfig(
+        policy=policy,
+        disagg=DisaggConfig(remote_tokens_min=1, kv_transfer_s=0.0),
+        queue=queue or QueueConfig(threshold_s=None),
+    )
+
+    async def measured(cluster, dispatcher):
+        await scene(cluster, dispatcher, registry)
+
+    hand_over_scene.play(
+        measured, names, router=router, registry=registry, prices={Role.DECODE: decode}, **options
+    )
+
+
+def ask(dispatcher, name, length, **options):
+    return asyncio.ensure_future(whole_answer(dispatcher, tiny_request(name, length, **options)))
+
+
+def num_queued(dispatcher):
+    return dispatcher._shared.request_queue.num_queued
+
+
+async def ask_beyond_the_threshold(dispatcher, number=9, length=300, **options):
+    """Ask more at once than is sent to prefill workers; give the answers to come, some of them to requests held."""
+    answers = [ask(dispatcher, f"r{n}", length, seed=n, **options) for n in range(number)]
+    await asyncio.sleep(0.2)
+    assert num_queued(dispatcher) >= 2
+    return answers
+
+
+async def first_token_s(dispatcher, name, length, seed):
+    loop = asyncio.get_running_loop()
+    asked_s = loop.time()
+    async with dispatcher.open(tiny_request(name, length, seed=seed, max_tokens=2)) as stream:
+        await anext(stream)
+        return loop.time() - asked_s
+
+
+def test_what_waits_is_shown_by_worker():
+    async def scene(cluster, dispatcher, registry):
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(5)]
+        await asyncio.sleep(0.8)
+        views = {view.name: view for view in dispatcher.workers()}
+        load = views["p0"].load
+        assert load["running_requests"] + load["waiting_requests"] >= 3
+        assert 0.4 <= load["oldest_wait_s"] <= 0.8
+        value = registry.get_sample_value
+        labels = {"worker": "p0"}
+        assert value("penstock_router_prefill_waiting_requests", labels) == load["waiting_requests"]
+        assert value("penstock_router_prefill_oldest_wait_seconds", labels) == load["oldest_wait_s"]
+        await asyncio.gather(*answers)
+        await asyncio.sleep(2)
+        load = next(view.load for view in dispatcher.workers() if view.name == "p0")
+        assert (load["waiting_requests"], load["oldest_wait_s"]) == (0, 0)
+        cluster.kill("p0")
+        await asyncio.sleep(0.1)
+        assert value("penstock_router_prefill_waiting_requests", labels) is None
+
+    play(scene, policy="least-loaded")
+
+
+def test_a_long_prompt_does_not_block_the_pool():
+    async def scene(cluster, dispatcher, registry):
+        del cluster, registry
+        long = asyncio.ensure_future(first_token_s(dispatcher, "long", 390, 1))
+        await asyncio.sleep(0.05)
+        short = [asyncio.ensure_future(first_token_s(dispatcher, f"s{n}", 20, n + 2)) for n in range(3)]
+        assert max(await asyncio.gather(*short)) < 0.25, "two or three steps"
+        assert not long.done()
+        assert await long < 0.7
+
+    play(scene, policy="least-loaded")
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.3, 0.7])
+def test_a_prompt_that_waits_is_gone_when_its_client_is(after_s):
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        first = ask(dispatcher, "first", 390, seed=1)
+        await asyncio.sleep(0.01)
+        leaving = [ask(dispatcher, f"r{n}", 390, seed=n + 2) for n in range(4)]
+        await asyncio.sleep(after_s)
+        for task in leaving:
+            task.cancel()
+        await first
+        await asyncio.sleep(0.1)
+        load = cluster.engine("p0").load()
+        assert (load.waiting_requests, load.running_requests) == (0, 0)
+        assert load.prefilled_tokens <= 390 + 1000 * after_s + 130, "nothing is computed for nobody"
+
+    play(scene, policy="least-loaded")
+
+
+def test_requests_are_held_for_prefill_workers_too():
+    async def scene(cluster, dispatcher, registry):
+        del cluster
+        answers = await ask_beyond_the_threshold(dispatcher)
+        alone = [answer[0] for answer in await asyncio.gather(*answers)]
+        for number in (0, 8):
+            again = await whole_answer(dispatcher, tiny_request(f"b{number}", 300, seed=number))
+            assert again[0] == alone[number]
+        assert registry.get_sample_value("penstock_router_prefills_total", {"place": "remote"}) >= 5
+
+    play(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
+
+
+@pytest.mark.parametrize(("policy", "is_counted"), [("kv", True), ("least-loaded", False)])
+def test_the_seconds_that_were_compared_are_counted(policy, is_counted):
+    async def scene(cluster, dispatcher, registry):
+        del cluster
+        compared = []
+        for number, length in enumerate((300, 40, 120)):
+            await whole_answer(dispatcher, tiny_request(f"r{number}", length, seed=number))
+            compared.append(dispatcher.explain(f"r{number}")[0].prefill)
+        assert (compared[0].local is not None) is is_counted
+        for part in ("local", "prefill", "decode"):
+            counted = registry.get_sample_value(
+                "penstock_router_prefill_predicted_seconds_total", {"part": part}
+            )
+            if is_counted:
+                assert counted == pytest.approx(sum(getattr(one, part) for one in compared) / 1e3)
+            else:
+                assert counted is None, "numbers of a policy without times"
+
+    play(scene, policy=policy)
+
+
+def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        await whole_answer(dispatcher, tiny_request("known", 300, seed=99))
+        answers = await ask_beyond_the_threshold(dispatcher, 10, 390, max_tokens=3)
+        held = num_queued(dispatcher)
+        before = cluster.engine("d0").load().generated_tokens
+        took_s = await first_token_s(dispatcher, "again", 300, 99)
+        assert cluster.engine("d0").load().generated_tokens > before
+        assert took_s < 0.2, "what is left of it is computed where it is cached"
+        assert num_queued(dispatcher) >= held - 2
+        await asyncio.gather(*answers)
+
+    play(scene, queue=QueueConfig(threshold_s=0.3, work_weight=0), decode=WEAK)
+
+
+def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing():
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        answers = await ask_beyond_the_threshold(dispatcher)
+        for answer in answers:
+            answer.cancel()
+        await asyncio.sleep(0.2)
+        assert num_queued(dispatcher) == 0
+        assert sum(cluster.engine(name).load().prefilled_tokens for name in cluster.names) < 1000
+
+    play(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
+
+
+def test_past_the_bound_prompts_for_prefill_workers_are_refused():
+    async def scene(cluster, dispatcher, registry):
+        del cluster, registry
+        answers = [ask(dispatcher, f"r{n}", 300, seed=n, max_tokens=3) for n in range(20)]
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, Overloaded)]
+        assert refused
+        assert all(error.retry_after_s >= 1 for error in refused)
+        assert len(refused) < 16
+
+    play(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3, requests_max=8))
+
+
+def test_prompts_held_for_prefill_workers_go_on_when_these_are_gone():
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        answers = await ask_beyond_the_threshold(dispatcher)
+        cluster.kill("p0")
+        cluster.kill("p1")
+        assert all(len(answer[0]) == 20 for answer in await asyncio.gather(*answers))
+
+    play(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
+
+
+def test_prompts_are_not_computed_ahead_of_workers_whose_places_are_all_taken():
+    """Four places for answers of 2 s each, and a prefill worker that would be through with all prompts at once."""
+
+    async def scene(cluster, dispatcher, registry):
+        del registry
+        asked = [tiny_request(f"r{n}", 40, max_tokens=200, seed=n) for n in range(60)]
+        answers = [asyncio.ensure_future(whole_answer(dispatcher, request)) for request in asked]
+        await asyncio.sleep(1.5)
+        assert num_queued(dispatcher) > 30
+        decode = cluster.worker("d0")._driver.load()
+        assert decode.running_requests == 4
+        assert decode.waiting_requests <= 4
+        for answer in answers:
+            await answer
+
+    def engine(name):
+        return tiny_engine(kv_blocks=4000, places=4 if name == "d0" else 64)
+
+    play(scene, queue=QueueConfig(), decode=WEAK, engine=engine)

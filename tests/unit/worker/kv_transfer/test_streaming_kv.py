@@ -1,0 +1,633 @@
+"""KV that moves while its prompt is computed: what it saves, and what is left of it whatever becomes of the request."""
+
+import asyncio
+from unittest import mock
+
+import msgspec
+import pytest
+
+from penstock.core.errors import ConfigError, Overloaded, PeerLost
+from penstock.core.ids import PinId, RequestId
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import FinishReason, KvHandle, Prefetch
+from penstock.core.wire import pack_tokens, unpack_tokens
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.runtime.requests.memory import MemoryConnection
+from penstock.sim.loop.loop import run_virtual
+from penstock.worker.config import KvTransferConfig, WorkerConfig
+from penstock.worker.kv_transfer.pin_messages import PinGrown
+from penstock.worker.kv_transfer.reader import Growth
+from tests.support import hand_over_scene
+from tests.support.cluster import MemoryCluster
+from tests.support.hand_over import (
+    PRICES,
+    SlowTransport,
+    tiny_engine,
+    tiny_request,
+    whole_answer,
+)
+from tests.support.hand_over_scene import ALWAYS
+
+CHUNK = 16
+STEP_S = 0.01 + CHUNK * 1e-3
+"""Of a chunk of a prompt."""
+LENGTH = 200
+BLOCKS = LENGTH // 4
+EARLY_BLOCKS = LENGTH // CHUNK * CHUNK // 4
+"""Those of all chunks but the last."""
+
+
+def play(scene, names=("p0", "d0"), *, stream=True, byte_s=0.0, kv_blocks=None, router=ALWAYS, **limits):
+    limits = {"pinned_share_max": 1.0} | limits
+    hand_over_scene.play(
+        scene,
+        names,
+        router=router,
+        engine=lambda name: tiny_engine((kv_blocks or {}).get(name, 200), chunk_tokens=CHUNK),
+        transport=lambda: SlowTransport(lambda num_bytes: num_bytes * byte_s),
+        config=WorkerConfig(kv_transfer=KvTransferConfig(stream_kv=stream, **limits)),
+    )
+
+
+def kv_transfer(cluster, name="d0"):
+    return cluster.worker(name).kv_transfer
+
+
+def held(cluster, name):
+    return cluster.engine(name).load().active_blocks
+
+
+def outcomes(dispatcher):
+    counter = dispatcher._shared.metrics.prefetches
+    return {name: counter.labels(name)._value.get() for name in ("used", "dropped")}
+
+
+async def expected(asked):
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        await cluster.start("alone", tiny_engine(chunk_tokens=CHUNK))
+        return await whole_answer(dispatcher, asked)
+
+
+async def second_token_s(dispatcher, asked):
+    """Time the second token from when the request was sent."""
+    loop = asyncio.get_running_loop()
+    begin_s, found = loop.time(), 0
+    async with dispatcher.open(asked) as stream:
+        async for delta in stream:
+            found += len(unpack_tokens(delta.token_ids))
+            if found >= 2:
+                return loop.time() - begin_s
+    raise AssertionError("no second token")
+
+
+async def chunks(number):
+    """Wait until about so many chunks are computed."""
+    await asyncio.sleep((number + 0.5) * STEP_S)
+
+
+def test_the_second_token_waits_for_the_last_chunk_and_not_for_the_whole_prompt():
+    byte_s = 0.8 * STEP_S / (CHUNK // 4 * 64)  # the link is a little faster than the prompt is computed
+    whole_s, last_s = BLOCKS * 64 * byte_s, CHUNK // 4 * 64 * byte_s
+    found_s = {}
+
+    def measure(names, stream):
+        async def scene(_cluster, dispatcher):
+            found_s[names, stream] = await second_token_s(dispatcher, tiny_request("a", LENGTH))
+
+        play(scene, names, stream=stream, byte_s=byte_s)
+
+    measure(("a0",), None)
+    measure(("p0", "d0"), True)
+    measure(("p0", "d0"), False)
+    alone_s = found_s[("a0",), None]
+    rest_s = 0.015  # a step of its own for what no full block holds
+    assert found_s[("p0", "d0"), True] - alone_s <= last_s + rest_s
+    assert found_s[("p0", "d0"), False] - alone_s >= whole_s
+    assert whole_s > 10 * last_s
+
+
+def test_the_answer_is_that_of_one_worker_and_no_block_is_read_twice():
+    asked = tiny_request("a", LENGTH, logprobs=2)
+
+    async def scene(cluster, dispatcher):
+        assert await whole_answer(dispatcher, asked) == await expected(asked)
+        arrived = kv_transfer(cluster)
+        assert arrived.fetched_blocks == BLOCKS
+        assert arrived.incoming.early_blocks == EARLY_BLOCKS
+        assert arrived.failures == arrived.incoming.early_failures == {}
+        (decision,) = dispatcher.explain("a")
+        assert (decision.prefill.worker, decision.worker) == ("p0", "d0")
+        assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
+        assert cluster.engine("d0").load().prefilled_tokens <= 5
+
+    play(scene)
+
+
+def test_the_router_prices_what_is_left_to_move():
+    decode_s = {}
+    router = RouterConfig(disagg=DisaggConfig(remote_tokens_min=1, link_bytes_per_s=64 * BLOCKS / 0.1))
+    assert router.policy == "kv"
+
+    def measure(stream):
+        async def scene(_cluster, dispatcher):
+            await whole_answer(dispatcher, tiny_request("a", LENGTH))
+            decode_s[stream] = dispatcher.explain("a")[0].prefill.decode
+
+        play(scene, stream=stream, router=router)
+
+    measure(True)
+    measure(False)
+    last = LENGTH % CHUNK / LENGTH
+    assert decode_s[False] - decode_s[True] == pytest.approx(100 * (1 - last), rel=0.01), "milliseconds"
+
+
+def test_without_it_all_moves_at_the_end():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a", LENGTH))
+        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster).incoming.early_blocks == 0
+        assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
+
+    play(scene, stream=False)
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(CHUNK, 20), (LENGTH, 1)])
+def test_what_has_no_overlap_does_not_begin_early(length, tokens):
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a", length, tokens))
+        assert kv_transfer(cluster).incoming.early_blocks == 0
+        assert outcomes(dispatcher) == {"used": tokens > 1, "dropped": 0}
+
+    play(scene)
+
+
+def test_what_the_decode_worker_has_is_not_read():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a", 60))
+        await whole_answer(dispatcher, tiny_request("b", LENGTH))
+        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+
+    play(scene)
+
+
+def test_a_client_that_leaves_while_its_prompt_is_computed_leaves_nothing_held():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)):
+            await chunks(3)
+            assert held(cluster, "d0") == BLOCKS, "room for all of it"
+            assert len(kv_transfer(cluster, "p0").exports) == 1
+        await asyncio.sleep(2 * STEP_S)
+        assert held(cluster, "d0") == held(cluster, "p0") == 0
+        assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
+
+    play(scene)
+
+
+@pytest.mark.parametrize("moment", [3, 12.25, 12.8])
+def test_a_frontend_that_is_gone_leaves_nothing_held(moment):
+    """While its prompt is computed, when its first token was just sent, and while its KV is fetched."""
+
+    async def scene(cluster, dispatcher):
+        del dispatcher
+        with mock.patch.object(MemoryConnection, "abort"):  # who is gone says nothing
+            async with cluster.dispatcher(ALWAYS) as other:
+                await other.looked()
+                stream = other.open(tiny_request("a", LENGTH))
+                await stream.__aenter__()
+                going_on = asyncio.ensure_future(anext(stream))
+                await chunks(moment)
+                assert held(cluster, "p0") > 0
+                going_on.cancel()
+        await asyncio.sleep(0.1)
+        assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
+
+    play(scene, byte_s=1e-4)
+
+
+def test_a_prefill_worker_that_dies_leaves_what_was_confirmed():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(asked) as stream:
+            await chunks(6)
+            cluster.kill("p0")
+            tokens = []
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+        arrived = kv_transfer(cluster)
+        assert 0 < arrived.fetched_blocks < BLOCKS
+        assert cluster.engine("d0").load().prefix_hit_tokens == 4 * arrived.fetched_blocks
+
+    play(scene)
+
+
+def test_a_decode_worker_that_dies_while_it_reads_is_not_missed():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(asked) as stream:
+            await chunks(6)
+            begun = dispatcher.explain("a")[0].worker
+            cluster.kill(begun)
+            tokens = []
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+        (left,) = {"d0", "d1"} - {begun}
+        assert kv_transfer(cluster, left).fetched_blocks == BLOCKS
+        assert cluster.engine("p0").load().prefilled_tokens <= LENGTH + 5, (
+            "it was planned anew, and P has it cached"
+        )
+        assert outcomes(dispatcher) == {"used": 1, "dropped": 1}
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_what_another_one_computed_again_is_held_no_longer_where_it_was():
+    async def scene(cluster, dispatcher):
+        async def cut_off(_metadata):
+            raise PeerLost("there is no way")
+
+        kv_transfer(cluster)._agent.connect = cut_off
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await anext(stream)
+            assert len(kv_transfer(cluster, "p0").exports) == 1
+            await anext(stream)
+            await asyncio.sleep(0.01)
+            assert len(kv_transfer(cluster, "p0").exports) == 0, "long before pin_ttl_s"
+            async for _ in stream:
+                pass
+        assert (
+            kv_transfer(cluster).failures == kv_transfer(cluster).incoming.early_failures == {"peer_lost": 1}
+        )
+        assert cluster.engine("d0").load().prefilled_tokens > LENGTH
+
+    play(scene)
+
+
+def test_who_drains_meanwhile_is_not_sent_the_request():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await chunks(3)
+            begun = dispatcher.explain("a")[0].worker
+            cluster.worker(begun).stop()
+            async for _ in stream:
+                pass
+        (left,) = {"d0", "d1"} - {begun}
+        assert kv_transfer(cluster, left).fetched_blocks == BLOCKS
+        assert begun not in cluster.names
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_who_refuses_the_request_itself_loses_it_to_another():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await chunks(3)
+            begun = dispatcher.explain("a")[0].worker
+            cluster.worker(begun)._registration.refusal = Overloaded("full", retry_after_s=1.0)
+            await anext(stream)
+            await anext(stream)
+            await asyncio.sleep(0.01)
+            assert held(cluster, begun) == 0, "nor does it keep what it had begun"
+            async for _ in stream:
+                pass
+        (left,) = {"d0", "d1"} - {begun}
+        assert kv_transfer(cluster, left).fetched_blocks == BLOCKS
+        assert cluster.engine("p0").load().prefilled_tokens <= LENGTH + 5, (
+            "it was planned anew, and P has it cached"
+        )
+
+    play(scene, ("p0", "d0", "d1"))
+
+
+def test_no_more_are_begun_than_may_wait_for_their_kv():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await chunks(3)
+            (begun,) = kv_transfer(cluster).incoming._expected.values()
+            another = Prefetch(
+                request_id=RequestId("b"),
+                block_hashes=stream._progress.request().block_hashes,
+                transfer_id=b"b",
+                prefill_worker=begun.prefill_worker,
+                source=begun.source,
+            )
+            kv_transfer(cluster).prefetch(another, None)
+            assert len(kv_transfer(cluster)) == 1
+            async for _ in stream:
+                pass
+
+    play(scene, fetches_max=1)
+
+
+def test_past_its_share_of_the_blocks_a_prompt_is_handed_over_whole():
+    async def scene(cluster, dispatcher):
+        async with asyncio.TaskGroup() as group:
+            for seed in (1, 2):
+                group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", LENGTH, seed=seed)))
+            most, used = 0, set()
+            for _ in range(30):
+                await asyncio.sleep(STEP_S)
+                under_way = kv_transfer(cluster).incoming._under_way
+                most = max(most, sum(one.held is not None for one in under_way))
+                used |= {decision.prefill.worker for decision in dispatcher.latest_decisions(9)}
+        assert most == 1
+        assert len(used) == 2
+
+    play(scene, ("p0", "p1", "d0"), pinned_share_max=0.45)
+
+
+def test_a_decode_worker_without_room_tries_again_and_holds_nothing():
+    async def scene(cluster, dispatcher):
+        running = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("long", 80, 30, seed=1)))
+        await chunks(5.5)
+        found = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("a", LENGTH)))
+        await chunks(4)
+        assert len(kv_transfer(cluster)) == 1
+        assert held(cluster, "d0") < BLOCKS
+        await running
+        await found
+        assert kv_transfer(cluster).fetched_blocks == 20 + BLOCKS
+        assert kv_transfer(cluster).incoming.early_blocks > 20 + 20
+
+    play(scene, kv_blocks={"d0": 60})
+
+
+@pytest.mark.parametrize("side", ["p0", "d0"])
+def test_a_preemption_ends_what_was_only_expected(side):
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await chunks(3)
+            kv_transfer(cluster, side).stepped(1)
+            assert len(kv_transfer(cluster, "p0").exports) == (side == "d0")
+            await asyncio.sleep(1e-3)
+            assert held(cluster, "d0") == 0, "who reads is told"
+            async for _ in stream:
+                pass
+        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster).failures == {}
+
+    play(scene)
+
+
+def test_prompts_that_preempt_each_other_do_not_wait_for_their_own_pins():
+    async def scene(cluster, dispatcher):
+        begin_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            for seed in range(4):
+                group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", LENGTH, 4, seed=seed)))
+        assert asyncio.get_running_loop().time() - begin_s < 10
+        assert cluster.engine("p0").load().generated_tokens == 4
+
+    play(scene, kv_blocks={"p0": 70})
+
+
+def test_an_offer_that_ends_before_its_prompt_does_is_made_anew_at_its_end():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, tiny_request("a", LENGTH))
+        assert kv_transfer(cluster, "p0").exports.expired == 1
+        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+        assert sum(kv_transfer(cluster).incoming.early_failures.values()) == 1
+
+    play(scene, pin_ttl_s=STEP_S * 0.9)
+
+
+def test_a_decode_worker_that_does_not_do_it_is_not_asked_to():
+    async def scene(cluster, dispatcher):
+        worker = await cluster.start(
+            "d0",
+            tiny_engine(chunk_tokens=CHUNK),
+            role=Role.DECODE,
+            prices=PRICES,
+            config=WorkerConfig(kv_transfer=KvTransferConfig(stream_kv=False)),
+        )
+        await asyncio.sleep(0.1)
+        await whole_answer(dispatcher, tiny_request("a", LENGTH))
+        assert worker.kv_transfer.fetched_blocks == BLOCKS
+        assert worker.kv_transfer.incoming.early_blocks == 0
+
+    play(scene, ("p0",))
+
+
+def test_an_engine_that_gives_blocks_only_at_the_end_is_refused():
+    async def start(stream):
+        async with MemoryCluster() as cluster:
+            engine = tiny_engine()
+            start = engine.start
+
+            async def without():
+                return msgspec.structs.replace(await start(), kv_by_chunk=False)
+
+            engine.start = without
+            config = WorkerConfig(kv_transfer=KvTransferConfig(stream_kv=stream))
+            worker = await cluster.start("p0", engine, role=Role.PREFILL, config=config)
+            return cluster.errors, worker.kv_transfer
+
+    errors, _ = run_virtual(start(True))
+    assert isinstance(errors["p0"], ConfigError)
+    assert "stream_kv" in errors["p0"].message
+    for stream in (None, False):
+        errors, one = run_virtual(start(stream))
+        assert not errors
+        assert one.streams_kv is False
+
+
+def grown(first, ids, *, is_whole=False):
+    return PinGrown(pin_id=PinId(1), read_id=1, first=first, block_ids=pack_tokens(ids), is_whole=is_whole)
+
+
+BYTES_OF_NO_ID = msgspec.structs.replace(grown(2, [7]), block_ids=b"abc")
+
+
+@pytest.mark.parametrize("message", [grown(1, [7]), grown(3, [7]), grown(2, [7, 8]), BYTES_OF_NO_ID])
+def test_what_a_producer_says_must_go_on_where_it_was(message):
+    growth = Growth(num_blocks_max=3)
+    growth.add(grown(0, [5, 6]))
+    assert growth.error is None
+    growth.add(message)
+    assert growth.error.code == "protocol_error"
+
+
+def test_a_message_that_is_none_ends_no_worker():
+    """What a producer says wrongly is its own prompt's fate; what is no message at all is skipped."""
+
+    async def scene(cluster, dispatcher):
+        producer, consumer = kv_transfer(cluster, "p0"), kv_transfer(cluster, "d0")
+        tell = producer.exports._tell
+
+        def say_it_wrongly(agent, message):
+            if isinstance(message, PinGrown):
+                message = msgspec.structs.replace(message, block_ids=b"abc")
+            for payload in (b"", b"nonsense", b"\x91" * 100_000, b"\x81\xa4type\xa1\xff"):
+                producer._agent.send_notification(agent, payload)
+            tell(agent, message)
+
+        producer.exports._tell = say_it_wrongly
+        tokens, *_ = await whole_answer(dispatcher, tiny_request("a", LENGTH))
+        assert tokens == (await expected(tiny_request("a", LENGTH)))[0]
+        assert consumer.incoming.early_failures == {"protocol_error": 1}
+        producer.exports._tell = tell
+        with mock.patch.object(consumer._reader, "grown", side_effect=KeyError("a bug")):
+            await whole_answer(dispatcher, tiny_request("b", LENGTH, seed=1))
+        await whole_answer(dispatcher, tiny_request("c", LENGTH, seed=2))
+        assert cluster.names == ["p0", "d0"]
+        assert consumer.incoming.early_blocks == EARLY_BLOCKS
+
+    play(scene)
+
+
+def test_a_request_that_brings_another_handle_ends_what_was_begun():
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            await chunks(3)
+            incoming = kv_transfer(cluster).incoming
+            (begun,) = incoming._expected.values()
+            handle = KvHandle(
+                producer=begun.prefill_worker, pin_id=PinId(99), ttl_s=1.0, num_tokens=LENGTH, block_ids=b""
+            )
+            asked = msgspec.structs.replace(stream._progress.request(), transfer_id=begun.transfer_id)
+            assert incoming._claim(asked, begun.owner, handle) is None
+            await asyncio.sleep(0.01)
+            assert held(cluster, "d0") == 0
+
+    play(scene)
+
+
+def test_an_answer_that_ends_with_its_first_token_leaves_nothing_held():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        (first, *_), *_ = await expected(asked)
+        stopped = msgspec.structs.replace(asked.sampling, stop_token_ids=(first,))
+        _, reason, *_ = await whole_answer(dispatcher, msgspec.structs.replace(asked, sampling=stopped))
+        assert reason is FinishReason.STOP
+        assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
+        await asyncio.sleep(0.01)
+        assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
+
+    play(scene)
+
+
+def test_room_is_given_up_where_the_kv_could_not_be_kept_after_all():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        with mock.patch.object(kv_transfer(cluster, "p0").exports, "make", return_value=None):
+            assert (await whole_answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
+        assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
+        await asyncio.sleep(0.01)
+        assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
+
+    play(scene)
+
+
+def test_a_client_that_does_not_read_on_has_room_kept_for_no_longer_than_blocks_are_held():
+    asked = tiny_request("a", LENGTH)
+
+    async def scene(cluster, dispatcher):
+        async with dispatcher.open(asked) as stream:
+            tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
+            assert held(cluster, "d0") == BLOCKS
+            await asyncio.sleep(2)
+            assert held(cluster, "p0") == held(cluster, "d0") == 0
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+        assert tokens == (await expected(asked))[0]
+
+    play(scene, pin_ttl_s=1)
+
+
+def test_who_takes_nothing_new_reads_nothing_early():
+    async def scene(cluster, dispatcher):
+        registration = cluster.worker("d0")._registration
+        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+            registration.refusal = Overloaded("full", retry_after_s=1.0)
+            await chunks(6)
+            assert len(kv_transfer(cluster)) == held(cluster, "d0") == 0
+            registration.refusal = None
+            async for _ in stream:
+                pass
+        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster).incoming.early_blocks == 0
+
+    play(scene)
+
+
+async def computed_before(cluster, dispatcher, transfer_id):
+    """Give a request whose prompt the prefill worker has in its cache, and hear what is told of it there."""
+    async with dispatcher.open(tiny_request("a", LENGTH, 2)) as stream:
+        asked = stream._progress.request()
+        async for _ in stream:
+            pass
+    await asyncio.sleep(0.1)
+    exports, told = kv_transfer(cluster, "p0").exports, []
+    exports._tell = lambda agent, message: told.append((agent, message))
+    return msgspec.structs.replace(asked, prefill_only=True, transfer_id=transfer_id), exports, told
+
+
+def test_who_follows_before_the_prompt_has_arrived_hears_of_it_and_nobody_else_does():
+    async def scene(cluster, dispatcher):
+        asked, exports, told = await computed_before(cluster, dispatcher, b"its own")
+        exports.follow(b"its own", "d0", 7)
+        exports.follow(b"another", "d1", 8)
+        exports.expect(asked, "owner")
+        assert told == [], "nothing is computed yet"
+        exports.grow(asked)
+        ((agent, grown),) = told
+        assert (agent, grown.read_id, grown.first, len(grown.block_ids) // 4) == ("d0", 7, 0, BLOCKS)
+        assert not grown.is_whole
+        exports.forget(asked.request_id, "somebody else")
+        assert len(exports) == 1
+        exports.forget(asked.request_id, "owner")
+        agent, ended = told[-1]
+        assert (agent, ended.read_id, ended.was_held) == ("d0", 7, False)
+        exports.check()
+
+    play(scene)
+
+
+def test_who_follows_a_prompt_that_is_computed_already_hears_of_all_of_it():
+    async def scene(cluster, dispatcher):
+        asked, exports, told = await computed_before(cluster, dispatcher, b"t")
+        exports.expect(asked, "owner")
+        regions = kv_transfer(cluster, "p0")._regions
+        handle = exports.make(asked, "owner", regions, b"")
+        assert told == []
+        exports.follow(b"t", "d0", 1)
+        ((_, grown),) = told
+        assert (grown.pin_id, grown.is_whole, grown.block_ids) == (handle.pin_id, True, handle.block_ids)
+        exports.disown("owner")
+        assert len(exports) == 0
+        exports.check()
+
+    play(scene)
+
+
+def test_who_follows_what_never_comes_is_told_so_in_the_end():
+    async def scene(cluster, dispatcher):
+        _, exports, told = await computed_before(cluster, dispatcher, b"")
+        exports.follow(b"1", "d0", 1)
+        exports.follow(b"2", "d0", 2)
+        assert [(message.read_id, message.was_held) for _, message in told] == [(1, False)], "one too many"
+        await asyncio.sleep(1.1)
+        assert [message.read_id for _, message in told] == [1, 2]
+
+    play(scene, fetches_max=1, pin_ttl_s=1)
+
+
+def test_a_decode_worker_holds_nothing_while_the_prompt_waits_for_its_prefill_worker():
+    async def scene(cluster, dispatcher):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(whole_answer(dispatcher, tiny_request("first", LENGTH, 1)))
+            await asyncio.sleep(0.001)
+            waiting = group.create_task(whole_answer(dispatcher, tiny_request("a", LENGTH, seed=1)))
+            await chunks(3)
+            assert len(kv_transfer(cluster)) == 1
+            assert held(cluster, "d0") == 0
+            assert cluster.worker("d0")._driver.load().waiting_requests == 1
+        assert len(waiting.result()[0]) == 20
+        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+
+    play(scene)

@@ -1,0 +1,114 @@
+"""How one worker starts, drains and ends, the engine driven by hand."""
+
+import asyncio
+
+import pytest
+
+from penstock.core.errors import ConfigError, EngineError
+from penstock.core.types.instances import EngineInfo, InstancePut, InstanceState, WatchSynced
+from penstock.core.types.requests import FinishReason
+from penstock.sim.loop.loop import run_virtual
+from penstock.worker.config import WorkerConfig
+from tests.support.worker_stage import Stage, make_request, play, settle
+
+
+def test_draining_is_announced_then_refuses_then_ends():
+    async def scene(stage: Stage) -> None:
+        sink = stage.sink()
+        stage.worker.submit(make_request("a"), sink)
+        stage.worker.stop()
+        stage.worker.stop()
+        await settle()
+        assert stage.state() is InstanceState.DRAINING
+        stage.worker.submit(make_request("b"), sink)  # sent before its frontend could know
+        await asyncio.sleep(0.2)
+        stage.worker.submit(make_request("c"), sink)
+        assert sink.error("c") == "overloaded"
+        stage.engine.emit("a", 1, finish=FinishReason.STOP)
+        await asyncio.sleep(1)
+        assert len(stage.discovery._table) == 1
+        stage.engine.emit("b", 1, finish=FinishReason.STOP)
+        await asyncio.sleep(0.1)
+        assert not len(stage.discovery._table)
+        assert stage.error is None
+
+    play(scene)
+
+
+def test_what_outlasts_the_drain_is_handed_over():
+    async def scene(stage: Stage) -> None:
+        sink = stage.sink()
+        stage.worker.submit(make_request("a"), sink)
+        stage.worker.stop()
+        await asyncio.sleep(5.5)
+        assert sink.error("a") == "unavailable"
+        assert stage.engine.aborted == ["a"]
+        assert stage.engine.closed
+
+    play(scene, WorkerConfig(drain_timeout_s=5.0))
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("CUDA is gone"), None])
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_dead_engine_ends_the_worker_with_an_error(problem, draining):
+    async def scene(stage: Stage) -> None:
+        sink = stage.sink()
+        stage.worker.submit(make_request("a"), sink)
+        if draining:
+            stage.worker.stop()
+            await asyncio.sleep(1)
+        stage.engine.die(problem)
+        await settle()
+        assert sink.error("a") == "worker_lost"
+        stage.worker.submit(make_request("b"), sink)
+        assert sink.error("b") == "worker_lost"
+        await asyncio.sleep(1)
+        assert isinstance(stage.error, EngineError)
+        assert "worker w1: the engine ended" in str(stage.error)
+        assert stage.error.__cause__ is problem
+        assert not len(stage.discovery._table)
+
+    play(scene)
+
+
+def test_a_card_that_does_not_fit_the_engine_is_a_config_error():
+    async def main() -> None:
+        stage = Stage()
+        stage.engine.info = EngineInfo(
+            block_size=16, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
+        )
+        with pytest.raises(ConfigError, match="the model card says 4 tokens and the engine 16"):
+            await stage.worker.run()
+        assert stage.engine.closed
+
+    run_virtual(main())
+
+
+def test_the_smaller_context_is_the_one_announced():
+    async def main() -> None:
+        stage = Stage()
+        stage.engine.info = EngineInfo(
+            block_size=4, total_blocks=9, context_length=36, max_batch_tokens=9, max_running_requests=9
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stage.run())
+            async for change in stage.discovery.watch():
+                if isinstance(change, InstancePut):
+                    assert change.instance.card.context_length == 36
+                    break
+                assert isinstance(change, WatchSynced)
+            stage.worker.stop()
+
+    run_virtual(main())
+
+
+def test_an_engine_that_cannot_start_leaves_nothing():
+    async def main() -> None:
+        stage = Stage()
+        stage.engine.start_error = ConfigError("no weights")
+        with pytest.raises(ConfigError, match="no weights"):
+            await stage.worker.run()
+        assert stage.engine.closed
+        assert not len(stage.discovery._table)
+
+    run_virtual(main())
