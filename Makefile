@@ -59,7 +59,8 @@ demo: venv
 test:
 	@ci/install_packages
 	@$(MAKE) --no-print-directory venv $(NIXL_STAMP)
-	$(BIN)/pytest -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations
+	$(BIN)/pytest -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations || \
+	    { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
 
 # The longest first, and beside it the one that mostly waits, so that two jobs end together.
 check: test-unit test-conformance test-other test-engine types lint floors

@@ -49,7 +49,7 @@ def test_a_simulation_shows_requests_and_virtual_time(tmp_path: Path) -> None:
 
 
 def test_a_profile_shows_cells(tmp_path: Path) -> None:
-    flags = ("--quick", "--repeats", "1", "--max-seconds", "2")
+    flags = ("--quick", "--repeats", "1", "--max-seconds", "30")
     said = on_a_terminal("profile", "mock", *flags, "--out", tmp_path / "profile.json")
     shown = re.findall(r"(?:prefill|decode) [\dx ]+?━.*?(\d+)/(\d+) ", said.replace("╸", "━"))
     assert len(set(shown)) >= 3

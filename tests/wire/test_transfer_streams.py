@@ -111,7 +111,9 @@ def test_what_is_beyond_the_owners_bounds_waits_in_order(op):
                     assert len(both.guest()._pushes) <= 2
         assert len(both.streams(both.owner)) == 2
         for place, index in enumerate(ended):
-            assert abs(place - index) <= 2, ended
+            # They begin in order, two at a time: of two that are done at once either may be heard of first.
+            still_under_way = set(range(index)).difference(ended[:place])
+            assert len(still_under_way) <= 2, ended
         assert np.array_equal(both.here, both.there)
 
     _play(scenario, streams=8, streams_per_peer_max=2)
