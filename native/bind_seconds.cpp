@@ -82,8 +82,8 @@ Column<Element> column(nb::handle source, const char* name, std::size_t slots, s
     return Column<Element>(source.attr(name), rows * slots, name);
 }
 
-Terms price(nb::handle context, double pace_weight, double ttft_target_s, double itl_target_s, double busy_period,
-            double followers_max, double token_s_min, double request_bytes) {
+Terms price(nb::handle context, double itl_weight, double ttft_target_s, double itl_target_s, double busy_period,
+            double delayed_max, double token_s_min, double request_bytes) {
     const auto number = [&](const char* name) { return nb::cast<std::int64_t>(context.attr(name)); };
     const Asked asked{
         .request_tokens = number("request_tokens"),
@@ -91,11 +91,11 @@ Terms price(nb::handle context, double pace_weight, double ttft_target_s, double
         .block_size = number("block_size"),
         .output_tokens = std::max(nb::cast<double>(context.attr("mean_output_tokens")), 1.0),
         .request_rate_per_s = nb::cast<double>(context.attr("request_rate_per_s")),
-        .pace_weight = pace_weight,
+        .itl_weight = itl_weight,
         .ttft_target_s = ttft_target_s,
         .itl_target_s = itl_target_s,
         .busy_period = busy_period,
-        .followers_max = followers_max,
+        .delayed_max = delayed_max,
         .token_s_min = token_s_min,
         .request_bytes = request_bytes,
     };
@@ -176,8 +176,8 @@ std::size_t choose(nb::handle terms, nb::handle eligible, std::uint64_t request_
 }  // namespace
 
 void bind_seconds(nb::module_& module) {
-    module.def("predicted_seconds", &price, "context"_a, "pace_weight"_a, "ttft_target_s"_a, "itl_target_s"_a,
-               "busy_period"_a, "followers_max"_a, "token_s_min"_a, "request_bytes"_a);
+    module.def("predicted_seconds", &price, "context"_a, "itl_weight"_a, "ttft_target_s"_a, "itl_target_s"_a,
+               "busy_period"_a, "delayed_max"_a, "token_s_min"_a, "request_bytes"_a);
     module.def("cheapest", &choose, "terms"_a, "eligible"_a, "request_hash"_a);
 }
 

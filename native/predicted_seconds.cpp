@@ -16,7 +16,7 @@ double middle(std::vector<double>& values) {
     return *at;
 }
 
-double missed(double predicted_s, double target_s) { return std::min(std::max(predicted_s - target_s, 0.0), target_s); }
+double past_target(double predicted_s, double target_s) { return std::min(std::max(predicted_s - target_s, 0.0), target_s); }
 
 }  // namespace
 
@@ -34,10 +34,10 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
     const double speeds_min_1 = std::max(speeds, 1.0);
     const auto row = [&](Term term) { return terms + static_cast<std::size_t>(term) * slots; };
     std::vector<double> use(slots);  // of memory
-    std::vector<double> waits;       // of those eligible: for queue and memory, for memory alone; and its use there
-    std::vector<double> memory_waits;
+    std::vector<double> waits;       // of those eligible: for queue and KV memory, for KV memory alone; and its use there
+    std::vector<double> kv_waits;
     std::vector<double> uses;
-    for (auto* values : {&waits, &memory_waits, &uses}) {
+    for (auto* values : {&waits, &kv_waits, &uses}) {
         values->reserve(slots);
     }
 
@@ -84,51 +84,51 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         const auto total = static_cast<double>(columns.total_blocks[i]);
         const double of_all = (total > 0 ? 1.0 : 0.0) / std::max(total, 1.0);
         const double answer_s = output * step_s;
-        const double memory = std::max(wanted - total, 0.0) * of_all * answer_s;
+        const double kv_wait = std::max(wanted - total, 0.0) * of_all * answer_s;
 
         const double more_s = columns.decode_sequence_s[i] +
                               (static_cast<double>(asked.request_tokens) + output / 2) * columns.decode_token_s[i];
-        const double slowdown = asked.pace_weight * running * (prefill / output + more_s);
+        const double slowdown = asked.itl_weight * running * (prefill / output + more_s);
 
         const double network = columns.round_trip_s[i] + asked.request_bytes * columns.byte_s[i];
 
         const double onboard = size * fetched;
-        const double late_s = missed(queue + memory + onboard + prefill + network, asked.ttft_target_s);
-        const double miss = late_s + asked.pace_weight * missed(step_s + more_s, asked.itl_target_s);
+        const double late_s = past_target(queue + kv_wait + onboard + prefill + network, asked.ttft_target_s);
+        const double violation = late_s + asked.itl_weight * past_target(step_s + more_s, asked.itl_target_s);
 
         row(Term::kQueue)[i] = queue;
-        row(Term::kMemory)[i] = memory;
+        row(Term::kKvWait)[i] = kv_wait;
         row(Term::kOnboard)[i] = onboard;
         row(Term::kPrefill)[i] = prefill;
-        row(Term::kPace)[i] = asked.pace_weight * step_s;
+        row(Term::kItl)[i] = asked.itl_weight * step_s;
         row(Term::kSlowdown)[i] = slowdown;
-        row(Term::kRoom)[i] = new_blocks * of_all * answer_s;
+        row(Term::kKvPressure)[i] = new_blocks * of_all * answer_s;
         row(Term::kNetwork)[i] = network;
-        row(Term::kMiss)[i] = miss;
+        row(Term::kSloViolation)[i] = violation;
         use[i] = std::min(wanted * of_all, 1.0);
         if (columns.eligible[i]) {
-            waits.push_back(queue + memory);
-            memory_waits.push_back(memory);
+            waits.push_back(queue + kv_wait);
+            kv_waits.push_back(kv_wait);
             uses.push_back(use[i]);
         }
     }
 
     const double wait_s = middle(waits);
-    const double memory_s = middle(memory_waits);
+    const double kv_wait_s = middle(kv_waits);
     const double use_most = middle(uses);
     for (std::size_t i = 0; i < slots; ++i) {
         const double rate_per_s = asked.request_rate_per_s * speed_of(i) / speeds_min_1;
         const double shared = row(Term::kPrefill)[i] / columns.prompts_at_once[i];
-        const double followers = rate_per_s * asked.busy_period * (wait_s + shared);
-        row(Term::kFollowers)[i] = shared * std::min(followers, asked.followers_max);
+        const double delayed = rate_per_s * asked.busy_period * (wait_s + shared);
+        row(Term::kQueueExternality)[i] = shared * std::min(delayed, asked.delayed_max);
 
         double crowded = std::min(use[i], use_most);
         crowded *= crowded;
         crowded *= crowded;
         crowded *= crowded;
-        const double wanting_s = std::min(row(Term::kMemory)[i], memory_s);
-        const double wanting = std::min(rate_per_s * asked.busy_period * wanting_s, asked.followers_max);
-        row(Term::kRoom)[i] *= asked.busy_period * crowded + wanting;
+        const double wanting_s = std::min(row(Term::kKvWait)[i], kv_wait_s);
+        const double wanting = std::min(rate_per_s * asked.busy_period * wanting_s, asked.delayed_max);
+        row(Term::kKvPressure)[i] *= asked.busy_period * crowded + wanting;
     }
 }
 

@@ -1,6 +1,6 @@
 // The `kv` policy's sums: what a request costs everybody on each worker, in seconds.
 //
-// The oracle is the Python twin in src/penstock/router/policy/predicted_seconds.py, which says why: equal input gives equal
+// The oracle is the Python reference in src/penstock/router/policy/predicted_seconds.py, which says why: equal input gives equal
 // output, to the last bit, so that additions and products are in the same order.
 
 #pragma once
@@ -14,7 +14,7 @@
 namespace penstock {
 
 enum class Term : std::size_t {
-    kQueue, kMemory, kOnboard, kPrefill, kPace, kSlowdown, kFollowers, kRoom, kNetwork, kMiss,
+    kQueue, kKvWait, kOnboard, kPrefill, kItl, kSlowdown, kQueueExternality, kKvPressure, kNetwork, kSloViolation,
 };
 constexpr std::size_t kTerms = 10;
 
@@ -25,11 +25,11 @@ struct Asked {
     std::int64_t block_size;  // > 0
     double output_tokens;     // of a mean answer, >= 1
     double request_rate_per_s;
-    double pace_weight;
+    double itl_weight;
     double ttft_target_s;  // infinite: none
     double itl_target_s;   // infinite: none
     double busy_period;
-    double followers_max;
+    double delayed_max;
     double token_s_min;  // > 0
     double request_bytes;
 };

@@ -14,7 +14,7 @@ BASELINES = {
 """What to give as a policy, with this directory's parent on the path."""
 
 ABLATIONS = {
-    f"kv-without-{what}": f"baselines.ablations:KvWithout{what.capitalize()}"
-    for what in ("hold", "queue", "memory", "prefill", "pace", "slowdown", "followers", "room")
+    f"kv-without-{what}": f"baselines.ablations:KvWithout{what.title().replace('_', '')}"
+    for what in ("hold", "queue", "kv_wait", "prefill", "itl", "slowdown", "queue_externality", "kv_pressure")
 } | {"product-with-hold": "baselines.ablations:ProductWithHold"}
 """Parts of `kv`, to see what each gives: no baselines unless asked for."""

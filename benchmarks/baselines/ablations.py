@@ -1,6 +1,6 @@
 """What `kv` is made of, taken apart: without each of its terms, without holding requests, and `product` with it.
 
-Holding goes by the rows `queue` and `memory` of a policy's terms, which stay in all but the one that holds nothing: what is left
+Holding goes by the rows `queue` and `kv_wait` of a policy's terms, which stay in all but the one that holds nothing: what is left
 out of the price is taken off in a row of its own.
 """
 
@@ -39,22 +39,22 @@ class KvWithout:
 class KvWithoutQueue(KvWithout, left_out="queue"): ...
 
 
-class KvWithoutMemory(KvWithout, left_out="memory"): ...
+class KvWithoutKvWait(KvWithout, left_out="kv_wait"): ...
 
 
 class KvWithoutPrefill(KvWithout, left_out="prefill"): ...
 
 
-class KvWithoutPace(KvWithout, left_out="pace"): ...
+class KvWithoutItl(KvWithout, left_out="itl"): ...
 
 
 class KvWithoutSlowdown(KvWithout, left_out="slowdown"): ...
 
 
-class KvWithoutFollowers(KvWithout, left_out="followers"): ...
+class KvWithoutQueueExternality(KvWithout, left_out="queue_externality"): ...
 
 
-class KvWithoutRoom(KvWithout, left_out="room"): ...
+class KvWithoutKvPressure(KvWithout, left_out="kv_pressure"): ...
 
 
 class KvWithoutHold:
@@ -70,12 +70,12 @@ class ProductWithHold:
     """The prices of `product`, with what `kv` knows of waiting beside them, by which requests are held as `kv` has them held."""
 
     name: ClassVar[str] = "product-with-hold"
-    term_names: ClassVar[tuple[str, ...]] = ("queue", "memory", "rest")
+    term_names: ClassVar[tuple[str, ...]] = ("queue", "kv_wait", "rest")
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
         return Product().costs(context)
 
     def terms(self, context: RoutingContext) -> NDArray[np.float64]:
         known = PredictedSeconds().terms(context)
-        queue, memory = known[_TERMS.index("queue")], known[_TERMS.index("memory")]
-        return np.stack([queue, memory, Product().costs(context) - queue - memory])
+        queue, kv_wait = known[_TERMS.index("queue")], known[_TERMS.index("kv_wait")]
+        return np.stack([queue, kv_wait, Product().costs(context) - queue - kv_wait])

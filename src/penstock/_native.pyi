@@ -36,11 +36,11 @@ def decode_attention(
 ) -> None: ...
 def predicted_seconds(
     context: RoutingContext,
-    pace_weight: float,
+    itl_weight: float,
     ttft_target_s: float,
     itl_target_s: float,
     busy_period: float,
-    followers_max: float,
+    delayed_max: float,
     token_s_min: float,
     request_bytes: float,
 ) -> NDArray[np.float64]: ...

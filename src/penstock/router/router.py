@@ -54,14 +54,14 @@ class Router:
                 "queue_without_effect",
                 policy=config.policy,
                 fix="router.queue is set, but this policy predicts no waits, so that nothing is queued: choose kv, or a policy"
-                " with terms `queue` and `memory`, or leave router.queue out",
+                " with terms `queue` and `kv_wait`, or leave router.queue out",
             )
         if not self._selector.predicts_first_tokens and config.disagg.late_token_share:
             _log.warning(
                 "late_token_share_without_effect",
                 policy=config.policy,
                 fix="router.disagg.late_token_share is set, but this policy does not predict when first tokens come, so that"
-                " prompts wait for prefill workers: choose kv, or a policy with terms `queue`, `memory` and `prefill`, or leave it out",
+                " prompts wait for prefill workers: choose kv, or a policy with terms `queue`, `kv_wait` and `prefill`, or leave it out",
             )
         self._has_thresholds = config.busy_kv_share is not None or config.busy_queued_tokens is not None
         self._metrics = metrics

@@ -30,7 +30,7 @@ class RoutingPolicy(Protocol):
 class ExplainedPolicy(RoutingPolicy, Protocol):
     """A routing policy whose costs are seconds, sums of terms, so that a decision can say what it was made of.
 
-    Terms named `queue` and `memory` say how long a request would wait there before its work begins: with them requests
+    Terms named `queue` and `kv_wait` say how long a request would wait there before its work begins: with them requests
     can be held (`router.queue`).
     """
 

@@ -16,40 +16,40 @@ from penstock.seams import RoutingContext
 
 Column = NDArray[np.float64]
 
-PACE_WEIGHT = 5.0
-"""A second more between two tokens of an answer is as bad as this many more until its first one: 20 ms more between
-tokens, which readers notice, weigh as much as 100 ms of waiting. A request with targets for both has their ratio."""
-_PACE_WEIGHTS = (1.0, 100.0)
-"""Bounds of that ratio: targets are promises to users, and say less of what a millisecond is worth the further apart they are."""
+ITL_WEIGHT = 5.0
+"""Seconds of TTFT that one second of ITL is worth: 20 ms more between two tokens weigh as much as 100 ms of waiting. A request
+with targets for both has the ratio of its targets."""
+_ITL_WEIGHTS = (1.0, 100.0)
+"""Bounds of that ratio. Targets far apart say little of what a millisecond is worth."""
 _BUSY_PERIOD = 2.0
-"""How long a worker stays busy, over the work that is before it now: those who come meanwhile bring work of their own.
-1 / (1 - load) of a queue; at half load, where decisions begin to matter."""
+"""How long a worker stays busy, over its present work: requests that arrive meanwhile bring more. 1 / (1 - load) of a queue at
+half load, where decisions begin to matter."""
 _TOKEN_BYTES, _HASH_BYTES = 4, 16
-"""What of a request grows with its prompt: a token's id and a block's hash."""
-_FOLLOWERS_MAX = 100.0
-"""Past so many requests that would wait behind this one, others are long being sent elsewhere; binds in overload alone."""
+"""Bytes of a request for each prompt token (its id) and each block (its hash)."""
+_DELAYED_MAX = 100.0
+"""Bound of the requests that are counted as delayed by this one. It binds in overload alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedSeconds:
-    """Seconds until this request's first token, and what it adds to the waiting of others.
+    """Cost of a request on each worker: seconds until its first token, plus the seconds that it adds to other requests.
 
-    Everything is priced by what the workers say of themselves (`Prices`), so that they need not be alike. No term
-    falls where a queue is longer, and none rises where more of the prompt is cached.
+    Each worker publishes its own `Prices`, so workers may differ. No term falls where a queue is longer. No term rises where
+    more of the prompt is cached.
     """
 
     name: ClassVar[str] = "kv"
     term_names: ClassVar[tuple[str, ...]] = (
         "queue",
-        "memory",
+        "kv_wait",
         "onboard",
         "prefill",
-        "pace",
+        "itl",
         "slowdown",
-        "followers",
-        "room",
+        "queue_externality",
+        "kv_pressure",
         "network",
-        "miss",
+        "slo_violation",
     )
 
     def costs(self, context: RoutingContext) -> Column:
@@ -63,10 +63,10 @@ class PredictedSeconds:
             return terms_python(context)
         terms: Column = native.predicted_seconds(
             context,
-            _pace_weight(context),
+            _itl_weight(context),
             *_targets(context),
             _BUSY_PERIOD,
-            _FOLLOWERS_MAX,
+            _DELAYED_MAX,
             TOKEN_S_MIN,
             _request_bytes(context),
         )
@@ -74,28 +74,28 @@ class PredictedSeconds:
 
 
 def terms_python(context: RoutingContext) -> Column:
-    """Do what `PredictedSeconds.terms` does with the native function, to the last bit."""
+    """Give the terms of `PredictedSeconds.terms` without native code: the same numbers to the last bit."""
     return _with_places(_priced(context), context)
 
 
-_MEMORY = PredictedSeconds.term_names.index("memory")
+_KV_WAIT = PredictedSeconds.term_names.index("kv_wait")
 
 
 def _with_places(terms: Column, context: RoutingContext) -> Column:
-    """Have requests wait for a place in the batch as well, where that takes longer: whoever ends gives both back."""
+    """Raise `kv_wait` to the wait for a batch slot where that is longer. A request that ends frees both KV blocks and its slot."""
     present = context.running_requests + context.waiting_requests
     if np.count_nonzero(present >= context.prices.batch_requests):  # a third of what `any` takes
-        np.maximum(terms[_MEMORY], context.place_wait_s(), out=terms[_MEMORY])
+        np.maximum(terms[_KV_WAIT], context.place_wait_s(), out=terms[_KV_WAIT])
     return terms
 
 
 def _priced(context: RoutingContext) -> Column:
-    """Price all but places in batches, as the native `predicted_seconds` does, to the last bit; 17 workers take 47 us, and 5 us there."""
+    """Reference of the native `predicted_seconds`: the same numbers to the last bit. 17 workers take 47 us, natively 5 us."""
     prices, size, output = context.prices, context.block_size, max(context.mean_output_tokens, 1.0)
     running, total = context.running_requests, context.total_blocks
     step_s = context.step_s()
-    # A step that computes prompts decodes as well: its time is shared by all tokens of a prompt that fit into it. Of a
-    # worker whose data-parallel ranks compute a prompt each, that is one rank's part.
+    # A step that prefills decodes as well: its decode time is spread over the prompt tokens that fit into the step. Where
+    # data-parallel ranks compute a prompt each, a prompt bears one rank's part.
     ranks = prices.prompts_at_once
     token_s = prices.prefill_token_s + step_s * (ranks / prices.batch_tokens)
 
@@ -110,53 +110,65 @@ def _priced(context: RoutingContext) -> Column:
     attended = uncached * (cached + (uncached + 1) / 2)
     prefill = prices.prefill_step_s + uncached * token_s + attended * prices.prefill_pair_s
 
-    # What is asked of memory and is not there has to be given back first; all of it is, in one answer's time.
+    # KV blocks that are lacking have to be freed first. All blocks are freed once in the time of one answer.
     growing = (running + context.waiting_requests) * (output / 2 / size)
     asked = context.active_blocks + queued / size + growing
     new_blocks = context.request_blocks - context.tier_blocks[0]
     asked += new_blocks
     of_all = np.where(total > 0, 1.0, 0.0) / np.maximum(total, 1)
     answer_s = output * step_s
-    memory = np.maximum(asked - total, 0.0) * of_all * answer_s
+    kv_wait = np.maximum(asked - total, 0.0) * of_all * answer_s
 
-    # Each of those decoding loses this prefill once, and in every step the time that one more takes.
+    # Each decoding request is delayed by this prefill once, and by one more sequence in every step.
     more_s = prices.decode_sequence_s + (context.request_tokens + output / 2) * prices.decode_token_s
-    weight = _pace_weight(context)
+    weight = _itl_weight(context)
     slowdown = weight * running * (prefill / output + more_s)
 
-    # Requests come to a worker as it is fast: those twice as fast get twice as many. This one keeps one rank busy.
-    # They are routed too, so that they wait for as long as at the middle worker: the more of a queue is here, the
-    # sooner they go elsewhere.
+    # Requests arrive at a worker in proportion to its speed. This request keeps one rank busy. Requests that arrive meanwhile
+    # are routed too, so each waits at most as long as at the median worker.
     speed = context.eligible * ranks / np.maximum(prices.prefill_token_s, TOKEN_S_MIN)
     rate_per_s = context.request_rate_per_s * speed / max(float(speed.cumsum()[-1]), 1.0)
     shared = prefill / ranks
-    followers = rate_per_s * _BUSY_PERIOD * (_middle(queue + memory, context) + shared)
-    delayed = shared * np.minimum(followers, _FOLLOWERS_MAX)
+    delayed = rate_per_s * _BUSY_PERIOD * (_middle(queue + kv_wait, context) + shared)
+    queue_externality = shared * np.minimum(delayed, _DELAYED_MAX)
 
-    # Its blocks are held for an answer's time; whoever wants memory meanwhile waits for that part of it. That somebody
-    # does has a probability of about use^(sqrt(2 (n + 1)) - 1) where n requests fit: use^8 for forty (Sakasegawa 1977).
-    # Nobody needs to wait for it longer than at the middle worker either, but sooner where there is more of it.
+    # The request holds its blocks for the time of one answer. A request that lacks KV memory meanwhile waits for that part of it.
+    # The probability of that is about use^(sqrt(2 (n + 1)) - 1) where n requests fit: use^8 for forty (Sakasegawa 1977).
+    # No request waits longer than at the median worker.
     use = np.minimum(asked * of_all, 1.0)
     crowded = np.minimum(use, _middle(use, context))
     crowded *= crowded
     crowded *= crowded
     crowded *= crowded
-    wanting_s = np.minimum(memory, _middle(memory, context))
-    wanting = np.minimum(rate_per_s * _BUSY_PERIOD * wanting_s, _FOLLOWERS_MAX)
-    room = new_blocks * of_all * answer_s * (_BUSY_PERIOD * crowded + wanting)
+    wanting_s = np.minimum(kv_wait, _middle(kv_wait, context))
+    wanting = np.minimum(rate_per_s * _BUSY_PERIOD * wanting_s, _DELAYED_MAX)
+    kv_pressure = new_blocks * of_all * answer_s * (_BUSY_PERIOD * crowded + wanting)
 
     network = prices.round_trip_s + _request_bytes(context) * prices.byte_s
 
     ttft_s, itl_s = _targets(context)
-    miss = _missed(queue + memory + onboard + prefill + network, ttft_s) + weight * _missed(
-        step_s + more_s, itl_s
+    slo_violation = _past_target(
+        queue + kv_wait + onboard + prefill + network, ttft_s
+    ) + weight * _past_target(step_s + more_s, itl_s)
+    itl = weight * step_s
+    return np.stack(
+        (
+            queue,
+            kv_wait,
+            onboard,
+            prefill,
+            itl,
+            slowdown,
+            queue_externality,
+            kv_pressure,
+            network,
+            slo_violation,
+        )
     )
-    pace = weight * step_s
-    return np.stack((queue, memory, onboard, prefill, pace, slowdown, delayed, room, network, miss))
 
 
 def _middle(column: Column, context: RoutingContext) -> float:
-    """Give the lower median over the eligible workers: one that is stuck, or idle, says nothing of the others."""
+    """Give the lower median over the eligible workers; a stuck or an idle worker does not move it."""
     eligible = column[context.eligible]
     if not len(eligible):
         return 0.0
@@ -165,38 +177,38 @@ def _middle(column: Column, context: RoutingContext) -> float:
 
 
 def _request_bytes(context: RoutingContext) -> float:
-    """Say about how long the request is on its way to a worker."""
+    """Estimate the size of the request's message."""
     return float(_TOKEN_BYTES * context.request_tokens + _HASH_BYTES * context.request_blocks)
 
 
 def _targets(context: RoutingContext) -> tuple[float, float]:
-    """Give what the first token and each further one should take at most; infinite where the client does not say."""
+    """Give the targets for TTFT and ITL in seconds; infinite where the client names none."""
     ttft_s, itl_s = context.slo_ttft_s, context.slo_itl_s
     return math.inf if ttft_s is None else ttft_s, math.inf if itl_s is None else itl_s
 
 
-def _pace_weight(context: RoutingContext) -> float:
-    """Say how many seconds until the first token one between two tokens is worth to this request."""
+def _itl_weight(context: RoutingContext) -> float:
+    """Give the seconds of TTFT that one second of ITL is worth to this request."""
     ttft_s, itl_s = context.slo_ttft_s, context.slo_itl_s
     if context.prompt_only:
-        return 0.0  # its answer is paced elsewhere, and prefill workers have none to slow down
+        return 0.0  # a prefill worker decodes nothing
     if ttft_s is None or itl_s is None:
-        return PACE_WEIGHT
-    low, high = _PACE_WEIGHTS
+        return ITL_WEIGHT
+    low, high = _ITL_WEIGHTS
     return min(max(ttft_s / itl_s, low), high)
 
 
-def _missed(predicted_s: Column, target_s: float) -> Column:
-    """Price a miss: what is past the target counts again, and at twice the target all is lost that there is to lose."""
-    late: Column = np.clip(predicted_s - target_s, 0.0, target_s)
-    return late
+def _past_target(predicted_s: Column, target_s: float) -> Column:
+    """Give the seconds past a target, at most as many as the target."""
+    past_s: Column = np.clip(predicted_s - target_s, 0.0, target_s)
+    return past_s
 
 
 def _queued(context: RoutingContext) -> tuple[Column, Column]:
-    """Say how many prompt tokens are before this one on each worker, and how many pairs they attend to.
+    """Give the prompt tokens queued on each worker, and the (token, attended token) pairs of these.
 
-    A report counts waiting prompts whole, while the router that sent one knows what of it was cached: the routers'
-    account holds for what they sent, as far as a report does not say that less is left, and the report for the rest.
+    A load report counts waiting prompts whole. The router that sent a prompt knows how much of it was cached. So routers' own
+    counts are used for what routers sent, unless the report says that less is left, and the report for the rest.
     """
     queued = context.queued_prefill_tokens
     known = context.own_prefill_tokens + context.peer_prefill_tokens

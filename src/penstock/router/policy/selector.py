@@ -12,7 +12,7 @@ from penstock.router.policy.policies import Costs, cheapest, prices_of
 from penstock.router.policy.session_affinity import SessionAffinity
 from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
 
-_WAITS = ("queue", "memory")
+_WAITS = ("queue", "kv_wait")
 _UNTIL_FIRST = (*_WAITS, "onboard", "prefill", "network")
 
 

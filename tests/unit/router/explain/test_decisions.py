@@ -91,8 +91,8 @@ def test_each_worker_is_priced_by_its_own_prices_and_its_own_memory():
         for name, of in terms.items():
             batch_ms = step_ms[name] / large.max_batch_tokens
             assert of["prefill"] == pytest.approx(21 * (token_ms[name] + batch_ms)), name
-            assert of["pace"] == pytest.approx(5 * step_ms[name]), name
-            assert (of["memory"] > 0) == (name == "small"), f"{name}: six blocks of its prompt"
+            assert of["itl"] == pytest.approx(5 * step_ms[name]), name
+            assert (of["kv_wait"] > 0) == (name == "small"), f"{name}: six blocks of its prompt"
 
     play(scene, 0)
 

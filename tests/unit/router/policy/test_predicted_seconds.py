@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.router.policy.policies import choose
-from penstock.router.policy.predicted_seconds import PACE_WEIGHT, PredictedSeconds
+from penstock.router.policy.predicted_seconds import ITL_WEIGHT, PredictedSeconds
 from penstock.testing.routing_policy import make_context, make_prices, some_contexts
 
 POLICY = PredictedSeconds()
@@ -66,7 +66,7 @@ def test_queued_pairs_count_as_far_as_their_tokens_are_left():
     assert found == pytest.approx([0.08, 0.02, 0.0])
 
 
-def test_memory_is_waited_for_as_long_as_so_much_of_it_takes_to_come_back():
+def test_kv_wait_is_the_time_in_which_the_lacking_blocks_are_freed():
     columns = {
         "total_blocks": [100, 100, 0],
         "active_blocks": [93, 93, 93],
@@ -74,7 +74,7 @@ def test_memory_is_waited_for_as_long_as_so_much_of_it_takes_to_come_back():
         "mean_output_tokens": 64.0,
     }
     # answers of 64 tokens at 1 ms hold their blocks for 64 ms. Asked: 93 + 7 = 100, all there are
-    assert term("memory", **columns) == pytest.approx([0.0, 0.0, 0.0])
+    assert term("kv_wait", **columns) == pytest.approx([0.0, 0.0, 0.0])
     # two that run will have grown by 2 blocks each on average, and 48 queued tokens are 3 more: 107, or 103 with 4 shared
     more = columns | {
         "running_requests": [2, 2, 2],
@@ -82,7 +82,7 @@ def test_memory_is_waited_for_as_long_as_so_much_of_it_takes_to_come_back():
         "queued_prefill_tokens": [48, 48, 48],
     }
     more |= {"own_prefill_tokens": [48, 48, 48]}
-    assert term("memory", **more) == pytest.approx([0.07 * 0.064, 0.03 * 0.064, 0.0])
+    assert term("kv_wait", **more) == pytest.approx([0.07 * 0.064, 0.03 * 0.064, 0.0])
 
 
 def test_ranks_compute_prompts_beside_each_other():
@@ -101,7 +101,7 @@ def test_ranks_compute_prompts_beside_each_other():
     # of 900 requests a second the workers of four ranks get 400 each, and this one keeps one rank of four busy
     busy_s = [2 * (0.02 + 0.0004), 2 * (0.02 + 0.0001), 2 * (0.02 + 0.0005)]
     delays_s = [0.0004, 0.0001, 0.0005]
-    assert term("followers", **columns) == pytest.approx(
+    assert term("queue_externality", **columns) == pytest.approx(
         [rate * busy * delay for rate, busy, delay in zip((100, 400, 400), busy_s, delays_s, strict=True)]
     )
 
@@ -141,43 +141,45 @@ def test_whether_a_tier_is_worth_fetching_from_does_not_go_by_what_runs_there():
 def test_pace_and_slowdown_weigh_what_is_added_between_tokens():
     prices = make_prices(decode_sequence_s=[1e-4] * 3, decode_token_s=[1e-6] * 3)
     columns = {"prices": prices, "running_requests": [0, 10, 10], "context_tokens": [0, 0, 3000]}
-    assert term("pace", **columns) == pytest.approx([PACE_WEIGHT * s for s in (0.001, 0.002, 0.005)])
+    assert term("itl", **columns) == pytest.approx([ITL_WEIGHT * s for s in (0.001, 0.002, 0.005)])
     # each of ten: 1 ms of prefill over 100 tokens, and in each step one more sequence of 100 + 50 tokens
     each_s = 0.001 / 100 + 1e-4 + 150e-6
-    assert term("slowdown", **columns) == pytest.approx([0.0, *[PACE_WEIGHT * 10 * each_s] * 2])
+    assert term("slowdown", **columns) == pytest.approx([0.0, *[ITL_WEIGHT * 10 * each_s] * 2])
 
 
-def test_followers_wait_for_this_prefill_as_long_as_the_middle_worker_is_busy():
+def test_requests_behind_wait_for_this_prefill_as_long_as_the_middle_worker_is_busy():
     columns = {"running_requests": [1, 1, 1], "request_rate_per_s": 300.0}
     # 100 requests a second for each; 1 ms of prefill, and 9 ms before it: busy for twice that, and 2 follow.
     # On the first they would wait less and on the last for hours: they go elsewhere, as all workers but that one are.
-    found = term("followers", queued_prefill_tokens=[0, 900, 10**9], **columns)
+    found = term("queue_externality", queued_prefill_tokens=[0, 900, 10**9], **columns)
     assert found == pytest.approx([2 * 0.001] * 3)
-    assert term("followers", queued_prefill_tokens=[10**9] * 3, **columns) == pytest.approx([100 * 0.001] * 3)
+    assert term("queue_externality", queued_prefill_tokens=[10**9] * 3, **columns) == pytest.approx(
+        [100 * 0.001] * 3
+    )
 
 
 def test_who_may_not_get_a_request_says_nothing_of_the_wait():
     columns = {"running_requests": [1, 1, 1], "request_rate_per_s": 200.0}
     columns |= {"queued_prefill_tokens": [400, 900, 900], "eligible": [True, False, True]}
     # two get 100 a second each; of two waits, 4 and 9 ms, the middle one is the shorter
-    assert term("followers", **columns)[::2] == pytest.approx([100 * 2 * 0.005 * 0.001] * 2)
-    assert term("followers", **columns | {"eligible": [False] * 3}) == pytest.approx([0.0] * 3)
+    assert term("queue_externality", **columns)[::2] == pytest.approx([100 * 2 * 0.005 * 0.001] * 2)
+    assert term("queue_externality", **columns | {"eligible": [False] * 3}) == pytest.approx([0.0] * 3)
 
 
-def test_a_fast_worker_has_more_followers():
+def test_more_requests_queue_behind_on_a_fast_worker():
     prices = make_prices(prefill_token_s=[2e-5, 2e-5, 1e-5])
     # 200 requests a second: 50, 50 and 100; 2, 2 and 1 ms of prefill, twice that of being busy
-    found = term("followers", prices=prices, request_rate_per_s=200.0)
+    found = term("queue_externality", prices=prices, request_rate_per_s=200.0)
     assert found == pytest.approx([0.2 * 0.002, 0.2 * 0.002, 0.2 * 0.001])
 
 
-def test_room_is_what_its_blocks_keep_from_those_who_want_memory_meanwhile():
+def test_kv_pressure_is_the_wait_of_requests_that_lack_the_held_blocks():
     columns = {"total_blocks": [100, 100, 0], "overlap_blocks": [0, 4, 4], "mean_output_tokens": 64.0}
     # 7 and 3 of 100 blocks for 64 ms; half of all are in use then: to the eighth power, 2 wait if anybody does
-    half = term("room", active_blocks=[43, 47, 93], **columns)
+    half = term("kv_pressure", active_blocks=[43, 47, 93], **columns)
     assert half == pytest.approx([0.07 * 0.064 * 2 / 256, 0.03 * 0.064 * 2 / 256, 0.0])
     # 10, 6 and no blocks are lacking, 6.4, 3.84 and 0 ms; of 100 requests a second, those of twice the middle one wait as well
-    short = term("room", active_blocks=[103, 103, 103], request_rate_per_s=300.0, **columns)
+    short = term("kv_pressure", active_blocks=[103, 103, 103], request_rate_per_s=300.0, **columns)
     assert short == pytest.approx([0.07 * 0.064 * (2 + 0.768), 0.03 * 0.064 * (2 + 0.768), 0.0])
 
 
@@ -270,20 +272,20 @@ def test_targets_say_what_pace_is_worth_within_bounds():
         (2.0, 0.05, 40.0),
         (0.1, 0.2, 1.0),
         (3600.0, 0.001, 100.0),
-        (2.0, None, PACE_WEIGHT),
-        (None, 0.05, PACE_WEIGHT),
+        (2.0, None, ITL_WEIGHT),
+        (None, 0.05, ITL_WEIGHT),
     ):
-        assert term("pace", slo_ttft_s=ttft_s, slo_itl_s=itl_s) == pytest.approx([weight * 0.001] * 3)
+        assert term("itl", slo_ttft_s=ttft_s, slo_itl_s=itl_s) == pytest.approx([weight * 0.001] * 3)
 
 
 def test_what_is_past_a_target_counts_again_until_twice_the_target():
     columns = {"queued_prefill_tokens": [0, 1900, 3900], "running_requests": [1, 1, 1]}
     # first tokens after 1, 20 and 40 ms
-    assert term("miss", **columns) == [0.0, 0.0, 0.0]
-    assert term("miss", slo_ttft_s=0.015, **columns) == pytest.approx([0.0, 0.005, 0.015])
-    # steps of 1 ms, for those between which pace is worth 5
-    assert term("miss", slo_itl_s=0.0008) == pytest.approx([PACE_WEIGHT * 0.0002] * 3)
-    assert term("miss", slo_itl_s=0.0001) == pytest.approx([PACE_WEIGHT * 0.0001] * 3)
+    assert term("slo_violation", **columns) == [0.0, 0.0, 0.0]
+    assert term("slo_violation", slo_ttft_s=0.015, **columns) == pytest.approx([0.0, 0.005, 0.015])
+    # steps of 1 ms, with an ITL weight of 5
+    assert term("slo_violation", slo_itl_s=0.0008) == pytest.approx([ITL_WEIGHT * 0.0002] * 3)
+    assert term("slo_violation", slo_itl_s=0.0001) == pytest.approx([ITL_WEIGHT * 0.0001] * 3)
 
 
 def two_workers(**targets: float | None) -> int | None:

@@ -167,7 +167,7 @@ class _Broken:
 
 
 class _BrokenTerms(_Broken):
-    term_names = ("queue", "memory")
+    term_names = ("queue", "kv_wait")
     terms = _Broken.costs
 
 
@@ -194,8 +194,8 @@ def _write(context):
         (_Broken(lambda _: np.full(4, np.nan)), r"it gave worker \d+ cost nan; expected numbers"),
         (_Broken(lambda _: np.array([-np.inf, 1, 2, 3])), r"cost -inf"),
         (_Broken(lambda _: np.full(4, np.inf)), r"cost inf; .*\(inf rules a worker out\)"),
-        (_BrokenTerms(lambda _: np.full((2, 4), [[np.inf], [0.0]])), "queue inf, memory 0;"),
-        (_BrokenTerms(lambda _: np.full((2, 4), [[0.5], [np.nan]])), "queue 0.5, memory nan;"),
+        (_BrokenTerms(lambda _: np.full((2, 4), [[np.inf], [0.0]])), "queue inf, kv_wait 0;"),
+        (_BrokenTerms(lambda _: np.full((2, 4), [[0.5], [np.nan]])), "queue 0.5, kv_wait nan;"),
         (_BrokenHistory(), r"ZeroDivisionError"),
     ],
 )

@@ -25,7 +25,7 @@ class Slow:
     """Each request at a worker takes a second, on one of its ranks; a prompt costs a second a token."""
 
     name = "slow"
-    term_names = ("queue", "memory", "prefill")
+    term_names = ("queue", "kv_wait", "prefill")
 
     def costs(self, context):
         return self.terms(context).sum(axis=0)
@@ -427,7 +427,7 @@ def test_a_shutdown_ends_those_held():
 def test_a_policy_that_predicts_no_seconds_holds_nobody():
     async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
         class Counting(Slow):
-            term_names = ("requests", "memory", "prefill")
+            term_names = ("requests", "kv_wait", "prefill")
 
         setting.dispatcher._shared.router._selector = WorkerSelector(Counting())
         for name in "abc":

@@ -307,7 +307,7 @@ def test_a_cache_told_anew_counts_at_once():
             prompt = np.arange(blocks, blocks + 400, dtype=np.int32)
             choice = service.route(Query(model="m", prompt=prompt))
             (explanation,) = service.explain(choice.id)
-            assert (explanation.chosen.terms["memory"] > 0) == (blocks == 10), "its prompt has 100"
+            assert (explanation.chosen.terms["kv_wait"] > 0) == (blocks == 10), "its prompt has 100"
             service.feedback(choice.id, Stage.FINISHED)
 
     play(scene)
