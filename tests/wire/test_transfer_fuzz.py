@@ -115,7 +115,7 @@ REGION = {
     "write_key": st.sampled_from([b"", b"k" * 8]),
     "name": st.text(max_size=4),
     "ways": st.dictionaries(
-        st.sampled_from(["memory", "shm", "tcp", "cuda", "nixl"]),
+        st.sampled_from(["memory", "shm", "tcp", "nixl"]),
         st.one_of(
             st.binary(max_size=20),
             st.builds(

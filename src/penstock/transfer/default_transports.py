@@ -8,7 +8,6 @@ from penstock.seams import Transport
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.storage.file import FileTransport
 from penstock.transfer.storage.object import ObjectTransport
-from penstock.transfer.transports.cuda.transport import CudaTransport
 from penstock.transfer.transports.memory import MemoryTransport
 from penstock.transfer.transports.nixl.transport import NixlTransport
 from penstock.transfer.transports.shm.transport import ShmTransport
@@ -20,12 +19,11 @@ NAMES = (
     MemoryTransport.name,
     ShmTransport.name,
     TcpTransport.name,
-    CudaTransport.name,
     NixlTransport.name,
     *sorted(STORAGE),
 )
 """All that are built in."""
-BETWEEN_PROCESSES = (ShmTransport.name, TcpTransport.name, CudaTransport.name, NixlTransport.name)
+BETWEEN_PROCESSES = (ShmTransport.name, TcpTransport.name, NixlTransport.name)
 """Those that reach the memory of another process."""
 
 _SILENCE = 1.5
@@ -44,7 +42,6 @@ def default_transports(config: TransferConfig) -> list[Transport]:
             inline_bytes_max=copies.inline_bytes_max,
             idle_s=_SILENCE * config.heartbeat_timeout_s,
         ),
-        CudaTransport(),
         NixlTransport(),
         FileTransport(threads=storage.io_threads, io_bytes=storage.io_bytes),
         ObjectTransport(

@@ -197,7 +197,7 @@ def test_notifications_to_itself_that_nobody_reads_are_refused():
 
 
 def test_a_transport_that_there_is_not_is_named():
-    with pytest.raises(ConfigError, match=r"transports: 'smh' is unknown; there are cuda, .*shm"):
+    with pytest.raises(ConfigError, match=r"transports: 'smh' is unknown; there are file, .*shm"):
         TransferAgent("a", TransferConfig(transports=("smh",)))
 
 

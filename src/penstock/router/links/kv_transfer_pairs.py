@@ -21,7 +21,7 @@ from penstock.router.workers.member import identity
 from penstock.transfer.reshard.moves import mismatch
 
 _WITHIN_A_PROCESS = ("memory",)
-_WITHIN_A_HOST = frozenset({"memory", "shm", "cuda"})
+_WITHIN_A_HOST = frozenset({"memory", "shm"})
 _REASONS_MAX = 4096
 """Pairs of kinds that are remembered; more are asked anew."""
 

@@ -1,1 +1,0 @@
-"""Transport `cuda`: device memory, by NVIDIA's driver."""
