@@ -8,28 +8,28 @@ from penstock.core.config import Config, wrong
 
 
 class ReceiveConfig(Config):
-    """How long requests may take to arrive, and how much of them is kept meanwhile."""
+    """How long a request may take to arrive, and how many bytes of unread requests are buffered."""
 
     timeout_s: float = pydantic.Field(default=10.0, gt=0)
-    """Longest time from a request's first byte to the end of its headers, and from there to the end of its body; then it ends with 408."""
+    """Longest time from a request's first byte to the end of its headers, and again from there to the end of its body; a slower request gets 408."""
     bytes_max: int = pydantic.Field(default=256 << 20, ge=1024)
-    """Bytes of requests that have come and are not encoded yet, over all connections of one process; past it the largest unfinished body gets 503."""
+    """Bytes of received requests that are not encoded yet, over all connections of one process; beyond this the largest unfinished body gets 503."""
 
 
 class FrontendReceiveConfig(ReceiveConfig):
-    """What a frontend spends on requests that arrive."""
+    """Receive limits of a frontend, which also has encoder processes."""
 
     encoders_max: int = pydantic.Field(default=2, ge=1, le=64)
-    """Processes that decode and encode bodies over 64 KiB, started when such bodies come; each loads the tokenizers it needs."""
+    """Encoder processes at most; they decode and tokenize bodies over 64 KiB, start on demand, and each loads the tokenizers it needs."""
 
 
 class StreamConfig(Config):
-    """What keeps a stream alive that has nothing to say: proxies give up silent connections, many after 60 s."""
+    """Keep-alive of silent streams: proxies close idle connections, many after 60 s."""
 
     headers_after_s: float = pydantic.Field(default=5.0, gt=0)
-    """How long a stream waits for its first token before its headers go out; an error that comes later is an event of the stream, not an HTTP status."""
+    """How long the response headers wait for the first token; an error after that is an event of the stream, not an HTTP status."""
     heartbeat_s: float = pydantic.Field(default=15.0, gt=0)
-    """How long a stream may be silent; then it gets a comment, which clients pass over."""
+    """How long a stream may be silent before it sends a comment, which clients ignore."""
 
 
 class FrontendConfig(Config):
@@ -38,37 +38,37 @@ class FrontendConfig(Config):
     port: int = pydantic.Field(default=8000, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""
     api_key_file: str | None = None
-    """A file of API keys, one a line; then `/v1` asks for one as a bearer token, as it does where PENSTOCK_API_KEY is set."""
+    """File of API keys, one per line; with it, or with PENSTOCK_API_KEY set, every `/v1` request needs one as a bearer token."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
     """Largest request body, after decompression; a larger one gets 413."""
     receive: FrontendReceiveConfig = FrontendReceiveConfig()
-    """How requests arrive."""
+    """Limits while requests are received."""
     inflight_max: int = pydantic.Field(default=8192, ge=1)
-    """Requests under way at once in one process; the next one gets 503 with Retry-After, whoever sends it. More than run on the workers and `router.queue.requests_max` wait, so that these are refused by tenant first."""
+    """Requests in flight in one process; the next one gets 503 with Retry-After, whatever its tenant. Set it above what the workers run plus `router.queue.requests_max`, so that the queue's per-tenant limit refuses first."""
     session_header: str = pydantic.Field(default="X-Session-Id", pattern=r"^[A-Za-z0-9-]+$")
     """Header in which a client names its session, for the routing policy `session`."""
     tenant_header: str = pydantic.Field(default="X-Tenant-Id", pattern=r"^[A-Za-z0-9-]+$")
-    """Header that names the tenant for which a request is counted where requests wait (docs/routing.md)."""
+    """Header that names the tenant a queued request counts for (docs/routing.md)."""
     priority_header: str = pydantic.Field(default="X-Priority", pattern=r"^[A-Za-z0-9-]+$")
-    """Header that says `high`, `normal` or `low`, for requests that wait (docs/routing.md)."""
+    """Header that gives a queued request's priority: `high`, `normal` or `low` (docs/routing.md)."""
     explains: bool = False
-    """Whether a client may ask, by `X-Penstock-Explain: 1`, why its request went where it did; such answers name workers and tell their load."""
+    """Whether a client may send `X-Penstock-Explain: 1` to get the routing decision with its answer; the decision names workers and shows their load."""
     choices_max: int = pydantic.Field(default=128, ge=1)
-    """Most choices of one request: prompts times n."""
+    """Most choices of one request, which has prompts x n of them."""
     request_timeout_s: float = pydantic.Field(default=600.0, gt=0)
-    """Longest time from the end of a request's body to its last token; then it ends with 504."""
+    """Longest time from the end of a request's body to its last token; a slower request ends with 504."""
     reader_timeout_s: float = pydantic.Field(default=120.0, gt=0)
-    """Longest time in which a client takes no byte of its stream that waits for it; then its connection is cut."""
+    """Longest time in which a client reads no byte of a stream that has bytes for it; then its connection is closed."""
     keepalive_timeout_s: float = pydantic.Field(default=75.0, gt=0)
     """How long an idle connection stays open."""
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)
-    """On shutdown, how long requests under way may still take."""
+    """On shutdown, how long requests in flight may still run."""
     stream: StreamConfig = StreamConfig()
-    """What silent streams send."""
+    """Keep-alive of silent streams."""
     write_buffer_bytes: int = pydantic.Field(default=64 << 10, ge=4096)
-    """What is buffered for a client that reads slowly, before its stream waits; as much again in the kernel."""
+    """Bytes buffered for a slow client before its stream waits; the kernel buffers as many again."""
     models_max: int = pydantic.Field(default=16, ge=1)
-    """Tokenizers and chat templates kept in memory, by model; of as many LoRA adapters it is known that they were served lately."""
+    """Models whose tokenizer and chat template stay in memory; as many LoRA adapters are remembered after their last worker left."""
 
     @pydantic.model_validator(mode="after")
     def _check_bodies(self) -> Self:
@@ -77,7 +77,7 @@ class FrontendConfig(Config):
 
 
 def check_bodies(body_bytes_max: int, receive: ReceiveConfig) -> None:
-    """Raises: ValueError: there is no room for the largest body."""
+    """Raises: ValueError: the largest body does not fit receive.bytes_max."""
     if body_bytes_max > receive.bytes_max:
         raise wrong(
             f"body_bytes_max: must be <= receive.bytes_max, got {body_bytes_max} > {receive.bytes_max}"

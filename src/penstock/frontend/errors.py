@@ -1,4 +1,4 @@
-"""Refusals that the HTTP API names by a code of their own, and how any error is worded in its shape."""
+"""Errors with an HTTP status and code of their own, and the API's JSON for any error."""
 
 from http import HTTPStatus
 from typing import ClassVar
@@ -20,12 +20,12 @@ class ErrorAnswer(msgspec.Struct):
 
 
 def error_answer(error: PenstockError) -> ErrorAnswer:
-    """Word an error the way the API does."""
+    """Convert an error to the API's JSON."""
     if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
         kind = "rate_limit_error"
     else:
         kind = "invalid_request_error" if 400 <= error.http_status < 500 else "server_error"
-    code = None if error.code == RequestError.code else error.code  # the type says as much
+    code = None if error.code == RequestError.code else error.code  # the type already says this
     return ErrorAnswer(ErrorBody(message=error.message, type=kind, param=error.param, code=code))
 
 
@@ -91,6 +91,6 @@ _BY_CODE: dict[str, type[_RefusalError]] = {
 
 
 def refusal_of(info: ErrorInfo) -> PenstockError:
-    """Rebuild an error that another process of this frontend reported."""
+    """Rebuild an error that an encoder process reported."""
     kind = _BY_CODE.get(info.code)
     return from_info(info) if kind is None else kind(info.message, param=info.param)

@@ -1,4 +1,4 @@
-"""What the HTTP layer serves, without HTTP: bodies in, prepared answers out, and the state of the service."""
+"""The frontend without HTTP: turns request bodies into prepared completions, and lists models and health."""
 
 import contextlib
 import random
@@ -14,7 +14,7 @@ from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Admission, Slot
 from penstock.frontend.limits.body import BodyReader
 from penstock.frontend.limits.headers import RequestOptions
-from penstock.frontend.limits.receiving import ReceiveRoom
+from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.openai.bodies import (
     ChatRequest,
@@ -35,8 +35,8 @@ from penstock.seams import RequestDispatcher
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
-    """A request that is about to run, and how its answer is to be given."""
+class PendingAnswer:
+    """A completion that is ready to run, and the format of its answer."""
 
     completion: Completion
     prepared: PreparedRequest
@@ -58,7 +58,7 @@ class Answering:
 
 
 class Frontend:
-    """One frontend process's state. One event loop owns it."""
+    """State of one frontend process. One event loop owns it."""
 
     def __init__(
         self,
@@ -70,17 +70,17 @@ class Frontend:
         registry: CollectorRegistry | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """Compose.
+        """Create the parts.
 
         Args:
             config: the frontend's settings.
-            dispatcher: the way to the workers.
-            hash_key: the deployment's, for block hashes.
-            access: who may ask; None is an open API and a closed `/admin`.
-            registry: what /metrics shows, the dispatcher's figures too if it has the same; None makes one.
-            rng: for ids and seeds; None takes one seeded by the system.
+            dispatcher: sends requests to workers.
+            hash_key: the deployment's key of block hashes.
+            access: checks keys; None leaves the API open and `/admin` closed.
+            registry: shown by /metrics; pass the dispatcher's to show both; None creates one.
+            rng: draws ids and seeds; None is seeded by the system.
         """
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, of no use
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they add one useless series per counter
         self.config = config
         self.dispatcher = dispatcher
         self.access = access or Access()
@@ -91,7 +91,7 @@ class Frontend:
             receive_timeout_s=config.receive.timeout_s,
             retry_after_s=dispatcher.retry_after_s,
         )
-        self.room = ReceiveRoom(config.receive.bytes_max, self.metrics)
+        self.budget = ReceiveBudget(config.receive.bytes_max, self.metrics)
         self.bodies = BodyReader(config.body_bytes_max, self.metrics)
         self._rng = rng if rng is not None else random.Random()
         self._models = ModelCache(dispatcher, config.models_max)
@@ -106,7 +106,7 @@ class Frontend:
 
     @contextlib.contextmanager
     def arrive(self) -> Iterator[Slot]:
-        """Know of a request until it has ended, also while its body is on its way."""
+        """Track a request until it has ended, including while its body arrives."""
         with self.admission.arrive() as slot:
             try:
                 yield slot
@@ -115,16 +115,19 @@ class Frontend:
                     self.metrics.inflight(-1)
 
     def admit(self, slot: Slot) -> None:
-        """Count a request, whose body is there, among those under way.
+        """Count a request as in flight, once its body is complete.
 
         Raises:
-            Overloaded: as many as allowed are.
+            Overloaded: `inflight_max` requests are in flight.
         """
         self.admission.admit(slot)
         self.metrics.inflight(1)
 
-    async def chat(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> Answering:
-        """Understand and prepare a chat request, whose body came in pieces.
+    async def chat(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> PendingAnswer:
+        """Decode, check and prepare a chat request.
+
+        Args:
+            body: the body's bytes, in the pieces that arrived.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
@@ -136,8 +139,8 @@ class Frontend:
         check_chat(request, self.config.choices_max)
         return await self._small(request, slot, metadata)
 
-    async def completion(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> Answering:
-        """Understand and prepare a plain completion request; see `chat`.
+    async def completion(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> PendingAnswer:
+        """Decode, check and prepare a completion request; see `chat`.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
@@ -151,20 +154,20 @@ class Frontend:
 
     async def _small(
         self, request: ChatRequest | CompletionRequest, slot: Slot, metadata: RequestMetadata
-    ) -> Answering:
+    ) -> PendingAnswer:
         model = await self._models.get(request.model)
-        return self._answering(await self._preprocessor.prepare(request, model, metadata), slot, request)
+        return self._pending(await self._preprocessor.prepare(request, model, metadata), slot, request)
 
     async def _large(
         self, body: Sequence[bytes], slot: Slot, metadata: RequestMetadata, *, chat: bool
-    ) -> Answering:
-        understood = await self._encoders.understand(body, chat=chat)
-        request = understood.request
-        prepared = self._preprocessor.prepared(request, understood.model, metadata, understood.prompts)
-        return self._answering(prepared, slot, request)
+    ) -> PendingAnswer:
+        encoded = await self._encoders.encode(body, chat=chat)
+        request = encoded.request
+        prepared = self._preprocessor.prepared(request, encoded.model, metadata, encoded.prompts)
+        return self._pending(prepared, slot, request)
 
     async def close(self) -> None:
-        """End the processes that work for this one. Safe twice."""
+        """End the encoder processes. Safe twice."""
         await self._encoders.close()
 
     def models(self) -> ModelList:
@@ -175,16 +178,16 @@ class Frontend:
         return _entry(self._models.card(name))
 
     def unhealthy(self) -> str | None:
-        """Say why no request could be served now; None if it could."""
+        """Give the reason why no request can be served now; None if one can."""
         return None if self.dispatcher.models() else "no worker is ready"
 
     def new_id(self) -> str:
         return f"{self._rng.getrandbits(96):024x}"
 
-    def _answering(self, prepared: PreparedRequest, slot: Slot, request: GenerationRequest) -> Answering:
+    def _pending(self, prepared: PreparedRequest, slot: Slot, request: GenerationRequest) -> PendingAnswer:
         name, options = prepared.model.card.name, request.stream_options
         timer = self.metrics.timer(name, slot.arrived)
-        return Answering(
+        return PendingAnswer(
             completion=Completion(prepared, self.dispatcher, timer, explains=prepared.options.explains),
             prepared=prepared,
             envelope=Envelope(prepared.id, int(wall_time_s()), name, isinstance(request, ChatRequest)),

@@ -1,7 +1,7 @@
-"""What the frontend counts, for Prometheus.
+"""Prometheus metrics of a frontend.
 
-With several frontend processes on one port, set PROMETHEUS_MULTIPROC_DIR to an empty directory for all of
-them before they start: then any of them answers for all.
+Several frontend processes on one port need PROMETHEUS_MULTIPROC_DIR, set to an empty directory for all of them
+before they start: then each of them reports the sums of all.
 """
 
 import os
@@ -18,7 +18,7 @@ _E2E_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 6
 
 
 class FrontendMetrics(ReceiveMetrics):
-    """One frontend process's figures. Making two in one registry is an error."""
+    """Metrics of one frontend process. A registry can hold one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "penstock_frontend")
@@ -69,11 +69,11 @@ class FrontendMetrics(ReceiveMetrics):
         self._requests.labels(route, str(code)).inc()
 
     def timer(self, model: str, arrived: float) -> "RequestTimer":
-        """Start on a request; `arrived` is in the event loop's time."""
+        """Start timing a request that arrived at `arrived` (event loop time)."""
         return RequestTimer(self, model, arrived)
 
     def expose(self) -> bytes:
-        """Write all figures of the registry, or of all processes, in Prometheus' text format."""
+        """Encode all metrics, of all processes where there are several, in Prometheus' text format."""
         if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             return generate_latest(self._registry)
         registry = CollectorRegistry()
@@ -82,7 +82,7 @@ class FrontendMetrics(ReceiveMetrics):
 
 
 class RequestTimer:
-    """Takes the times of one request's tokens."""
+    """Observes TTFT, ITL and end-to-end time of one request."""
 
     __slots__ = ("_arrived", "_itl", "_metrics", "_model", "_seen_first")
 
@@ -94,7 +94,7 @@ class RequestTimer:
         self._itl = metrics._itl.labels(model)
 
     def tokens(self, count: int, now: float, last: float | None) -> None:
-        """Note that a choice got tokens now, having got some before at `last` (None: these are the first)."""
+        """Observe `count` new tokens of a choice at `now`; its previous ones came at `last`, None before the first."""
         if last is not None:
             self._itl.observe((now - last) / count)
         elif not self._seen_first:

@@ -1,4 +1,4 @@
-"""The HTTP surface: routes, connections, streams no faster than their clients read.
+"""HTTP: routes, connections, and streams with backpressure from their clients.
 
-No logic of its own; `penstock.frontend.frontend` answers.
+The logic is in `penstock.frontend.frontend`.
 """

@@ -1,4 +1,4 @@
-"""One client's connection: what comes before a request is one, and what never becomes one."""
+"""One client connection: limits on bytes and time before a request exists, and answers to invalid HTTP."""
 
 import logging
 from asyncio import AbstractEventLoop, TimerHandle
@@ -10,17 +10,17 @@ from aiohttp import web
 from penstock.core.errors import Overloaded, PenstockError
 from penstock.frontend.config import ReceiveConfig
 from penstock.frontend.errors import ReceiveTimeoutError
-from penstock.frontend.limits.receiving import Received, ReceiveRoom
+from penstock.frontend.limits.receive_budget import ReceiveBudget, Received
 
 Refuse = Callable[[BaseException | None, int], web.Response]
 Raw = Callable[[PenstockError], bytes]
 
 
 class Connection(web.RequestHandler):
-    """Refuses what is not HTTP in the API's shape too, and headers that do not come to their end in time.
+    """Answers invalid HTTP and late headers with the API's error JSON.
 
-    Bytes that no request has taken yet, of headers or of a request behind one that is being answered, are counted in
-    the room for all; those of bodies are counted by who reads them.
+    Bytes of headers, and of pipelined requests behind the current one, count in the receive budget here. Bytes of
+    bodies are counted by `BodyReader`.
     """
 
     __slots__ = ("_early", "_headers_timer", "_last_body", "_raw", "_refuse", "_settings", "_timeout_s")
@@ -31,38 +31,38 @@ class Connection(web.RequestHandler):
         *,
         refuse: Refuse,
         raw: Raw,
-        room: ReceiveRoom,
+        budget: ReceiveBudget,
         receive: ReceiveConfig,
         loop: AbstractEventLoop,
         logger: logging.Logger,
         keepalive_timeout_s: float,
     ) -> None:
-        """Prepare.
+        """Create the handler of one connection.
 
         Args:
-            server: what answers.
-            refuse: words what aiohttp refused, as an answer.
-            raw: words a refusal, as bytes to be sent where there is no request to answer.
-            room: for the bytes of all connections.
-            receive: how long headers may take.
+            server: aiohttp's server, which calls the request handler.
+            refuse: makes the response to what aiohttp rejected.
+            raw: makes the bytes of an error response where no request exists yet.
+            budget: receive budget of all connections.
+            receive: gives the longest time for headers.
             loop: the event loop.
-            logger: for what aiohttp logs.
-            keepalive_timeout_s: how long the connection may be idle.
+            logger: receives aiohttp's log lines.
+            keepalive_timeout_s: seconds the connection may be idle.
         """
-        no_access_log: Any = None  # as aiohttp allows, though its annotation does not
+        no_access_log: Any = None  # allowed by aiohttp, missing from its annotation
         super().__init__(
             server,
             loop=loop,
             logger=logger,
             access_log=no_access_log,
             keepalive_timeout=keepalive_timeout_s,
-            auto_decompress=False,  # BodyReader does, within bounds
+            auto_decompress=False,  # BodyReader inflates, within bounds
         )
         self._refuse = refuse
         self._raw = raw
         self._timeout_s = receive.timeout_s
-        self._settings = room.settings
-        self._early = Received(room, self._drop)
+        self._settings = budget.settings
+        self._early = Received(budget, self._drop)
         self._headers_timer: TimerHandle | None = None
         self._last_body: Any = None  # aiohttp's reader of the latest request's body
 
@@ -75,9 +75,9 @@ class Connection(web.RequestHandler):
             if self._messages:
                 self._last_body = self._messages[-1][1]
             if self._current_request is None:
-                return  # it is taken up at once
+                return  # handled at once
         elif is_body:
-            return  # of a body, counted by who reads it
+            return  # body bytes, counted by BodyReader
         elif self._current_request is None and self._headers_timer is None and data:
             self._headers_timer = self._loop.call_later(self._timeout_s, self._headers_late)
         if data and self.transport is not None:
@@ -87,7 +87,7 @@ class Connection(web.RequestHandler):
                 self._drop(error)
 
     def request_began(self) -> None:
-        """Hear that a request is taken up: what was counted before is its own."""
+        """Forget the bytes counted here: the request that begins counts its own."""
         if not self._messages:
             self._early.release()
 
@@ -103,7 +103,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        super().handle_error(request, status, exc, message)  # logs, and gives up on an answer already begun
+        super().handle_error(request, status, exc, message)  # logs, and aborts an answer already begun
         return self._refuse(exc, status)
 
     def _headers_late(self) -> None:
@@ -118,7 +118,7 @@ class Connection(web.RequestHandler):
     def _drop(self, why: PenstockError) -> None:
         if self._current_request is None:
             self._end(why)
-        elif self.transport is not None:  # behind a request that is being answered: nothing can be said
+        elif self.transport is not None:  # pipelined behind another answer: no error can be sent
             self.transport.abort()
 
     def _end(self, why: PenstockError) -> None:

@@ -1,7 +1,7 @@
-"""The HTTP surface: routes, headers, status codes, and writing no faster than a client reads.
+"""HTTP routes, headers and status codes.
 
-No logic of its own: `Frontend` understands and prepares, `Completion` runs. A client that goes away cancels
-its handler, and with it the request on its workers, before the first token as well as after.
+The logic is elsewhere: `Frontend` prepares requests, `Completion` runs them. A client that disconnects cancels
+its handler, which cancels the request on its workers, at any stage.
 """
 
 import math
@@ -22,35 +22,35 @@ from penstock.frontend.errors import (
     UnknownPathError,
     error_answer,
 )
-from penstock.frontend.frontend import Answering, Frontend
+from penstock.frontend.frontend import Frontend, PendingAnswer
 from penstock.frontend.http.connection import Connection
 from penstock.frontend.http.sse_response import SseResponse
 from penstock.frontend.limits.admission import Slot
 from penstock.frontend.limits.headers import RequestOptions, read_options
 from penstock.frontend.openai.bodies import encode
 from penstock.frontend.openai.body_error import body_error
-from penstock.frontend.openai.explaining import why_latest, why_one
+from penstock.frontend.openai.explaining import explain_latest, explain_one
 
 _REQUEST_ID = "X-Request-Id"
 _REQUEST_ID_CHARACTERS_MAX = 128
-_CLIENT_GONE = 499  # as nginx counts a client that closed before its answer's end
+_CLIENT_GONE = 499  # nginx's code for a client that disconnected early
 _REASON_CHARACTERS_MAX = 300
 
-_request_id: ContextVar[str] = ContextVar("request_id")  # each request runs in a context of its own
+_request_id: ContextVar[str] = ContextVar("request_id")  # aiohttp runs each request in its own context
 _log = get_logger()
 
-Prepare = Callable[[Sequence[bytes], Slot, RequestOptions], Awaitable[Answering]]
+Prepare = Callable[[Sequence[bytes], Slot, RequestOptions], Awaitable[PendingAnswer]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpSurface:
-    """Handlers over one `Frontend`."""
+    """Route handlers of one `Frontend`."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._config = frontend.config
         self.draining = False
-        """Answer what comes, but keep no connection open."""
+        """True: close each connection after its answer."""
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._frame], client_max_size=0)
@@ -74,7 +74,7 @@ class HttpSurface:
 
     @web.middleware
     async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Give every answer an id and every failure the API's shape, and count them."""
+        """Give every response an id, convert errors to the API's JSON, and count responses."""
         if isinstance(request.protocol, Connection):
             request.protocol.request_began()
         given = request.headers.get(_REQUEST_ID, "")
@@ -105,13 +105,13 @@ class HttpSurface:
             return error_response(self._translate(error, request), error.headers.get("Allow"))
         except web.RequestPayloadError as error:
             return error_response(payload_refusal(error))
-        except ConnectionError:  # the client is gone
+        except ConnectionError:  # the client disconnected
             raise
-        except Exception:  # noqa: BLE001 - a handler's fate is owned here
+        except Exception:  # noqa: BLE001 - the last handler of a request's errors
             return error_response(_unexpected(request))
 
     def refuse(self, error: BaseException | None, status: int) -> web.Response:
-        """Answer what never became a request: what came was not HTTP, or more of it than a header may be."""
+        """Make the response to bytes that are not HTTP, or to headers that are too large."""
         refusal = garbage_refusal(error, status)
         self._frontend.metrics.answered("unknown", refusal.http_status)
         response = error_response(refusal)
@@ -120,14 +120,14 @@ class HttpSurface:
         return response
 
     def refuse_raw(self, error: PenstockError) -> bytes:
-        """Word a refusal as a whole answer, for a connection on which no request has come to be answered."""
+        """Encode a whole error response, for a connection without a request."""
         if isinstance(error, ReceiveTimeoutError):
             self._frontend.metrics.refused_body("headers_late")
         self._frontend.metrics.answered("unknown", error.http_status)
         return raw_error(error, f"{_REQUEST_ID}: {self._frontend.new_id()}\r\n")
 
     def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
-        """Say in the API's words what aiohttp refused."""
+        """Convert an error of aiohttp to one of the API."""
         if isinstance(error, web.HTTPMethodNotAllowed):
             return MethodError(
                 f"{request.method} is not allowed on {request.path}; use {', '.join(sorted(error.allowed_methods))}"
@@ -138,7 +138,7 @@ class HttpSurface:
         return RequestError(f"{error.status}: {error.reason}", http_status=error.status)
 
     async def _add_headers(self, _: web.Request, response: web.StreamResponse) -> None:
-        # One that aiohttp refuses before `_frame`, as for an `Expect` that it does not know, has no id yet.
+        # aiohttp rejects an unknown `Expect` before `_frame` runs: that response has no id yet.
         response.headers[_REQUEST_ID] = _request_id.get("") or self._frontend.new_id()
         if self.draining:
             response.force_close()
@@ -151,37 +151,37 @@ class HttpSurface:
 
     async def _generate(self, request: web.Request, prepare: Prepare) -> web.StreamResponse:
         with self._frontend.arrive() as slot:
-            answering = await self._understand(request, prepare, slot)
-            if answering.stream:
-                return await self._stream(request, answering, slot)
-            answer = answering.whole_answer()
+            pending = await self._prepare(request, prepare, slot)
+            if pending.stream:
+                return await self._stream(request, pending, slot)
+            answer = pending.whole_answer()
             async with slot.limit():
-                await answering.completion.run(answer.take)
-            return json_response(answer.body(answering.completion.usage()))
+                await pending.completion.run(answer.take)
+            return json_response(answer.body(pending.completion.usage()))
 
-    async def _understand(self, request: web.Request, prepare: Prepare, slot: Slot) -> Answering:
-        """Receive and prepare a request; only one that is there whole takes a place among those under way."""
+    async def _prepare(self, request: web.Request, prepare: Prepare, slot: Slot) -> PendingAnswer:
+        """Receive and prepare a request; it counts as in flight once its body is complete."""
         frontend = self._frontend
         options = read_options(request.headers, self._config)
-        with frontend.room.hold(slot.end) as received:
+        with frontend.budget.hold(slot.end) as received:
             async with slot.limit():
                 body = await frontend.bodies.read(request, received)
             frontend.admit(slot)
             async with slot.limit():
                 return await prepare(body, slot, options)
 
-    async def _stream(self, request: web.Request, answering: Answering, slot: Slot) -> web.StreamResponse:
-        response = SseResponse(request, answering, self._config)
+    async def _stream(self, request: web.Request, pending: PendingAnswer, slot: Slot) -> web.StreamResponse:
+        response = SseResponse(request, pending, self._config)
         try:
             async with slot.limit():
                 with response.kept_alive():
-                    await answering.completion.run(response.take)
+                    await pending.completion.run(response.take)
                 await response.finish()
         except ConnectionError:
             raise
         except Exception as error:
             if not response.prepared:
-                raise  # nothing is out yet: it gets a status of its own
+                raise  # nothing was sent yet: the error gets its HTTP status
             await response.fail(error if isinstance(error, PenstockError) else _unexpected(request))
         return response
 
@@ -205,54 +205,56 @@ class HttpSurface:
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _explain_latest(self, request: web.Request) -> web.Response:
-        return json_response(encode(why_latest(self._frontend.dispatcher, request)))
+        return json_response(encode(explain_latest(self._frontend.dispatcher, request)))
 
     async def _explain_one(self, request: web.Request) -> web.Response:
-        return json_response(encode(why_one(self._frontend.dispatcher, request)))
+        return json_response(encode(explain_one(self._frontend.dispatcher, request)))
 
     async def _workers(self, _: web.Request) -> web.Response:
         return json_response(encode({"pid": os.getpid(), "workers": self._frontend.dispatcher.workers()}))
 
     async def _change_role(self, request: web.Request) -> web.Response:
-        if request.content_type != "application/json":  # of a page of some other site, the browser asks first
+        if (
+            request.content_type != "application/json"
+        ):  # so that browsers ask (CORS preflight) before another site's page may send it
             raise RequestError(
                 f"Content-Type: must be application/json, got {request.content_type}", http_status=415
             )
-        with self._frontend.arrive() as slot, self._frontend.room.hold(slot.end) as received:
+        with self._frontend.arrive() as slot, self._frontend.budget.hold(slot.end) as received:
             async with slot.limit():
                 body = b"".join(await self._frontend.bodies.read(request, received))
         try:
-            wish = msgspec.json.decode(body, type=_RoleWish)
+            wish = msgspec.json.decode(body, type=_RoleBody)
         except (ValueError, RecursionError) as error:
-            raise body_error(error, body, _RoleWish) from error
+            raise body_error(error, body, _RoleBody) from error
         dispatcher = self._frontend.dispatcher
         return json_response(encode(await dispatcher.change_role(request.match_info["name"], wish.role)))
 
 
-class _RoleWish(msgspec.Struct, forbid_unknown_fields=True):
+class _RoleBody(msgspec.Struct, forbid_unknown_fields=True):
     role: Role
 
 
 def _reason(error: BaseException) -> str:
-    """Say in one line what aiohttp found wrong."""
+    """Shorten aiohttp's error to one line."""
     text = " ".join(str(getattr(error, "message", error)).split()).removeprefix("400, message: ")
     return text if len(text) <= _REASON_CHARACTERS_MAX else f"{text[:_REASON_CHARACTERS_MAX]}..."
 
 
 def garbage_refusal(error: BaseException | None, status: int) -> PenstockError:
-    """Word what aiohttp refused before it was a request."""
+    """Convert aiohttp's error about bytes that are no valid request."""
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR or error is None:
         return PenstockError("the server failed on this request; its log says more")
     return RequestError(f"not a valid HTTP request: {_reason(error)}", http_status=status)
 
 
 def payload_refusal(error: web.RequestPayloadError) -> PenstockError:
-    """Word what is wrong with how a body was sent."""
+    """Convert aiohttp's error about how a body was sent."""
     return RequestError(f"the body cannot be read: {_reason(error)}")
 
 
 def raw_error(error: PenstockError, header_lines: str = "") -> bytes:
-    """Word an error as a whole answer that ends its connection; each of `header_lines` ends with CRLF."""
+    """Encode an error as a whole HTTP response that closes its connection; each of `header_lines` ends with CRLF."""
     body = encode(error_answer(error))
     head = (
         f"HTTP/1.1 {error.http_status} {HTTPStatus(error.http_status).phrase}\r\n"
@@ -265,12 +267,12 @@ def raw_error(error: PenstockError, header_lines: str = "") -> bytes:
 
 
 def json_response(body: bytes, status: int = 200) -> web.Response:
-    """Answer with encoded JSON."""
+    """Make a response of encoded JSON."""
     return web.Response(body=body, status=status, content_type="application/json")
 
 
 def error_response(error: PenstockError, allow: str | None = None) -> web.Response:
-    """Answer with an error in the API's shape; `allow` names the methods, where the method was wrong."""
+    """Make an error response; `allow` lists the methods after a wrong method."""
     response = json_response(encode(error_answer(error)), error.http_status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
@@ -282,6 +284,6 @@ def error_response(error: PenstockError, allow: str | None = None) -> web.Respon
 
 
 def _unexpected(request: web.Request) -> PenstockError:
-    """Log the failure being handled, and say no more of it to the client than that it happened."""
+    """Log the exception being handled, and give the client an error without its details."""
     _log.exception("request_failed", path=request.path, request_id=_request_id.get())
     return PenstockError("the server failed on this request; its log says more")

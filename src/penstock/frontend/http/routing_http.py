@@ -1,4 +1,4 @@
-"""The routing service over HTTP, for gateways: `docs/router.md` has its API. No logic of its own."""
+"""HTTP API of the standalone router, for gateways (docs/router.md); the logic is `RoutingService`."""
 
 import asyncio
 import logging
@@ -28,12 +28,12 @@ from penstock.frontend.http.http import (
 from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Slot
 from penstock.frontend.limits.body import BodyReader
-from penstock.frontend.limits.headers import ITL_MS, TTFT_MS, asks_why, target_s
+from penstock.frontend.limits.headers import ITL_MS, TTFT_MS, target_s, wants_explanation
+from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
-from penstock.frontend.limits.receiving import ReceiveRoom
 from penstock.frontend.openai.bodies import encode
 from penstock.frontend.openai.body_error import body_error
-from penstock.frontend.openai.explaining import Explanation, why_latest, why_one
+from penstock.frontend.openai.explaining import Explanation, explain_latest, explain_one
 from penstock.router.service.gateway import Query, Server, Stage
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 
@@ -47,22 +47,22 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 class RoutingHttpConfig(Config):
-    """Where the service listens, and what it routes by."""
+    """Settings of the standalone router."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every interface. """
+    """Address to listen on; 0.0.0.0 is every interface."""
     api_key_file: str | None = None
-    """A file of API keys, one a line; then all but `/health` and `/metrics` asks for one as a bearer token, as where PENSTOCK_API_KEY is set."""
+    """File of API keys, one per line; with it, or with PENSTOCK_API_KEY set, every request but `/health` and `/metrics` needs one as a bearer token."""
     port: int = pydantic.Field(default=8100, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
     """Largest request body, after decompression; a larger one gets 413."""
     receive: ReceiveConfig = ReceiveConfig()
-    """How requests arrive."""
+    """Limits while requests are received."""
     keepalive_timeout_s: float = pydantic.Field(default=75.0, gt=0)
     """How long an idle connection stays open."""
     service: RoutingServiceConfig = RoutingServiceConfig()
-    """Policy, block size and bounds."""
+    """Routing policy, block size and limits."""
 
     @pydantic.model_validator(mode="after")
     def _check_bodies(self) -> Self:
@@ -71,7 +71,7 @@ class RoutingHttpConfig(Config):
 
 
 class _RouteBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One of `token_ids`, `prompt` and `messages`. Targets are in milliseconds."""
+    """Exactly one of `token_ids`, `prompt` and `messages` is given. Latency targets are in milliseconds."""
 
     model: str
     token_ids: list[int] | None = None
@@ -100,15 +100,15 @@ class RoutingServer:
         registry: CollectorRegistry,
         access: Access | None = None,
     ) -> None:
-        """Prepare; `registry` is what /metrics shows, without `access` it is open."""
+        """Create the server; /metrics shows `registry`; without `access` no key is needed."""
         self._access = access or Access()
         self._service = service
         self._config = config
         self._registry = registry
         self._receiving = ReceiveMetrics(registry, "penstock_router")
         self._bodies = BodyReader(config.body_bytes_max, self._receiving, settings="")
-        self.room = ReceiveRoom(config.receive.bytes_max, self._receiving, settings="")
-        """For the bytes of all connections."""
+        self.budget = ReceiveBudget(config.receive.bytes_max, self._receiving, settings="")
+        """Receive budget of all connections."""
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
 
@@ -116,7 +116,7 @@ class RoutingServer:
         """Listen.
 
         Returns:
-            The address and the port, which the system chose if the configured one is 0.
+            The address and the port; the system chooses the port if 0 is configured.
 
         Raises:
             ConfigError: the port is taken, or the address is not this machine's.
@@ -139,9 +139,9 @@ class RoutingServer:
         runner = self._runner = web.AppRunner(app)
         await runner.setup()
         server = runner.server
-        assert server is not None  # it is set up
+        assert server is not None  # set by runner.setup()
         loop = asyncio.get_running_loop()
-        # What aiohttp itself refuses, as garbage instead of HTTP, is the client's fault and no event here.
+        # Bytes that are not HTTP are the client's fault: aiohttp's line about them is not logged.
         quiet = logging.getLogger("penstock.frontend.http.routing_http")
         quiet.setLevel(logging.CRITICAL)
         try:
@@ -150,7 +150,7 @@ class RoutingServer:
                     server,
                     refuse=_refuse,
                     raw=self._refuse_raw,
-                    room=self.room,
+                    budget=self.budget,
                     receive=config.receive,
                     loop=loop,
                     logger=quiet,
@@ -168,7 +168,7 @@ class RoutingServer:
         return bound.host, bound.port
 
     async def close(self) -> None:
-        """Stop listening and end what is under way. Safe twice."""
+        """Stop listening and end the requests in flight. Safe twice."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
@@ -181,12 +181,12 @@ class RoutingServer:
         """Receive a body and decode it.
 
         Raises:
-            PenstockError: it came too late, there is no room for it, or it is no `kind`.
+            PenstockError: the body came too late, exceeds the receive budget, or is no `kind`.
         """
         timeout_s = self._config.receive.timeout_s
         now_s = asyncio.get_running_loop().time()
         slot = Slot(now_s, now_s + timeout_s, timeout_s, settings="")
-        with self.room.hold(slot.end) as received:
+        with self.budget.hold(slot.end) as received:
             async with slot.limit():
                 body = b"".join(await self._bodies.read(request, received))
             try:
@@ -195,14 +195,14 @@ class RoutingServer:
                 raise body_error(error, body, kind) from error
 
     def _refuse_raw(self, error: PenstockError) -> bytes:
-        """Word a refusal for a connection on which no request has come to be answered."""
+        """Encode a whole error response, for a connection without a request."""
         if isinstance(error, ReceiveTimeoutError):
             self._receiving.refused_body("headers_late")
         return raw_error(error)
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Give every failure the API's shape."""
+        """Convert every error to the API's JSON."""
         if isinstance(request.protocol, Connection):
             request.protocol.request_began()
         try:
@@ -220,7 +220,7 @@ class RoutingServer:
             return error_response(payload_refusal(error))
         except (asyncio.CancelledError, ConnectionError):
             raise
-        except Exception:  # noqa: BLE001 - a handler's fate is owned here
+        except Exception:  # noqa: BLE001 - the last handler of a request's errors
             _log.exception("request_failed", path=request.path)
             return error_response(PenstockError("the router failed on this request; its log says more"))
 
@@ -231,7 +231,7 @@ class RoutingServer:
         return await handler(request)
 
     async def _route(self, request: web.Request) -> web.Response:
-        body, is_asked_why = await self._read(request, _RouteBody), asks_why(request.headers)
+        body, is_asked_why = await self._read(request, _RouteBody), wants_explanation(request.headers)
         choice = self._service.route(_query_of(body))
         answer = msgspec.structs.asdict(choice)
         if is_asked_why:
@@ -260,10 +260,10 @@ class RoutingServer:
         return json_response(encode({"removed": name}))
 
     async def _explain_latest(self, request: web.Request) -> web.Response:
-        return json_response(encode(why_latest(self._service, request)))
+        return json_response(encode(explain_latest(self._service, request)))
 
     async def _explain_one(self, request: web.Request) -> web.Response:
-        return json_response(encode(why_one(self._service, request)))
+        return json_response(encode(explain_one(self._service, request)))
 
     async def _health(self, _: web.Request) -> web.Response:
         return json_response(b'{"status":"ok"}')
@@ -279,17 +279,17 @@ def _reason(error: ConfigError) -> str:
 
 
 def _refuse(error: BaseException | None, status: int) -> web.Response:
-    """Answer what never became a request."""
+    """Make the response to bytes that are no valid request."""
     response = error_response(garbage_refusal(error, status))
     response.force_close()
     return response
 
 
 def _query_of(body: _RouteBody) -> Query:
-    """Say what is asked for.
+    """Convert a body to the router's query.
 
     Raises:
-        RequestError: a field has a value that it must not have.
+        RequestError: a field has an invalid value.
     """
     given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
@@ -316,5 +316,5 @@ def _query_of(body: _RouteBody) -> Query:
 
 
 def _text_of(messages: list[dict[str, Any]]) -> str:
-    """Write messages one after the other, so that a conversation's text begins with that of its earlier turns."""
+    """Join messages in order, so that a conversation's text is a prefix of its next request's."""
     return "".join(msgspec.json.encode(message).decode() + "\n" for message in messages)

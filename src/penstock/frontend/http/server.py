@@ -1,4 +1,4 @@
-"""A frontend process's listening end: it opens the port, and closes it without losing an answer."""
+"""The listening socket of a frontend process: opens the port, and drains requests on close."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.connection import Connection
 from penstock.frontend.http.http import HttpSurface
 
-_CLOSE_TIMEOUT_S = 1.0  # for connections of requests that were ended; they have nothing left to wait for
+_CLOSE_TIMEOUT_S = 1.0  # for connections whose requests were cancelled
 
 _log = get_logger()
 
@@ -23,11 +23,11 @@ class FrontendServer:
     """Serves one `Frontend` over HTTP until `close`."""
 
     def __init__(self, frontend: Frontend, *, share_port: bool = False) -> None:
-        """Prepare.
+        """Create the server; `start` opens the port.
 
         Args:
             frontend: what to serve.
-            share_port: other frontend processes may have the same port; who starts them holds it against strangers.
+            share_port: other frontend processes may listen on the same port; the supervisor reserves it.
         """
         self._frontend = frontend
         self._share_port = share_port
@@ -39,14 +39,14 @@ class FrontendServer:
         """Listen.
 
         Returns:
-            The address and the port, which the system chose if the configured one is 0.
+            The address and the port; the system chooses the port if 0 is configured.
 
         Raises:
             ConfigError: the port is taken, or the address is not this machine's.
         """
         config = self._frontend.config
         listener = _listen(config, share_port=self._share_port)
-        # What aiohttp itself refuses, as garbage instead of HTTP, is the client's fault and no event here.
+        # Bytes that are not HTTP are the client's fault: aiohttp's line about them is not logged.
         quiet = logging.getLogger("penstock.frontend.http.http")
         quiet.setLevel(logging.CRITICAL)
         self._runner = web.AppRunner(
@@ -56,7 +56,7 @@ class FrontendServer:
         )
         await self._runner.setup()
         server = self._runner.server
-        assert server is not None  # it is set up
+        assert server is not None  # set by runner.setup()
         loop = asyncio.get_running_loop()
         self._listening = Listener(
             [listener],
@@ -64,7 +64,7 @@ class FrontendServer:
                 server,
                 refuse=self._surface.refuse,
                 raw=self._surface.refuse_raw,
-                room=self._frontend.room,
+                budget=self._frontend.budget,
                 receive=config.receive,
                 loop=loop,
                 logger=quiet,
@@ -77,7 +77,7 @@ class FrontendServer:
         return host, port
 
     async def close(self) -> None:
-        """Stop listening, let requests under way finish for a while, then end the rest with an error. Safe twice."""
+        """Stop listening, let requests in flight finish for `drain_timeout_s`, then end the rest with an error. Safe twice."""
         runner, self._runner = self._runner, None
         if runner is None:
             return
@@ -85,7 +85,7 @@ class FrontendServer:
         if self._listening is not None:
             self._listening.close()
             await self._listening.wait_closed()
-        await asyncio.sleep(0)  # connections accepted already get to start their requests
+        await asyncio.sleep(0)  # accepted connections start their requests first
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         ended = await self._frontend.admission.drain(self._frontend.config.drain_timeout_s)
@@ -96,7 +96,7 @@ class FrontendServer:
         _log.info("frontend_closed", requests_ended=ended)
 
     def hurry(self) -> None:
-        """Let a `close` under way wait no longer: what is not finished ends with an error now."""
+        """Make a running `close` stop waiting: unfinished requests end with an error now."""
         self._frontend.admission.hurry()
 
 
@@ -112,7 +112,7 @@ def _listen(config: FrontendConfig, *, share_port: bool) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if share_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # Accepted connections inherit it. Left to grow by itself, it takes megabytes for a client that stalls.
+        # Accepted connections inherit it. The kernel's default grows to megabytes for a stalled client.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.write_buffer_bytes)
         listener.bind(address)
         listener.setblocking(False)

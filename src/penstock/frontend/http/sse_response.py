@@ -1,4 +1,4 @@
-"""A stream of server-sent events over HTTP, no faster than its client reads."""
+"""A stream of server-sent events with backpressure from its client."""
 
 import asyncio
 import contextlib
@@ -12,29 +12,29 @@ from aiohttp.abc import AbstractStreamWriter
 
 from penstock.core.errors import DeadlineExceeded, PenstockError
 from penstock.frontend.config import FrontendConfig
-from penstock.frontend.frontend import Answering
+from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.requests.completion import TextEvent
 from penstock.frontend.requests.sse import DONE, error_event
 
 _INT_BYTES = 4
-_HEARTBEAT = b": heartbeat\n\n"  # a comment, by the standard of server-sent events
+_HEARTBEAT = b": heartbeat\n\n"  # a comment of the SSE standard
 _RESOLUTION_S = 0.001
 
 
 class SseResponse(web.StreamResponse):
     """Sends events as they come.
 
-    Headers go out with the first one, so that an early error has its own status, or after a while without any; a stream
-    that is silent for long gets comments.
+    Headers go out with the first event, so that an early error has its HTTP status; `headers_after_s` without an event
+    sends them too. A stream silent for `heartbeat_s` gets a comment.
     """
 
-    def __init__(self, request: web.Request, answering: Answering, config: FrontendConfig) -> None:
-        """Send nothing yet.
+    def __init__(self, request: web.Request, pending: PendingAnswer, config: FrontendConfig) -> None:
+        """Create the response; sends nothing yet.
 
         Args:
-            request: whose answer it is.
-            answering: what comes.
-            config: how much is written ahead, how long a client may take nothing, and what silent streams send.
+            request: the HTTP request to answer.
+            pending: the completion and its format.
+            config: gives the write buffer, the reader timeout and the keep-alive.
         """
         super().__init__(
             headers={
@@ -44,10 +44,10 @@ class SseResponse(web.StreamResponse):
             }
         )
         self.outcome = 200
-        """The status it would have had if its end had been known at its start."""
+        """HTTP status for metrics: that of the error that ended the stream, else 200."""
         self._request = request
-        self._answering = answering
-        self._encoder = answering.event_stream()
+        self._pending = pending
+        self._encoder = pending.event_stream()
         self._writer: AbstractStreamWriter | None = None
         self._write_buffer_bytes = config.write_buffer_bytes
         self._reader_timeout_s = config.reader_timeout_s
@@ -55,13 +55,13 @@ class SseResponse(web.StreamResponse):
         self._stream = config.stream
         self._loop = asyncio.get_running_loop()
         self._beginning = asyncio.Lock()
-        self._sent_s = 0.0  # in the event loop's time
+        self._sent_s = 0.0  # event loop time
         self._timer: asyncio.TimerHandle | None = None
         self._beat: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def kept_alive(self) -> Iterator[None]:
-        """Send headers and comments, where nothing else is sent for long, until the block ends."""
+        """Send headers and comments on a silent stream, until the block ends."""
         self._timer = self._loop.call_later(self._stream.headers_after_s, self._on_silence)
         try:
             yield
@@ -75,12 +75,12 @@ class SseResponse(web.StreamResponse):
 
     async def finish(self) -> None:
         end = DONE
-        if self._answering.include_usage:
-            end = self._encoder.usage(self._answering.completion.usage()) + DONE
+        if self._pending.include_usage:
+            end = self._encoder.usage(self._pending.completion.usage()) + DONE
         await self._send(end)
 
     async def fail(self, error: PenstockError) -> None:
-        """End with an error; a client that has not read what was sent before would not read it and is cut off."""
+        """End the stream with an error event; a client with unread bytes is disconnected instead."""
         self.outcome = error.http_status
         transport = self._request.transport
         if transport is not None and (
@@ -88,24 +88,24 @@ class SseResponse(web.StreamResponse):
         ):
             transport.abort()
         elif self._writer is not None:
-            await self._writer.write(error_event(error))  # not waiting for a client that may not read
+            await self._writer.write(error_event(error))  # no drain: the client may not read
 
     async def _send(self, chunk: bytes) -> None:
-        """Write, and wait while the client has not read enough of what was written before."""
+        """Write, then wait until the client has read enough of earlier bytes."""
         writer = self._writer or await self._begin()
         self._sent_s = self._loop.time()
         await writer.write(chunk)
         await self._drain(writer)
 
     async def _drain(self, writer: AbstractStreamWriter) -> None:
-        """Wait until there is room again, for as long as the client takes something.
+        """Wait until the write buffer has room, as long as the client reads.
 
         Raises:
-            DeadlineExceeded: it took nothing for too long.
+            DeadlineExceeded: the client read nothing for `reader_timeout_s`.
         """
         transport = self._request.transport
         if transport is not None and transport.get_write_buffer_size() <= self._write_buffer_bytes:
-            return None  # as nearly always: a timeout and a system call for each token would cost more than its write
+            return None  # the usual case: a timeout and a system call per token cost more than the write
         while True:
             left = self._unsent_bytes()
             try:
@@ -121,18 +121,18 @@ class SseResponse(web.StreamResponse):
             )
 
     def _unsent_bytes(self) -> int:
-        """Count what the client's side has not taken, in this process and in the kernel, which takes more only in large parts."""
+        """Count unsent bytes in this process and in the kernel; the kernel accepts more only in large parts."""
         transport = self._request.transport
         if transport is None:
             return 0
         sock = transport.get_extra_info("socket")
         in_kernel = bytearray(_INT_BYTES)
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # disconnected
             fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, in_kernel)
         return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
     async def _begin(self) -> AbstractStreamWriter:
-        async with self._beginning:  # the first token and a comment may come at once
+        async with self._beginning:  # the first token and a comment may race
             if self._writer is None:
                 transport = self._request.transport
                 if transport is not None:
@@ -143,7 +143,7 @@ class SseResponse(web.StreamResponse):
             return self._writer
 
     def _on_silence(self) -> None:
-        """Send a comment if nothing was sent for long; look again when that could be so the next time."""
+        """Send a comment if the stream was silent long enough, and schedule the next check."""
         now_s = self._loop.time()
         silent_s = now_s - self._sent_s if self._writer is not None else self._stream.heartbeat_s
         if silent_s >= self._stream.heartbeat_s and (self._beat is None or self._beat.done()):
@@ -155,8 +155,8 @@ class SseResponse(web.StreamResponse):
     async def _send_comment(self) -> None:
         transport = self._request.transport
         if transport is None or transport.get_write_buffer_size() > 0:
-            return  # gone, or it has not read what was sent before: it needs no sign of life
-        with contextlib.suppress(ConnectionError):  # whoever sends the events notices, too
+            return  # disconnected, or has unread bytes: a comment is of no use
+        with contextlib.suppress(ConnectionError):  # the sender of events raises it too
             writer = self._writer or await self._begin()
             self._sent_s = self._loop.time()
             await writer.write(_HEARTBEAT)

@@ -1,1 +1,1 @@
-"""What a client may use up: keys, places, time, body sizes."""
+"""Limits on clients: API keys, requests in flight, time, body sizes."""

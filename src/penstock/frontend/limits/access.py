@@ -1,4 +1,4 @@
-"""Who may ask: API keys for the API, one token for `/admin`. Being on this machine is no proof: proxies and browsers are, too."""
+"""API keys for the API, one token for `/admin`. A local connection is no proof of identity: proxies and browsers are local too."""
 
 import hmac
 import os
@@ -14,22 +14,22 @@ _KEY_CHARACTERS_MAX = 512
 
 
 class Access:
-    """Checks bearer tokens, in a time that does not tell how much of one was right. Immutable."""
+    """Checks bearer tokens in constant time. Immutable."""
 
     def __init__(self, *, api_keys: Sequence[str] = (), admin_token: str = "") -> None:
-        """Take what is asked for: without API keys the API is open, without a token `/admin` is closed."""
+        """Set the accepted keys: without API keys the API is open, without a token `/admin` is closed."""
         self._api_keys = [key.encode() for key in api_keys]
         self._admin_token = admin_token.encode()
 
     def check_api(self, headers: Mapping[str, str]) -> None:
-        """Raises: ApiKeyError: there are API keys, and the request has none of them."""
+        """Raises: ApiKeyError: API keys are set and the request has none of them."""
         if self._api_keys and not _is_one_of(_bearer(headers), self._api_keys):
             raise ApiKeyError(
                 "Authorization: must be 'Bearer KEY' with an API key of this server; ask who runs it for one",
             )
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
-        """Raises: AdminTokenError: the request has not the token."""
+        """Raises: AdminTokenError: the request lacks the token."""
         if not self._admin_token or not _is_one_of(_bearer(headers), [self._admin_token]):
             raise AdminTokenError(
                 "Authorization: must be 'Bearer TOKEN' with the admin token: PENSTOCK_ADMIN_TOKEN of the server, else what is"
@@ -38,10 +38,10 @@ class Access:
 
 
 def load_api_keys(file: str | None) -> tuple[str, ...]:
-    """Give the API keys of a file, one a line, and the one of PENSTOCK_API_KEY.
+    """Read the API keys: one per line of a file, and PENSTOCK_API_KEY.
 
     Raises:
-        ConfigError: the file cannot be read or has none, or a key is none that a header could hold.
+        ConfigError: the file cannot be read or is empty, or a key cannot stand in a header.
     """
     keys: list[str] = []
     if given := os.environ.get(API_KEY_VARIABLE, "").strip():
@@ -81,5 +81,5 @@ def _bearer(headers: Mapping[str, str]) -> bytes:
 
 
 def _is_one_of(given: bytes, known: Sequence[bytes]) -> bool:
-    matches = [hmac.compare_digest(given, key) for key in known]  # all of them, whichever is right
+    matches = [hmac.compare_digest(given, key) for key in known]  # compares all, for constant time
     return any(matches)

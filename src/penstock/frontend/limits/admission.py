@@ -1,4 +1,4 @@
-"""Which requests arrive and which are under way, how many may be, and when the time of each is up."""
+"""Counts requests that arrive and requests in flight, limits their number, and cuts each at its deadline."""
 
 import asyncio
 import contextlib
@@ -11,24 +11,24 @@ from penstock.frontend.errors import ReceiveTimeoutError
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A request's place: first among those whose body arrives, once admitted among those under way."""
+    """One request: arriving while its body is received, in flight once admitted."""
 
-    arrived: float  # both in the event loop's time
+    arrived: float  # arrived and deadline are event loop time
     deadline: float
     timeout_s: float
-    settings: str = "frontend."  # what the names of settings begin with
+    settings: str = "frontend."  # prefix of setting names in error texts
     admitted: bool = False
-    _ending: PenstockError | None = None  # why it is ended before its time is up
+    _ending: PenstockError | None = None  # set when ended before the deadline
     _scope: asyncio.Timeout | None = None
 
     @contextlib.asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Cut short what runs inside when the time is up.
+        """Cancel the block at the deadline.
 
         Raises:
-            ReceiveTimeoutError: the body did not come in time.
-            DeadlineExceeded: the request's time is up.
-            PenstockError: somebody has ended it, for this reason.
+            ReceiveTimeoutError: the deadline passed before the body was complete.
+            DeadlineExceeded: the deadline passed after admission.
+            PenstockError: `end` was called with this error.
         """
         try:
             async with asyncio.timeout_at(self.deadline) as self._scope:
@@ -41,7 +41,7 @@ class Slot:
             self._scope = None
 
     def end(self, why: PenstockError) -> None:
-        """Let the time be up now."""
+        """End the request now with this error."""
         self._ending = why
         self.deadline = now = asyncio.get_running_loop().time()
         if self._scope is not None and not self._scope.expired():
@@ -62,7 +62,7 @@ class Slot:
 
 
 class Admission:
-    """Counts requests in and out. One event loop owns it."""
+    """Counts and limits requests. One event loop owns it."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class Admission:
 
     @property
     def inflight(self) -> int:
-        """Requests that were admitted and have not ended."""
+        """Requests admitted and not ended."""
         return self._inflight
 
     @contextlib.contextmanager
     def arrive(self) -> Iterator[Slot]:
-        """Know of a request until it has ended. It takes nobody's place while its body is on its way."""
+        """Track a request until it has ended. It does not count against `inflight_max` while its body arrives."""
         now = asyncio.get_running_loop().time()
         slot = Slot(now, now + self._receive_timeout_s, self._receive_timeout_s)
         self._slots.add(slot)
@@ -103,10 +103,10 @@ class Admission:
                 self._idle.set()
 
     def admit(self, slot: Slot) -> None:
-        """Count a request, whose body is there, among those under way; its time begins.
+        """Count a request as in flight and start its `request_timeout_s`.
 
         Raises:
-            Overloaded: as many as allowed are.
+            Overloaded: `inflight_max` requests are in flight.
         """
         if self._inflight >= self._inflight_max:
             raise Overloaded(
@@ -120,10 +120,10 @@ class Admission:
         slot.deadline = slot.arrived + self._timeout_s
 
     async def drain(self, timeout_s: float) -> int:
-        """Wait until no request arrives or is under way, and end those that still are after `timeout_s`.
+        """Wait until no request is left, and end the remaining ones after `timeout_s` seconds.
 
         Returns:
-            How many were ended.
+            Number of requests ended.
         """
         try:
             async with asyncio.timeout(timeout_s) as self._patience:
@@ -138,6 +138,6 @@ class Admission:
         return 0
 
     def hurry(self) -> None:
-        """Let a `drain` under way wait no longer."""
+        """Make a running `drain` stop waiting."""
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(asyncio.get_running_loop().time())

@@ -1,7 +1,7 @@
-"""A request's body, read as it comes: within its time, its size, and the room for all of them.
+"""Reads a request's body within its deadline, its size limit and the receive budget of the process.
 
-Compressed bodies are inflated here, in slices off the event loop and never further than the largest body allowed:
-two megabytes may hold two gigabytes.
+Compressed bodies are inflated here, in slices off the event loop and never beyond the largest body allowed:
+2 MB may inflate to 2 GB.
 """
 
 import asyncio
@@ -12,34 +12,37 @@ from aiohttp import StreamReader, web
 
 from penstock.core.errors import RequestError
 from penstock.frontend.errors import BodyEncodingError, BodySizeError
+from penstock.frontend.limits.receive_budget import Received
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
-from penstock.frontend.limits.receiving import Received
 
 ENCODINGS = ("gzip", "deflate", "identity")
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _IN_BYTES = 64 << 10
-_OUT_BYTES = 256 << 10  # about 1 ms of work (2 cores of an AMD EPYC)
-_MEMBERS_MAX = 16  # of a gzip file; clients send one
-_ZLIB_METHOD = 8  # in the low half of a zlib stream's first byte (RFC 1950)
+_OUT_BYTES = 256 << 10  # about 1 ms to inflate (2 cores of an AMD EPYC)
+_MEMBERS_MAX = 16  # gzip members per body; clients send one
+_ZLIB_METHOD = 8  # low half of a zlib stream's first byte (RFC 1950)
 
 
 class BodyReader:
-    """Reads bodies of at most so many bytes, before and after decompression."""
+    """Reads bodies of at most `bytes_max` bytes, compressed and inflated."""
 
     def __init__(self, bytes_max: int, metrics: ReceiveMetrics, *, settings: str = "frontend.") -> None:
-        """Prepare; refusals name settings that begin with `settings`."""
+        """Set limits; `settings` is the prefix of setting names in error texts."""
         self._bytes_max = bytes_max
         self._metrics = metrics
         self._settings = settings
 
     async def read(self, request: web.Request, received: Received) -> list[bytes]:
-        """Give the body in the pieces that came, inflated, once it is there; whoever calls limits the time.
+        """Read the whole body and inflate it; the caller sets the deadline.
+
+        Returns:
+            The body's bytes, in pieces.
 
         Raises:
-            BodyEncodingError: it is compressed in an unknown way (415).
-            BodySizeError: it is too large (413).
-            Overloaded: there is no room for it (503).
-            RequestError: it does not hold what its Content-Encoding says.
+            BodyEncodingError: unknown Content-Encoding (415).
+            BodySizeError: larger than `bytes_max` (413).
+            Overloaded: the receive budget is used up (503).
+            RequestError: the bytes are not valid in the given Content-Encoding.
         """
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ENCODINGS:
@@ -55,7 +58,7 @@ class BodyReader:
         return body
 
     async def _read_raw(self, content: StreamReader, received: Received) -> list[bytes]:
-        if content.is_eof():  # the usual case: it came with its headers
+        if content.is_eof():  # the usual case: the body came with the headers
             whole = content.read_nowait()
             self._take(len(whole), 0, received)
             return [whole]
@@ -101,11 +104,11 @@ def _inflated(body: bytes, encoding: str) -> Iterator[bytes]:
     """Inflate in slices.
 
     Raises:
-        zlib.error: this is not what the encoding says, or ends too soon.
+        zlib.error: not this encoding, or truncated.
     """
     window_bits = _WINDOW_BITS[encoding]
     if encoding == "deflate" and body and body[0] & 0xF != _ZLIB_METHOD:
-        window_bits = -zlib.MAX_WBITS  # some clients send it without the header that the name implies
+        window_bits = -zlib.MAX_WBITS  # some clients send raw deflate without the zlib header
     engine = zlib.decompressobj(window_bits)
     at, rest, slice_, members = 0, b"", b"", 1
     while rest or at < len(body) or (len(slice_) == _OUT_BYTES and not engine.eof):

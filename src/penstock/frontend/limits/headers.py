@@ -1,4 +1,4 @@
-"""What a client says of a request outside of its body."""
+"""Request options that clients send as headers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +11,19 @@ EXPLAIN_HEADER = "X-Penstock-Explain"
 TTFT_HEADER = "X-Penstock-SLO-TTFT-Ms"
 ITL_HEADER = "X-Penstock-SLO-ITL-Ms"
 TTFT_MS = (1.0, 3_600_000.0)
-"""Bounds of a target for the first token: from a millisecond to an hour."""
+"""(min, max) ms of a TTFT target: 1 ms to 1 hour."""
 ITL_MS = (0.1, 60_000.0)
-"""Bounds of a target for the time between two tokens: to a minute."""
+"""(min, max) ms of an ITL target: 0.1 ms to 1 minute."""
 _NAME_CHARACTERS_MAX = 256
 _PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The client's name for the session that the request is of, and whether the answer is to say why it went where it did.
+    """Options of one request from its headers.
 
-    `tenant`, `priority` and targets as in `Request`.
+    `session` is the client's session id. `explains`: the answer includes the routing decision. `tenant`, `priority`
+    and SLO targets as in `Request`.
     """
 
     session: str | None = None
@@ -40,9 +41,9 @@ def read_options(headers: Mapping[str, str], config: FrontendConfig) -> RequestO
     """Read the headers.
 
     Raises:
-        RequestError: one has a value that it must not have, or asks for what is not told here (403).
+        RequestError: a header has an invalid value, or asks for an explanation where these are off (403).
     """
-    explains = asks_why(headers)
+    explains = wants_explanation(headers)
     if explains and not config.explains:
         raise ForbiddenError(
             f"{EXPLAIN_HEADER}: this server does not tell (frontend.explains); leave the header out",
@@ -58,11 +59,11 @@ def read_options(headers: Mapping[str, str], config: FrontendConfig) -> RequestO
     )
 
 
-def asks_why(headers: Mapping[str, str]) -> bool:
-    """Tell whether the answer is to say why the request went where it did.
+def wants_explanation(headers: Mapping[str, str]) -> bool:
+    """Tell whether the client asks for the routing decision.
 
     Raises:
-        RequestError: the header says neither.
+        RequestError: the header is neither 1 nor 0.
     """
     value = headers.get(EXPLAIN_HEADER, "0").strip()
     if value not in {"0", "1"}:
@@ -71,10 +72,10 @@ def asks_why(headers: Mapping[str, str]) -> bool:
 
 
 def target_s(name: str, target_ms: float, bounds_ms: tuple[float, float]) -> float:
-    """Give a target in seconds.
+    """Convert a latency target to seconds.
 
     Raises:
-        RequestError: it is out of bounds; `name` says whose it is.
+        RequestError: out of bounds; `name` is the field or header.
     """
     low, high = bounds_ms
     if not low <= target_ms <= high:

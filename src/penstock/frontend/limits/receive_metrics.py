@@ -1,4 +1,4 @@
-"""What is counted of requests on their way, for Prometheus: of a frontend, and of the router alone."""
+"""Prometheus metrics of requests being received, by a frontend or the standalone router."""
 
 import errno
 from typing import Literal
@@ -7,10 +7,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class ReceiveMetrics:
-    """The figures of one process that listens. Making two of one prefix in one registry is an error."""
+    """Receive metrics of one process. A registry can hold one per prefix."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
-        """Register figures whose names begin with `prefix`."""
+        """Register metrics whose names begin with `prefix`."""
         self._received = Gauge(
             f"{prefix}_received_bytes",
             "Bytes of requests that have come and are not encoded yet (receive.bytes_max).",

@@ -1,1 +1,1 @@
-"""The OpenAI API's bodies, their fields checked, their errors in its words."""
+"""The OpenAI API: request and response bodies, field checks, error texts."""

@@ -1,7 +1,7 @@
-"""The OpenAI API's bodies, as far as Penstock speaks it: what comes in and what goes out.
+"""Request and response bodies of the OpenAI API, as far as Penstock serves it.
 
-Fields of the API that change the answer and are not served here are declared too, so that a request that
-uses one is refused by name (`validation.py`) instead of being answered wrongly.
+Unsupported fields that would change the answer are declared too, so that a request with one is refused by name
+(`validation.py`) and never answered wrongly.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ STOP_CHARACTERS_MAX = 1024
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of the requests: an unknown field is an error, as it is at OpenAI."""
+    """Base of request bodies: an unknown field is an error, as at OpenAI."""
 
 
 class StreamOptions(Body, kw_only=True):
     include_usage: bool = False
-    include_obfuscation: Any = None  # accepted, without effect
+    include_obfuscation: Any = None  # accepted, no effect
 
 
 class GenerationRequest(Body, kw_only=True):
-    """What chat and plain completions share. None is: not given."""
+    """Fields of both chat and text completions. None: not given."""
 
     model: str
     stream: bool | None = None
@@ -41,7 +41,7 @@ class GenerationRequest(Body, kw_only=True):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # Beyond OpenAI's, named as other servers name them.
+    # Extensions, with the names vLLM and SGLang use.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -49,7 +49,7 @@ class GenerationRequest(Body, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None
-    # Accepted, without effect on the answer.
+    # Accepted, no effect on the answer.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -68,7 +68,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One turn; fields that clients send back from an answer, such as `refusal`, are ignored."""
+    """One message; fields copied from an earlier answer, such as `refusal`, are ignored."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -165,7 +165,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
-    """A whole answer: chat.completion or text_completion. `penstock` is there if the client has asked why."""
+    """A whole chat.completion or text_completion. `penstock` holds the routing decisions if the client asked for them."""
 
     id: str
     object: str
@@ -177,7 +177,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 class ModelEntry(msgspec.Struct, kw_only=True):
-    """A model, or a LoRA adapter of its `parent`; `max_model_len` is its context length. Both named as other servers name them."""
+    """A model, or a LoRA adapter of its `parent`; `max_model_len` is its context length. Both names are vLLM's."""
 
     id: str
     object: str = "model"
@@ -198,7 +198,7 @@ _decode_completion = msgspec.json.Decoder(CompletionRequest).decode
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Decode a chat request; its values are still to be checked (`validation.check_chat`).
+    """Decode a chat request; `validation.check_chat` checks its values.
 
     Raises:
         RequestError: not JSON, a wrong type, a missing or an unknown field.
@@ -211,7 +211,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Decode a completion request; its values are still to be checked (`validation.check_completion`).
+    """Decode a completion request; `validation.check_completion` checks its values.
 
     Raises:
         RequestError: not JSON, a wrong type, a missing or an unknown field.
@@ -225,7 +225,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Decode without garbage collections: they would look at each list and object of a body again and again, for 4 times as long."""
+    """Pause garbage collection while decoding: it would scan the body's growing lists repeatedly and make decoding 4 times slower."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

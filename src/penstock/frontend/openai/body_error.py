@@ -1,4 +1,4 @@
-"""What is wrong with a request's body, in words for who sent it: the field, what was expected, what came."""
+"""Error texts for invalid request bodies: the field, the expected value, the given value."""
 
 import enum
 import re
@@ -10,12 +10,12 @@ from penstock.core.errors import RequestError
 
 
 def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> RequestError:
-    """Word why `body` could not be decoded as a `kind`.
+    """Explain why `body` could not be decoded as a `kind`.
 
     Args:
         error: what msgspec's decoder raised: a ValueError or a RecursionError.
-        body: what was to be decoded.
-        kind: the struct that was expected.
+        body: the bytes given to the decoder.
+        kind: the expected struct.
     """
     if isinstance(error, msgspec.ValidationError):
         return _content_error(str(error), kind)

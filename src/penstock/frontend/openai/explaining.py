@@ -1,4 +1,4 @@
-"""Decisions explained over HTTP, by whoever makes them: a frontend's dispatcher, or the router alone."""
+"""Routing decisions over HTTP, from a frontend's dispatcher or the standalone router."""
 
 import os
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ LATEST_DEFAULT = 16
 LATEST_MAX = 64
 
 
-class Decider(Protocol):
-    """See `seams.RequestDispatcher`."""
+class DecisionSource(Protocol):
+    """Gives routing decisions; see `seams.RequestDispatcher`."""
 
     def explain(self, request_id: str) -> Sequence[object]: ...
 
@@ -22,26 +22,26 @@ class Decider(Protocol):
 
 
 class Explanation(msgspec.Struct):
-    """Decisions, oldest first: what every explanation looks like, whoever gives it."""
+    """Routing decisions, oldest first."""
 
     decisions: Sequence[object]
 
 
 class ProcessExplanation(Explanation):
-    """What is told to who asks a process: it knows its own decisions alone, and several may share a port."""
+    """Decisions of one process. Several processes may share a port, and each knows only its own decisions."""
 
     pid: int
 
 
-def why_one(decider: Decider, request: web.Request) -> ProcessExplanation:
-    """Explain the request that the path names.
+def explain_one(source: DecisionSource, request: web.Request) -> ProcessExplanation:
+    """Give the decisions about the request id in the path.
 
     Raises:
-        RequestError: nothing is known of it (404), or more is asked than that.
+        RequestError: the id is unknown (404), or the query has a parameter.
     """
     _check_keys(request, [])
     request_id = request.match_info["id"]
-    decisions = decider.explain(request_id)
+    decisions = source.explain(request_id)
     if not decisions:
         raise RequestError(
             f"id: no decision about {request_id!r} is known here; give an answer's id, soon: the latest are kept"
@@ -52,21 +52,21 @@ def why_one(decider: Decider, request: web.Request) -> ProcessExplanation:
     return ProcessExplanation(decisions, os.getpid())
 
 
-def why_latest(decider: Decider, request: web.Request) -> ProcessExplanation:
-    """Explain the latest decisions, as many as `?last=` says.
+def explain_latest(source: DecisionSource, request: web.Request) -> ProcessExplanation:
+    """Give the latest decisions, `?last=` of them.
 
     Raises:
-        RequestError: it says no number, or too large a one, or something else.
+        RequestError: `last` is no number or too large, or the query has another parameter.
     """
     _check_keys(request, ["last"])
     given = request.query.get("last", str(LATEST_DEFAULT))
     if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= LATEST_MAX):
         raise RequestError(f"last: must be 1 to {LATEST_MAX}, got {given[:40]!r}", param="last")
-    return ProcessExplanation(decider.latest_decisions(int(given)), os.getpid())
+    return ProcessExplanation(source.latest_decisions(int(given)), os.getpid())
 
 
 def _check_keys(request: web.Request, known: Sequence[str]) -> None:
-    """Refuse what is asked for and not known."""
+    """Raise RequestError for an unknown query parameter."""
     for key in request.query:
         if key not in known:
             expected = f"{', '.join(known)} only" if known else "nothing"

@@ -1,6 +1,6 @@
-"""Checks of a decoded request's values; every refusal names the field, the value and what is allowed.
+"""Checks of a decoded request's values; every error names the field, the value and the allowed values.
 
-Nothing is clamped or dropped in silence: what cannot be honoured is refused.
+Values are never clamped or dropped: a value that cannot be honoured is an error.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
 }
-"""Fields that are not served, each with the values that ask for nothing."""
+"""Unsupported fields, each with the values that have no effect."""
 
 
 def check_chat(request: ChatRequest, choices_max: int) -> None:
@@ -119,7 +119,7 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
     _check_range(request, "frequency_penalty", -2, 2)
     _check_range(request, "repetition_penalty", 0, 10, above_low=True)
     _check_range(request, "min_p", 0, 1)
-    _check_range(request, "top_k", -1, _TOP_K_MAX)  # -1 and 0 are off, as other servers have it
+    _check_range(request, "top_k", -1, _TOP_K_MAX)  # -1 and 0 turn it off, as in vLLM
     _check_range(request, "min_tokens", 0, None)
     _check_range(request, "seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
     _check_stops(request)
@@ -131,7 +131,7 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
 
 
 def _is_ruled_out(request: GenerationRequest, name: str) -> bool:
-    """Tell whether the request itself says that a field is not to be used: tools that must not be called change no answer."""
+    """Tell whether the request disables the field itself: with `tool_choice` "none", `tools` has no effect."""
     by = {"tools": "tool_choice", "functions": "function_call"}.get(name)
     return by is not None and getattr(request, by, None) == "none"
 

@@ -1,4 +1,4 @@
-"""One API request: to engine requests and block hashes, and from deltas back to an answer.
+"""One API request: prepares engine requests and block hashes, and turns deltas into the answer.
 
-Large bodies are encoded in processes of their own.
+Encoder processes prepare large bodies.
 """

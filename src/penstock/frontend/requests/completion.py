@@ -1,7 +1,7 @@
-"""One user request under way: engine deltas in, pieces of text out, for all its choices at once.
+"""Runs one request: turns the engine's deltas of all its choices into text events.
 
-Knows nothing of HTTP. Each choice is a small state machine (`ChoiceText`) fed with deltas; stop strings,
-characters split over tokens, log-probabilities and usage are settled here.
+Independent of HTTP. Each choice is a small state machine (`ChoiceText`) fed with deltas. It handles stop strings,
+characters split over tokens, and log-probabilities.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One output token with its log-probability; `start` is where it begins in the choice's text."""
+    """One output token with its log-probability; `start` is its character offset in the choice's text."""
 
     logprob: TokenLogprob
     start: int
@@ -32,9 +32,9 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """What one delta added to one choice. The last event of a choice has its finish reason.
+    """New text of one choice. Its last event has the finish reason.
 
-    With it comes, if the client has asked, why the choice was sent where it was.
+    The last event also has the routing decisions, if the client asked for them.
     """
 
     index: int
@@ -45,7 +45,7 @@ class TextEvent:
 
 
 class ChoiceText:
-    """Turns one choice's deltas into text events. Not thread-safe; one task owns it."""
+    """Converts one choice's deltas to text events. Not thread-safe; one task owns it."""
 
     def __init__(
         self, index: int, detokenizer: Detokenizer, stops: Sequence[str], *, begins_text: bool
@@ -56,15 +56,15 @@ class ChoiceText:
         self.finished = False
         self._decoder: TextDecoder = detokenizer.stream(begins_text=begins_text)
         self._finder = StopFinder(stops) if stops else None
-        self._decoded = 0  # characters out of the decoder
-        self._given = 0  # characters out of here
-        self._waiting: deque[TokenText] = deque()  # log-probabilities of tokens whose text is not out yet
+        self._decoded = 0  # characters decoded
+        self._given = 0  # characters given out
+        self._waiting: deque[TokenText] = deque()  # log-probabilities of tokens whose text is held back
 
     def feed(self, delta: Delta) -> TextEvent | None:
-        """Take a delta; None while all its text is held back.
+        """Convert a delta; None while all its text is held back.
 
         Raises:
-            EngineError: the worker gave up on the request.
+            EngineError: the worker ended the request with an error.
         """
         if delta.finish_reason in _GIVEN_UP:
             raise EngineError(f"the worker ended the request as {delta.finish_reason}; try again")
@@ -74,7 +74,7 @@ class ChoiceText:
         tokens_before = self.output_tokens
         self.output_tokens += len(token_ids)
         if delta.finish_reason is FinishReason.STOP and token_ids:
-            token_ids.pop()  # the stop token counts, but is not text
+            token_ids.pop()  # the stop token counts as output but has no text
         used, text = self._decode(token_ids, delta.logprobs)
         stopped = used is not None
         reason = "stop" if stopped else None
@@ -93,7 +93,7 @@ class ChoiceText:
         return TextEvent(self.index, text, reason, logprobs)
 
     def _decode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[int | None, str]:
-        """Give how many tokens it took to complete a stop string (None: there is none), and the text to go out."""
+        """Give the number of tokens that completed a stop string (None without one), and the new text."""
         if self._finder is None and not logprobs:
             text = self._decoder.feed(token_ids)
             self._decoded += len(text)
@@ -133,7 +133,7 @@ Emit = Callable[[TextEvent], Awaitable[None]]
 
 
 class Completion:
-    """Runs a request's choices side by side and hands their text to one receiver."""
+    """Runs a request's choices concurrently and passes their events to one receiver."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Completion:
         *,
         explains: bool = False,
     ) -> None:
-        """Prepare; `explains`: the last event of each choice says why it was sent where it was."""
+        """Take a prepared request; `explains`: each choice's last event has its routing decisions."""
         self._explains = explains
         self._prepared = prepared
         self._dispatcher = dispatcher
@@ -154,10 +154,10 @@ class Completion:
         ]
 
     async def run(self, emit: Emit) -> None:
-        """Go on until every choice has ended; cancelling this ends them all at once.
+        """Run until every choice has ended; cancelling this cancels all of them.
 
         Args:
-            emit: takes each event; while it waits, that choice takes no more tokens from its worker.
+            emit: receives each event; while it waits, its choice takes no tokens from its worker.
 
         Raises:
             PenstockError: a choice failed; the others are cancelled.
@@ -178,7 +178,7 @@ class Completion:
             self._timer.finish(self.usage(), asyncio.get_running_loop().time())
 
     def usage(self) -> Usage:
-        """Count tokens so far: each prompt once, and every choice's output."""
+        """Count tokens so far: each prompt once, and the output of every choice."""
         prompt_tokens = self._prepared.prompt_tokens
         output_tokens = sum(choice.output_tokens for choice in self._choices)
         cached_tokens = sum(
@@ -192,7 +192,7 @@ class Completion:
         )
 
     def _open(self) -> Sequence[RequestStream]:
-        """Open all choices, those of one prompt beside each other."""
+        """Open the streams of all choices, each further choice of a prompt `beside` its first."""
         streams: list[RequestStream] = []
         for index, request in enumerate(self._prepared.requests):
             first = index - index % self._prepared.choices_per_prompt
@@ -221,5 +221,5 @@ class Completion:
         raise EngineError("the worker's stream ended without a finish reason; try again")
 
     def _explained(self, request: Request) -> Sequence[object]:
-        """Ask as soon as there is a decision, and again at the end: there may be more of them, or it may be forgotten."""
+        """Give the routing decisions so far. Read at the start and at the end: retries add decisions, and the dispatcher forgets old ones."""
         return self._dispatcher.explain(request.request_id) if self._explains else ()

@@ -1,7 +1,7 @@
-"""A process that understands large bodies for a frontend: `python -m penstock.frontend.requests.encoder FD`, FD being its end of a socket pair.
+"""A process that decodes and tokenizes large bodies for a frontend: `python -m penstock.frontend.requests.encoder FD`, FD being its socket to the frontend.
 
-Decoding and checking 8 MiB of JSON takes 10 ms to 2 s, rendering and encoding more, most of it with the GIL held: in the
-frontend's own process, every stream would wait.
+Decoding and checking 8 MiB of JSON takes 10 ms to 2 s, rendering and tokenizing more, mostly with the GIL held: in
+the frontend's process every stream would wait.
 """
 
 import socket
@@ -22,7 +22,7 @@ LENGTH_BYTES = 8
 
 
 class Read(Wire, frozen=True, tag="read"):
-    """Understand a body, whose bytes follow the message; the answer is `Named`."""
+    """Decode and check a body; its bytes follow the message. The reply is `ModelName`."""
 
     body_bytes: int
     chat: bool
@@ -30,9 +30,9 @@ class Read(Wire, frozen=True, tag="read"):
 
 
 class Encode(Wire, frozen=True, tag="encode"):
-    """Encode the body just read for this model, which has the files of `source`; the answer is `Encoded`, or `Lacks`.
+    """Tokenize the body just read for this model, whose files are those of `source`. The reply is `Encoded` or `MissingFiles`.
 
-    `files` are there after `Lacks`.
+    After `MissingFiles` it is sent again with `files`.
     """
 
     card: ModelCard
@@ -42,59 +42,59 @@ class Encode(Wire, frozen=True, tag="encode"):
     files: dict[str, bytes] | None = None
 
 
-class Named(Wire, frozen=True, tag="named"):
-    """The model that the body names."""
+class ModelName(Wire, frozen=True, tag="named"):
+    """The model named in the body."""
 
     model: str
 
 
-class Lacks(Wire, frozen=True, tag="lacks"):
-    """The files of this model are not here."""
+class MissingFiles(Wire, frozen=True, tag="lacks"):
+    """The encoder does not have the model's files."""
 
 
 class Encoded(Wire, frozen=True, tag="encoded"):
-    """The body's prompts, and what else it asks for, in msgpack."""
+    """The body's prompts, and the rest of the request as msgpack."""
 
     request: bytes
     prompts: tuple[Prompt, ...]
 
 
 class Refused(Wire, frozen=True, tag="refused"):
-    """The body cannot be served."""
+    """The body is invalid."""
 
     error: ErrorInfo
 
 
 Task = Read | Encode
-Reply = Named | Lacks | Encoded | Refused
+Reply = ModelName | MissingFiles | Encoded | Refused
 _tasks: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)
 
 
 class Encoder:
-    """Does one task after the other; a body is kept from `Read` to `Encoded`."""
+    """Runs one task at a time; keeps a body from `Read` to `Encoded`."""
 
     def __init__(self) -> None:
         self._models: OrderedDict[ModelCard, ServedModel] = OrderedDict()
         self._request: ChatRequest | CompletionRequest | None = None
 
     def run(self, task: Task, body: bytes) -> Reply:
-        """Do a task; `body` is what `Read` announced."""
+        """Run a task; `body` are the bytes after a `Read`."""
         try:
             return self._read(task, body) if isinstance(task, Read) else self._encode(task)
         except PenstockError as error:
-            self._request = None  # nobody asks for it any more
+            self._request = None  # done with this body
             return Refused(error=error.to_info())
 
-    def _read(self, task: Read, body: bytes) -> Named:
+    def _read(self, task: Read, body: bytes) -> ModelName:
         if task.chat:
             chat = self._request = parse_chat(body)
             check_chat(chat, task.choices_max)
         else:
             completion = self._request = parse_completion(body)
             check_completion(completion, task.choices_max)
-        return Named(model=self._request.model)
+        return ModelName(model=self._request.model)
 
-    def _encode(self, task: Encode) -> Lacks | Encoded:
+    def _encode(self, task: Encode) -> MissingFiles | Encoded:
         if self._request is None:
             raise ProtocolError("the encoder was asked to encode before it was given a body")
         if task.files is not None:
@@ -103,7 +103,7 @@ class Encoder:
                 self._models.popitem(last=False)
         model = self._models.get(task.source)
         if model is None:
-            return Lacks()
+            return MissingFiles()
         self._models.move_to_end(task.source)
         request, self._request = self._request, None
         prompts = encode_prompts(request, model.adapted(task.card), task.hash_key)
@@ -111,7 +111,7 @@ class Encoder:
 
 
 def main() -> int:
-    """Work until the frontend is gone."""
+    """Serve tasks until the frontend closes the socket."""
     encoder = Encoder()
     with socket.socket(fileno=int(sys.argv[1])) as link, link.makefile("rb") as tasks:
         link.set_inheritable(False)

@@ -1,4 +1,4 @@
-"""The processes that understand large bodies for this frontend, so that no stream waits for one: see `encoder.py`."""
+"""The pool of encoder processes, which prepare large bodies so that no stream waits for them: see `encoder.py`."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ from penstock.frontend.requests.encoder import (
     LENGTH_BYTES,
     Encode,
     Encoded,
-    Lacks,
-    Named,
+    MissingFiles,
+    ModelName,
     Read,
     Refused,
     Reply,
@@ -30,15 +30,15 @@ from penstock.frontend.requests.encoding import Prompt
 from penstock.frontend.text.models import ModelCache, ServedModel
 
 LARGE_BYTES = 64 << 10
-"""Bodies above this go to an encoder. Up to it, decoding and checking takes at most 5 ms, of whatever JSON (2 cores of an AMD EPYC)."""
+"""Larger bodies go to an encoder. Decoding and checking any JSON of this size takes at most 5 ms (2 cores of an AMD EPYC)."""
 
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Understood:
-    """A body's request without its prompts, its model, and the prompts encoded."""
+class EncodedBody:
+    """A decoded request without its prompts, its model, and the tokenized prompts."""
 
     request: GenerationRequest
     model: ServedModel
@@ -46,7 +46,7 @@ class Understood:
 
 
 class Encoders:
-    """Starts encoders when they are needed, and lends each to one body at a time. One event loop owns it."""
+    """Starts encoders on demand and gives each one body at a time. One event loop owns it."""
 
     def __init__(
         self, most: int, cache: ModelCache, *, hash_key: bytes, choices_max: int, models_max: int
@@ -58,35 +58,35 @@ class Encoders:
         self._free = asyncio.Semaphore(most)
         self._idle: list[_Process] = []
 
-    async def understand(self, body: Sequence[bytes], *, chat: bool) -> Understood:
-        """Decode, check and encode a body, once an encoder is free; whoever calls limits the time.
+    async def encode(self, body: Sequence[bytes], *, chat: bool) -> EncodedBody:
+        """Decode, check and tokenize a body once an encoder is free; the caller sets the deadline.
 
-        Cancelling this ends its encoder: what is not wanted any more takes no time from others.
+        Cancelling this kills its encoder, so that an abandoned body takes no time from others.
 
         Raises:
-            PenstockError: it cannot be served; the text says why.
+            PenstockError: the body is invalid, or its model is not served.
         """
         async with self._lend() as process:
             read = Read(body_bytes=sum(map(len, body)), chat=chat, choices_max=self._choices_max)
             named = await process.do(read, body)
-            if not isinstance(named, Named):
+            if not isinstance(named, ModelName):
                 raise _unexpected(named)
             model = await self._shelf.get(named.model)
             task = Encode(
                 card=model.card, source=model.source, hash_key=self._hash_key, models_max=self._models_max
             )
             encoded = await process.do(task)
-            if isinstance(encoded, Lacks):
+            if isinstance(encoded, MissingFiles):
                 files = await self._shelf.files(model.source)
                 encoded = await process.do(msgspec.structs.replace(task, files=files))
         if not isinstance(encoded, Encoded):
             raise _unexpected(encoded)
         kind = ChatRequest if chat else CompletionRequest
         request: GenerationRequest = msgspec.msgpack.decode(encoded.request, type=kind)
-        return Understood(request, model, encoded.prompts)
+        return EncodedBody(request, model, encoded.prompts)
 
     async def close(self) -> None:
-        """End the encoders that are idle; those at work end with their tasks."""
+        """End idle encoders; busy ones end after their task."""
         while self._idle:
             process = self._idle.pop()
             process.end()
@@ -114,7 +114,7 @@ class Encoders:
 
 
 class _Process:
-    """One encoder, seen from the frontend."""
+    """The frontend's side of one encoder."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -129,28 +129,28 @@ class _Process:
     async def start(cls) -> "_Process":
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
-        # In a thread: starting it takes longer the more memory this process has.
+        # In a thread: forking takes longer the more memory this process has.
         starting = asyncio.get_running_loop().run_in_executor(None, _start, theirs)
         try:
             process = await asyncio.shield(starting)
         except BaseException:
-            writer.close()  # a process that starts all the same ends by that
+            writer.close()  # the process, if it still starts, ends on the closed socket
             starting.add_done_callback(_reap)
             raise
         _log.info("encoder_started", pid=process.pid)
         return cls(process, reader, writer)
 
     async def do(self, task: Task, body: Sequence[bytes] = ()) -> Reply:
-        """Have a task done; `body` is what `Read` announces.
+        """Send a task and wait for its reply; `body` are the bytes after a `Read`.
 
         Raises:
-            PenstockError: the body is refused, or the process has died of it.
+            PenstockError: the body is invalid, or the process died on it.
         """
         message = encode(task)
         try:
             self._writer.write(len(message).to_bytes(LENGTH_BYTES))
             self._writer.write(message)
-            for piece in body:  # one by one: copying it as a whole would keep the loop for milliseconds
+            for piece in body:  # piece by piece: one large copy would block the loop for milliseconds
                 self._writer.write(piece)
                 await self._writer.drain()
             size_bytes = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES))
@@ -167,7 +167,7 @@ class _Process:
         return reply
 
     async def ended(self) -> int:
-        """Wait for its end, and return its exit status."""
+        """Wait for the process to end; returns its exit status."""
         if self._exit is None:
             self._exit = asyncio.get_running_loop().run_in_executor(None, self._process.wait)
         return await self._exit
@@ -181,11 +181,11 @@ class _Process:
 
 def _start(link: socket.socket) -> subprocess.Popen[bytes]:
     with link:
-        return subprocess.Popen(  # noqa: S603 - nothing of it is a client's
+        return subprocess.Popen(  # noqa: S603 - no client input in it
             [sys.executable, "-P", "-m", "penstock.frontend.requests.encoder", str(link.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(link.fileno(),),
-            start_new_session=True,  # Ctrl-C is the frontend's to handle
+            start_new_session=True,  # the frontend handles Ctrl-C
         )
 
 

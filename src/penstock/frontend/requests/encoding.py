@@ -1,4 +1,4 @@
-"""A prompt's text becomes tokens and block hashes: pure functions, run on the loop, in a thread or in an encoder process."""
+"""Encodes prompts to tokens and block hashes: pure functions, run on the event loop, in a thread or in an encoder process."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ _UNREAD = (
 
 
 class Prompt(Wire, frozen=True):
-    """One prompt of a request, encoded; `param` is the field that it came in. One too long for its model has no hashes."""
+    """One encoded prompt; `param` is its field in the body. A prompt too long for its model has no hashes."""
 
     token_ids: PackedTokens
     block_hashes: PackedHashes
@@ -34,10 +34,10 @@ class Prompt(Wire, frozen=True):
 def encode_prompts(
     request: ChatRequest | CompletionRequest, model: ServedModel, hash_key: bytes
 ) -> tuple[Prompt, ...]:
-    """Encode a request that was checked (`validation.py`).
+    """Encode the prompts of a checked request (`validation.py`).
 
     Raises:
-        RequestError: the template refuses the messages, ids are out of range, or what cannot fit is too large to be tried.
+        RequestError: the template refuses the messages, a token id is out of range, or a text is too long by `LengthBound`.
     """
     salt = request_salt(model.card.salt, request.cache_salt)
     if isinstance(request, ChatRequest):
@@ -57,7 +57,7 @@ def encode_prompts(
 
 
 def without_prompts(request: GenerationRequest) -> GenerationRequest:
-    """Give what is left to be read of a request whose prompts are encoded."""
+    """Copy a request without its prompts."""
     changes: dict[str, Any] = dict.fromkeys(_UNREAD)
     if isinstance(request, ChatRequest):
         changes |= {"messages": [], "chat_template_kwargs": None, "parallel_tool_calls": None}
@@ -67,7 +67,7 @@ def without_prompts(request: GenerationRequest) -> GenerationRequest:
 
 
 def request_salt(card_salt: bytes, cache_salt: str | None) -> bytes:
-    """Combine the model's salt with the caller's: callers with different cache salts share no blocks."""
+    """Combine the model's salt with the request's cache_salt: requests with different salts share no blocks."""
     return card_salt if cache_salt is None else card_salt + b"|cache_salt=" + cache_salt.encode()
 
 
@@ -77,7 +77,7 @@ def _encode_chat(request: ChatRequest, model: ServedModel) -> TokenArray:
             f"messages: model {model.card.name!r} has no chat template; use /v1/completions", param="messages"
         )
     text = model.template.render([_message(m) for m in request.messages], request.chat_template_kwargs)
-    return _encode(model, text, "messages", special=False)  # the template writes the special tokens
+    return _encode(model, text, "messages", special=False)  # the template adds the special tokens
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Turn the arguments, a JSON text in the API, into the object that templates expect."""
+    """Decode a tool call's arguments from JSON text (the API) to an object (templates)."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -124,7 +124,7 @@ def _encode(model: ServedModel, text: str, param: str, *, special: bool) -> Toke
             f"{context_length}, which has to hold the answer too; shorten them",
             param=param,
         )
-    # The batch calls release the GIL, the plain ones do not; the fast one leaves out character offsets.
+    # Only the batch calls release the GIL; the fast one skips character offsets.
     (encoding,) = model.tokenizer.encode_batch_fast([text], add_special_tokens=special)
     return np.array(encoding.ids, dtype=np.int32)
 

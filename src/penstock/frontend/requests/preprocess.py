@@ -1,6 +1,6 @@
-"""From an API request to engine requests: template, tokens, block hashes, sampling parameters.
+"""Prepares engine requests from an API request: template, tokens, block hashes, sampling parameters.
 
-Block hashes are computed once per prompt and shared by all its choices; they travel with the request.
+Block hashes are computed once per prompt; all its choices share them, and they are sent with each request.
 """
 
 import asyncio
@@ -20,23 +20,25 @@ from penstock.frontend.requests.encoding import Prompt, encode_prompts, request_
 from penstock.frontend.text.models import ServedModel
 
 COMPLETION_TOKENS_DEFAULT = 16
-"""`max_tokens` of a plain completion that gives none, as OpenAI documents it."""
-_THREAD_BYTES = 20_000  # a body this large is encoded in a thread: about 5 ms (2 cores of an AMD EPYC)
+"""`max_tokens` of a text completion without one, as OpenAI documents it."""
+_THREAD_BYTES = (
+    20_000  # larger bodies are encoded in a thread: this many take about 5 ms (2 cores of an AMD EPYC)
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetadata:
-    """What is known of a request beside its content: the answer's id, the body's size, when time is up, its headers."""
+    """A request's id, body size, deadline and header options."""
 
     id: str
     size_bytes: int
-    deadline: float  # in the event loop's time
+    deadline: float  # event loop time
     options: RequestOptions = NO_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request ready to be sent: one engine request per choice, in the order of the API's indices."""
+    """Engine requests ready to be sent, one per choice in the API's order."""
 
     id: str
     model: ServedModel
@@ -53,11 +55,11 @@ class Preprocessor:
     """Prepares requests of every model. Not thread-safe."""
 
     def __init__(self, *, hash_key: bytes, rng: random.Random) -> None:
-        """Take what all requests share.
+        """Set what all requests share.
 
         Args:
-            hash_key: the deployment's, for block hashes.
-            rng: where the seeds of requests without one come from; another one in each process.
+            hash_key: the deployment's key of block hashes.
+            rng: draws seeds for requests without one; must differ between processes.
         """
         self._hash_key = hash_key
         self._rng = rng
@@ -65,10 +67,10 @@ class Preprocessor:
     async def prepare(
         self, request: ChatRequest | CompletionRequest, model: ServedModel, metadata: RequestMetadata
     ) -> PreparedRequest:
-        """Prepare a request that was checked (`validation.py`); a large one is encoded in a thread.
+        """Prepare a checked request (`validation.py`); a large one is encoded in a thread.
 
         Raises:
-            RequestError: its prompt is empty, is refused by the template, has ids out of range, or does not fit the context.
+            RequestError: a prompt is empty, is refused by the template, has token ids out of range, or exceeds the context.
         """
         if metadata.size_bytes <= _THREAD_BYTES:
             prompts = encode_prompts(request, model, self._hash_key)
@@ -83,10 +85,10 @@ class Preprocessor:
         metadata: RequestMetadata,
         prompts: Sequence[Prompt],
     ) -> PreparedRequest:
-        """Prepare a request whose prompts are encoded.
+        """Prepare a request from its encoded prompts.
 
         Raises:
-            RequestError: a prompt is empty, or does not fit the context.
+            RequestError: a prompt is empty or exceeds the context.
         """
         card, n = model.card, request.n or 1
         limit, logprobs = _limits(request)
@@ -130,7 +132,7 @@ class Preprocessor:
 
 
 def _limits(request: GenerationRequest) -> tuple[int | None, int | None]:
-    """Give the most tokens of an answer and the log-probabilities of each, None where the request says nothing."""
+    """Give (max_tokens, top log-probabilities per token); None where the request has none."""
     if isinstance(request, ChatRequest):
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         return request.max_completion_tokens or request.max_tokens, logprobs
@@ -139,7 +141,7 @@ def _limits(request: GenerationRequest) -> tuple[int | None, int | None]:
 
 
 def _check_context(prompt: Prompt, request: GenerationRequest, limit: int | None, context_length: int) -> int:
-    """Give how many tokens fit after the prompt."""
+    """Give the number of output tokens that fit after the prompt."""
     size = num_tokens(prompt.token_ids)
     if not size:
         raise RequestError(f"{prompt.param}: is empty; expected at least one token", param=prompt.param)

@@ -1,6 +1,6 @@
-"""Answers in the API's shapes: server-sent events chunk by chunk, or one body at the end.
+"""Encodes answers as the API's JSON: server-sent events per chunk, or one body at the end.
 
-All that is the same in every chunk of a choice is put together once; per chunk only the text is encoded.
+The constant parts of a choice's chunks are encoded once; per chunk only the text is encoded.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ TokenBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every chunk of one answer says of it."""
+    """Fields that all chunks of one answer share."""
 
     id: str
     created: int
@@ -46,12 +46,12 @@ class EventStream:
     """Encodes one answer's events as server-sent events."""
 
     def __init__(self, envelope: Envelope, token_bytes: TokenBytes, *, include_usage: bool) -> None:
-        """Put together what is the same in all chunks.
+        """Encode the constant parts of all chunks.
 
         Args:
-            envelope: the answer's.
-            token_bytes: a token's own bytes, for log-probabilities.
-            include_usage: every chunk names `usage`, and the last one gives it.
+            envelope: the answer's shared fields.
+            token_bytes: gives a token's bytes, for log-probabilities.
+            include_usage: every chunk has a null `usage`, and the last one the counts.
         """
         kind = "chat.completion.chunk" if envelope.chat else "text_completion"
         head = {"id": envelope.id, "object": kind, "created": envelope.created, "model": envelope.model}
@@ -65,7 +65,7 @@ class EventStream:
         self._token_bytes = token_bytes
 
     def event(self, event: TextEvent) -> bytes:
-        """Encode an event as one chunk; before a chat choice's first one comes the chunk with its role."""
+        """Encode an event as one chunk; a chat choice's first chunk is preceded by one with its role."""
         start = self._starts.get(event.index)
         role = b""
         if start is None:
@@ -82,7 +82,7 @@ class EventStream:
         return role + start + encode(event.text) + self._after_text + logprobs + reason + tail
 
     def usage(self, usage: Usage) -> bytes:
-        """Encode the chunk without choices that ends a stream with `include_usage`."""
+        """Encode the last chunk of a stream with `include_usage`; it has no choices."""
         return self._head + b'],"usage":' + encode(usage) + _END
 
     def _role(self, index: int) -> bytes:
@@ -91,7 +91,7 @@ class EventStream:
 
 
 def error_event(error: PenstockError) -> bytes:
-    """Encode an error that ends a stream; no [DONE] follows it."""
+    """Encode the error event that ends a stream; no [DONE] follows."""
     return b"data: " + encode(error_answer(error)) + b"\n\n"
 
 
@@ -103,7 +103,7 @@ class _Collected:
 
 
 class WholeAnswer:
-    """Collects events for an answer in one body."""
+    """Collects the events of an answer that is sent as one body."""
 
     def __init__(self, envelope: Envelope, token_bytes: TokenBytes, *, choices: int, logprobs: bool) -> None:
         self._envelope = envelope
@@ -189,7 +189,7 @@ def _completion_logprobs(
 def _top(logprob: TokenLogprob, token_bytes: TokenBytes) -> dict[str, float]:
     top: dict[str, float] = {}
     for token_id, value in logprob.top:
-        top.setdefault(_text(token_bytes(token_id)), _finite(value))  # parts of characters look the same
+        top.setdefault(_text(token_bytes(token_id)), _finite(value))  # partial characters have equal texts
     return top
 
 
@@ -198,5 +198,5 @@ def _text(content: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity: a token that was ruled out gets the lowest value the API gives."""
+    """Replace -inf, which JSON lacks, by the API's lowest value."""
     return max(logprob, -9999.0)

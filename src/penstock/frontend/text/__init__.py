@@ -1,1 +1,1 @@
-"""Between text and token ids: chat template, lengths, detokenizing, stop strings."""
+"""Text and token ids: chat templates, length bounds, detokenizing, stop strings."""

@@ -1,8 +1,8 @@
-"""From token ids back to text, a few at a time, equal to decoding all of them at once.
+"""Incremental detokenizing, with the same text as decoding all tokens at once.
 
-A tokenizer's decoder is read from tokenizer.json and run incrementally here: text is given out as soon as
-no later token can change it. Byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece-like decoders
-(Llama 2, Mistral, Gemma) have exact decoders of their own; any other one is decoded in a sliding window.
+The decoder in tokenizer.json runs incrementally: text is given out as soon as no later token can change it.
+Byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece-like decoders (Llama 2, Mistral, Gemma) have exact
+implementations; any other decoder runs in a sliding window.
 """
 
 import codecs
@@ -14,23 +14,23 @@ import msgspec
 from tokenizers import Tokenizer
 
 REPLACEMENT = "�"
-_WINDOW_TOKENS_MAX = 16  # longer than any character's tokens: what is undecodable by then stays so
+_WINDOW_TOKENS_MAX = 16  # no character takes more tokens: undecodable bytes this long stay so
 
 
 class TextDecoder(Protocol):
-    """One output's way from ids to text. Not thread-safe."""
+    """Decodes one output's ids. Not thread-safe."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """Give the text that is certain now."""
+        """Decode ids; returns the text that no later id can change."""
         ...
 
     def finish(self) -> str:
-        """Give what was held back, as the end of the text."""
+        """Return the text still held back, at the end of the output."""
         ...
 
 
 class Detokenizer:
-    """A model's way back from ids to text, shared by all its requests; special tokens are left out."""
+    """A model's detokenizer, shared by all its requests; special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes) -> None:
         layout = msgspec.json.decode(tokenizer_json, type=_Layout)
@@ -54,16 +54,16 @@ class Detokenizer:
             self._new = lambda _: _WindowDecoder(tokenizer)
 
     def stream(self, *, begins_text: bool = True) -> TextDecoder:
-        """Start on one output.
+        """Create the decoder of one output.
 
         Args:
-            begins_text: the output is a text of its own, as a chat message is, so that a SentencePiece
-                decoder drops the space before its first word; False where it goes on with a prompt.
+            begins_text: True for a chat message: a SentencePiece decoder then drops the space before the first word.
+                False for text that continues a prompt.
         """
         return self._new(begins_text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Give a token's own bytes, also a special one's and those of a part of a character."""
+        """Give a token's bytes, including special tokens and partial characters."""
         return self._token_bytes(token_id)
 
 
@@ -73,7 +73,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _Layout(msgspec.Struct):
-    """The parts of tokenizer.json that decoding needs."""
+    """The fields of tokenizer.json that decoding needs."""
 
     added_tokens: list[_AddedToken] = []
     decoder: dict[str, Any] | None = None
@@ -91,7 +91,7 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Map GPT-2's printable stand-ins to the bytes they stand for.
+    """Map GPT-2's printable characters to the bytes they encode.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, `bytes_to_unicode`.
     """
@@ -104,7 +104,7 @@ BYTE_OF = _byte_alphabet()
 
 
 class _ByteTable(dict[int, bytes]):
-    """Bytes by token id, filled as ids are seen: at most the vocabulary."""
+    """Bytes by token id, filled on first use; at most one entry per vocabulary entry."""
 
     def __init__(self, vocabulary: _Vocabulary, skip: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _ByteTable(dict[int, bytes]):
 
 
 class _ByteDecoder:
-    """Byte-level BPE: the text is the tokens' bytes as UTF-8, only an unfinished character is held back."""
+    """Byte-level BPE: the tokens' bytes are UTF-8 text; an unfinished character is held back."""
 
     __slots__ = ("_held", "_table")
 
@@ -147,17 +147,17 @@ class _ByteDecoder:
 
 @dataclass(frozen=True, slots=True)
 class _PieceRule:
-    """What a SentencePiece-like decoder does: replace in each token, join bytes, strip the text's start."""
+    """Steps of a SentencePiece-like decoder: replace in each token, join bytes, strip the text's start."""
 
     replacements: tuple[tuple[str, str], ...]
     byte_fallback: bool
-    dropped_in_first: str  # Metaspace: dropped wherever it is in the first token
-    strip: str  # taken off the start of the text ...
-    strip_count: int  # ... this often at most
+    dropped_in_first: str  # Metaspace: dropped anywhere in the first token
+    strip: str  # stripped from the start of the text,
+    strip_count: int  # at most this many times
 
     @classmethod
     def read(cls, steps: Sequence[dict[str, Any]]) -> "_PieceRule | None":
-        """Understand (Replace | Metaspace)* ByteFallback? (Fuse Strip?)?; None if it is anything else."""
+        """Parse (Replace | Metaspace)* ByteFallback? (Fuse Strip?)?; None for any other decoder."""
         remaining = list(steps)
         replacements: list[tuple[str, str]] = []
         dropped = ""
@@ -185,7 +185,7 @@ class _PieceRule:
 
 
 class _PieceTable(dict[int, "str | int | None"]):
-    """By token id: its text, or the one byte it stands for, or None if it is left out."""
+    """By token id: its text, or the byte of a byte token, or None for a special token."""
 
     def __init__(self, vocabulary: _Vocabulary, rule: _PieceRule, skip: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _PieceTable(dict[int, "str | int | None"]):
         return token
 
     def first(self, token_id: int) -> str | int | None:
-        """Give the piece of a text's first token."""
+        """Give the piece of a token at the start of a text."""
         dropped = self.rule.dropped_in_first
         token = self._vocabulary(token_id)
         if not dropped or token is None or self[token_id] is None:
@@ -223,7 +223,7 @@ class _PieceTable(dict[int, "str | int | None"]):
 
 
 class _PieceDecoder:
-    """SentencePiece-like: a run of byte tokens is held until it ends, for one bad byte spoils the whole run."""
+    """SentencePiece-like: a run of byte tokens is held until it ends, since one invalid byte makes the whole run invalid."""
 
     __slots__ = ("_begins", "_run", "_strip_left", "_table")
 
@@ -271,9 +271,9 @@ class _PieceDecoder:
 
 
 class _WindowDecoder:
-    """Any other decoder: decode the newest tokens with and without the last ones, and give the difference.
+    """Any other decoder: decodes the newest tokens with and without the last ones, and returns the difference.
 
-    Exact where a token's text depends on nothing further back than the token before it.
+    Exact where a token's text depends only on the token before it.
     """
 
     __slots__ = ("_ids", "_known", "_tokenizer")
@@ -281,7 +281,7 @@ class _WindowDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._known = 0  # leading ids whose text is out
+        self._known = 0  # leading ids whose text was returned
 
     def feed(self, token_ids: Iterable[int]) -> str:
         self._ids += token_ids
@@ -296,7 +296,7 @@ class _WindowDecoder:
         if hold and text.endswith(REPLACEMENT) and len(self._ids) - self._known < _WINDOW_TOKENS_MAX:
             return ""
         given = decode(self._ids[: self._known])
-        # One token that has text of its own stays, since the first token of a text may be written otherwise.
+        # One token with text stays in the window: a text's first token may decode differently.
         keep = 1
         while keep < len(self._ids) and not decode(self._ids[-keep:]):
             keep += 1

@@ -1,4 +1,4 @@
-"""A lower bound of how many tokens a text takes, from its size alone: what cannot fit is not worth tokenizing."""
+"""A lower bound of a text's token count from its size alone, to refuse oversized texts without tokenizing them."""
 
 from typing import Any
 
@@ -9,16 +9,15 @@ from penstock.frontend.text.detokenize import BYTE_OF
 
 _SPACES = tuple(filter(str.isspace, map(chr, range(0x110000))))
 _SPACE_BYTES = tuple(character.encode() for character in _SPACES)
-_NFC_SHRINKS_MAX = 4  # U+03B9 U+0308 U+0301, each written the longest way, are 7 bytes and become 2
+_NFC_SHRINKS_MAX = 4  # U+03B9 U+0308 U+0301, in their longest forms, are 7 bytes and become 2
 _DROPS_NOTHING = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"})
 
 
 class LengthBound:
-    """What a tokenizer's longest token says of any text. Immutable.
+    """Bounds token counts by the longest token of the vocabulary. Immutable.
 
-    White space does not count, neither in tokens nor in texts: an added token may swallow any amount of what is
-    around it. Where a tokenizer may drop or merge more than that (BERT's, or one that maps all it does not know
-    to one token), nothing is certain, and the bound is 0.
+    White space is ignored in tokens and texts: an added token may absorb any amount of white space around it. A
+    tokenizer that may drop or merge other text (BERT's, or one that maps all unknown text to one token) has bound 0.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes) -> None:
@@ -43,7 +42,7 @@ class LengthBound:
         )
 
     def tokens_min(self, text: str) -> int:
-        """Give a number of tokens that the text takes at least."""
+        """Give a lower bound of the text's tokens."""
         if self._token_bytes_max is None:
             return 0
         size = len(text.encode()) - sum(
@@ -63,7 +62,7 @@ class _Model(msgspec.Struct):
 
 
 class _Layout(msgspec.Struct):
-    """The parts of tokenizer.json that say what becomes of a text."""
+    """The fields of tokenizer.json that decide how text is normalized and split."""
 
     model: _Model
     added_tokens: list[_AddedToken] = []
@@ -81,7 +80,7 @@ def _flatten(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _shrinks_max(normalizers: list[dict[str, Any]]) -> int:
-    """Give how many times smaller these can make a text; 0 is: any number of times."""
+    """Give the factor by which these can shrink a text at most; 0 is unbounded."""
     factor = 1
     for step in normalizers:
         pattern, content = step.get("pattern"), step.get("content")

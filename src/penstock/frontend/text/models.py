@@ -1,6 +1,6 @@
-"""The models of the deployment, as the frontend needs them: tokenizer, chat template, limits.
+"""Served models with their tokenizer, chat template and limits.
 
-A card's files are fetched from its workers once, named by their content, and kept while they are used.
+A model card's files are fetched from its workers once, by content hash, and cached.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ _log = get_logger()
 
 
 class ServedModel:
-    """One model's card, with what its files say. Immutable; its tokenizer may be used in threads."""
+    """One model card with its parsed files. Immutable; its tokenizer may be used in threads."""
 
     def __init__(self, card: ModelCard, files: dict[str, bytes]) -> None:
-        """Load; for a large vocabulary this takes a second, so call it in a thread.
+        """Load the files; a large vocabulary takes a second, so call it in a thread.
 
         Raises:
             ConfigError: a file is missing or malformed.
@@ -47,19 +47,19 @@ class ServedModel:
         self.template = ChatTemplate.load(files.get(TOKENIZER_CONFIG), files.get(CHAT_TEMPLATE))
         self.card = card
         self.source = card
-        """Whose files it has; its adapters have the same."""
+        """Card whose files are loaded; an adapter has its base model's."""
         self.defaults = dict(card.default_sampling)
         self.num_token_ids = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def adapted(self, card: ModelCard) -> "ServedModel":
-        """Give the model as one of its LoRA adapters has it: under another card, and all else shared."""
+        """Copy the model for one of its LoRA adapters: another card, everything else shared."""
         model = copy.copy(self)
         model.card = card
         return model
 
 
 class ModelCache:
-    """Loads served models on first use and keeps the most recent ones. One event loop owns it."""
+    """Caches served models: loads on first use, keeps the most recent. One event loop owns it."""
 
     def __init__(self, dispatcher: RequestDispatcher, models_max: int) -> None:
         self._dispatcher = dispatcher
@@ -69,15 +69,14 @@ class ModelCache:
         self._loading = asyncio.Lock()
 
     async def get(self, name: str) -> ServedModel:
-        """Give a model, loading it if need be.
+        """Get a model, loading it on first use.
 
-        One that was served a while ago is given too: its workers may be about to come back, and the
-        dispatcher waits for them.
+        A cached model without workers is returned too: the dispatcher waits for its workers to return.
 
         Raises:
-            UnknownModelError: no worker serves it; the text names the models there are.
-            Unavailable: no worker serves anything yet, its workers cannot take requests now, or the model's files cannot be fetched now.
-            ConfigError: its files are malformed.
+            UnknownModelError: no worker serves it; the text lists the served models.
+            Unavailable: no worker is ready, the model's workers take no requests now, or its files cannot be fetched now.
+            ConfigError: a file is missing or malformed.
         """
         card = self._dispatcher.models().get(name) or self._remembered(name) or self.card(name)
         if card.parent is not None:
@@ -86,17 +85,17 @@ class ModelCache:
             return parent.adapted(card)
         model = self._models.get(card)
         if model is None:
-            async with self._loading:  # the others wait, and then find it
+            async with self._loading:  # others wait, then find it cached
                 model = self._models.get(card) or await self._load(card)
         if card in self._models:
             self._models.move_to_end(card)
         return model
 
     async def files(self, card: ModelCard) -> dict[str, bytes]:
-        """Fetch what a `ServedModel` is made of.
+        """Fetch the files of a `ServedModel`, by name.
 
         Raises:
-            PenstockError: its workers do not give them now.
+            PenstockError: the workers cannot send them now.
         """
         names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
         return {
@@ -106,11 +105,11 @@ class ModelCache:
         }
 
     def card(self, name: str) -> ModelCard:
-        """Give the card of a model that is served now.
+        """Get the card of a model that is served now.
 
         Raises:
             UnknownModelError: no worker serves it.
-            Unavailable: no worker serves anything, or its workers cannot take requests now.
+            Unavailable: no worker is ready, or the model's workers take no requests now.
         """
         cards = self._dispatcher.models()
         if not cards:

@@ -1,10 +1,10 @@
-"""Stop strings in streamed text, found across any chunk borders and never given out, not even in part."""
+"""Finds stop strings in streamed text across chunks; no part of a stop string is given out."""
 
 from collections.abc import Sequence
 
 
 class StopFinder:
-    """Watches one output. The match that is complete first wins; of those that end together, the longest."""
+    """Searches one output. The match that ends first wins; of matches with the same end, the longest."""
 
     __slots__ = ("_held", "_stops")
 
@@ -14,11 +14,11 @@ class StopFinder:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Take the next text.
+        """Search the next text.
 
         Returns:
-            The text that is certain to be before any stop string, and whether one is complete. After that,
-            the rest is dropped and nothing more may be fed.
+            (text before any stop string, whether a stop string was found). After a match the rest is dropped, and `feed`
+                must not be called again.
         """
         text = self._held + text
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
@@ -30,13 +30,13 @@ class StopFinder:
         return text[:keep], False
 
     def finish(self) -> str:
-        """Give what was held back: the output ended within what could have become a stop string."""
+        """Return held-back text: a partial match at the end of the output."""
         text, self._held = self._held, ""
         return text
 
 
 def _partial_match(text: str, stop: str) -> int:
-    """Find where the longest end of `text` that begins `stop` starts; len(text) if none does."""
+    """Give the index of the longest suffix of `text` that is a prefix of `stop`; len(text) if there is none."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0:
         if stop.startswith(text[at:]):

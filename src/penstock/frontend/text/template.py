@@ -1,4 +1,4 @@
-"""Chat templates as Hugging Face writes them: Jinja that comes with the model, so it runs in a sandbox."""
+"""Hugging Face chat templates: Jinja from the model's files, run in a sandbox."""
 
 import datetime as dt
 import json
@@ -19,7 +19,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 RESERVED = frozenset(
     {*_SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
 )
-"""Variables that are the server's to set; a request may set any other one."""
+"""Variables that only the server sets; requests may set any other."""
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -32,7 +32,7 @@ class _SpecialToken(msgspec.Struct):
 
 
 class TokenizerConfig(msgspec.Struct):
-    """The parts of tokenizer_config.json that a chat template needs."""
+    """The fields of tokenizer_config.json that a chat template needs."""
 
     chat_template: str | list[_NamedTemplate] | None = None
     bos_token: str | _SpecialToken | None = None
@@ -42,17 +42,17 @@ class TokenizerConfig(msgspec.Struct):
 
 
 class ChatTemplate:
-    """Renders messages to the one text that the model continues."""
+    """Renders messages to the prompt text."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Compile.
+        """Compile the template.
 
         Args:
             source: the Jinja text.
-            special_tokens: `bos_token` and the like, by variable name.
+            special_tokens: special tokens by variable name, such as `bos_token`.
 
         Raises:
-            ConfigError: it is not Jinja.
+            ConfigError: invalid Jinja.
         """
         try:
             self._template = _ENVIRONMENT.from_string(source)
@@ -62,10 +62,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, tokenizer_config: bytes | None, template_file: bytes | None) -> "ChatTemplate | None":
-        """Take the template of a model's files; a file of its own goes before tokenizer_config.json.
+        """Load the template of a model; a template file takes precedence over tokenizer_config.json.
 
         Raises:
-            ConfigError: tokenizer_config.json is malformed, or the template is.
+            ConfigError: tokenizer_config.json or the template is malformed.
         """
         try:
             config = msgspec.json.decode(tokenizer_config or b"{}", type=TokenizerConfig)
@@ -82,11 +82,11 @@ class ChatTemplate:
         return cls(source, tokens)
 
     def render(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> str:
-        """Render messages up to where the assistant's answer begins.
+        """Render messages up to the start of the assistant's answer.
 
         Args:
-            messages: `role`, `content` and whatever else the template reads.
-            arguments: further variables, as `enable_thinking`; none of `RESERVED`.
+            messages: objects with `role`, `content` and any field that the template reads.
+            arguments: more variables, such as `enable_thinking`; none of `RESERVED`.
 
         Raises:
             RequestError: the template refuses these messages.
@@ -101,9 +101,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (
-            Exception
-        ) as error:  # the template is the model's code: whatever it raises is about these messages
+        except Exception as error:  # template code may raise anything; it is about these messages
             raise RequestError(
                 f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from error
@@ -117,7 +115,7 @@ def _default(template: str | list[_NamedTemplate] | None) -> str | None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's tokens for training; here it only gives its content."""
+    """`{% generation %}` marks the assistant's tokens for training; here it renders only its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 

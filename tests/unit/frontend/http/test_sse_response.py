@@ -29,12 +29,12 @@ def test_who_takes_a_little_now_and_then_is_waited_for_and_who_takes_nothing_is_
     monkeypatch: pytest.MonkeyPatch, seconds: float, cut_s: float
 ) -> None:
     client = Client(seconds)
-    answering = SimpleNamespace(event_stream=lambda: None)
+    pending = SimpleNamespace(event_stream=lambda: None)
 
     async def main() -> None:
         config = FrontendConfig(write_buffer_bytes=4096, reader_timeout_s=2.0)
         full = SimpleNamespace(get_write_buffer_size=lambda: 4097)
-        response = SseResponse(SimpleNamespace(transport=full), answering, config)
+        response = SseResponse(SimpleNamespace(transport=full), pending, config)
         monkeypatch.setattr(response, "_unsent_bytes", client.left)
         with pytest.raises(DeadlineExceeded, match=r"took nothing of its stream for 2 s"):
             await response._drain(client)

@@ -1,7 +1,7 @@
-"""Bytes of requests that have come and are not encoded yet: how many there may be, and who goes if there are more.
+"""The receive budget: how many bytes of received requests may wait to be encoded, over all connections.
 
-A client that sends large bodies and never ends them must not keep others out: when the room is full, the largest
-unfinished body gives its bytes back, so that whoever needs less than it is still served.
+A client that sends large bodies and never finishes them must not block others: when the budget is used up, the
+largest unfinished body is dropped, so that smaller requests are still served.
 """
 
 import contextlib
@@ -14,35 +14,35 @@ _RETRY_AFTER_S = 1.0
 
 
 class Received:
-    """The bytes that one request, or one connection, has here."""
+    """The bytes of one request or connection in the budget."""
 
-    __slots__ = ("_drop", "_room", "size_bytes")
+    __slots__ = ("_budget", "_drop", "size_bytes")
 
-    def __init__(self, room: "ReceiveRoom", drop: Callable[[Overloaded], None]) -> None:
-        self._room = room
+    def __init__(self, budget: "ReceiveBudget", drop: Callable[[Overloaded], None]) -> None:
+        self._budget = budget
         self._drop = drop
         self.size_bytes = 0
 
     def take(self, size_bytes: int) -> None:
-        """Count bytes that came.
+        """Count received bytes.
 
         Raises:
-            Overloaded: there is no room, and nobody who is unfinished has more.
+            Overloaded: the budget is used up and no unfinished body is larger.
         """
         if not self.size_bytes:
-            self._room.unfinished.add(self)
+            self._budget.unfinished.add(self)
         self.size_bytes += size_bytes
-        self._room.change(size_bytes)
-        self._room.make_room(self)
+        self._budget.change(size_bytes)
+        self._budget.reclaim(self)
 
     def settle(self) -> None:
-        """It has come whole: it is not given up for others any more."""
-        self._room.unfinished.discard(self)
+        """Mark the body as complete: it can no longer be dropped for others."""
+        self._budget.unfinished.discard(self)
 
     def release(self) -> None:
-        """Its bytes are gone. Safe twice."""
-        self._room.unfinished.discard(self)
-        self._room.change(-self.size_bytes)
+        """Return its bytes to the budget. Safe twice."""
+        self._budget.unfinished.discard(self)
+        self._budget.change(-self.size_bytes)
         self.size_bytes = 0
 
     def drop(self, why: Overloaded) -> None:
@@ -50,11 +50,11 @@ class Received:
         self._drop(why)
 
 
-class ReceiveRoom:
-    """The room for all connections of a process. One event loop owns it."""
+class ReceiveBudget:
+    """The budget of all connections of a process. One event loop owns it."""
 
     def __init__(self, bytes_max: int, metrics: ReceiveMetrics, *, settings: str = "frontend.") -> None:
-        """Prepare; refusals name settings that begin with `settings`."""
+        """Set the budget; `settings` is the prefix of setting names in error texts."""
         self.unfinished: set[Received] = set()
         self.size_bytes = 0
         self._bytes_max = bytes_max
@@ -63,7 +63,7 @@ class ReceiveRoom:
 
     @contextlib.contextmanager
     def hold(self, drop: Callable[[Overloaded], None]) -> Iterator[Received]:
-        """Hold bytes until the block ends; `drop` is told if they are given up before they are settled."""
+        """Count a request's bytes until the block ends; `drop` is called if the request is dropped for others."""
         received = Received(self, drop)
         try:
             yield received
@@ -75,11 +75,11 @@ class ReceiveRoom:
             self.size_bytes += size_bytes
             self._metrics.received(size_bytes)
 
-    def make_room(self, asking: Received) -> None:
-        """Give up the largest unfinished ones, as far as needed.
+    def reclaim(self, asking: Received) -> None:
+        """Drop the largest unfinished bodies until the budget suffices.
 
         Raises:
-            Overloaded: that is `asking` itself.
+            Overloaded: `asking` itself is the largest.
         """
         while self.size_bytes > self._bytes_max:
             largest = max(self.unfinished, key=lambda received: received.size_bytes, default=asking)
