@@ -91,7 +91,7 @@ INSTANCE = Instance(
 )
 SOURCE = KvSource(agent=b"PTA", layout=b"L", regions=((1, 2), (3,)))
 HANDLE = KvHandle(
-    producer=7,
+    prefill_worker=7,
     pin_id=3,
     ttl_s=2.5,
     num_tokens=32,
@@ -140,7 +140,7 @@ LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
     onboarded_tokens=(14, 15, 16),
     oldest_wait_s=2.5,
-    kv_reads=(KvRead(producer=9, transport="shm", num_bytes=4096, seconds=0.5),),
+    kv_reads=(KvRead(prefill_worker=9, transport="shm", num_bytes=4096, seconds=0.5),),
     kv_failures=17,
     kv_expired=18,
     kv_refused=19,

@@ -1,4 +1,4 @@
-"""Base of everything a human writes: frozen, every mistake reported with its path, unknown keys with the nearest known one."""
+"""Base class of all settings: frozen; an error names the path of each mistake and the known key nearest to an unknown one."""
 
 import difflib
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ class Config(pydantic.BaseModel):
     """A package's settings: at most a dozen fields, each with its unit and a description."""
 
     not_here: ClassVar[dict[str, str]] = {}
-    """Keys that one may look for here, and where they are instead."""
+    """Keys that users may expect in this section -> hint where the setting is."""
 
     model_config = pydantic.ConfigDict(
         frozen=True,
@@ -31,8 +31,8 @@ class Config(pydantic.BaseModel):
         """Validate plain data.
 
         Args:
-            data: what YAML or JSON gave.
-            source: the file or flag to name in errors, or a function that tells it for a path.
+            data: parsed YAML or JSON.
+            source: the file or flag to name in errors, or a function from a path to that name.
 
         Raises:
             ConfigError: one line per mistake, `source: path: what is wrong`.
@@ -46,12 +46,12 @@ class Config(pydantic.BaseModel):
 def config_error(
     config: type[Config], error: pydantic.ValidationError, source: str | Callable[[Path], str]
 ) -> ConfigError:
-    """Word what pydantic found, one line per mistake."""
+    """Turn a pydantic error into a `ConfigError`, one line per mistake."""
     return ConfigError("\n".join(_explain(config, error, source)))
 
 
 def wrong(message: str) -> PydanticCustomError:
-    """Make the error that a validator raises where the message alone says what is wrong, values included."""
+    """Make an error for a validator to raise; `message` is shown as it is and has to include the bad value."""
     return PydanticCustomError(_WORDED, "{message}", {"message": message})
 
 
@@ -110,7 +110,7 @@ def _wording(item: ErrorDetails) -> str:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """Word the hint that ends an error about an unknown name."""
+    """Give the hint that ends an error about an unknown name: the closest known name, or all of them."""
     close = difflib.get_close_matches(word, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -126,7 +126,7 @@ def known_keys(config: type[pydantic.BaseModel], path: Path) -> list[str]:
 def _model_at(config: type[pydantic.BaseModel], path: Path) -> type[pydantic.BaseModel] | None:
     for part in path:
         field = config.model_fields.get(str(part))
-        if field is None:  # an index or key of a collection whose model we are in already
+        if field is None:  # a list index or dict key; `config` is already the model of the items
             continue
         inner = next(_models_in(field.annotation), None)
         if inner is None:

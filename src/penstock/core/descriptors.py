@@ -1,7 +1,7 @@
 """Ranges of registered memory, in arrays: no Python object per range.
 
-A range is (region, offset, length) in bytes. Regions have ids that an agent never uses again, so that a list made
-before a region went away cannot name another one by mistake.
+A range is (region, offset, length) in bytes. An agent never reuses a region id, so a list of ranges made before a region
+was deregistered cannot name a later region by mistake.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ OffsetArray = NDArray[np.uint64]
 
 
 class TransferOp(Enum):
-    """Seen from the agent that posts: READ brings the peer's bytes here, WRITE takes ours there."""
+    """Direction as the posting agent sees it: READ copies the peer's bytes here, WRITE copies local bytes to the peer."""
 
     READ = "read"
     WRITE = "write"
 
 
 class Access(Enum):
-    """What peers may do with a region; its own agent may do both, where the memory lets it."""
+    """What peers may do with a region. The agent that registered it may read, and write unless the memory is read-only."""
 
     READ = "read"
     WRITE = "write"
@@ -37,7 +37,7 @@ class Access(Enum):
 
 
 class MemoryKind(Enum):
-    """Where bytes can be."""
+    """Where the bytes of a region are."""
 
     DRAM = "dram"  # private to the process
     SHARED = "shared"  # an arena that other processes of the host can map
@@ -47,7 +47,7 @@ class MemoryKind(Enum):
 
 
 MAIN_MEMORY = frozenset({MemoryKind.DRAM, MemoryKind.SHARED})
-"""Kinds that a process addresses itself."""
+"""Kinds that the CPU of this process can address."""
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -55,10 +55,12 @@ _Key = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class RegionInfo(Wire, frozen=True):
-    """What a peer learns of a region that it is given.
+    """Describes a region to a peer that was granted access.
 
-    `read_key` and `write_key` show that it may read and write; the one that it was not given is empty. `ways` is what
-    each transport adds.
+    Attributes:
+        read_key: proves the right to read; empty without that right.
+        write_key: proves the right to write; empty without that right.
+        ways: transport name -> what that transport needs to reach the region.
     """
 
     region_id: Annotated[int, msgspec.Meta(ge=0)]
@@ -70,15 +72,15 @@ class RegionInfo(Wire, frozen=True):
     ways: dict[str, bytes] = msgspec.field(default_factory=dict)
 
     def key(self, op: TransferOp) -> bytes:
-        """Give what shows that a transfer in this direction may be; empty where it may not."""
+        """Return the key that proves the right to `op`; empty without that right."""
         return self.read_key if op is TransferOp.READ else self.write_key
 
     def shares_key(self, other: "RegionInfo") -> bool:
-        """Say whether both are of one region of one agent: numbers of two agents may be the same."""
+        """Say whether both describe the same region of the same agent; region ids of two agents may be equal."""
         return any(key and key == other.key(op) for op in TransferOp for key in (self.key(op),))
 
     def with_keys_of(self, older: "RegionInfo") -> "RegionInfo":
-        """Keep the keys that were given before and are not in this."""
+        """Fill in missing keys from an earlier grant of the same region."""
         return msgspec.structs.replace(
             self,
             read_key=self.read_key or older.read_key,
@@ -88,16 +90,16 @@ class RegionInfo(Wire, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Memory of this process, or what it reads and writes like memory.
+    """Memory of this process, a file or an object, to be registered with a transfer agent.
 
     Attributes:
-        kind: what it is.
-        size_bytes: its size.
-        name: how peers find it; "" where nobody has to.
-        address: of its first byte; 0 for files and objects.
-        owner: what keeps the memory alive.
-        device: index of the GPU, for VRAM.
-        writable: False for a read-only buffer; nothing may be put there.
+        kind: where the bytes are.
+        size_bytes: size of the region.
+        name: peers look the region up by it; "" for a region that is not looked up.
+        address: address of the first byte; 0 for files and objects.
+        owner: object that keeps the memory alive.
+        device: GPU index, for VRAM.
+        writable: False for a read-only buffer.
     """
 
     kind: MemoryKind
@@ -111,7 +113,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """A list of ranges: of this agent's regions, or of a peer's. Its arrays are not to be changed afterwards.
+    """A list of n ranges in the regions of one agent. Do not change the arrays afterwards.
 
     Attributes:
         region_ids: (n,) uint64.
@@ -128,12 +130,12 @@ class Descriptors:
         """List ranges of one region.
 
         Args:
-            region_id: which.
+            region_id: the region.
             offsets: (n,) bytes.
-            lengths: (n,) bytes, or one for all.
+            lengths: (n,) bytes, or one length for all ranges.
 
         Raises:
-            ValueError: something is negative, no integer, or of another shape.
+            ValueError: a value is negative or no integer, or the shapes differ.
         """
         starts = _whole_numbers("offsets", offsets)
         sizes = _whole_numbers("lengths", lengths)
@@ -147,10 +149,10 @@ class Descriptors:
 
     @classmethod
     def strided(cls, region_id: int, offset: int, stride: int, count: int, length: int) -> Self:
-        """List `count` ranges of `length` bytes, the next one `stride` bytes after the last.
+        """List `count` ranges of `length` bytes; range i starts at `offset + i * stride`.
 
         Raises:
-            ValueError: something is negative.
+            ValueError: an argument is negative.
         """
         if min(offset, stride, count, length) < 0:
             raise ValueError(
@@ -173,7 +175,7 @@ class Descriptors:
 
     @classmethod
     def joined(cls, parts: "Sequence[Descriptors]") -> Self:
-        """Put lists one after the other, as of the layers of a model."""
+        """Concatenate lists, for example one per layer."""
         if not parts:
             return cls.of(0, np.empty(0, np.uint64), np.empty(0, np.uint64))
         return cls(
@@ -192,7 +194,10 @@ class Descriptors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RangePairs:
-    """What one transfer moves: range i of `local` and range i of `remote` are as long. Checked, neighbours merged."""
+    """What one transfer moves: range i of `local` to or from range i of `remote`, which has the same length.
+
+    Bounds are checked and adjacent ranges are merged.
+    """
 
     local: Descriptors
     remote: Descriptors
@@ -200,7 +205,7 @@ class RangePairs:
 
     @property
     def lengths(self) -> OffsetArray:
-        """(n,) uint64 bytes: of either side."""
+        """(n,) uint64, bytes of each range."""
         return self.local.lengths
 
     def __len__(self) -> int:
@@ -209,9 +214,9 @@ class RangePairs:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """What a transfer takes, as a straight line: seconds, seconds for each range, bytes per second.
+    """Linear cost of a transfer: `start_s + range_s * ranges + num_bytes / bytes_per_s`.
 
-    `setup_s` is what the first one takes beyond that, where the way is not got ready before.
+    `setup_s` comes on top for the first transfer to a peer, unless the transport has been set up before.
     """
 
     start_s: float
@@ -225,7 +230,7 @@ class TransferCost:
 
 def _whole_numbers(name: str, values: ArrayLike) -> OffsetArray:
     one: object = values
-    if isinstance(one, int) and 0 <= one < 1 << 64:  # a fifth of the time that it takes below
+    if isinstance(one, int) and 0 <= one < 1 << 64:  # five times as fast as by way of `asarray`
         return np.array([one], np.uint64)
     array = np.atleast_1d(np.asarray(values))
     if array.ndim != 1:

@@ -1,4 +1,4 @@
-"""The error tree. The text of each says what happened with its values, what was expected, and the fix.
+"""The error tree. Every error text says what happened, with values, what was expected, and the fix.
 
 PenstockError (code, http_status, retryable)
   ConfigError             a flag, file or field is wrong; the command exits with 2
@@ -7,18 +7,18 @@ PenstockError (code, http_status, retryable)
   DeadlineExceeded        504
   Unavailable             503; the request may be tried elsewhere
     WorkerLost            the worker's process or connection is gone
-    StepFailed            the engine could not compute a step; the request was in it
-    PinExpired            blocks held for a reader were given up
+    StepFailed            the engine could not compute a step; this request was in the batch
+    PinExpired            the KV blocks pinned for a reader were released before it had read them
     TransferError         bytes did not arrive
       PeerLost            the other agent's process or connection is gone
-      TransferRefused     the peer's memory was not given, is gone, or ends before that: trying again does not help
+      TransferRefused     access was not granted, the region is gone, or a range ends outside of it: a retry does not help
       TransferCancelled   `cancel` was called
-      MemoryInUse         memory was deregistered, and somebody who does not answer may still use it
-      ChecksumMismatch    bytes arrived, but other ones
-  Parked                  503: its reader is slow: what the worker holds for it comes first, then the router chooses again
+      MemoryInUse         memory was deregistered, but a peer that does not answer may still use it
+      ChecksumMismatch    the bytes that arrived differ from those sent
+  Parked                  503: the client reads slowly; the worker sends what it has buffered, then the router chooses again
   StaleRoute              503: requests of other routers reached the worker first; the router chooses again
   EngineError             500: the engine failed on this request
-  ProtocolError           502: a peer spoke another language
+  ProtocolError           502: a peer broke the protocol or speaks another version
 """
 
 from typing import ClassVar
@@ -27,7 +27,7 @@ from penstock.core.wire import Wire
 
 
 class ErrorInfo(Wire, frozen=True):
-    """An error on the wire. `param` names the offending field of a request."""
+    """An error on the wire. `param` names the request field that is wrong."""
 
     code: str
     message: str
@@ -77,7 +77,7 @@ class RequestError(PenstockError):
         self.http_status = http_status
 
 
-class Overloaded(PenstockError):  # noqa: N818 - a state, named as operators say it
+class Overloaded(PenstockError):  # noqa: N818 - a state of the server
     code = "overloaded"
     http_status = 503
     retryable = True
@@ -164,7 +164,7 @@ _BY_CODE: dict[str, type[PenstockError]] = {
 
 
 def from_info(info: ErrorInfo) -> PenstockError:
-    """Rebuild the exception a peer reported; an unknown code becomes a plain PenstockError."""
+    """Rebuild the exception that a peer reported; an unknown code becomes a plain PenstockError."""
     error = _BY_CODE.get(info.code, PenstockError)(
         info.message, param=info.param, retry_after_s=info.retry_after_s
     )

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic file writes."""
 
 import tempfile
 from pathlib import Path
@@ -9,10 +9,10 @@ _MODE = 0o644
 
 
 def check_writable(path: Path, *, flag: str) -> None:
-    """Find out whether `write_whole` will work, before the work whose result it keeps.
+    """Check that `write_whole` can write `path`, before starting the work whose result goes there.
 
     Raises:
-        ConfigError: there is no such directory, it takes no files, or `path` is a directory.
+        ConfigError: the directory is missing or not writable, or `path` is a directory.
     """
     if path.is_dir():
         raise ConfigError(f"{flag}: {path} is a directory; expected a file")
@@ -26,10 +26,10 @@ def check_writable(path: Path, *, flag: str) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put a file in place in one step: whoever reads it, or interrupts this, finds the old one or the new one.
+    """Replace a file atomically: readers see the old content or the new content, also if this is interrupted.
 
     Raises:
-        OSError: the directory takes no file, or the disk is full; nothing is left of the new one.
+        OSError: the directory is not writable or the disk is full; the old file stays, no temporary file is left.
     """
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         try:

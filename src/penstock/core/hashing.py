@@ -1,9 +1,9 @@
 """Names of KV blocks: chained, keyed, 128-bit hashes of token ids.
 
-SipHash-2-4 with 128-bit output, keyed with the deployment's `hash_key`. A root is the hash of salt and
-block size; a block's hash covers its tokens, its extras and then its parent's hash. The parent comes last,
-so that the tokens of many blocks are absorbed side by side and only the short tail is sequential.
-Every native function here has its Python reference (`*_python`), which is the oracle.
+SipHash-2-4 with 128-bit output, keyed with the deployment's `hash_key`. The root hash covers salt and
+block size. A block's hash covers its tokens, its extras and last its parent's hash. With the parent last,
+the tokens of many blocks are absorbed in parallel and only the short tail is sequential.
+Every native function here has a Python reference (`*_python`), which is the oracle in tests.
 
 Source: Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012; parent-chained prefix hashes as in
 vLLM v1 prefix caching. The choice and its odds of collision: docs/decisions/0003.
@@ -20,10 +20,10 @@ from penstock.core.native import native
 from penstock.core.wire import HashArray, TokenArray
 
 HASH_VERSION = 1
-"""Raised whenever the same tokens would get another hash; part of every root and of `hello`."""
+"""Increment it when the same tokens would get another hash. Part of every root hash and of the `hello` message."""
 KEY_BYTES = 16
 DEFAULT_KEY = bytes(KEY_BYTES)
-"""For tests and single processes; a deployment makes its own and keeps it."""
+"""For tests and single processes; a deployment generates its own key and stores it."""
 
 Extra = Sequence[tuple[int, bytes]]
 
@@ -31,7 +31,7 @@ _MASK = (1 << 64) - 1
 _TOKEN_BYTES = 4
 _WORD_BYTES = 8
 _SIDE_BY_SIDE_BLOCKS = 24
-"""From here on numpy absorbs tokens faster than a loop over blocks does (measured at block size 16)."""
+"""With at least so many blocks numpy absorbs tokens faster than a loop over blocks (measured at block size 16)."""
 
 
 def block_hashes(
@@ -48,12 +48,12 @@ def block_hashes(
     Equal hashes mean equal prefixes, so a hash is the key everywhere: pool, tiers, events, router.
 
     Args:
-        token_ids: (num_tokens,) int32, or those packed as little-endian bytes, or a sequence of ints.
+        token_ids: (num_tokens,) int32, or the same packed as little-endian bytes, or a sequence of ints.
         block_size: tokens in a block.
         salt: model revision, KV dtype, tenant and the like; different salts never share blocks.
         extra: (token position in `token_ids`, content) of images and the like, in order of position.
-        key: 16 bytes, the deployment's.
-        parent: the hash before the first block, to go on where another call ended; None starts at the root.
+        key: 16 bytes, the deployment's hash key.
+        parent: hash of the block before the first one, to continue a chain; None starts at the root.
 
     Returns:
         (num_tokens // block_size, 2) uint64, column 0 is `low64`; a trailing partial block has no hash.
@@ -74,22 +74,22 @@ def block_hashes(
 
 
 def root_hash(block_size: int, salt: bytes, *, key: bytes = DEFAULT_KEY) -> tuple[int, int]:
-    """Hash what is before the first block: hash version, block size and salt."""
+    """Hash version, block size and salt: the parent of every first block."""
     return siphash128(struct.pack("<4sII", b"root", HASH_VERSION, block_size) + salt, key)
 
 
 def siphash128(data: bytes, key: bytes) -> tuple[int, int]:
-    """SipHash-2-4 with 128-bit output.
+    """Compute SipHash-2-4 with 128-bit output.
 
     Args:
-        data: of any length.
+        data: any length.
         key: 16 bytes.
 
     Returns:
         (low64, high64): the first and the last 8 bytes of the digest as little-endian integers.
 
     Raises:
-        ValueError: a key that is not 16 bytes.
+        ValueError: `key` is not 16 bytes long.
     """
     if len(key) != KEY_BYTES:
         raise ValueError(f"key: must be {KEY_BYTES} bytes, got {len(key)}")
@@ -103,7 +103,7 @@ def as_tokens(token_ids: Sequence[int] | TokenArray | bytes) -> TokenArray:
     """View or convert token ids as a contiguous (num_tokens,) int32 array.
 
     Raises:
-        ValueError: not integers, beyond 32 bits, not one-dimensional, or packed bytes that end within an id.
+        ValueError: ids are no integers, exceed 32 bits or are not one-dimensional, or packed bytes end within an id.
     """
     if isinstance(token_ids, bytes | bytearray | memoryview):
         return np.frombuffer(token_ids, dtype="<i4")
@@ -137,7 +137,7 @@ def _extra_by_block(extra: Extra, block_size: int, num_tokens: int) -> dict[int,
 def block_hashes_python(
     tokens: TokenArray, block_size: int, first: tuple[int, int], extra: dict[int, bytes], key: bytes
 ) -> HashArray:
-    """Do what the native `block_hashes` does: message of a block = tokens, extras, parent's low and high half."""
+    """Reference of the native `block_hashes`; a block's message is its tokens, its extras, its parent's low and high half."""
     num_blocks = len(tokens) // block_size
     blocks = tokens[: num_blocks * block_size].reshape(num_blocks, block_size)
     num_words = block_size * _TOKEN_BYTES // _WORD_BYTES if num_blocks >= _SIDE_BY_SIDE_BLOCKS else 0
@@ -153,7 +153,7 @@ def block_hashes_python(
 
 
 def siphash128_python(data: bytes, key: bytes) -> tuple[int, int]:
-    """Do what the native `siphash128` does."""
+    """Reference of the native `siphash128`."""
     return _digest(_initial_state(key), data, 0)
 
 
@@ -171,7 +171,7 @@ def _initial_state(key: bytes) -> _State:
 
 
 def _digest(state: _State, data: bytes, absorbed_bytes: int) -> tuple[int, int]:
-    """Absorb what follows the first `absorbed_bytes` (whole words) of `data`, and finish."""
+    """Absorb `data` after its first `absorbed_bytes` (whole words, already in `state`), and finish."""
     end = len(data) & ~7
     words = [*struct.unpack_from(f"<{(end - absorbed_bytes) // _WORD_BYTES}Q", data, absorbed_bytes)]
     words.append((len(data) & 0xFF) << 56 | int.from_bytes(data[end:], "little"))
@@ -201,7 +201,7 @@ def _rounds(v0: int, v1: int, v2: int, v3: int, count: int) -> _State:
 
 
 def _absorb_side_by_side(blocks: TokenArray, num_words: int, key: bytes) -> list[_State]:
-    """Absorb the first `num_words` words of every block at once; gives each block's state."""
+    """Absorb the first `num_words` words of every block in parallel; return the state of each block."""
     num_blocks = len(blocks)
     v0, v1, v2, v3 = (np.full(num_blocks, word, dtype=np.uint64) for word in _initial_state(key))
     whole = np.ascontiguousarray(blocks[:, : num_words * _WORD_BYTES // _TOKEN_BYTES])

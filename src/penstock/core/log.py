@@ -1,6 +1,6 @@
 """Structured logs: an event is `noun_verbed`, everything else is key=value with units.
 
-info is lifecycle, debug is per request, warning was recovered from, error needs somebody to act.
+Levels: info for lifecycle, debug per request, warning for what was recovered from, error where an operator must act.
 """
 
 import logging
@@ -14,12 +14,12 @@ from penstock.core.errors import ConfigError
 
 
 def configure(level: str = "info", *, process: str, stream: TextIO | None = None) -> None:
-    """Send this process's log to `stream` (stderr), one line per event; JSON where PENSTOCK_LOG_FORMAT=json.
+    """Send this process's log to `stream`, one line per event; as JSON with PENSTOCK_LOG_FORMAT=json.
 
     Args:
         level: debug, info, warning or error.
         process: the name on each line, such as `worker-1`.
-        stream: where the lines go; None is stderr.
+        stream: destination; None is stderr.
 
     Raises:
         ConfigError: PENSTOCK_LOG_FORMAT is neither json nor text.
@@ -48,7 +48,7 @@ def configure(level: str = "info", *, process: str, stream: TextIO | None = None
 
 
 class _Stderr:
-    """Whatever `sys.stderr` is when a line is written: it may be replaced, and the old one closed."""
+    """Looks up `sys.stderr` for each line, since it may be replaced and the old one closed."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -61,10 +61,10 @@ class _Stderr:
 
 
 def get_logger(**bound: Any) -> Any:
-    """Give a logger; before `configure` it prints with structlog's defaults."""
+    """Make a logger; before `configure` it prints with structlog's defaults."""
     return structlog.get_logger(**bound)
 
 
 def is_debugging() -> bool:
-    """Tell whether `configure` has let debug lines through: what is dear to write need not be put together else."""
+    """Say whether debug lines are shown, so that callers can skip building expensive ones."""
     return structlog.is_configured() and bool(get_logger().is_enabled_for(logging.DEBUG))

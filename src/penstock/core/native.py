@@ -1,7 +1,7 @@
 """The native module, or None where the package was installed with PENSTOCK_NATIVE=OFF.
 
-Every native function has a Python reference that gives equal results, so `native is None` only costs time. A module
-that is there but cannot be loaded is an error and not a reason to go on slowly.
+Every native function has a Python reference that gives equal results, so `native is None` only costs time. A native module
+that exists but cannot be loaded is an error: a silent fallback would only be slow.
 """
 
 from types import ModuleType
@@ -12,13 +12,13 @@ native: ModuleType | None
 try:
     from penstock import _native as native
 except ImportError as error:
-    if error.name != "penstock":  # found, but not loadable
+    if error.name != "penstock":  # the module exists, but cannot be loaded
         raise
     native = None
 
 
 def warn_if_disabled() -> None:
-    """Say that all runs in Python; a command calls it once, at its start."""
+    """Warn that everything runs in Python; commands call it once, at start."""
     if native is None:
         get_logger().warning(
             "native_disabled",

@@ -1,4 +1,4 @@
-"""What a routing policy is given to price a request on every worker at once."""
+"""Input of a routing policy: columns over all workers, to price a request on every worker at once."""
 
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -8,17 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOKEN_S_MIN = 1e-9
-"""No prompt token takes less: 100 PFLOP/s on a model of 50 million parameters."""
+"""Lower bound of the time for one prompt token: 100 PFLOP/s on a model of 50 million parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class PriceColumns:
-    """`core.types.instances.Prices` by worker slot, each (num_slots,) float64, and `onboard_token_s` (num_tiers, num_slots).
+    """`core.types.instances.Prices` by worker slot. A worker without prices gets the median of the others'.
 
-    `batch_tokens`: the most prompt tokens that one step computes there; `batch_requests`: the most requests that run there at
-    once, each in a place of the batch; `prompts_at_once`: as in `EngineInfo`. Workers
-    that say no prices have the median of the others'. `round_trip_s` and `byte_s`: from this router to the worker and
-    back, and for each byte on the way.
+    Attributes:
+        batch_tokens: most prompt tokens that one step computes.
+        prompts_at_once: as in `EngineInfo`.
+        onboard_token_s: (num_tiers, num_slots); all other columns are (num_slots,) float64.
+        round_trip_s: from this router to the worker and back.
+        byte_s: for each byte from this router to the worker.
+        batch_requests: most requests that run at once.
     """
 
     prefill_step_s: NDArray[np.float64]
@@ -35,14 +38,17 @@ class PriceColumns:
     batch_requests: NDArray[np.float64]
 
     def worth_fetching(self) -> NDArray[np.bool_]:
-        """Say, (num_tiers, num_slots), from where KV comes at least as quickly as it is computed; else it counts as not cached."""
+        """(num_tiers, num_slots) bool: onboarding a token from the tier is no slower than computing it.
+
+        Blocks of a tier that is slower count as not cached.
+        """
         worth: NDArray[np.bool_] = self.onboard_token_s <= self.prefill_token_s
         return worth
 
     def with_move(
         self, onboard_token_s: NDArray[np.float64], round_trip_s: NDArray[np.float64]
     ) -> "PriceColumns":
-        """Make the same with other times out of tiers and to the workers."""
+        """Copy with other `onboard_token_s` and `round_trip_s`."""
         columns = list(_columns(self))
         columns[_ONBOARD], columns[_ROUND_TRIP] = onboard_token_s, round_trip_s
         return PriceColumns(*columns)
@@ -55,21 +61,31 @@ _columns = attrgetter(*_COLUMNS)
 
 @dataclass(slots=True)
 class RoutingContext:
-    """What a policy may look at: columns indexed by worker slot, all of length `num_slots`.
+    """One request, and the state of all workers as columns of length `num_slots`, indexed by worker slot.
 
-    `overlap_blocks` is the prefix each worker holds, and `tier_blocks` (num_tiers, num_slots) how many of these
-    blocks lie, at best, in each `Tier`. The load columns are the worker's own report plus what this router has
-    reserved since; `cached_blocks` (with content that can be found, in use or not) only the report. The `own` columns are what
-    this router sent there that has not ended: requests, prompt tokens to compute until the first token is here and the
-    pairs of one of them with a token before it, and blocks of prompts. The `peer` columns are the same of all other
-    routers, as the worker told. `eligible` masks slots that are free, lost,
-    draining, excluded, or busy while others are not. `worker_ids` tells a slot's worker from the one that had it
-    before, and is 0 where it is free; `session` is what the client calls its session, if it does. `slo_ttft_s` (what is
-    left of it) and `slo_itl_s` are what the client wants the first token and each further one to take at most, if it
-    says. `prices` is what work takes on each worker; `request_rate_per_s` and `mean_output_tokens` are what this router
-    has lately seen or heard of the model's requests. With `prompt_only` it is answered elsewhere once its prompt is
-    computed. All columns are live
-    and cannot be written to: copy what is to be kept beyond the call.
+    Columns are live and read-only: copy what has to outlive the call. Load columns without a prefix are the worker's last
+    report plus what this router has reserved since. `own_*` columns are unfinished requests of this router, `peer_*`
+    columns those of all other routers as the worker reported them.
+
+    Attributes:
+        eligible: False for slots that are free, lost, draining or excluded, or busy while others are not.
+        overlap_blocks: leading blocks of the prompt that the worker holds in any tier.
+        tier_blocks: (num_tiers, num_slots), how many of these lie in each `Tier`; the nearest tier counts.
+        active_blocks: blocks held by live requests.
+        cached_blocks: blocks in the prefix cache, in use or not; the report only.
+        context_tokens: tokens of context of all running requests.
+        own_prefill_tokens: prompt tokens to compute, of requests without a first token.
+        own_prefill_pairs: pairs of such a token with a token that it attends to.
+        own_blocks: blocks of prompts.
+        worker_ids: worker of the slot, 0 for a free one; a slot is reused.
+        session: the client's name for its session.
+        slo_ttft_s: what is left of the client's limit for the first token.
+        slo_itl_s: the client's limit for each further token.
+        prices: seconds of work on each worker.
+        request_rate_per_s: recent rate of the model's requests, as this router saw or heard of them.
+        mean_output_tokens: mean output length of these.
+        turn: counts decisions, for policies that take turns.
+        prompt_only: another worker decodes the request once this one has computed its prompt.
     """
 
     request_tokens: int
@@ -104,24 +120,24 @@ class RoutingContext:
     prompt_only: bool = False
 
     def step_s(self) -> NDArray[np.float64]:
-        """Say, (num_slots,), what a step takes that decodes a token for each request that runs."""
+        """(num_slots,) seconds of a step that decodes one token for each running request."""
         prices = self.prices
         step_s = prices.decode_step_s + self.running_requests * prices.decode_sequence_s
         step_s += self.context_tokens * prices.decode_token_s
         return step_s
 
-    def place_wait_s(self) -> NDArray[np.float64]:
-        """Say, (num_slots,), how long it takes until one more request has a place in a worker's batch.
+    def batch_wait_s(self) -> NDArray[np.float64]:
+        """(num_slots,) seconds until one more request fits into the worker's batch; 0 where the batch is not full.
 
-        A place comes free where a request ends; of a full batch one does so in each answer's time over its places.
+        A full batch of n requests that each run for t seconds has one end every t / n seconds.
         """
-        places = self.prices.batch_requests
-        ahead = np.maximum(self.running_requests + self.waiting_requests + 1.0 - places, 0.0)
-        wait_s: NDArray[np.float64] = ahead / places * (max(self.mean_output_tokens, 1.0) * self.step_s())
+        batch = self.prices.batch_requests
+        ahead = np.maximum(self.running_requests + self.waiting_requests + 1.0 - batch, 0.0)
+        wait_s: NDArray[np.float64] = ahead / batch * (max(self.mean_output_tokens, 1.0) * self.step_s())
         return wait_s
 
     def changed(self, **values: Any) -> "RoutingContext":
-        """Make one that differs in some fields, and shares the columns of all others; `replace` takes twenty times as long."""
+        """Copy with some fields changed; the other columns are shared. `dataclasses.replace` takes twenty times as long."""
         context = RoutingContext(*_fields(self))
         for name, value in values.items():
             setattr(context, name, value)

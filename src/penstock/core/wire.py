@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 WIRE_VERSION = 1
-"""Raised when an old peer could misread a frame. `hello` carries it; peers talk to N and N-1."""
+"""Increment it when an old peer could misread a frame. `hello` carries it; version N talks to N and N-1."""
 
 PackedTokens = NewType("PackedTokens", bytes)  # little-endian int32
 PackedHashes = NewType("PackedHashes", bytes)  # little-endian uint64: `low64` of each block hash
 NO_TOKENS = PackedTokens(b"")
 
-_HASH = np.dtype("<u8")  # not parsed anew for each array
+_HASH = np.dtype("<u8")  # parsed once, not for each array
 
 TokenArray = NDArray[np.int32]
 HashArray = NDArray[np.uint64]
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of every message: immutable, keyword-only; new fields come last with defaults, unknown ones are ignored."""
+    """Base of every message: immutable, keyword-only. New fields go last and have defaults; unknown fields are ignored."""
 
 
 def pack_tokens(token_ids: Iterable[int] | TokenArray) -> PackedTokens:
@@ -41,7 +41,7 @@ def unpack_tokens(packed: bytes) -> TokenArray:
 
 
 def token_list(packed: bytes) -> list[int]:
-    """Unpack the few token ids of a step, twice as fast as by way of an array (0.5 us, as measured above)."""
+    """Unpack the few token ids of a step: 0.5 us, half the time of `unpack_tokens(packed).tolist()` (same machine)."""
     return list(struct.unpack(f"<{len(packed) >> 2}i", packed))
 
 

@@ -1,4 +1,4 @@
 """Connections between processes: addresses, sockets, frames, heartbeats.
 
-Blind to what the messages say.
+Independent of the content of messages.
 """

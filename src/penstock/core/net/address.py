@@ -1,4 +1,4 @@
-"""Where something listens: `tcp://127.0.0.1:5000`, `tcp://[::1]:5000` or `unix:///run/penstock/w0.sock`."""
+"""Listening addresses: `tcp://127.0.0.1:5000`, `tcp://[::1]:5000` or `unix:///run/penstock/w0.sock`."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Either `host` and `port`, or `path`. Port 0 means any free one."""
+    """TCP `host` and `port` (0: any free port), or the `path` of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -18,10 +18,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, *, source: str = "address") -> Self:
-        """Read an address.
+        """Parse an address.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: `text` is no address; `source` names the setting.
         """
         expected = "expected tcp://HOST:PORT or unix:///PATH"
         try:
@@ -37,13 +37,13 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches it: a path, a loopback address or `localhost`."""
+        """Whether only this machine can connect: a Unix path, a loopback address or `localhost`."""
         if self.path or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
-            return False  # a name, of whatever
+            return False  # a host name
 
     def __str__(self) -> str:
         if self.path:

@@ -1,6 +1,6 @@
-"""One end of a connection: messages in and out, heartbeats, and whether its write buffer has room.
+"""One end of a connection: messages in and out, heartbeats, back-pressure of the write buffer.
 
-A callback protocol of the event loop, without tasks; it runs on asyncio's loop and on uvloop alike.
+An asyncio protocol (callbacks, no tasks) for asyncio's loop and uvloop.
 """
 
 import asyncio
@@ -19,24 +19,24 @@ M_contra = TypeVar("M_contra", contravariant=True)
 
 _log = get_logger()
 _CREDENTIALS = struct.Struct("iII")
-"""What SO_PEERCRED gives: process, user and group of who connected, or of who listens."""
+"""SO_PEERCRED: process, user and group id of the peer process."""
 
 
 class ChannelHandler(Protocol[M_contra]):
-    """What a channel calls, always from the event loop."""
+    """Callbacks of a channel, always from the event loop."""
 
     def channel_opened(self) -> None: ...
 
     def message_received(self, message: M_contra) -> None:
-        """Take one message; heartbeats and goodbyes are the channel's own.
+        """Process one message; the channel itself handles `Ping`, `Pong` and `Goodbye`.
 
         Raises:
-            ProtocolError: the peer may not say this now; the connection ends.
+            ProtocolError: the peer may not send this now; the connection ends.
         """
         ...
 
     def unknown_received(self, tag: str) -> None:
-        """Hear of a message of a newer peer that was skipped."""
+        """Note that a message of a newer peer was skipped."""
         ...
 
     def channel_writable(self) -> None:
@@ -44,7 +44,7 @@ class ChannelHandler(Protocol[M_contra]):
         ...
 
     def channel_closed(self, reason: str) -> None:
-        """The connection has ended, whoever ended it. Called once, if `channel_opened` was."""
+        """The connection has ended, closed by either side. Called once after `channel_opened`."""
         ...
 
 
@@ -65,22 +65,22 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         """Wait for a transport.
 
         Args:
-            codec: what is said here.
-            handler: who hears it.
-            frame_bytes_max: the longest frame accepted.
-            write_buffer_bytes: with more than this to be written, the channel is not `writable`.
-            write_bytes_max: with more than this the peer is given up: it does not read.
+            codec: encodes and decodes the messages of this connection.
+            handler: receives the messages.
+            frame_bytes_max: longest frame accepted.
+            write_buffer_bytes: with more bytes than this unsent, the channel is not `writable`.
+            write_bytes_max: with more bytes than this unsent, the connection is aborted, since the peer does not read.
             heartbeat_interval_s: a peer silent for so long is pinged.
-            heartbeat_timeout_s: a peer silent for so long is given up.
+            heartbeat_timeout_s: after so long without a byte from the peer the connection is aborted.
         """
         self.peer = "unknown"
-        """Where the other end is; for logs."""
+        """Address of the peer, for logs."""
         self.unknown_frames = 0
         self.said_goodbye = False
-        """Whether the other end closed on purpose."""
+        """Whether the peer closed on purpose."""
         self.closed = asyncio.Event()
         self.leaves_socket = False
-        """Whether the socket outlives the connection, in `left_socket`; whoever asks for it closes it."""
+        """Whether `left_socket` gets a duplicate of the socket when the connection ends; the caller closes it."""
         self.left_socket: socket.socket | None = None
         self._codec = codec
         self._handler = handler
@@ -98,7 +98,7 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         self._timer: asyncio.TimerHandle | None = None
 
     def accept_frames(self, frame_bytes_max: int) -> None:
-        """Accept frames of another length from now on, as when a stranger has proved to be none."""
+        """Change the longest frame accepted, for example once the peer has authenticated."""
         self._reader.frame_bytes_max = frame_bytes_max
 
     @property
@@ -107,18 +107,18 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
 
     @property
     def writable(self) -> bool:
-        """Whether a message sent now leaves soon."""
+        """Whether the write buffer has room, so that a message sent now leaves soon."""
         return self.is_open and not self._paused
 
     @property
     def peer_certificate(self) -> bytes | None:
-        """The other end's certificate in DER, where the connection is TLS."""
+        """The peer's certificate in DER; None without TLS."""
         secure = self._transport.get_extra_info("ssl_object") if self._transport else None
         return None if secure is None else secure.getpeercert(binary_form=True)
 
     @property
     def peer_pid(self) -> int:
-        """The other end's process as the kernel names it; 0 where it does not, as over TCP."""
+        """The peer's process id as the kernel knows it; 0 over TCP."""
         sock = self._transport.get_extra_info("socket") if self._transport else None
         if sock is None or sock.family != socket.AF_UNIX:
             return 0
@@ -128,14 +128,14 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
 
     @property
     def buffered_bytes(self) -> int:
-        """How much waits in the write buffer."""
+        """Bytes in the write buffer."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     def send(self, message: M) -> None:
         self.write(self._codec.encode(message))
 
     def write(self, frame: bytes) -> None:
-        """Send what the codec has encoded. Nothing happens once the connection ends."""
+        """Send an encoded frame; does nothing once the connection ends."""
         if self._transport is None or self._ending:
             return
         if self._paused and self.buffered_bytes > self._write_bytes_max:
@@ -146,9 +146,9 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         self._transport.write(frame)
 
     def close(self, reason: str) -> None:
-        """Say goodbye, let the write buffer empty, and end the connection. Safe twice.
+        """Send `Goodbye`, flush the write buffer, and end the connection. Safe twice.
 
-        A peer that does not read has `heartbeat_timeout_s`.
+        If the peer does not read, the connection is aborted after `heartbeat_timeout_s`.
         """
         if self._transport is not None and not self._ending:
             self._transport.write(self._codec.encode(cast("M", Goodbye(reason=reason))))
@@ -159,7 +159,7 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._transport.abort)
 
     def abort(self, reason: str) -> None:
-        """End the connection now; what is in the write buffer is lost."""
+        """End the connection now; bytes in the write buffer are lost."""
         if self._transport is not None:
             self._end(reason)
             self._transport.abort()
@@ -187,7 +187,7 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         except ProtocolError as error:
             _log.warning("connection_refused", peer=self.peer, error=error.message)
             self.abort(error.message)
-        except Exception:  # noqa: BLE001 - a fault of the handler: its peer must not hang on it
+        except Exception:  # noqa: BLE001 - a bug in the handler; without an end of the connection the peer would hang
             _log.exception("message_failed", peer=self.peer)
             self.abort("an internal error, see the log")
 
@@ -234,7 +234,7 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         self._reason = self._reason or reason
 
     def _schedule_beat(self) -> None:
-        """Look again after an interval, or when the peer has been silent for as long as it may be."""
+        """Call `_beat` after an interval, or when the peer has been silent for `heartbeat_timeout_s`, if that is sooner."""
         loop = asyncio.get_running_loop()
         self._beat_at_s = min(loop.time() + self._interval_s, self._heard_s + self._timeout_s)
         self._timer = loop.call_at(self._beat_at_s, self._beat)
@@ -242,7 +242,7 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
     def _beat(self) -> None:
         now = asyncio.get_running_loop().time()
         if now - self._beat_at_s > self._interval_s:
-            self._heard_s = now  # it was this process that stood still: give the peer another turn
+            self._heard_s = now  # this process was stopped, not the peer: start the timeout again
         silent_s = now - self._heard_s
         if now >= self._heard_s + self._timeout_s:
             self.abort(f"silent for {silent_s:.1f} s (heartbeat_timeout_s {self._timeout_s:g})")

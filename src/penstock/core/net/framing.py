@@ -1,7 +1,7 @@
 """Frames: four length bytes (little-endian) and one msgpack message with a tag.
 
-Unknown fields are ignored and missing ones take their defaults, so that neighbouring versions understand each
-other; a frame with an unknown tag is given as `UnknownFrame`, to be counted and skipped.
+Unknown fields are ignored and missing fields take their defaults, so that neighbouring versions understand each
+other. A frame with an unknown tag decodes to `UnknownFrame`, which receivers count and skip.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Goodbye(Wire, frozen=True, tag="goodbye"):
 
 @dataclass(frozen=True, slots=True)
 class UnknownFrame:
-    """Stands for a frame that a newer peer sent: its tag, or the known one with something new inside."""
+    """A frame of a newer peer: its tag is unknown, or known and lenient with content that does not decode."""
 
     tag: str
 
@@ -50,30 +50,30 @@ class FrameCodec(Generic[M]):
     """Encodes and decodes one connection's messages."""
 
     def __init__(self, union: Any, *, lenient_tags: tuple[str, ...] = ()) -> None:
-        """Know the messages of `union`.
+        """Prepare encoder and decoder.
 
         Args:
-            union: tagged structs.
-            lenient_tags: messages whose unknown content makes them an `UnknownFrame` and not an error.
+            union: union of the tagged structs of this connection.
+            lenient_tags: tags of messages that decode to `UnknownFrame`, not an error, if their content is unknown.
         """
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(union)
         self.tags = frozenset(str(kind.__struct_config__.tag) for kind in union.__args__)
-        """Of every message it knows."""
+        """Tags of all messages of `union`."""
         self._strict_tags = self.tags - {*lenient_tags}
 
     def encode(self, message: M) -> bytes:
-        """Encode one message with its length in front."""
+        """Encode one message, length bytes included."""
         frame = bytearray(LENGTH_BYTES)
         self._encoder.encode_into(message, frame, LENGTH_BYTES)
         frame[:LENGTH_BYTES] = (len(frame) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
         return bytes(frame)
 
     def decode(self, payload: bytes) -> M | UnknownFrame:
-        """Decode one message, its length taken off.
+        """Decode one message without its length bytes.
 
         Raises:
-            ProtocolError: it is no message, or a known one with impossible content.
+            ProtocolError: the payload is no message, or a known message with invalid content.
         """
         try:
             message: M = self._decoder.decode(payload)
@@ -96,7 +96,7 @@ def _tag_of(payload: bytes) -> str | None:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames. Holds less than one frame and one read; no byte is moved more than twice."""
+    """Cuts a stream of bytes into frames. Buffers less than one frame plus one read; copies no byte more than twice."""
 
     def __init__(self, frame_bytes_max: int) -> None:
         self.frame_bytes_max = frame_bytes_max
@@ -107,10 +107,10 @@ class FrameReader:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take what arrived and give every frame that is complete now, lengths taken off.
+        """Add received bytes; return every frame that is complete now, without length bytes.
 
         Raises:
-            ProtocolError: a frame is longer than `frame_bytes_max`; the stream cannot be read any further.
+            ProtocolError: a frame is longer than `frame_bytes_max`; the rest of the stream is unreadable.
         """
         if not self._buffer:
             frames, used = self._cut(data)

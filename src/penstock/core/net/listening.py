@@ -1,4 +1,4 @@
-"""Opening and connecting sockets by `Address`, TCP and Unix alike."""
+"""Listen on and connect to an `Address`, TCP or Unix."""
 
 import asyncio
 import contextlib
@@ -16,21 +16,20 @@ from penstock.core.net.address import Address
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 BACKLOG = 1024  # a whole fleet reconnects at once after a restart
-_ACCEPTS_MAX = 64  # in one turn of the loop: 3 ms with their protocols (2 cores of an AMD EPYC)
+_ACCEPTS_MAX = 64  # in one turn of the loop: 3 ms, protocols included (2 cores of an AMD EPYC)
 _BACK_OFF_S = 0.25
 _LOG_EVERY_S = 10.0
-_CLIENT_GONE = frozenset(
-    {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR}
-)  # of one connection alone
+_CLIENT_GONE = frozenset({errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR})
+"""Errors of `accept` that concern one connection only."""
 
 _log = get_logger()
 
 
 class Listener:
-    """Listening sockets whose connections become the event loop's, until `close`. One event loop owns it.
+    """Accepts connections on listening sockets until `close`. One event loop owns it.
 
-    Each turn of the loop takes all connections that wait, up to a bound. uvloop's own servers take one, so that a burst
-    beside many streams waits for as many turns as it has connections.
+    Each turn of the loop accepts up to 64 waiting connections. uvloop's own servers accept one a turn, so beside many
+    streams a burst of n connections would wait for n turns.
     """
 
     def __init__(
@@ -40,18 +39,18 @@ class Listener:
         *,
         on_failure: Callable[[OSError], None] | None = None,
     ) -> None:
-        """Begin to accept.
+        """Start to accept.
 
         Args:
             sockets: bound, not yet listening; the listener closes them.
-            factory: makes a connection's protocol.
-            on_failure: hears each time that this process can accept nothing more, as for want of descriptors.
+            factory: makes the protocol of a connection.
+            on_failure: called when this process cannot accept connections, for example without free file descriptors.
         """
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
         self._factory = factory
         self._on_failure = on_failure
-        self._handing_over: set[asyncio.Task[None]] = set()
+        self._attaching: set[asyncio.Task[None]] = set()
         self._waiting: dict[socket.socket, asyncio.TimerHandle] = {}
         self._logged_s: float | None = None
         self.failures = 0
@@ -61,7 +60,7 @@ class Listener:
             self._loop.add_reader(listening, self._accept, listening)
 
     def close(self) -> None:
-        """Take the connections that wait already, and no others. Safe twice."""
+        """Accept the connections that wait already, then close the sockets. Safe twice."""
         sockets, self._sockets = self._sockets, []
         for listening in sockets:
             timer = self._waiting.pop(listening, None)
@@ -77,9 +76,9 @@ class Listener:
         self._waiting.clear()
 
     async def wait_closed(self) -> None:
-        """Wait until the connections accepted have their protocols."""
-        if self._handing_over:
-            await asyncio.wait(self._handing_over)
+        """Wait until all accepted connections have their protocols."""
+        if self._attaching:
+            await asyncio.wait(self._attaching)
 
     def _accept(self, listening: socket.socket, *, most: int = _ACCEPTS_MAX) -> None:
         for _ in range(most):
@@ -92,11 +91,11 @@ class Listener:
                     continue
                 self._back_off(listening, error)
                 return
-            task = self._loop.create_task(self._hand_over(connection))
-            self._handing_over.add(task)
-            task.add_done_callback(self._handing_over.discard)
+            task = self._loop.create_task(self._attach_protocol(connection))
+            self._attaching.add(task)
+            task.add_done_callback(self._attaching.discard)
 
-    async def _hand_over(self, connection: socket.socket) -> None:
+    async def _attach_protocol(self, connection: socket.socket) -> None:
         try:
             connection.setblocking(False)
             if connection.family != socket.AF_UNIX:
@@ -106,10 +105,10 @@ class Listener:
             connection.close()
 
     def _back_off(self, listening: socket.socket, error: OSError) -> None:
-        """Accept nothing for a moment: what failed would fail again at once, and the socket stays readable."""
+        """Stop accepting for a moment: the socket stays readable, and a retry at once would fail again."""
         self.failures += 1
         self._loop.remove_reader(listening)
-        self._waiting[listening] = self._loop.call_later(_BACK_OFF_S, self._go_on, listening)
+        self._waiting[listening] = self._loop.call_later(_BACK_OFF_S, self._resume, listening)
         if self._on_failure is not None:
             self._on_failure(error)
         now_s = self._loop.time()
@@ -124,7 +123,7 @@ class Listener:
                 fix="raise the limit of open files (ulimit -n), or run more processes",
             )
 
-    def _go_on(self, listening: socket.socket) -> None:
+    def _resume(self, listening: socket.socket) -> None:
         del self._waiting[listening]
         self._loop.add_reader(listening, self._accept, listening)
 
@@ -135,10 +134,15 @@ async def listen(
     *,
     on_failure: Callable[[OSError], None] | None = None,
 ) -> tuple[Listener, Address]:
-    """Open a listening socket; a Unix one is for this user only. `on_failure` is as of `Listener`.
+    """Listen on an address; only this user may connect to a Unix socket.
+
+    Args:
+        factory: makes the protocol of a connection.
+        address: where to listen.
+        on_failure: see `Listener`.
 
     Returns:
-        the listener, and the address with its real port.
+        the listener, and the address with the actual port.
 
     Raises:
         ConfigError: the address is in use, not allowed or not of this host.
@@ -146,16 +150,15 @@ async def listen(
     sockets: list[socket.socket] = []
     try:
         if address.path:
-            _claim(address)
+            _remove_stale_socket(address)
             sockets.append(_bind(socket.AF_UNIX, address.path))
-            _protect(address)
             return Listener(sockets, factory, on_failure=on_failure), address
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        for family, _, _, _, place in dict.fromkeys(found):
-            sockets.append(_bind(family, place))
+        for family, _, _, _, socket_address in dict.fromkeys(found):
+            sockets.append(_bind(family, socket_address))
         listener = Listener(sockets, factory, on_failure=on_failure)
     except OSError as error:
         for opened in sockets:
@@ -167,10 +170,10 @@ async def listen(
 
 
 async def dial(factory: Callable[[], P], address: Address) -> P:
-    """Connect.
+    """Connect to an address and return the protocol that `factory` made.
 
     Raises:
-        OSError: nobody answers there.
+        OSError: nothing accepts connections there.
     """
     loop = asyncio.get_running_loop()
     if address.path:
@@ -181,33 +184,35 @@ async def dial(factory: Callable[[], P], address: Address) -> P:
 
 
 def remove_socket(address: Address) -> None:
-    """Remove a Unix socket's file if it is there; anything else at that path stays."""
+    """Remove the file of a Unix socket if it exists; a file of another kind at that path stays."""
     if address.path:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(Path(address.path).stat().st_mode):
                 Path(address.path).unlink()
 
 
-def _claim(address: Address) -> None:
-    """Remove the socket of a process that has died without doing so."""
+def _remove_stale_socket(address: Address) -> None:
+    """Remove the socket file that a dead process has left behind.
+
+    Raises:
+        OSError: a living process listens there.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         if probe.connect_ex(address.path) in {0, errno.EAGAIN}:
             raise OSError(errno.EADDRINUSE, "another process listens there")
     remove_socket(address)
 
 
-def _protect(address: Address) -> None:
-    Path(address.path).chmod(0o600)
-
-
-def _bind(family: int, place: Any) -> socket.socket:
+def _bind(family: int, socket_address: Any) -> socket.socket:
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family != socket.AF_UNIX:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has a socket of its own
-        opened.bind(place)
+        opened.bind(socket_address)
+        if family == socket.AF_UNIX:
+            Path(socket_address).chmod(0o600)
     except OSError:
         opened.close()
         raise
@@ -215,5 +220,5 @@ def _bind(family: int, place: Any) -> socket.socket:
 
 
 def _name_of(listening: socket.socket) -> str:
-    place = listening.getsockname()
-    return place if isinstance(place, str) else f"{place[0]} port {place[1]}"
+    name = listening.getsockname()
+    return name if isinstance(name, str) else f"{name[0]} port {name[1]}"

@@ -1,4 +1,4 @@
-"""What a frontend on another host needs to serve a model."""
+"""Model cards: what a frontend on another host needs to serve a model."""
 
 import msgspec
 
@@ -16,8 +16,10 @@ class CardFile(Wire, frozen=True):
 class ModelCard(Wire, frozen=True):
     """What a frontend on another host needs to serve a model; the files come over the request plane.
 
-    `salt` starts every block-hash chain: model revision and KV dtype. `default_sampling` holds the model's own
-    (name, value) defaults, such as temperature. `parent` is the model that a LoRA adapter of this name belongs to.
+    Attributes:
+        salt: start of every block-hash chain: model revision and KV dtype.
+        default_sampling: the model's own (name, value) defaults, such as temperature.
+        parent: base model of a LoRA adapter; None for a base model.
     """
 
     name: str
@@ -31,7 +33,7 @@ class ModelCard(Wire, frozen=True):
     parent: str | None = None
 
     def adapted(self, adapter: str) -> "ModelCard":
-        """Describe the model with a LoRA adapter: all the same but its KV, so its blocks are named apart."""
+        """Make the card of a LoRA adapter of this model. Its KV differs, so its `salt` differs too."""
         name = adapter.encode()
         salt = self.salt + b"|adapter=%d:" % len(name) + name
         return msgspec.structs.replace(self, name=adapter, parent=self.name, salt=salt)

@@ -1,4 +1,4 @@
-"""KV events: which blocks a worker stored or removed, in which tier, and the numbered batches they travel in."""
+"""KV events: blocks that a worker stored or removed in a tier, in numbered batches."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ from penstock.core.wire import PackedHashes, Wire
 
 
 class Tier(StrEnum):
-    """Where a block lies, nearest first."""
+    """Where a copy of a block is, nearest to the engine first."""
 
     DEVICE = "device"
     HOST = "host"
@@ -15,7 +15,7 @@ class Tier(StrEnum):
 
 
 class BlockStored(Wire, frozen=True, tag="stored"):
-    """Blocks became readable, chained in this order; `parent_block_hash` comes before the first (None: root)."""
+    """Blocks became readable; each is the child of the one before it. `parent_block_hash` is the first one's parent, None: root."""
 
     block_hashes: PackedHashes
     parent_block_hash: int | None
@@ -43,7 +43,10 @@ class EventBatch(Wire, frozen=True, tag="batch"):
 
 
 class EventSnapshot(Wire, frozen=True, tag="snapshot"):
-    """One chunk of a worker's whole content as of `sequence`; replaces what a subscriber knew once `last` has come."""
+    """One chunk of a worker's whole content as of batch `sequence`.
+
+    Once the chunk with `last` has arrived, the snapshot replaces what the subscriber knew of this worker.
+    """
 
     sequence: int
     chunk: int

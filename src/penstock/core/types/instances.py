@@ -1,4 +1,4 @@
-"""A worker's registration: its role, its engine, its prices, and how changes of it are told."""
+"""A worker's registration: its role, its engine, its prices, and the changes that discovery reports."""
 
 from enum import StrEnum
 
@@ -16,14 +16,15 @@ class Role(StrEnum):
 
 
 class EngineInfo(Wire, frozen=True):
-    """What an engine says of itself once started.
+    """What an engine reports of itself once started.
 
-    Without `kv_events` it never says what its prefix cache holds; routers guess it from what they sent there.
-    `prompts_at_once` are computed beside each other, each as fast as alone: one by each data-parallel rank.
-    `kv_layout` is how its KV lies in memory, None where it keeps none.
-    With `kv_by_chunk` full blocks are in the prefix cache after the step that computed them, and steps name who is `prefilling`.
-    With `announces` its worker sends an empty `Delta` before the step that is the first to compute a request.
-    `lower_tier_blocks` is the room below the device, of which it sends events, too.
+    Attributes:
+        kv_events: whether it sends KV events; if not, routers predict its prefix cache from the requests they sent.
+        prompts_at_once: prompts computed in parallel without slowing each other: the number of data-parallel ranks.
+        kv_layout: where KV lies in memory; None for an engine without KV memory.
+        kv_by_chunk: whether full blocks enter the prefix cache after the step that computed them, and `Step.prefilling` is set.
+        announces: whether its worker sends an empty `Delta` before the first step that computes a request.
+        lower_tier_blocks: blocks in tiers below the device that KV events cover.
     """
 
     block_size: int
@@ -41,12 +42,15 @@ class EngineInfo(Wire, frozen=True):
 
 
 class Prices(Wire, frozen=True):
-    """What an engine's work takes, in seconds, for a router that knows neither its hardware nor its model.
+    """Seconds of an engine's work, for a router that knows neither its hardware nor its model.
 
     Prefill of n tokens after m cached ones: `prefill_step_s` + n `prefill_token_s` + (n m + n (n + 1) / 2)
     `prefill_pair_s`. A decode step of b sequences with c tokens of context in all: `decode_step_s` +
-    b `decode_sequence_s` + c `decode_token_s`. `onboard_token_s` brings a token's KV into the device from
-    each `Tier`, the device first. `error`: how far these are from the prices behind them, as a mean part.
+    b `decode_sequence_s` + c `decode_token_s`.
+
+    Attributes:
+        onboard_token_s: seconds to bring one token's KV into the device from each `Tier`, the device first.
+        error: mean relative error of these prices against the latency model that they approximate.
     """
 
     prefill_step_s: float
@@ -65,11 +69,13 @@ class InstanceState(StrEnum):
 
 
 class Instance(Wire, frozen=True):
-    """A worker's registration; it lives as long as its lease. `prices` where somebody can tell what its steps take.
+    """A worker's registration; it lives as long as its lease.
 
-    `adapters` are the LoRA adapters it takes requests for: loaded, or loaded by its engine when one is asked for.
-    `host`, `rack`, `zone` and `region` are where it runs, as far as is known.
-    `exchange` is there where prompts can be handed over, to it or by it.
+    Attributes:
+        host: where it runs, as far as is known; likewise `rack`, `zone`, `region`.
+        prices: None without a profile or latency model of the engine.
+        adapters: LoRA adapters that it serves, loaded already or on first use.
+        exchange: None for a worker without KV transfer.
     """
 
     worker_id: WorkerId
@@ -101,7 +107,7 @@ class InstanceRemoved(Wire, frozen=True, tag="removed"):
 
 
 class WatchSynced(Wire, frozen=True, tag="synced"):
-    """Everything present when the watch began has been told; what follows are changes."""
+    """All instances present when the watch began have been reported; changes follow."""
 
 
 InstanceChange = InstancePut | InstanceRemoved | WatchSynced

@@ -1,4 +1,4 @@
-"""How a worker can be reached by others that read its KV, and by which ways it reads theirs."""
+"""KV transfer capabilities of a worker: how others read its KV, and by which transports it reads theirs."""
 
 from penstock.core.wire import Wire
 
@@ -18,15 +18,15 @@ class KvSource(Wire, frozen=True):
 
 
 class KvExchange(Wire, frozen=True):
-    """What a worker that hands prompts over, or takes them over, says of its ways to others.
+    """What a prefill or decode worker registers about KV transfer.
 
     Attributes:
-        transports: those of `penstock.transfer` that can reach its KV, or that it will try once that is needed.
-        listens: the kinds of address that others can reach it at: `memory`, `unix`, `tcp`.
-        host: names the machine as far as memory and local sockets reach.
+        transports: transports of `penstock.transfer` that can reach its KV, or that it will try when needed.
+        listens: kinds of address at which peers can connect: `memory`, `unix`, `tcp`.
+        host: id of the machine, equal for workers that share memory and local sockets.
         streams: whether its KV can be read while the prompt is still being computed.
-        setups_s: what each of `transports` takes to reach another worker for the first time, in seconds.
-        source: how its KV is read; None for a worker that has offered none so far, such as a decode worker.
+        setups_s: seconds that each of `transports` needs for its first connection to a peer.
+        source: how to read its KV; None for a worker that has exported none so far, such as a decode worker.
     """
 
     transports: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Where a worker keeps KV: which layers and heads each of its ranks holds, and how they lie in memory.
+"""A worker's KV memory layout: the layers and heads of each rank, and their order in memory.
 
-Workers exchange it, so that one can work out which bytes of the other's blocks it needs (`penstock.transfer.reshard`).
+Workers exchange layouts; a reader derives from both which bytes of the other's blocks it needs (`penstock.transfer.reshard`).
 """
 
 from typing import Self
@@ -12,25 +12,25 @@ from penstock.core.wire import Wire
 
 DIMENSIONS = ("layer", "kv", "block", "token", "head")
 REGION_DIMENSIONS = ("layer", "kv")
-"""Those that may choose the region."""
+"""Dimensions that may select the region."""
 BLOCK_FIRST = "| block layer kv token head"
-"""One region, where a block of all layers is together, as in the paged engine."""
+"""One region; all layers of a block are contiguous, as in the paged engine."""
 
 
 class RankLayout(Wire, frozen=True):
     """One rank's KV memory.
 
     Attributes:
-        layers: the model's layers that it holds, as they follow each other in memory.
-        heads: the model's KV heads that it holds, likewise.
-        num_blocks: in its pool.
-        order: the dimensions from the outermost to the innermost. Those left of the bar choose a region, those right
-            of it lie within one; the elements of one head of one token are always innermost and together.
-            `| block layer kv token head`: one region, a block of all layers together.
+        layers: model layers of this rank, in memory order.
+        heads: KV heads of this rank, in memory order.
+        num_blocks: size of the rank's pool.
+        order: dimensions from the outermost to the innermost. Dimensions left of the bar select a region, dimensions right
+            of the bar lie within it. The elements of one head of one token are always innermost and contiguous.
+            `| block layer kv token head`: one region, all layers of a block contiguous.
             `layer | kv block token head`: a region per layer, all keys before all values.
-            `layer kv | block head token`: keys and values of each layer apart, heads before tokens.
-        strides_bytes: of the dimensions right of the bar, where there are gaps; empty where there are none.
-        offset_bytes: of the first byte in each region.
+            `layer kv | block head token`: a region for the keys and one for the values of each layer, heads before tokens.
+        strides_bytes: strides of the dimensions right of the bar; empty if there are no gaps.
+        offset_bytes: offset of the first byte in each region.
     """
 
     layers: tuple[int, ...]
@@ -45,13 +45,13 @@ class KvLayout(Wire, frozen=True):
     """A worker's KV memory over all its ranks.
 
     Attributes:
-        num_layers: of the model.
-        num_kv_heads: of the model; 1 where all heads share one latent vector (MLA).
-        head_dim: elements of one head of one token; of the latent vector with what goes with it, for MLA.
-        dtype: of the elements, as the engine calls it.
-        element_bytes: of one.
+        num_layers: layers of the model.
+        num_kv_heads: KV heads of the model; 1 for MLA, where all heads share one latent vector.
+        head_dim: elements of one head of one token; for MLA, of the latent vector plus its rotary part.
+        dtype: the engine's name of the element type.
+        element_bytes: size of one element.
         block_size: tokens in a block.
-        ranks: in the engine's own order; several may hold the same heads.
+        ranks: in the engine's order; several ranks may hold the same heads.
         planes: 2 for keys and values, 1 for MLA.
     """
 
@@ -65,18 +65,18 @@ class KvLayout(Wire, frozen=True):
     planes: int = 2
 
     def split(self, *, num_blocks: int, tp: int = 1, pp: int = 1, order: str = BLOCK_FIRST) -> Self:
-        """Lay the model out over `pp * tp` ranks, as engines do it.
+        """Lay the model out over `pp * tp` ranks, as engines do.
 
-        The first `tp` ranks hold the first layers. With more ranks than heads each head is on several.
+        The first `tp` ranks hold the first layers. With more ranks than heads, several ranks hold the same head.
 
         Args:
-            num_blocks: in each rank's pool.
-            tp: ranks that share the heads of a layer.
-            pp: groups of ranks that share the layers; the first ones hold one more where it does not divide.
+            num_blocks: blocks in each rank's pool.
+            tp: tensor-parallel ranks, which split the heads of a layer.
+            pp: pipeline stages, which split the layers; if that leaves a remainder, the first stages hold one more layer.
             order: see `RankLayout`.
 
         Raises:
-            ConfigError: it cannot be divided so.
+            ConfigError: `tp` and the number of heads do not divide, or `pp` exceeds the number of layers.
         """
         if tp < 1 or max(tp, self.num_kv_heads) % min(tp, self.num_kv_heads):
             raise ConfigError(

@@ -1,33 +1,44 @@
-"""How busy a worker is, by its own account."""
+"""A worker's load report."""
+
+import msgspec
 
 from penstock.core.ids import WorkerId
 from penstock.core.wire import Wire
 
 
 class KvRead(Wire, frozen=True):
-    """What a worker has read of another one's KV, `producer`, since its start, and how long that took; `transport` moved the last of it."""
+    """Totals of a decode worker's KV reads from one prefill worker since its start; `transport` is that of the latest read."""
 
-    producer: WorkerId
+    prefill_worker: WorkerId = msgspec.field(name="producer")
     transport: str
     num_bytes: int
     seconds: float
 
 
 class WorkerLoad(Wire, frozen=True):
-    """A worker's own account of its load; the router adds what it has reserved since.
+    """A worker's report to one frontend; the router adds what it has reserved since.
 
-    `active_blocks` are held by live requests (cached but unused ones do not count).
-    `queued_prefill_tokens` are prompt tokens not computed yet, of waiting and running requests.
-    `steps` to `generated_tokens`, and `failed_steps` of these, count since start. What follows is set for each frontend. `accepted_requests`: how many of
-    the requests it sent on this connection are in these figures, so that it stops adding its own reservations for them.
-    The `peer` figures are of the other frontends that are connected (`peers` of them): their requests that have not ended,
-    what these had to compute, by their routers' expectation, as long as they have no token (and the pairs of one
-    of these tokens and one that it attends to), and how many it has taken of them since its start.
-    `onboarded_tokens`, by the engine again: those that requests found in each `Tier` beneath the device when they were
-    first taken in, host first; empty where there is no such tier. `oldest_wait_s`: how long the one of its requests that
-    has waited longest for its first token has done so by now. `kv_reads`: of those whose KV it has read last, a few.
-    Since it has handed over first: `kv_failures`, prompts that it computed again as their KV did not come; `kv_expired`, those whose KV it
-    held and nobody took in time; `kv_refused`, those that went without, as it held too much.
+    Attributes:
+        active_blocks: blocks held by live requests; cached blocks without a request do not count.
+        cached_blocks: blocks in the prefix cache, in use or not.
+        queued_prefill_tokens: prompt tokens not computed yet, of waiting and running requests.
+        context_tokens: tokens of context of all running requests.
+        steps: since start, like `preemptions`, `prefilled_tokens`, `prefix_hit_tokens`, `generated_tokens`.
+        accepted_requests: how many requests of this frontend these figures include; its router drops its own
+            reservations for them.
+        peers: other connected frontends.
+        peer_requests: unfinished requests of these.
+        peer_prefill_tokens: prompt tokens that requests of these without a first token had to compute, as their routers expected.
+        peer_prefill_pairs: pairs of such a token with a token that it attends to.
+        peer_arrivals: requests accepted from these since start.
+        onboarded_tokens: prompt tokens that admitted requests found in each `Tier` below the device, host first;
+            empty without such tiers.
+        oldest_wait_s: longest time that a request has waited for its first token so far.
+        kv_reads: the prefill workers read from most recently.
+        kv_failures: prompts that a decode worker recomputed since their KV did not arrive.
+        kv_expired: prompts whose pinned KV no decode worker read in time.
+        kv_refused: prompts that a prefill worker exported no KV of, since too many blocks were pinned.
+        failed_steps: how many of `steps` failed.
     """
 
     running_requests: int = 0

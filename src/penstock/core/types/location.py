@@ -1,4 +1,4 @@
-"""Where something runs, for what depends on how far two of them are apart."""
+"""Topology labels of a process, for costs that depend on the distance between two processes."""
 
 from typing import Self
 
@@ -7,7 +7,7 @@ from penstock.core.types.instances import Instance
 
 
 class Location(Config):
-    """A host and what it is in; what is not said is taken to be the same as the other side's."""
+    """A host and its rack, zone and region; an empty label counts as equal to the other side's."""
 
     host: str = ""
     """The machine."""
@@ -16,9 +16,9 @@ class Location(Config):
     zone: str = ""
     """Racks in one building or campus."""
     region: str = ""
-    """Zones with fast lines between them."""
+    """Zones with fast links between them."""
 
     @classmethod
     def of(cls, instance: Instance) -> Self:
-        """Give the location that a worker has registered."""
+        """Return the location that a worker has registered."""
         return cls(host=instance.host, rack=instance.rack, zone=instance.zone, region=instance.region)

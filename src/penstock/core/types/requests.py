@@ -1,6 +1,8 @@
-"""A request on its way to an engine, and the tokens that come back."""
+"""Requests to an engine, and the deltas that come back."""
 
 from enum import StrEnum
+
+import msgspec
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
@@ -8,7 +10,7 @@ from penstock.core.types.kv_exchange import KvSource
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
 
 TRANSFER_ID_BYTES = 16
-"""Those of a `Request.transfer_id` that names a transfer."""
+"""Length of `Request.transfer_id` in a request with a KV transfer."""
 
 
 class FinishReason(StrEnum):
@@ -20,10 +22,10 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(Wire, frozen=True):
-    """How to pick tokens. Noise is a function of (seed, choice, output position), never of the batch.
+    """How to sample tokens. Random numbers depend on (seed, choice, output position) only, never on the batch.
 
     `max_tokens` and `min_tokens` count the whole output, `Request.num_emitted` included.
-    `logprobs` is the number of alternatives to report (0: only the chosen token's), None for none.
+    `logprobs` is the number of alternatives to report; 0: only the sampled token's logprob; None: no logprobs.
     """
 
     max_tokens: int
@@ -42,13 +44,18 @@ class SamplingParams(Wire, frozen=True):
 
 
 class KvHandle(Wire, frozen=True):
-    """The right to read a finished prefill's blocks for `ttl_s` more seconds, once.
+    """The right to read the KV blocks of a finished prefill once, within `ttl_s` seconds.
 
-    `block_ids` are packed little-endian uint32: the producer's blocks of the first `num_tokens` tokens, the last one full or
-    not. `source` says how to read them. The blocks' hashes and the first token are in the `Request` that carries the handle.
+    The `Request` that carries the handle has the blocks' hashes and the first token.
+
+    Attributes:
+        prefill_worker: pinned the blocks.
+        num_tokens: tokens whose KV the blocks hold.
+        block_ids: packed little-endian uint32, in the prefill worker's pool; the last block may be partial.
+        source: how to read them.
     """
 
-    producer: WorkerId
+    prefill_worker: WorkerId = msgspec.field(name="producer")
     pin_id: PinId
     ttl_s: float
     num_tokens: int
@@ -57,21 +64,26 @@ class KvHandle(Wire, frozen=True):
 
 
 class Request(Wire, frozen=True):
-    """One choice of a user request, as an engine sees it: token ids in.
+    """One choice of a user request, tokenized, as an engine gets it.
 
-    `token_ids` is the prompt followed by the `num_emitted` tokens the user already has (a request that
-    moved to another worker continues there): penalties, stops, positions and usage count them.
-    `block_hashes` holds (n, 2) uint64 row-major, one row per full block of `token_ids` under `salt`.
-    `deadline_s` is what remains, since clocks differ between hosts; None means no deadline.
-    `session` is the client's name for what belongs together, for policies that go by it. `adapter` names the LoRA
-    adapter of `model` to run with; `salt` differs by it.
-    `tenant` and `priority` (above 0: sooner, below: later) say whose turn it is where requests wait for a worker.
-    `expected_cached_tokens` is how much of the prompt its router takes to be cached where it sends it: what is left,
-    the worker tells other routers. `known_peer_arrivals` is the worker's `peer_arrivals` that the choice of it was made
-    by: if more have come, it sends the request back for another choice; None has it stay.
-    With `prefill_only` it ends after its first token, if more would follow, and another worker goes on with `kv`.
-    `transfer_id`, 16 random bytes, names the KV transfer between the two workers: both are given it, nobody else is.
-    `slo_ttft_s` until its first token and `slo_itl_s` between two tokens are what its client wants it to take at most.
+    Attributes:
+        token_ids: the prompt, then `num_emitted` tokens that the client already has, if the request moved from another
+            worker. Penalties, stops, positions and usage count these as output.
+        block_hashes: (n, 2) uint64 row-major, one row per full block of `token_ids`, hashed with `salt`.
+        deadline_s: seconds that remain, since clocks differ between hosts; None: no deadline.
+        kv: blocks that a prefill worker holds for this request.
+        session: the client's name for its session, for session-aware policies.
+        tenant: whose fair share the request counts against in a router's request queue.
+        priority: above 0: sooner, below: later.
+        adapter: LoRA adapter of `model`; its `salt` differs.
+        expected_cached_tokens: prompt tokens that the router expects in the worker's cache; the worker reports the
+            rest to other routers as work to come.
+        known_peer_arrivals: the worker's `WorkerLoad.peer_arrivals` that the router knew when it chose the worker. If
+            more have arrived, the worker answers `StaleRoute`; None: it always accepts.
+        slo_ttft_s: the client's limit until the first token.
+        slo_itl_s: the client's limit between two tokens.
+        prefill_only: end after the first token with `FinishReason.PREFILLED`, if more tokens would follow.
+        transfer_id: 16 random bytes that name the KV transfer; a secret of the router and the two workers.
     """
 
     request_id: RequestId
@@ -97,10 +109,13 @@ class Request(Wire, frozen=True):
 
 
 class Prefetch(Wire, frozen=True):
-    """Tells a decode worker that `prefill_worker` computes this request's prompt, and that the request comes here next.
+    """Tells a decode worker that `prefill_worker` computes this request's prompt; the request will follow.
 
-    The decode worker follows `transfer_id` at the prefill worker and reads the KV as soon as there is any. `block_hashes`
-    are the prompt's, as in `Request`. `source` says how to read the prefill worker's KV.
+    The decode worker subscribes to `transfer_id` at the prefill worker and reads KV as blocks are computed.
+
+    Attributes:
+        block_hashes: of the prompt, as in `Request`.
+        source: how to read the prefill worker's KV.
     """
 
     request_id: RequestId
@@ -119,10 +134,14 @@ class TokenLogprob(Wire, frozen=True, array_like=True):
 
 
 class Delta(Wire, frozen=True, array_like=True):
-    """What one engine step added to one request. Only the last delta carries `finish_reason`.
+    """What one engine step added to one request.
 
-    `cached_tokens` comes with the first delta: how many prompt tokens the prefix cache gave. `kv` comes with
-    `FinishReason.PREFILLED`. One with nothing but its id says that the step that comes is the first to compute the request.
+    A delta with nothing but `request_id` announces that the next step is the first to compute the request.
+
+    Attributes:
+        finish_reason: set on the last delta only.
+        cached_tokens: prompt tokens found in the prefix cache; set on the first delta.
+        kv: set with `FinishReason.PREFILLED`.
     """
 
     request_id: RequestId

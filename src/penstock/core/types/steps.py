@@ -1,4 +1,4 @@
-"""Everything one engine step changed."""
+"""The result of one engine step."""
 
 from penstock.core.ids import RequestId
 from penstock.core.types.events import KvEvent
@@ -8,9 +8,9 @@ from penstock.core.wire import Wire
 
 
 class Step(Wire, frozen=True):
-    """All that one engine step changed, at once.
+    """Everything one engine step changed.
 
-    `prefilling` names the requests of whose prompt a part was computed, and not the end.
+    `prefilling` lists requests with a prefill chunk in this step whose prompt is not finished.
     """
 
     deltas: tuple[Delta, ...] = ()

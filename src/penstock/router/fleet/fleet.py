@@ -377,7 +377,7 @@ class Fleet:
         """Price what moves between two workers by what they were found to take."""
         now_s = asyncio.get_running_loop().time()
         for read in reads:
-            source = self.slot_of(read.producer)
+            source = self.slot_of(read.prefill_worker)
             if source is not None:
                 self.link_bandwidths.report(source, member.slot, read, now_s)
 

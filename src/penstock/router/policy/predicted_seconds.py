@@ -85,7 +85,7 @@ def _with_places(terms: Column, context: RoutingContext) -> Column:
     """Raise `kv_wait` to the wait for a batch slot where that is longer. A request that ends frees both KV blocks and its slot."""
     present = context.running_requests + context.waiting_requests
     if np.count_nonzero(present >= context.prices.batch_requests):  # a third of what `any` takes
-        np.maximum(terms[_KV_WAIT], context.place_wait_s(), out=terms[_KV_WAIT])
+        np.maximum(terms[_KV_WAIT], context.batch_wait_s(), out=terms[_KV_WAIT])
     return terms
 
 

@@ -144,7 +144,7 @@ class RequestQueue:
         if candidates.is_disaggregated and not self._can_be_answered(candidates, threshold_s):
             return np.zeros_like(context.eligible)
         room: NDArray[np.bool_] = candidates.waits_s() <= threshold_s
-        room &= context.place_wait_s() <= _SOON_S
+        room &= context.batch_wait_s() <= _SOON_S
         nobody_waits = context.waiting_requests == 0
         nobody_waits &= self._fleet.loads.unreported_requests < context.prices.prompts_at_once
         room |= nobody_waits

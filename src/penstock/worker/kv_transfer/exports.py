@@ -72,7 +72,7 @@ class KvExports:
         self,
         engine: KvBlocks,
         info: EngineInfo,
-        producer: WorkerId,
+        prefill_worker: WorkerId,
         config: KvTransferConfig,
         *,
         tell: Tell,
@@ -82,7 +82,7 @@ class KvExports:
         Args:
             engine: a started one.
             info: what it said of itself.
-            producer: this worker.
+            prefill_worker: this worker.
             config: how much is held, and for how long.
             tell: reaches those that follow.
         """
@@ -96,7 +96,7 @@ class KvExports:
         self._engine = engine
         self._tails = engine if isinstance(engine, KvTails) else None
         self._info = info
-        self._producer = producer
+        self._prefill_worker = prefill_worker
         self._config = config
         self._tell = tell
         self._ids = count(1)
@@ -312,7 +312,7 @@ class KvExports:
         export = self._held[pin_id]
         num_full = export.num_counted - len(export.tail)
         return KvHandle(
-            producer=self._producer,
+            prefill_worker=self._prefill_worker,
             pin_id=pin_id,
             ttl_s=self._config.pin_ttl_s,
             num_tokens=num_full * self._info.block_size + export.tail_tokens,

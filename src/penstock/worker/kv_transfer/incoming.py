@@ -239,7 +239,7 @@ class IncomingTransfers:
         one = self._expected.pop((request.request_id, owner), None)
         if one is None:
             return None
-        is_same = (one.transfer_id, one.prefill_worker) == (request.transfer_id, handle.producer)
+        is_same = (one.transfer_id, one.prefill_worker) == (request.transfer_id, handle.prefill_worker)
         if is_same and one.growth.pin_id in (None, handle.pin_id) and one.growth.error is None:
             return one
         one.let_go()
@@ -248,7 +248,7 @@ class IncomingTransfers:
     def _by_handle(self, request: Request, owner: Hashable, handle: KvHandle) -> Incoming:
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)
         hashes = hashes[: handle.num_tokens // self._info.block_size]
-        source = handle.producer, handle.source
+        source = handle.prefill_worker, handle.source
         return Incoming(request.request_id, owner, request.transfer_id, *source, hashes, Growth(len(hashes)))
 
     async def _fetch(self, one: Incoming, request: Request, handle: KvHandle, submit: Submit) -> None:

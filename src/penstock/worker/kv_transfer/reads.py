@@ -16,17 +16,17 @@ class KvReads:
         """Have read nothing."""
         self.latest: tuple[KvRead, ...] = ()
         """Of the last few producers."""
-        self._by_producer: dict[WorkerId, KvRead] = {}
+        self._by_worker: dict[WorkerId, KvRead] = {}
 
-    def add(self, producer: WorkerId, transport: str, num_bytes: int, seconds: float) -> None:
+    def add(self, prefill_worker: WorkerId, transport: str, num_bytes: int, seconds: float) -> None:
         """Count a read that has ended well."""
-        before = self._by_producer.pop(producer, None)
+        before = self._by_worker.pop(prefill_worker, None)
         if before is not None:
             num_bytes, seconds = before.num_bytes + num_bytes, before.seconds + seconds
-        elif len(self._by_producer) >= _PRODUCERS_MAX:
-            del self._by_producer[next(iter(self._by_producer))]
-        self._by_producer[producer] = KvRead(
-            producer=producer, transport=transport, num_bytes=num_bytes, seconds=seconds
+        elif len(self._by_worker) >= _PRODUCERS_MAX:
+            del self._by_worker[next(iter(self._by_worker))]
+        self._by_worker[prefill_worker] = KvRead(
+            prefill_worker=prefill_worker, transport=transport, num_bytes=num_bytes, seconds=seconds
         )
-        told = [read for read in self.latest if read.producer != producer]
-        self.latest = (*told[1 - _TOLD_MAX :], self._by_producer[producer])
+        told = [read for read in self.latest if read.prefill_worker != prefill_worker]
+        self.latest = (*told[1 - _TOLD_MAX :], self._by_worker[prefill_worker])

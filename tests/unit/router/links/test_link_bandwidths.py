@@ -77,7 +77,7 @@ class Reader:
             self.seconds += seconds
             self.num_bytes += round(bytes_per_s * seconds)
             told = KvRead(
-                producer=WorkerId(1), transport="tcp", num_bytes=self.num_bytes, seconds=self.seconds
+                prefill_worker=WorkerId(1), transport="tcp", num_bytes=self.num_bytes, seconds=self.seconds
             )
             self.table.report(0, 1, told, self.now_s)
             self.table.check()

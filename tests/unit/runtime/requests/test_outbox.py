@@ -64,7 +64,7 @@ def test_a_merged_delta_keeps_every_field_in_its_place():
     box = Box(window_tokens=0)
     box.open("a")
     logprobs = [TokenLogprob(token_id=t, logprob=-float(t), top=((t, -1.0),)) for t in (1, 2, 3)]
-    handle = KvHandle(producer=1, pin_id=2, ttl_s=3.0, num_tokens=64, block_ids=b"x" * 100)
+    handle = KvHandle(prefill_worker=1, pin_id=2, ttl_s=3.0, num_tokens=64, block_ids=b"x" * 100)
     box.offer([delta("a", [1], cached_tokens=16, logprobs=tuple(logprobs[:1]))], writable=True)
     box.offer([delta("a", [2, 3], logprobs=tuple(logprobs[1:]))], writable=True)
     box.offer([delta("a", [], finish_reason=FinishReason.PREFILLED, kv=handle)], writable=True)

@@ -42,7 +42,7 @@ def test_a_link_that_is_slower_than_was_said_keeps_prompts_where_they_are_answer
                 await whole_answer(dispatcher, tiny_request(f"r{number}", LENGTH, 3, seed=number))
                 remote.append(dispatcher.explain(f"r{number}")[0].prefill.remote)
             (read,) = cluster.worker("d").kv_transfer.kv_reads
-            assert read.producer == cluster.worker("p").instance.worker_id
+            assert read.prefill_worker == cluster.worker("p").instance.worker_id
             assert (read.transport, read.num_bytes / read.seconds) == ("memory", pytest.approx(bytes_per_s))
             seen = {view.name: view.load for view in dispatcher.workers()}
             assert [one.transport for one in seen["d"]["kv_reads"]] == ["memory"]
@@ -51,13 +51,13 @@ def test_a_link_that_is_slower_than_was_said_keeps_prompts_where_they_are_answer
     run_virtual(main())
 
 
-def test_totals_by_producer_and_the_latest_of_them_are_told():
+def test_totals_by_prefill_worker_and_the_latest_of_them_are_told():
     reads = KvReads()
     assert reads.latest == ()
     for number in range(6):
         reads.add(WorkerId(number), "shm", 100, 0.5)
     reads.add(WorkerId(3), "tcp", 10, 0.25)
-    assert [read.producer for read in reads.latest] == [2, 4, 5, 3]
+    assert [read.prefill_worker for read in reads.latest] == [2, 4, 5, 3]
     assert (reads.latest[-1].transport, reads.latest[-1].num_bytes, reads.latest[-1].seconds) == (
         "tcp",
         110,

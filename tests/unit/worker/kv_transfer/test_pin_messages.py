@@ -51,7 +51,7 @@ def test_hashes_that_are_none_end_nobody_elses_connection():
         worker.prefetch(prefetch, sink)
         assert len(worker.kv_transfer) == 0
         handle = KvHandle(
-            producer=WorkerId(1),
+            prefill_worker=WorkerId(1),
             pin_id=PinId(1),
             ttl_s=1.0,
             num_tokens=12,

@@ -485,7 +485,11 @@ def test_a_request_that_brings_another_handle_ends_what_was_begun():
             incoming = kv_transfer(cluster).incoming
             (begun,) = incoming._expected.values()
             handle = KvHandle(
-                producer=begun.prefill_worker, pin_id=PinId(99), ttl_s=1.0, num_tokens=LENGTH, block_ids=b""
+                prefill_worker=begun.prefill_worker,
+                pin_id=PinId(99),
+                ttl_s=1.0,
+                num_tokens=LENGTH,
+                block_ids=b"",
             )
             asked = msgspec.structs.replace(stream._progress.request(), transfer_id=begun.transfer_id)
             assert incoming._claim(asked, begun.owner, handle) is None
