@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from benchmarks.command import EXPERIMENTS
 from penstock import cli
 from penstock.bench.registry import BENCHES
 from penstock.graph import Graph
+from penstock.router.metrics import RouterMetrics
 from penstock.sim.workload.workload import WorkloadConfig
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +96,28 @@ def test_code_compiles_and_graphs_load(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if not target.startswith(("http://", "https://", "#")):
-            assert (page.parent / target.partition("#")[0]).exists(), target
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        found = page.parent / path if path else page
+        assert found.exists(), target
+        if anchor and found.suffix == ".md":
+            assert anchor in anchors(found), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Give the names under which a page's headings can be linked to."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+    headings = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in re.findall(r"(?m)^#+ (.*)$", text)]
+    return {heading.strip().replace(" ", "-") for heading in headings}
+
+
+def test_every_metric_of_the_router_is_in_its_reference() -> None:
+    registry = CollectorRegistry()
+    RouterMetrics(registry)
+    page = (ROOT / "docs" / "routing-reference.md").read_text()
+    names = [metric.name.removeprefix("penstock_router_") for metric in registry.collect()]
+    assert [name for name in names if not re.search(rf"`{name}(_total)?[`{{]", page)] == []
 
 
 def test_the_fields_of_the_configuration_page_are_current() -> None:
