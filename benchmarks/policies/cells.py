@@ -5,29 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from benchmarks.policies.workload import RECORDED, SYNTHETIC
+from benchmarks.runner import DEPLOYMENTS, RECORDED, SYNTHETIC, Trouble
 from penstock.core.errors import ConfigError
 
-DEPLOYMENTS = {
-    "70b-fp8": ("70b-h100-fp8-tp2-x8", "70b-h100-fp8-tp2"),
-    "8b-bf16": ("8b-h100-x8", "8b-h100-bf16-tp1"),
-    "70b-fp8-host": ("70b-h100-fp8-tp2-x8-host", "70b-h100-fp8-tp2"),
-    "8b-bf16-host": ("8b-h100-x8-host", "8b-h100-bf16-tp1"),
-}
-"""By short name: the graph, and the profile that its engines run on."""
 LOADS = (30, 60, 80, 95, 110)
 """In per cent of saturation."""
 OVERLOAD = 110
 HEADLINE = (SYNTHETIC, "70b-fp8", 80)
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """What the router does not know: the first worker takes `slowness` times as long; reports come late."""
-
-    slowness: float = 1.0
-    load_delay_s: float = 0.0
-
 
 TROUBLES = {
     "slow-worker": Trouble(slowness=1.5),

@@ -1,7 +1,6 @@
 """What `python -m benchmarks policies` takes, does and gives."""
 
 import argparse
-import asyncio
 import importlib
 import sys
 from collections.abc import Sequence
@@ -10,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.policies.arena import Arena, Files, Results, default_jobs
 from benchmarks.policies.cells import Effort, all_cells, read_rates, select
-from benchmarks.policies.ledger import Ledger
+from benchmarks.policies.comparison import Comparison, Results
 from benchmarks.policies.plot import draw
 from benchmarks.policies.summary import METRICS, Summary, summarise
+from benchmarks.runner import Cache, Runner, default_jobs
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.router.policy.policies import POLICIES, make_policy
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cells", metavar="PATTERNS", help="only these cells, such as S/*/80,M/8b-bf16/* (default: all)"
     )
-    parser.add_argument("--again", metavar="NAMES", help="play these policies anew, whatever --state knows")
+    parser.add_argument("--again", metavar="NAMES", help="run these policies again, whatever --state knows")
     parser.add_argument(
         "--requests", type=int, default=20_000, metavar="N", help="of a cell (default %(default)s)"
     )
@@ -101,7 +100,7 @@ def _add_directory(parser: argparse.ArgumentParser, flag: str, default: str, tex
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Play every cell with every policy, and compare.
+    """Run every cell with every policy, and compare.
 
     Raises:
         ConfigError: an option or file is wrong.
@@ -113,14 +112,11 @@ def run(options: argparse.Namespace) -> Report:
     patterns = options.cells.split(",") if options.cells else (_QUICK_CELLS if options.quick else ())
     cells = select(list(all_cells(with_recorded=options.trace is not None)), patterns)
     again = {policies.get(name, name) for name in (options.again or "").split(",")}
-    ledger = Ledger(options.state).forget(lambda key: key.partition(" ")[0].removeprefix("policy=") in again)
-    files = Files(options.examples, options.baselines, options.trace, tuple(options.settings))
-
-    async def compare() -> Results:
-        async with Arena(files, ledger, policies, options.jobs) as arena:
-            return await arena.compare(cells, effort)
-
-    results = asyncio.run(compare())
+    cache = Cache(options.state).forget(lambda key: key.partition(" ")[0].removeprefix("policy=") in again)
+    runner = Runner(options.jobs, cache)
+    results = Comparison(
+        options.examples, options.trace, policies, effort, runner, tuple(options.settings)
+    ).run(cells)
     summary = summarise(results, SUBJECT)
     if options.plot is not None:
         options.plot.write_text(draw(summary.means), encoding="utf-8")

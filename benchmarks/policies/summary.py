@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.policies.arena import Results
 from benchmarks.policies.cells import OVERLOAD, Cell
+from benchmarks.policies.comparison import Results
 
 REUSABLE = 0.25
 """Cells whose workload has more to reuse than this count for the comparison with the best single baseline."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import Slo
+from penstock.plan.largest_rate import largest_rate
 from penstock.sim.deployment import Deployment
 from penstock.sim.report.report import is_good
 from penstock.sim.simulate import simulate
@@ -66,22 +67,21 @@ class Search:
             requests = min(max(requests, self.requests_min), self.requests_max)
             return _good_share(deployment, workload(requests, rate_per_s), slo)
 
-        low, low_share, high = 0.0, 0.0, math.inf
-        rate_per_s = start_per_s
-        lowest, highest = _FACTOR_MIN * start_per_s, _FACTOR_MAX * start_per_s
-        while high > low * (1 + self.precision) and lowest < rate_per_s < highest:
-            share = good_share(rate_per_s)
-            if share >= needed:
-                low, low_share = rate_per_s, share
-            else:
-                high = rate_per_s
-            if not low:
-                rate_per_s = high / self.step
-            elif math.isinf(high):
-                rate_per_s = low * self.step
-            else:
-                rate_per_s = math.sqrt(low * high)
-        return Goodput(low, low * low_share)
+        shares = {0.0: 0.0}
+
+        def is_kept(rate_per_s: float) -> bool:
+            shares[rate_per_s] = good_share(rate_per_s)
+            return shares[rate_per_s] >= needed
+
+        low, _ = largest_rate(
+            is_kept,
+            start_per_s,
+            step=self.step,
+            precision=self.precision,
+            least_per_s=_FACTOR_MIN * start_per_s,
+            most_per_s=_FACTOR_MAX * start_per_s,
+        )
+        return Goodput(low, low * shares[low])
 
 
 def _good_share(deployment: Deployment, workload: WorkloadConfig, slo: Slo) -> float:

@@ -6,23 +6,17 @@ share nothing but the workers.
 
 import argparse
 import math
-import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.policies.arena import Files, default_jobs
 from benchmarks.policies.cells import read_rates
-from benchmarks.policies.game import Place, figures, prepare_process
-from benchmarks.policies.workload import RECORDED, SYNTHETIC, Workload
+from benchmarks.runner import RECORDED, SYNTHETIC, Figures, Run, Runner, Workload, default_jobs, find_graph
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
-from penstock.sim.simulate import simulate
 from penstock.sim.workload.trace import read_trace
 
 SATURATION_RPS = {
@@ -38,16 +32,6 @@ WORSE_MAX = 1.15
 """So much higher may the p99 of the time to the first token be."""
 _METRICS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s")
 _QUICK_REQUESTS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One simulation."""
-
-    place: Place
-    workload: Workload
-    rate_per_s: float
-    routers: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Play every workload and deployment at every load, with one router and with several.
+    """Run every workload and deployment at every load, with one router and with several.
 
     Raises:
         ConfigError: an option or file is wrong.
@@ -92,36 +76,21 @@ def run(options: argparse.Namespace) -> Report:
     if options.trace is not None:
         read_trace(options.trace)
     runs = dict(_runs(options))
+    keys = {run: key for key, run in runs.items()}
+    results: dict[Run, Figures] = {}
+    with Runner(options.jobs) as runner:
+        for run, figures in runner.run_many(keys):
+            cell, routers, seed = keys[run]
+            _tell(f"{cell}, {routers} at once, seed {seed}: p99 TTFT {figures['ttft_p99_s']:.3f} s")
+            results[run] = figures
     found: dict[str, dict[int, list[float]]] = {}
-    with ProcessPoolExecutor(
-        options.jobs, multiprocessing.get_context("spawn"), prepare_process, (str(options.examples),)
-    ) as pool:
-        for key, results in zip(runs, pool.map(play, runs.values()), strict=True):
-            cell, routers, seed = key
-            for metric in _METRICS:
-                found.setdefault(f"{cell} {metric}", {}).setdefault(routers, []).append(results[metric])
-            _tell(f"{cell}, {routers} at once, seed {seed}: p99 TTFT {results['ttft_p99_s']:.3f} s")
+    for (cell, routers, _), run in runs.items():
+        for metric in _METRICS:
+            found.setdefault(f"{cell} {metric}", {}).setdefault(routers, []).append(results[run][metric])
     return _report(found, options)
 
 
-def play(run: Run) -> dict[str, float]:
-    """Simulate one.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    deployment = run.place.deployment()
-    graph = deployment.graph
-    frontend = graph.frontend.model_copy(update={"processes": run.routers})
-    deployment = replace(deployment, graph=graph.model_copy(update={"frontend": frontend}))
-    sessions = run.workload.sessions(run.rate_per_s)
-    span_s = sessions[-1].at_s
-    recording = simulate(deployment, sessions, seed=run.workload.seed, sample_interval_s=max(span_s, 0.1))
-    return figures(recording, span_s)
-
-
 def _runs(options: argparse.Namespace) -> Iterator[tuple[tuple[str, int, int], Run]]:
-    files = Files(options.examples, options.examples, options.trace)
     cells = [(*place, load) for place in SATURATION_RPS for load in LOADS]
     if options.trace is None:
         cells = [cell for cell in cells if cell[0] != RECORDED]
@@ -132,8 +101,9 @@ def _runs(options: argparse.Namespace) -> Iterator[tuple[tuple[str, int, int], R
     for name, deployment, load in cells:
         rate_per_s = saturation[f"{name}/{deployment}"] * load / 100
         for seed, routers in product(range(1, seeds + 1), (1, options.routers)):
-            workload = Workload(name, requests, seed, options.trace if name == RECORDED else None)
-            run = Run(files.place(deployment), workload, rate_per_s, routers)
+            workload = Workload(name, requests, options.trace if name == RECORDED else None)
+            graph = find_graph(options.examples, deployment, (f"frontend.processes={routers}",))
+            run = Run(graph, workload, rate_per_s, seed=seed)
             yield (f"{name}/{deployment}/{load}", routers, seed), run
 
 

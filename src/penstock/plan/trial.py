@@ -10,6 +10,7 @@ import numpy as np
 from penstock.perf.search.demand import Demand
 from penstock.perf.search.search import Layout
 from penstock.plan.graph_text import graph_of
+from penstock.plan.largest_rate import largest_rate
 from penstock.plan.question import Question
 from penstock.sim.deployment import Deployment, plan_deployment
 from penstock.sim.report.report import latencies_s
@@ -90,22 +91,22 @@ def try_layout(
     """
     deployment = plan_deployment(graph_of(question, layout), beside=Path())
     best = known
-    high = math.inf
-    rate_per_s = effort.begin * layout.rate_per_s if known is None else effort.step * known.rate_per_s
-    while rate_per_s > _SMALLEST * layout.rate_per_s:
+
+    def is_kept(rate_per_s: float) -> bool:
+        nonlocal best
         seen = play(deployment, question.demand, rate_per_s, effort.requests)
-        if seen.keeps(question.demand):
+        if keeps := seen.keeps(question.demand):
             best = seen
-        else:
-            high = rate_per_s
-        if best is None:
-            rate_per_s = high / effort.step
-        elif math.isinf(high):
-            rate_per_s = best.rate_per_s * effort.step
-        elif high <= best.rate_per_s * (1 + effort.precision):
-            break
-        else:
-            rate_per_s = math.sqrt(best.rate_per_s * high)
+        return keeps
+
+    largest_rate(
+        is_kept,
+        effort.begin * layout.rate_per_s if known is None else effort.step * known.rate_per_s,
+        step=effort.step,
+        precision=effort.precision,
+        known_per_s=0.0 if known is None else known.rate_per_s,
+        least_per_s=_SMALLEST * layout.rate_per_s,
+    )
     return None if best is None else Proposal(layout, best, is_simulated=True)
 
 

@@ -1,7 +1,8 @@
-"""Results that survive an interruption: one JSON line for each finished run, appended and synced."""
+"""Figures that survive an interruption: one JSON line for each finished job, appended and synced."""
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -11,23 +12,22 @@ from penstock.core.errors import ConfigError
 Figures = dict[str, float]
 
 
-class Ledger:
-    """What is known, by key. One process owns the file; without one, nothing survives."""
+class Cache:
+    """Figures by key. One process owns the file; without a file nothing survives the process. Thread-safe."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read what is there; a last line that was cut off is dropped from the file.
+        """Read the file, and drop its last line if that was cut off.
 
         Raises:
-            ConfigError: the file cannot be used, or is something else.
+            ConfigError: the file cannot be read and written, or has other content.
         """
+        self._lock = threading.Lock()
         self._path = path
         self._known: dict[str, Figures] = {}
         if path is None:
             return
         try:
-            with path.open(
-                "a+b"
-            ) as file:  # so that one that cannot be written is known before anything is played
+            with path.open("a+b") as file:  # a file that cannot be written fails here, before any job runs
                 file.seek(0)
                 content = file.read()
             whole, _, rest = content.rpartition(b"\n")
@@ -51,16 +51,16 @@ class Ledger:
         return self._known.get(key)
 
     def put(self, key: str, figures: Figures) -> None:
-        """Keep a result; once this returns, it is on the disk."""
+        """Keep figures; once this returns, they are on the disk."""
         self._known[key] = figures
         if self._path is not None:
-            with self._path.open("ab") as file:
+            with self._lock, self._path.open("ab") as file:
                 file.write(json.dumps({"key": key, "figures": figures}).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
 
     def forget(self, is_stale: Callable[[str], bool]) -> Self:
-        """Drop results by key, also from the file: it is replaced at once by one without them."""
+        """Drop figures by key, also from the file, which is replaced atomically."""
         kept = {key: figures for key, figures in self._known.items() if not is_stale(key)}
         if self._path is not None and len(kept) < len(self._known):
             beside = self._path.with_name(self._path.name + ".new")

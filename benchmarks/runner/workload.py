@@ -38,38 +38,38 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is played: so many requests, the `seed`-th draw. `trace` is the file of `RECORDED`."""
+    """So many requests of `SYNTHETIC` or `RECORDED`. `trace` is the file of `RECORDED`."""
 
     name: str
     requests: int
-    seed: int = 1
     trace: Path | None = None
 
-    def sessions(self, rate_per_s: float) -> Sequence[Session]:
-        """Give the sessions of one run, in order of time.
+    def sessions(self, rate_per_s: float, seed: int = 1) -> Sequence[Session]:
+        """Draw the sessions of one run, in order of time.
 
         Args:
             rate_per_s: requests on average.
+            seed: of the draw.
 
         Raises:
             ConfigError: the trace cannot be read.
         """
-        return _sessions(self, rate_per_s)
+        return _sessions(self, rate_per_s, seed)
 
 
 @lru_cache(maxsize=1)
-def _sessions(workload: Workload, rate_per_s: float) -> Sequence[Session]:
-    """Make them once for all policies that are run one after the other on them."""
+def _sessions(workload: Workload, rate_per_s: float, seed: int) -> Sequence[Session]:
+    """Draw the sessions once for all policies that run them one after the other."""
     if workload.name == SYNTHETIC:
-        return list(_synthetic(workload, rate_per_s))
+        return list(_synthetic(workload.requests, rate_per_s, seed))
     if workload.trace is None:
-        raise ConfigError(f"workload {workload.name}: it is played from a trace; give one with --trace")
+        raise ConfigError(f"workload {workload.name}: it is read from a trace; give one with --trace")
     rows = rescaled(read_trace(workload.trace)[: workload.requests], rate_per_s=rate_per_s)
-    return list(trace_sessions(rows, seed=workload.seed))
+    return list(trace_sessions(rows, seed=seed))
 
 
-def _synthetic(workload: Workload, rate_per_s: float) -> Iterator[Session]:
-    rng = random.Random(workload.seed)
+def _synthetic(requests: int, rate_per_s: float, seed: int) -> Iterator[Session]:
+    rng = random.Random(seed)
     run = rng.getrandbits(62)
     shortest, longest = GROUP_TOKENS
     # Golden steps spread the lengths evenly whatever the popularity, so that seeds differ little in their means.
@@ -77,7 +77,7 @@ def _synthetic(workload: Workload, rate_per_s: float) -> Iterator[Session]:
     groups = [named_units(named(run, 1, k), round(tokens / _UNIT_TOKENS)) for k, tokens in enumerate(lengths)]
     weights = list(accumulate((k + 1) ** -ZIPF for k in range(GROUPS)))
     turns_mean = sum(share * (n + 1) for n, share in enumerate(TURNS))
-    at_s, number, left = 0.0, 0, workload.requests
+    at_s, number, left = 0.0, 0, requests
     while left > 0:
         (turns,) = rng.choices(range(1, len(TURNS) + 1), TURNS)
         shared = groups[0][:0]
