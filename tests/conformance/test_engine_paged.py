@@ -10,8 +10,8 @@ from penstock.engine.runner import ThreadedRunner
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.testing.engines.blocks import EngineBlocks
 from penstock.testing.engines.engine import EngineSuite
+from penstock.testing.engines.partial_blocks import EnginePartialBlocks
 from penstock.testing.engines.probe import EngineSetup
-from penstock.testing.engines.tails import EngineTails
 from tests.support.late_runner import LateFence, LateRunner
 
 pytest.importorskip("torch")
@@ -57,7 +57,7 @@ class TestPagedEngine(EngineSuite):
         return paged_engine(*configs(self.checkpoint, setup))
 
 
-class LateDevice(EngineBlocks, EngineTails):
+class LateDevice(EngineBlocks, EnginePartialBlocks):
     """The paged engine on a device that only queues its writes."""
 
     vocab_size: ClassVar[int] = 512

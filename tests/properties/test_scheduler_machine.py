@@ -129,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for position in range(tokens):
             self.cells[block_id, position] = hash(tuple(known[: full * BLOCK_SIZE + position + 1]))
         self.cells[block_id, tokens:] = 0
-        self.scheduler.lend_tail(request.request_id, block_id, tokens)
+        self.scheduler.lend_partial_block(request.request_id, block_id, tokens)
 
     def submit_one(self, request, prompt):
         waiting = self.scheduler.load().waiting_requests
@@ -254,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (delta.cached_tokens is not None) == (bool(tokens) and not expected.heard)
             expected.heard |= bool(tokens)
             if delta.finish_reason is not None:
-                self.claim_tail(self.expected.pop(delta.request_id), delta.finish_reason)
+                self.claim_partial_block(self.expected.pop(delta.request_id), delta.finish_reason)
             if delta.finish_reason is not FinishReason.ERROR:
                 whole = expected.emitted == len(expected.tokens)
                 assert delta.finish_reason == (expected.reason if whole else None)
@@ -270,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.resident.issuperset(hashes)
                 self.resident.difference_update(hashes)
 
-    def claim_tail(self, ended, reason):
+    def claim_partial_block(self, ended, reason):
         """Of two requests that end with one block in the middle of another, one's is claimed, and stays as it is."""
         request = ended.request
         known = [*ended.prompt, *ended.tokens[: ended.emitted]]

@@ -26,7 +26,7 @@ _log = get_logger()
 
 
 class BatchedEngine:
-    """Implements `Engine`, `Announcing`, `KvBlocks`, `KvTails` and `RoleAware` over a runner.
+    """Implements `Engine`, `Announcing`, `KvBlocks`, `KvPartialBlocks` and `RoleAware` over a runner.
 
     A step that fails ends the requests it was computing and no others, with an error that has them go on elsewhere.
     Several in a row end the engine, unless one request was in all of them: that is no sign of a broken device.
@@ -173,11 +173,11 @@ class BatchedEngine:
         self.scheduler.pins.unpin(block_ids)
         self._wake.set()
 
-    def claim_tail(self, request_id: RequestId) -> BlockId | None:
+    def claim_partial_block(self, request_id: RequestId) -> BlockId | None:
         return self.scheduler.partial_blocks.claim(request_id)
 
-    def lend_tail(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
-        self.scheduler.lend_tail(request_id, block_id, num_tokens)
+    def lend_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        self.scheduler.lend_partial_block(request_id, block_id, num_tokens)
 
     @property
     def scheduler(self) -> Scheduler:

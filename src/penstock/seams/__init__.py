@@ -1,14 +1,14 @@
-"""Every seam of the system, and nothing else: protocols without code, a file for each.
+"""All protocols between packages, and nothing else: one file per seam, no code.
 
-Write one of these to plug in your own engine, plane or policy; `penstock.testing` holds a conformance
-suite for each. Async methods do I/O; sync methods never block. Every seam has a `memory` (or `mock`)
-implementation, which is the reference the others are tested against.
+Implement one to plug in your own engine, request plane or policy; `penstock.testing` has a conformance
+suite for each. Async methods do I/O; sync methods never block. Every seam has a `memory` or `mock`
+implementation, the reference for all others.
 """
 
 from penstock.core.routing_context import PriceColumns, RoutingContext
 from penstock.seams.discovery import Discovery, Registration
 from penstock.seams.dispatch import RequestDispatcher, RequestStream
-from penstock.seams.engine import Announcing, Engine, KvBlocks, KvTails, RoleAware
+from penstock.seams.engine import Announcing, Engine, KvBlocks, KvPartialBlocks, RoleAware
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -16,7 +16,7 @@ from penstock.seams.request_plane import (
     FrontendSink,
     PlaneServer,
     RequestPlane,
-    WayToWorkers,
+    RequestPlaneClient,
     WorkerService,
     WorkerSink,
 )
@@ -34,7 +34,7 @@ __all__ = [
     "FrontendSink",
     "HistoryPolicy",
     "KvBlocks",
-    "KvTails",
+    "KvPartialBlocks",
     "Link",
     "Move",
     "PlaneServer",
@@ -42,6 +42,7 @@ __all__ = [
     "Registration",
     "RequestDispatcher",
     "RequestPlane",
+    "RequestPlaneClient",
     "RequestStream",
     "RoleAware",
     "RoutingContext",
@@ -49,7 +50,6 @@ __all__ = [
     "TransferChannel",
     "Transport",
     "TransportHost",
-    "WayToWorkers",
     "WorkerService",
     "WorkerSink",
 ]

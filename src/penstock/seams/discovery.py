@@ -1,4 +1,4 @@
-"""Who serves what."""
+"""Discovery: which workers serve which models."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -7,22 +7,22 @@ from penstock.core.types.instances import Instance, InstanceChange
 
 
 class Registration(Protocol):
-    """A worker's place in discovery; the lease is renewed until `close`."""
+    """A registered instance; its lease is renewed until `close`."""
 
     async def update(self, instance: Instance) -> None:
-        """Replace what watchers see, as when a worker begins to drain."""
+        """Replace the instance that watchers see, for example when the worker begins to drain."""
         ...
 
     async def close(self) -> None:
-        """Withdraw at once, without waiting for the lease to run out. Safe twice."""
+        """Withdraw the instance at once, before its lease expires. Safe twice."""
         ...
 
 
 class Discovery(Protocol):
-    """Who serves what, kept true by leases."""
+    """A registry of instances with leases."""
 
     async def register(self, instance: Instance) -> Registration:
-        """Announce an instance and keep its lease.
+        """Announce an instance and renew its lease.
 
         Raises:
             Unavailable: the registry cannot be reached.
@@ -30,10 +30,10 @@ class Discovery(Protocol):
         ...
 
     def watch(self) -> AsyncIterator[InstanceChange]:
-        """Yield what is present, then `WatchSynced`, then every change, until the iterator is closed.
+        """Yield all present instances, then `WatchSynced`, then every change, until the iterator is closed.
 
-        A registry that goes away is no error: the iterator waits, and yields the differences
-        (ending with another `WatchSynced`) once it is back.
+        A registry that becomes unreachable is no error: once it is back, the iterator yields the differences and
+        another `WatchSynced`.
         """
         ...
 

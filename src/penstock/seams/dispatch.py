@@ -1,4 +1,4 @@
-"""What a frontend needs of everything behind it."""
+"""Dispatch: what a frontend needs of routers and workers."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
@@ -10,7 +10,7 @@ from penstock.core.types.requests import Delta, Request
 
 
 class RequestStream(Protocol):
-    """One request under way. Leaving the context in any way cancels what is left of it."""
+    """One request in progress. Leaving the context cancels it, unless it has ended."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -19,41 +19,41 @@ class RequestStream(Protocol):
     ) -> None: ...
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield deltas until the one with a `finish_reason`; what came while the reader was slow is one delta.
+        """Yield deltas, the last one with a `finish_reason`. Deltas that a slow reader has not taken are merged into one.
 
         Raises:
-            PenstockError: the request cannot be served, or not to its end.
+            PenstockError: the request cannot be served, or fails before its end.
         """
         ...
 
 
 class RequestDispatcher(Protocol):
-    """What a frontend needs of the deployment: which models there are, and answers from them."""
+    """Lists the models of the deployment and runs requests on its workers."""
 
     def open(self, request: Request, *, beside: RequestStream | None = None) -> RequestStream:
         """Prepare a request; it is sent when the context is entered.
 
         Args:
-            request: what is asked.
-            beside: another one of the same prompt, entered or about to be: it is computed for one of them, and the others
-                go to the worker that has it.
+            request: one choice of a user request.
+            beside: stream of another choice of the same user request, entered or about to be. The prompt is prefilled for
+                one of the choices; the others go to the same worker and reuse its KV.
         """
         ...
 
     def models(self) -> Mapping[str, ModelCard]:
-        """Name the models that at least one ready worker serves now; a LoRA adapter is one whose card has a `parent`."""
+        """Model name -> card, of all models with a ready worker; the card of a LoRA adapter has a `parent`."""
         ...
 
     def expects(self, name: str) -> bool:
-        """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
+        """Say whether a registered worker that cannot take requests now serves this model or adapter."""
         ...
 
     def retry_after_s(self) -> float:
-        """Say when a request that is refused now had better be sent again, by what waits for the workers."""
+        """Estimate from the queued requests when a client that is refused now should retry."""
         ...
 
     async def fetch_file(self, card: ModelCard, file: CardFile) -> bytes:
-        """Fetch one of the card's files from any worker that has it.
+        """Fetch one of the card's files from any worker of the model.
 
         Raises:
             Unavailable: no worker answered.
@@ -61,26 +61,26 @@ class RequestDispatcher(Protocol):
         ...
 
     def workers(self) -> Sequence[object]:
-        """Describe every known worker in values that msgspec encodes; for people."""
+        """Describe every known worker, for people; msgspec can encode the values."""
         ...
 
     def explain(self, request_id: str) -> Sequence[object]:
-        """Say why a request was sent where it was, as `workers` does; nothing where that is not known (any more).
+        """Describe the routing decisions of a request, as `workers` does; empty if unknown or forgotten.
 
         Args:
-            request_id: a choice's; or an answer's, for those of all its choices.
+            request_id: id of one choice, or of an answer for all its choices.
         """
         ...
 
     def latest_decisions(self, most: int) -> Sequence[object]:
-        """Say the same of the latest decisions, oldest first."""
+        """Describe the latest `most` routing decisions, oldest first."""
         ...
 
     async def change_role(self, worker: str, role: Role) -> object:
-        """Have a worker become one of another role, and say what came of it in values that msgspec encodes.
+        """Change a worker's role; return a description of the result that msgspec can encode.
 
         Raises:
-            RequestError: nobody is called so (404), or it cannot become that (409).
+            RequestError: there is no worker of this name (404), or it cannot take this role (409).
             Unavailable: the worker cannot be reached.
         """
         ...

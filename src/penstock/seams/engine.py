@@ -1,4 +1,4 @@
-"""What runs a model, and what it offers so that KV can move."""
+"""Engines: running a model, and optional protocols for KV transfer and roles."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -23,7 +23,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its tokens come out of `steps`. What is late is aborted: an engine knows no deadline.
+        """Queue a request; `steps` yields its tokens. The engine ignores deadlines: the worker aborts late requests.
 
         Raises:
             RequestError: it can never run here (longer than the context or than all KV blocks).
@@ -32,18 +32,18 @@ class Engine(Protocol):
         ...
 
     def abort(self, request_id: RequestId) -> None:
-        """Free the request's blocks by the end of the step under way; unknown and finished ids are no error.
+        """Drop a request and free its blocks by the end of the current step; unknown and finished ids are no error.
 
-        No delta of this request follows, not even a last one.
+        No further delta of this request follows.
         """
         ...
 
     def steps(self) -> AsyncIterator[Step]:
-        """Yield what each step changed; waits while there is nothing to do and ends after `close`. One consumer."""
+        """Yield what each step changed; wait while idle, end after `close`. One consumer."""
         ...
 
     def load(self) -> WorkerLoad:
-        """Account for every request `submit` has taken so far, also within a step."""
+        """Report the load, including every request submitted so far; may be called during a step."""
         ...
 
     async def close(self) -> None:
@@ -53,95 +53,99 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Announcing(Protocol):
-    """What an engine offers beside `Engine` that knows which step is the first to compute a request."""
+    """An engine that says before a step which requests it computes for the first time."""
 
     def announce(self, listener: Callable[[Sequence[RequestId]], None]) -> None:
-        """Have a listener called before each step, where it is the first to compute some requests, with these.
+        """Call `listener` before each step with the requests that no earlier step has computed, if there are any.
 
-        What the listener sends is under way when the step begins: should the step end the process, it is known who was new in it.
+        What the listener sends leaves before the step begins. If the step crashes the process, routers know which
+        requests were new in it.
         """
         ...
 
 
 @runtime_checkable
 class KvBlocks(Protocol):
-    """What an engine offers beside `Engine` so that KV can move: its memory, and blocks held while others copy.
+    """An engine whose KV blocks can be transferred: it exposes its KV memory, and pins blocks during a copy.
 
-    Held blocks are nobody's to write but the holder's, so that bytes may move while a step computes. Sync, from the event
-    loop.
+    The engine neither writes nor evicts pinned blocks, so bytes may move while a step computes. Call from the event loop.
     """
 
     def kv_memory(self) -> Sequence[Sequence[object]]:
-        """Give the memory of all blocks: what `penstock.transfer` can register, of each rank of `EngineInfo.kv_layout`.
+        """Return the memory of all blocks, for `penstock.transfer` to register.
 
         Returns:
-            of each rank the regions that its layout names, in their order; nothing where there is no layout, as the engine
-            keeps no memory (a mock): holding and publishing are then all there is to a move.
+            for each rank of `EngineInfo.kv_layout` its regions in the layout's order. Empty without a layout: such an
+            engine (a mock) keeps no KV memory, and a transfer only pins and publishes blocks.
         """
         ...
 
     def pin(self, block_hashes: HashArray) -> Sequence[BlockId]:
-        """Hold the leading blocks that are resident.
+        """Pin the longest resident prefix of a chain of blocks.
 
         Args:
-            block_hashes: (n, 2) uint64, each the child of the one before it; the first need be at no root.
+            block_hashes: (n, 2) uint64, each the child of the one before it; the first may be in the middle of a prompt.
 
         Returns:
-            (m,) with m <= n: it stops at the first block that is not there.
+            (m,) block ids with m <= n: pinning stops at the first block that is not resident.
         """
         ...
 
     def reserve(self, count: int) -> Sequence[BlockId] | None:
-        """Hold `count` blocks to be written; None where what runs will need them."""
+        """Pin `count` free blocks to be written by a transfer; None if running requests will need them."""
         ...
 
     def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
-        """Put held blocks whose content is complete into the prefix cache and announce them; they stay held.
+        """Put pinned blocks with complete content into the prefix cache and emit KV events; they stay pinned.
 
         Args:
             block_ids: (n,) each the child of the one before it.
-            block_hashes: (n, 2) uint64, their names.
-            parent: low64 of the block before the first, None at the root.
+            block_hashes: (n, 2) uint64, hashes of these blocks.
+            parent: low64 of the first block's parent, None at the root.
         """
         ...
 
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
-        """Let go of what `pin` or `reserve` gave, once each."""
+        """Release blocks that `pin` or `reserve` returned, once for each time."""
         ...
 
 
 @runtime_checkable
 class RoleAware(Protocol):
-    """What an engine offers beside `Engine` that works otherwise by its worker's role."""
+    """An engine whose batch limits or queue order depend on the role of its worker."""
 
     def assume(self, role: Role) -> EngineInfo:
-        """Work as a worker of this role from now on; called once started, and when the role changes, without any request.
+        """Apply the settings of this role; called after `start` and when the role changes, while there is no request.
 
         Returns:
-            what it says of itself in this role: `max_batch_tokens` and `prompts_at_once` may be others.
+            the engine's info in this role; `max_batch_tokens` and `prompts_at_once` may differ.
         """
         ...
 
 
 @runtime_checkable
-class KvTails(KvBlocks, Protocol):
-    """What an engine may offer beside `KvBlocks`, so that the tokens past a prompt's full blocks move too. Sync, likewise."""
+class KvPartialBlocks(KvBlocks, Protocol):
+    """An engine that can also transfer a prompt's last, partial block. Call from the event loop."""
 
-    def claim_tail(self, request_id: RequestId) -> BlockId | None:
-        """Hold the last block of a request with `prefill_only` that ended in the step just yielded; None where that is full.
+    def claim_partial_block(self, request_id: RequestId) -> BlockId | None:
+        """Pin the partial last block of a `prefill_only` request that ended in the step just yielded.
 
-        After the next step has begun it is too late.
+        Call it before the next step begins: the engine frees unclaimed blocks then.
+
+        Returns:
+            None if the request's last block is full, or the request is unknown.
         """
         ...
 
-    def lend_tail(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
-        """Have a request, submitted this moment, begin with a held block after its full ones, if all these are resident.
+    def lend_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        """Give a request that was just submitted a pinned partial block to start from.
 
-        The engine lets go of it, used or not: for a request that it does not know as well.
+        The request uses the block if all its full blocks are resident when it is admitted. The engine takes over the pin
+        and releases it in any case, also for an unknown request.
 
         Args:
-            request_id: whose.
-            block_id: held by the caller until now.
-            num_tokens: computed in it, of the request's tokens after its full blocks.
+            request_id: request that was just submitted.
+            block_id: pinned by the caller until now.
+            num_tokens: tokens of the request after its full blocks whose KV is in the block.
         """
         ...

@@ -1,4 +1,4 @@
-"""How frontends and workers talk: each side as the other sees it, and what carries it."""
+"""The request plane between frontends and workers: each side as the other sees it, and the connections between them."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -12,83 +12,83 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 
 Answer = Callable[[PenstockError | None], None]
-"""Hears once how something ended that was asked for: None where it was done."""
+"""Called once when an operation ends: with None on success, else with the error."""
 
 
 class FrontendSink(Protocol):
-    """The far side of one connection, seen from a worker: one frontend. Not thread-safe."""
+    """One connected frontend, as a worker sees it. Not thread-safe."""
 
     def push(self, deltas: Sequence[Delta]) -> None:
-        """Send all deltas of one step in one frame. Never blocks: what a reader is too slow for is held, merged and bounded."""
+        """Send all deltas of one step in one frame. Never blocks: deltas for a slow reader are buffered, merged and bounded."""
         ...
 
     def push_load(self, load: WorkerLoad) -> None:
-        """Send the newest load; an older one not sent yet is dropped."""
+        """Send the newest load report; drop an older one that is still unsent."""
         ...
 
 
 class WorkerService(Protocol):
-    """What a worker offers over a request plane. Sync: called from the plane's reader task."""
+    """A worker, as a request plane sees it. Sync: called from the plane's reader task."""
 
     def connected(self, sink: FrontendSink) -> None:
-        """Push loads to this frontend from now on; called once, before anything else of it."""
+        """Push load reports to this frontend from now on; the first call for each frontend, made once."""
         ...
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
-        """Start a request; refusals come back as a delta with `error`, never as an exception."""
+        """Start a request. A refusal is sent as a delta with `error`; this never raises."""
         ...
 
     def prefetch(self, prefetch: Prefetch, sink: FrontendSink) -> None:
-        """Fetch KV for a request that is about to come, if that can be; it counts as a request that came (`accepted_requests`)."""
+        """Start to read KV for a request that will follow, if possible. It counts in `WorkerLoad.accepted_requests`."""
         ...
 
     def abort(self, request_id: RequestId, sink: FrontendSink) -> None:
-        """Stop whatever goes on for a request of this frontend, a prefetch too; no error if there is nothing.
+        """Stop this frontend's request or prefetch; no error if there is none.
 
-        What goes on for another frontend under the same id goes on.
+        A request of another frontend with the same id continues.
         """
         ...
 
     def disconnected(self, sink: FrontendSink) -> None:
-        """Abort whatever this frontend had asked for: it is gone."""
+        """Abort all requests and prefetches of this frontend: it is gone."""
         ...
 
     def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
-        """Replay what a subscriber lacks: the batches after `sequence`, or a snapshot (None, or too long ago).
+        """Replay KV events to a subscriber: the batches after `sequence`, or a snapshot if these are no longer kept or None is given.
 
-        Messages are made as they are read. None among them says that enough was done for one turn of the event loop.
+        Messages are built lazily. A None between them says that enough was done for one turn of the event loop.
         """
         ...
 
     def subscribe(self, sink: "EventSink") -> None:
-        """Have every later `EventBatch` pushed to `sink` until `unsubscribe`."""
+        """Push every later `EventBatch` to `sink` until `unsubscribe`."""
         ...
 
     def unsubscribe(self, sink: "EventSink") -> None: ...
 
     def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
-        """Read a model card's file by its content hash; None if it is not one of this worker's."""
+        """Read a file of the worker's model card by its content hash; None if there is no such file."""
         ...
 
     def change_role(self, role: Role, answer: Answer) -> None:
-        """Become a worker of another role, once what is under way is done; `answer` is called once it is, or why not.
+        """Finish current requests, then register with another role and call `answer`.
 
-        It goes on though who asked has gone; then nobody hears the answer.
+        The change continues if the frontend that asked for it disconnects.
         """
         ...
 
 
 class EventSink(Protocol):
-    """Where a worker's event messages go."""
+    """A subscriber to a worker's KV events."""
 
     def push_event(self, message: EventMessage) -> None: ...
 
 
 class WorkerSink(Protocol):
-    """A frontend's end of its connections: the plane calls it as frames arrive. Sync, must not raise."""
+    """A frontend, as the connections to its workers see it: called as frames arrive. Sync, must not raise."""
 
     def push(self, worker_id: WorkerId, deltas: Sequence[Delta]) -> None:
-        """Take a step's deltas; those of a request that was aborted meanwhile may still be among them."""
+        """Receive the deltas of one step; some may belong to requests that were aborted meanwhile."""
         ...
 
     def push_event(self, worker_id: WorkerId, message: EventMessage) -> None: ...
@@ -96,7 +96,7 @@ class WorkerSink(Protocol):
     def push_load(self, worker_id: WorkerId, load: WorkerLoad) -> None: ...
 
     def lost(self, worker_id: WorkerId, error: WorkerLost) -> None:
-        """The connection ended without `close`: nothing more comes from this worker on it. Called once."""
+        """The connection ended without `close`; nothing more arrives on it. Called once."""
         ...
 
 
@@ -107,35 +107,35 @@ class Connection(Protocol):
     def worker_id(self) -> WorkerId: ...
 
     def submit(self, request: Request) -> None:
-        """Send a request; deltas and the worker's refusal arrive at the sink.
+        """Send a request; deltas and a refusal of the worker arrive at the sink.
 
         Raises:
             WorkerLost: the connection is closed already.
-            Overloaded: too much is on its way to this worker; it has heard nothing of this request.
-            RequestError: it is larger than the plane carries (413).
+            Overloaded: the write buffer to this worker is full; nothing of the request was sent.
+            RequestError: the request is larger than the plane carries (413).
         """
         ...
 
     def prefetch(self, prefetch: Prefetch) -> None:
-        """Tell the worker of a request that will probably be sent to it. Nothing comes of it but what `abort` ends.
+        """Ask the worker to read KV for a request that will probably follow. It sends no answer; `abort` ends it.
 
         Raises:
             WorkerLost: the connection is closed already.
-            Overloaded: too much is on its way to this worker; it has heard nothing of this.
-            RequestError: it is larger than the plane carries (413).
+            Overloaded: the write buffer to this worker is full; nothing was sent.
+            RequestError: the message is larger than the plane carries (413).
         """
         ...
 
     def abort(self, request_id: RequestId) -> None:
-        """Ask the worker to stop; no error if the connection or the request is gone."""
+        """Ask the worker to stop a request; no error if the connection or the request is gone."""
         ...
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
-        """Allow the worker to send `tokens` more of this request: its reader has taken as many."""
+        """Allow the worker to send `tokens` more tokens of this request, since its reader has consumed as many."""
         ...
 
     def subscribe(self, after_sequence: int | None) -> None:
-        """Ask for the events after `after_sequence` (None: a snapshot) and all later ones; asking again resyncs."""
+        """Subscribe to the KV events after `after_sequence` (None: after a snapshot); a second call resyncs."""
         ...
 
     async def fetch(self, sha256: str) -> bytes:
@@ -148,11 +148,11 @@ class Connection(Protocol):
         ...
 
     async def change_role(self, role: Role) -> None:
-        """Have the worker become one of another role; returns once it has registered as that. The caller bounds the time.
+        """Change the worker's role; return once it has registered with it. The caller sets a timeout.
 
         Raises:
-            RequestError: it does not; the text says why (409).
-            WorkerLost: the connection ended; whether it did is for discovery to say.
+            RequestError: the worker refuses; the text says why (409).
+            WorkerLost: the connection ended; only discovery tells whether the role has changed.
         """
         ...
 
@@ -164,28 +164,28 @@ class PlaneServer(Protocol):
 
     @property
     def address(self) -> str:
-        """What goes into `Instance.address`."""
+        """The address for `Instance.address`."""
         ...
 
     async def close(self) -> None:
-        """Send what is buffered (briefly), then end every connection."""
+        """Flush buffers for a short time, then end every connection."""
         ...
 
 
-class WayToWorkers(Protocol):
+class RequestPlaneClient(Protocol):
     """A frontend's half of a request plane."""
 
     async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:
-        """Connect and shake hands.
+        """Connect to a worker and authenticate.
 
         Raises:
-            WorkerLost: nobody answers at the address.
-            ProtocolError: the peer speaks another wire or hash version, or has another hash key.
+            WorkerLost: nothing answers at the address.
+            ProtocolError: the worker has another wire version, hash version or hash key.
         """
         ...
 
 
-class RequestPlane(WayToWorkers, Protocol):
-    """Streaming calls to workers: many requests on one connection, one frame a step."""
+class RequestPlane(RequestPlaneClient, Protocol):
+    """Streaming calls to workers: many requests on one connection, one frame per step."""
 
     async def serve(self, service: WorkerService) -> PlaneServer: ...

@@ -1,4 +1,4 @@
-"""What chooses a worker for a request."""
+"""Routing policies: which worker gets a request."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -12,40 +12,40 @@ from penstock.core.routing_context import RoutingContext
 class RoutingPolicy(Protocol):
     """Prices a request on every worker at once. Pure: the same context gives the same costs.
 
-    One that goes by what it chose before is a `HistoryPolicy`: pure from one `chosen` to the next.
+    A policy that depends on its earlier choices is a `HistoryPolicy`: pure between two calls of `chosen`.
     """
 
     @property
     def name(self) -> str: ...
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
-        """Return (num_slots,) costs; the lowest eligible one wins, ties are broken by the request's hash.
+        """Return (num_slots,) costs; the eligible worker with the lowest wins, ties are broken by the request's hash.
 
-        That one is finite: `inf` rules a worker out, and a policy that rules all out, or gives NaN, has failed.
+        `inf` rules a worker out. Costs that are NaN, or `inf` for all eligible workers, count as a failure of the policy.
         """
         ...
 
 
 @runtime_checkable
 class ExplainedPolicy(RoutingPolicy, Protocol):
-    """A routing policy whose costs are seconds, sums of terms, so that a decision can say what it was made of.
+    """A routing policy whose costs are sums of terms in seconds, so that a decision can be explained.
 
-    Terms named `queue` and `kv_wait` say how long a request would wait there before its work begins: with them requests
-    can be held (`router.queue`).
+    Terms named `queue` and `kv_wait` are the time that a request would wait at the worker before its work begins; a policy
+    with such terms enables the router's request queue (`router.queue`).
     """
 
     @property
     def term_names(self) -> Sequence[str]: ...
 
     def terms(self, context: RoutingContext) -> NDArray[np.float64]:
-        """Return (num_terms, num_slots) seconds whose sums are the costs: an array of its own. Pure, as `costs` is."""
+        """Return a new (num_terms, num_slots) array of seconds; its column sums are the costs. Pure, like `costs`."""
         ...
 
 
 @runtime_checkable
 class HistoryPolicy(RoutingPolicy, Protocol):
-    """A routing policy that is told what came of its costs. It bounds what it remembers."""
+    """A routing policy that learns of the choice. It must bound what it remembers."""
 
     def chosen(self, context: RoutingContext, slot: int) -> None:
-        """Take note that the request of this context, the last one priced, goes to `slot`."""
+        """Note that the request of `context`, the last one priced, goes to the worker in `slot`."""
         ...

@@ -1,4 +1,4 @@
-"""What moves bytes between registered memory of two processes."""
+"""Transports: moving bytes between registered memory of two processes."""
 
 import asyncio
 import socket
@@ -18,9 +18,9 @@ from penstock.core.errors import PenstockError
 
 
 class Link(Protocol):
-    """The connection between two transfer agents, seen from one of them. It carries what transports say to each other.
+    """The connection between two transfer agents, seen from one of them. It carries the messages of all transports, in order.
 
-    The agent that opened it is the initiator: it alone posts transfers over it. Messages arrive in order.
+    The agent that opened it is the initiator; only the initiator posts transfers over it.
     """
 
     @property
@@ -30,7 +30,7 @@ class Link(Protocol):
 
     @property
     def initiated(self) -> bool:
-        """Whether this agent opened it."""
+        """Whether this agent is the initiator."""
         ...
 
     @property
@@ -38,38 +38,38 @@ class Link(Protocol):
 
     @property
     def peer_pid(self) -> int:
-        """The other agent's process as the kernel names it, 0 where it does not: on another host, or over TCP."""
+        """Process id of the other agent as the kernel knows it; 0 on another host or over TCP."""
         ...
 
     @property
     def has_streams(self) -> bool:
-        """Whether `open_stream` can work: not within a process."""
+        """Whether `open_stream` works; False between two agents of one process."""
         ...
 
     @property
     def error(self) -> PenstockError | None:
-        """Why the link has ended; None while it lives."""
+        """Why the link has ended; None while it is alive."""
         ...
 
     def send(self, transport: str, payload: bytes) -> None:
-        """Have the peer's transport of this name `receive` it. Never blocks; nothing happens on a link that has ended."""
+        """Send a message to `receive` of the peer's transport of this name. Never blocks; does nothing on an ended link."""
         ...
 
     async def open_stream(self, transport: str) -> socket.socket:
-        """Connect to the peer once more and hand the connection to its transport of this name (`accept`).
+        """Open another connection to the peer and pass it to `accept` of the peer's transport of this name.
 
         Returns:
-            a connected non-blocking stream socket whose next byte is the transport's own; the caller closes it.
+            a connected non-blocking stream socket with no bytes of the handshake left; the caller closes it.
 
         Raises:
-            PeerLost: nobody answers.
-            TransferRefused: this link has no sockets (both agents are in one process), or the peer refuses.
+            PeerLost: the peer does not answer.
+            TransferRefused: both agents are in one process (`has_streams` is False), or the peer refuses.
         """
         ...
 
 
 class TransportHost(Protocol):
-    """What an agent gives to its transports."""
+    """A transfer agent, as its transports see it."""
 
     @property
     def name(self) -> str: ...
@@ -78,37 +78,43 @@ class TransportHost(Protocol):
         """Look up a region of this agent.
 
         Raises:
-            TransferRefused: it is not registered (any more).
+            TransferRefused: it is not registered, or not any more.
         """
         ...
 
     def authorize(
         self, peer: str, key_by_region: Mapping[int, bytes], ranges: Descriptors, op: TransferOp
     ) -> None:
-        """Check that a peer may do this with this agent's regions; a refusal is counted and logged here.
+        """Check that a peer may run `op` on ranges of this agent's regions; counts and logs a refusal.
+
+        Args:
+            peer: name of the peer's agent.
+            key_by_region: region id -> key that the peer presents.
+            ranges: what it wants to access.
+            op: direction, as the peer sees it.
 
         Raises:
-            TransferRefused: a region is gone or was not given for this, or a range ends outside of it.
+            TransferRefused: a region is gone, its key does not allow `op`, or a range ends outside of it.
         """
         ...
 
     def refused(self, error: PenstockError, peer: str) -> None:
-        """Count, log and keep what a peer asked for in vain, where `authorize` did not do so."""
+        """Count and log a peer's request that the transport itself refused, without `authorize`."""
         ...
 
     def spawn(self, work: Coroutine[object, object, None]) -> None:
-        """Run a task that ends with the agent; it must not raise."""
+        """Run a task until it ends or the agent closes; it must not raise."""
         ...
 
 
 class Move(Protocol):
-    """One list of ranges in one direction over one channel, ready to be moved any number of times."""
+    """A prepared transfer: one list of ranges, one direction, one channel. It may run any number of times."""
 
     def run_now(self) -> bool:
-        """Move everything before this returns, if that takes no longer than a turn of the loop may take.
+        """Transfer everything synchronously, if that is quick enough for one turn of the event loop.
 
         Returns:
-            whether it was done; False has done nothing: use `run`.
+            True if done; False if nothing was done: use `run`.
 
         Raises:
             TransferError: it failed.
@@ -116,9 +122,9 @@ class Move(Protocol):
         ...
 
     async def run(self) -> None:
-        """Move everything: when this returns, all bytes are where they belong, on whichever side that is.
+        """Transfer everything; on return all bytes have arrived in the target's memory.
 
-        A cancelled run has let go of both sides' memory before the cancellation goes on.
+        A cancelled run stops using the memory of both sides before the cancellation propagates.
 
         Raises:
             TransferError: it failed.
@@ -127,23 +133,23 @@ class Move(Protocol):
 
 
 class TransferChannel(Protocol):
-    """A transport's way to one peer, over the link that this agent opened; or to this agent's own memory."""
+    """One transport to one peer, over a link that this agent initiated; or to this agent's own memory."""
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
-        """Say why it cannot move between these; None if it can."""
+        """Say why it cannot move bytes between these regions; None if it can."""
         ...
 
     def cost(self, op: TransferOp) -> TransferCost:
-        """Give what it is thought to take before anything was measured."""
+        """Estimate the cost of a transfer before any was measured."""
         ...
 
     def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
-        """Work out what can be known ahead. `refusal` gave None for these regions.
+        """Prepare a transfer between regions for which `refusal` returned None.
 
         Args:
             op: the direction.
-            pairs: what to move.
-            checksum: whether bytes that arrive changed are an error (`ChecksumMismatch`).
+            pairs: ranges to move.
+            checksum: whether to verify the bytes and raise `ChecksumMismatch`.
         """
         ...
 
@@ -151,9 +157,9 @@ class TransferChannel(Protocol):
 
 
 class Transport(Protocol):
-    """One way to move bytes between registered memory, one-sided: the peer's program takes no part.
+    """One kind of one-sided transfer between registered memory: the peer's application takes no part.
 
-    An agent has one of each kind and calls it from its event loop only.
+    An agent has one transport of each kind and calls it from its event loop only.
     """
 
     @property
@@ -161,16 +167,16 @@ class Transport(Protocol):
 
     @property
     def checksums(self) -> bool:
-        """Whether checksums are on where the caller does not say."""
+        """Whether transfers are checksummed if the caller does not say."""
         ...
 
     @property
     def setup_s(self) -> float:
-        """Seconds that reaching a peer for the first time takes beyond what later transfers do, as far as is known: for routers."""
+        """Estimated extra seconds of the first transfer to a peer; for routers."""
         ...
 
     async def start(self, host: TransportHost) -> None:
-        """Get ready.
+        """Start the transport of one agent.
 
         Raises:
             TransferError: it cannot work here; the text says why.
@@ -178,74 +184,74 @@ class Transport(Protocol):
         ...
 
     def contact(self) -> bytes:
-        """Give what a peer has to know to connect; part of the agent's metadata, so keep it short."""
+        """Return what a peer needs to connect. It is part of the agent's metadata, so keep it short."""
         ...
 
     def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
-        """Take note of a region.
+        """Register a region.
 
         Args:
-            region_id: names it.
+            region_id: id of the region.
             region: the memory.
-            access: the most that peers may do with it.
+            access: the most that any peer may do with it.
 
         Returns:
-            what a peer has to know to reach it by this transport, or None if it is of no use here.
+            what a peer needs to reach the region by this transport; None if this transport cannot serve such memory.
 
         Raises:
-            TransferError: it would be, but cannot be registered; the text says why.
+            TransferError: this transport serves such memory, but the registration failed; the text says why.
         """
         ...
 
     async def deregister(self, region_id: int) -> None:
-        """Forget a region; what peers are doing with it ends with an error, and has ended when this returns.
+        """Forget a region. Transfers of peers that use it end with an error before this returns.
 
-        What is `lingering` or done by who it was `exposed_to` is looked after by the agent.
+        The agent itself waits for `lingering` uses and for peers that the region is `exposed_to`.
         """
         ...
 
     async def connect(
         self, link: Link | None, contact: bytes, regions: Mapping[int, RegionInfo]
     ) -> TransferChannel:
-        """Make a way to a peer.
+        """Open a channel to a peer.
 
         Args:
             link: to the peer, initiated here; None for this agent's own memory.
             contact: the peer's `contact()`.
-            regions: what the peer gave; it grows and shrinks, so keep the mapping and no copy.
+            regions: regions that the peer has granted. The mapping changes over time: keep a reference, not a copy.
 
         Raises:
-            TransferError: it does not work between these two; the text says why.
+            TransferError: this transport does not work between these two agents; the text says why.
         """
         ...
 
     def receive(self, link: Link, payload: bytes) -> None:
-        """Take a message of the peer's transport of the same name, on either side of a link.
+        """Process a message of the peer's transport of the same name, on either side of a link.
 
         Raises:
-            ProtocolError: it is none; the link ends.
+            ProtocolError: the payload is no message; the link ends.
         """
         ...
 
     def accept(self, link: Link, stream: socket.socket) -> None:
-        """Own a stream that the initiator of this link opened."""
+        """Take ownership of a stream that the initiator of this link opened."""
         ...
 
     def exposed_to(self, link: Link) -> Collection[int]:
-        """List regions that this link's initiator may be at without this side's help, as where it has mapped them."""
+        """List regions that this link's initiator can access without this side's help, for example since it has mapped them."""
         ...
 
     def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
-        """List what has ended for the caller and yet may use memory, as it cannot be taken back: of a region, or over a link.
+        """List transfers of a region or a link that ended for their caller but may still access memory.
 
-        Each is done when it does not any more.
+        An example is a cancelled transfer that the hardware cannot stop. Each future is done once the access has ended.
         """
         ...
 
     def lost(self, link: Link, error: PenstockError) -> None:
-        """The link has ended: end what uses it, on either side, with this error."""
+        """The link has ended: end everything that uses it, on either side, with this error."""
         ...
 
     async def close(self) -> None:
-        """Let go of everything. Safe after a failed `start`, and twice."""
+        """Release everything. Safe after a failed `start`, and twice."""
         ...

@@ -72,7 +72,7 @@ class Admission:
             hits = self._match(sequence)
             runs = self._worth_fetching(sequence, hits)
             held = hits + [block_id for run in runs if run.tier is Tier.DEVICE for block_id in run.block_ids]
-            tail = self._tail_tokens(sequence, (known - 1) // size - len(hits))
+            tail = self._lent_tokens(sequence, (known - 1) // size - len(hits))
             needed = known // size + 1 - len(held) - bool(tail)
             room = self._pool.num_available - self._pool.count_idle(held)
             if needed + reserved > room:
@@ -109,7 +109,7 @@ class Admission:
         fetched = sum(len(run.block_ids) for run in self._worth_fetching(sequence, hits))
         return len(sequence.token_ids) - (len(hits) + fetched) * self._limits.block_size
 
-    def _tail_tokens(self, sequence: Sequence, lacking: int) -> int:
+    def _lent_tokens(self, sequence: Sequence, lacking: int) -> int:
         """Count the tokens that it has past its full blocks; what is of no use, as of these some are lacking, is let go."""
         tail = self.partial_blocks.tokens_of(sequence.request.request_id)
         if lacking or tail > (len(sequence.token_ids) - 1) % self._limits.block_size:
@@ -122,7 +122,7 @@ class Admission:
         cached = len(hits) * self._limits.block_size
         slot = self._seat(sequence, hits, cached)
         if tail:
-            self._slots.add_tail(slot, self.partial_blocks.take(sequence.request.request_id), tail)
+            self._slots.add_partial_block(slot, self.partial_blocks.take(sequence.request.request_id), tail)
         lacking = self._limits.blocks_for(cached + tail + num_new) - len(hits) - bool(tail)
         block_ids = self._pool.allocate(lacking)
         assert block_ids is not None, "admitted without room"

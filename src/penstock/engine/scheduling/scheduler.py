@@ -123,8 +123,8 @@ class Scheduler:
         else:
             self._drop(sequence)
 
-    def lend_tail(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
-        """Take a held block over for a request that was submitted this moment; see `seams.KvTails`."""
+    def lend_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        """Take a held block over for a request that was submitted this moment; see `seams.KvPartialBlocks`."""
         sequence = self._by_id.get(request_id)
         if sequence is None or sequence.slot is not None:
             self.pins.unpin([block_id])
@@ -390,11 +390,11 @@ class Scheduler:
                 deltas[index] = replace(deltas[index], logprobs=(logprob,))
         for slot in slots[ended].tolist():
             del self._by_id[self._slots.request_ids[slot]]
-            self._keep_tail(slot)
+            self._keep_partial_block(slot)
             self._vacate(slot)
         return deltas
 
-    def _keep_tail(self, slot: int) -> None:
+    def _keep_partial_block(self, slot: int) -> None:
         """Keep the last block of a prefill-only request, where it is not full: no cache would give it."""
         request, computed = self.table.requests[slot], int(self.table.num_computed[slot])
         full, tail = divmod(computed, self._limits.block_size)

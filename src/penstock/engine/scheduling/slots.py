@@ -105,7 +105,7 @@ class Slots:
         self.table.block_tables[slot, start:end] = block_ids
         self.table.num_blocks[slot] = end
 
-    def add_tail(self, slot: int, block_id: BlockId, num_tokens: int) -> None:
+    def add_partial_block(self, slot: int, block_id: BlockId, num_tokens: int) -> None:
         """Put a block after those of a slot whose first tokens are computed, and not all."""
         self.add_blocks(slot, [block_id])
         self.table.num_computed[slot] += num_tokens

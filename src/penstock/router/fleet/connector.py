@@ -23,7 +23,7 @@ from penstock.router.workers.loads import LoadTracker
 from penstock.router.workers.member import Condition, Member
 from penstock.router.workers.price_correction import PriceCorrection
 from penstock.runtime.events.subscriber import EventSubscriber
-from penstock.seams import Connection, WayToWorkers
+from penstock.seams import Connection, RequestPlaneClient
 
 _log = get_logger()
 
@@ -33,7 +33,7 @@ class Connector:
 
     def __init__(
         self,
-        plane: WayToWorkers,
+        plane: RequestPlaneClient,
         indexer: Indexer,
         loads: LoadTracker,
         *,

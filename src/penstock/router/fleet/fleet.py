@@ -32,7 +32,7 @@ from penstock.router.workers.itl_budget import ItlBudget
 from penstock.router.workers.loads import LoadTracker
 from penstock.router.workers.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.workers.price_correction import FORGOTTEN_S, PriceCorrection
-from penstock.seams import Connection, Discovery, WayToWorkers
+from penstock.seams import Connection, Discovery, RequestPlaneClient
 
 _READY = frozenset({Condition.READY, Condition.PREFILL_ONLY})
 
@@ -45,7 +45,7 @@ class Fleet:
     def __init__(
         self,
         discovery: Discovery,
-        plane: WayToWorkers,
+        plane: RequestPlaneClient,
         *,
         config: RouterConfig,
         metrics: RouterMetrics,

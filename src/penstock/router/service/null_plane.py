@@ -10,7 +10,7 @@ from penstock.seams import Connection, WorkerSink
 
 
 class NullPlane:
-    """A `seams.WayToWorkers` whose connections succeed at once."""
+    """A `seams.RequestPlaneClient` whose connections succeed at once."""
 
     async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:  # noqa: ARG002 - nothing comes
         return _NullConnection(instance.worker_id)

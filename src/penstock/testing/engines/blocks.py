@@ -14,7 +14,7 @@ from penstock.core.hashing import DEFAULT_KEY, block_hashes
 from penstock.core.ids import BlockId
 from penstock.core.types.events import BlockRemoved, BlockStored
 from penstock.core.wire import PackedHashes, unpack_hashes
-from penstock.seams import KvTails
+from penstock.seams import KvPartialBlocks
 from penstock.testing.engines.case import SETUP, EngineCase, reference_engine
 from penstock.testing.engines.probe import (
     Answer,
@@ -225,7 +225,9 @@ class EngineBlocks(EngineCase):
                 np.testing.assert_array_equal(block_bytes(probe.engine, probe.info)[held[:4]], before)
                 probe.engine.unpin(held)
                 tail = (
-                    probe.engine.claim_tail(request.request_id) if isinstance(probe.engine, KvTails) else None
+                    probe.engine.claim_partial_block(request.request_id)
+                    if isinstance(probe.engine, KvPartialBlocks)
+                    else None
                 )
                 probe.engine.unpin([] if tail is None else [tail])
                 assert probe.engine.load().active_blocks == 0

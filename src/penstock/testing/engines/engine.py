@@ -19,13 +19,13 @@ from penstock.seams import RoleAware
 from penstock.testing.engines.answers import EngineAnswers
 from penstock.testing.engines.blocks import EngineBlocks
 from penstock.testing.engines.case import FOREVER, SETUP
+from penstock.testing.engines.partial_blocks import EnginePartialBlocks
 from penstock.testing.engines.probe import make_request
-from penstock.testing.engines.tails import EngineTails
 from penstock.testing.loop import run_async
 
 
-class EngineSuite(EngineAnswers, EngineBlocks, EngineTails):
-    """Tests of `Engine`, `KvBlocks`, `KvTails` and `RoleAware`; those written here are about starting, ending and giving up."""
+class EngineSuite(EngineAnswers, EngineBlocks, EnginePartialBlocks):
+    """Tests of `Engine`, `KvBlocks`, `KvPartialBlocks` and `RoleAware`; those written here are about starting, ending and giving up."""
 
     def test_it_says_what_it_is(self) -> None:
         async def main() -> None:

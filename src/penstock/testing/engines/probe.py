@@ -18,7 +18,7 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.requests import FinishReason, Request, SamplingParams, TokenLogprob
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray, pack_tokens, unpack_hashes, unpack_tokens
-from penstock.seams import Engine, KvBlocks, KvTails
+from penstock.seams import Engine, KvBlocks, KvPartialBlocks
 from penstock.transfer.regions.buffers import region_of
 
 _STEPS_MAX = 20_000
@@ -47,7 +47,7 @@ class Answer:
     error: ErrorInfo | None = None
 
 
-class MovingEngine(Engine, KvTails, Protocol):
+class MovingEngine(Engine, KvPartialBlocks, Protocol):
     """An engine whose blocks can be held, read and written."""
 
 

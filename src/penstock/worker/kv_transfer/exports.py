@@ -12,7 +12,7 @@ from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.requests import KvHandle, Request
 from penstock.core.wire import HashArray, num_tokens, unpack_hashes
-from penstock.seams import KvBlocks, KvTails
+from penstock.seams import KvBlocks, KvPartialBlocks
 from penstock.worker.config import KvTransferConfig
 from penstock.worker.kv_transfer.pin_messages import PinGrown, PinHeld
 from penstock.worker.kv_transfer.regions import KvRegions
@@ -94,7 +94,7 @@ class KvExports:
         """Set while nothing is held."""
         self.none_left.set()
         self._engine = engine
-        self._tails = engine if isinstance(engine, KvTails) else None
+        self._partial_blocks = engine if isinstance(engine, KvPartialBlocks) else None
         self._info = info
         self._prefill_worker = prefill_worker
         self._config = config
@@ -283,9 +283,13 @@ class KvExports:
 
     def _hold_tail(self, request: Request, export: _Export) -> None:
         """Hold the tokens past the full blocks, where the engine gives them and all blocks before them are held."""
-        if self._tails is None or len(export.block_ids) < len(export.hashes) or self._blocks_left < 1:
+        if (
+            self._partial_blocks is None
+            or len(export.block_ids) < len(export.hashes)
+            or self._blocks_left < 1
+        ):
             return
-        tail = self._tails.claim_tail(request.request_id)
+        tail = self._partial_blocks.claim_partial_block(request.request_id)
         if tail is not None:
             export.tail = [tail]
             export.tail_tokens = num_tokens(request.token_ids) % self._info.block_size

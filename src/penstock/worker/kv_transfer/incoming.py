@@ -20,7 +20,7 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv_exchange import KvSource
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import HashArray, unpack_hashes
-from penstock.seams import KvBlocks, KvTails
+from penstock.seams import KvBlocks, KvPartialBlocks
 from penstock.transfer import Peer
 from penstock.worker.config import KvTransferConfig
 from penstock.worker.kv_transfer.reader import Growth, Origin, Reader
@@ -107,7 +107,7 @@ class IncomingTransfers:
         self.early_failures: dict[str, int] = {}
         """Why transfers ended before their request came, by the error's code."""
         self._engine = engine
-        self._tails = engine if isinstance(engine, KvTails) else None
+        self._partial_blocks = engine if isinstance(engine, KvPartialBlocks) else None
         self._info = info
         self._config = config
         self._meet = meet
@@ -274,8 +274,10 @@ class IncomingTransfers:
         del self._fetches[request.request_id]
         submit(msgspec.structs.replace(request, kv=None))
         for block_id in one.take_tail():
-            assert self._tails is not None, "it was made room for"
-            self._tails.lend_tail(request.request_id, block_id, handle.num_tokens % self._info.block_size)
+            assert self._partial_blocks is not None, "it was made room for"
+            self._partial_blocks.lend_partial_block(
+                request.request_id, block_id, handle.num_tokens % self._info.block_size
+            )
 
     # -- transfers
 
@@ -344,7 +346,7 @@ class IncomingTransfers:
             return
         assert growth.pin_id is not None, "it has blocks"
         targets = reserved[one.num_read : end - len(here)]
-        wants_tail = len(growth.tail) and self._tails is not None
+        wants_tail = len(growth.tail) and self._partial_blocks is not None
         tail = list(self._engine.reserve(1) or ()) if wants_tail else []
         is_early = not growth.is_whole
         sources = np.concatenate((sources[start:], growth.tail[: len(tail)]))

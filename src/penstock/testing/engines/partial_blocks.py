@@ -14,7 +14,7 @@ from penstock.testing.engines.probe import EngineProbe, block_bytes, make_reques
 from penstock.testing.loop import run_async
 
 
-class EngineTails(EngineCase):
+class EnginePartialBlocks(EngineCase):
     """What an engine does with blocks that are not full."""
 
     def test_the_tokens_past_the_full_blocks_move_too(self) -> None:
@@ -37,7 +37,7 @@ class EngineTails(EngineCase):
                     source.engine.unpin([kept])
                     going_on = make_request("b", prompt + first, max_tokens=9, num_emitted=1)
                     target.submit(going_on)
-                    target.engine.lend_tail(going_on.request_id, lent, tail)
+                    target.engine.lend_partial_block(going_on.request_id, lent, tail)
                     await target.finish()
                     assert target.answers["b"].token_ids == expected.token_ids[1:]
                     load = target.engine.load()
@@ -59,7 +59,9 @@ class EngineTails(EngineCase):
                     request = make_request(f"b{number}", prompt)
                     if number:
                         target.submit(request)
-                    target.engine.lend_tail(request.request_id, block_id, 3)  # to the first, nobody knows it
+                    target.engine.lend_partial_block(
+                        request.request_id, block_id, 3
+                    )  # to the first, nobody knows it
                 target.abort("b1")
                 assert target.engine.load().active_blocks == 1
                 await target.finish()
@@ -86,7 +88,7 @@ class EngineTails(EngineCase):
                 await probe.finish()
                 assert probe.engine.load().active_blocks <= 1
                 await probe.run(make_request("next", self.prompt(3, 8), max_tokens=1))
-                assert probe.engine.claim_tail(RequestId("late")) is None
+                assert probe.engine.claim_partial_block(RequestId("late")) is None
                 assert probe.engine.load().active_blocks == 0
 
         run_async(main())
@@ -99,7 +101,7 @@ class EngineTails(EngineCase):
             request.request_id not in probe.answers or probe.answers[request.request_id].finish_reason is None
         ):
             await probe.step()
-        kept = probe.engine.claim_tail(request.request_id)
+        kept = probe.engine.claim_partial_block(request.request_id)
         return probe.answers[request.request_id].token_ids, kept
 
 
