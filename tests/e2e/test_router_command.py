@@ -289,6 +289,42 @@ def test_a_bomb_is_refused_and_nobody_waits_for_it():
     run(test, body_bytes_max=8 << 20)
 
 
+def test_large_bodies_are_decoded_by_another_process(capfd):
+    """Only where they are decoded differs: answers and errors are those of small bodies."""
+    long = list(range(20_000))
+
+    async def test(api: Api) -> None:
+        for worker in ("one", "two"):
+            await api.ask("PUT", f"/workers/{worker}", {"url": f"http://{worker}", "model": "m"})
+        await api.ask("POST", "/route", {"model": "m", "token_ids": long[:1000]})
+        assert "encoder_started" not in "".join(capfd.readouterr())
+        status, first = await api.ask("POST", "/route", {"model": "m", "token_ids": long})
+        assert status == 200
+        assert "encoder_started" in "".join(capfd.readouterr())
+        excluding = {"model": "m", "token_ids": long, "exclude": [first["worker"]], "slo_ttft_ms": 5.0}
+        assert (await api.ask("POST", "/route", excluding))[1]["worker"] != first["worker"]
+        for prompt in (
+            {"prompt": "word " * 20_000},
+            {"messages": [{"role": "user", "content": "word " * 20_000}]},
+        ):
+            assert (await api.ask("POST", "/route", {"model": "m"} | prompt))[0] == 200
+        for wrong, text in (
+            (
+                {"model": "m", "token_ids": [*long, -1]},
+                "token_ids: must be integers from 0 to 2147483647, got -1",
+            ),
+            ({"model": "m", "token_ids": [*long, 1.5]}, "token_ids"),
+            ({"model": "m", "token_ids": long, "prompt": "a"}, "give one of token_ids, prompt and messages"),
+            ({"model": "m", "token_ids": long, "modle": 1}, "modle"),
+        ):
+            status, message = await api.error("POST", "/route", wrong)
+            assert status == 400
+            assert text in message
+        assert (await api.ask("POST", "/route", {"model": "m", "token_ids": long}))[0] == 200
+
+    run(test, body_bytes_max=1 << 20)
+
+
 def test_a_compressed_body_is_taken():
     async def test(api: Api) -> None:
         body = gzip.compress(json.dumps({"url": "http://one", "model": "m"}).encode())

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import pydantic
@@ -28,17 +28,19 @@ from penstock.frontend.http.http import (
 from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Slot
 from penstock.frontend.limits.body import BodyReader
-from penstock.frontend.limits.headers import ITL_MS, TTFT_MS, target_s, wants_explanation
+from penstock.frontend.limits.headers import wants_explanation
 from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
 from penstock.frontend.openai.bodies import encode
-from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import Explanation, explain_latest, explain_one
+from penstock.frontend.requests.encoders import LARGE_BYTES, EncoderPool, decode_large_query
+from penstock.frontend.requests.route_body import decode_body, decode_query
 from penstock.router.service.gateway import Query, Server, Stage
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 
 _NAME_CHARACTERS_MAX = 128
-_SESSION_CHARACTERS_MAX = 256
+_ENCODERS = 2
+"""Encoder processes at most; they decode bodies of `/route` over 64 KiB."""
 _OPEN = ("/health", "/metrics")
 _log = get_logger()
 
@@ -70,19 +72,6 @@ class RoutingHttpConfig(Config):
         return self
 
 
-class _RouteBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one of `token_ids`, `prompt` and `messages` is given. Latency targets are in milliseconds."""
-
-    model: str
-    token_ids: list[int] | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    session: str | None = None
-    exclude: tuple[str, ...] = ()
-    slo_ttft_ms: float | None = None
-    slo_itl_ms: float | None = None
-
-
 class _FeedbackBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     id: str
     stage: Stage
@@ -109,6 +98,7 @@ class RoutingServer:
         self._bodies = BodyReader(config.body_bytes_max, self._receiving, settings="")
         self.budget = ReceiveBudget(config.receive.bytes_max, self._receiving, settings="")
         """Receive budget of all connections."""
+        self._encoders = EncoderPool(_ENCODERS)
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
 
@@ -176,6 +166,7 @@ class RoutingServer:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+        await self._encoders.close()
 
     async def _read(self, request: web.Request, kind: type[_Body]) -> _Body:
         """Receive a body and decode it.
@@ -183,16 +174,30 @@ class RoutingServer:
         Raises:
             PenstockError: the body came too late, exceeds the receive budget, or is no `kind`.
         """
-        timeout_s = self._config.receive.timeout_s
-        now_s = asyncio.get_running_loop().time()
-        slot = Slot(now_s, now_s + timeout_s, timeout_s, settings="")
+        slot = self._slot()
         with self.budget.hold(slot.end) as received:
             async with slot.limit():
                 body = b"".join(await self._bodies.read(request, received))
-            try:
-                return msgspec.json.decode(body, type=kind)
-            except (ValueError, RecursionError) as error:
-                raise body_error(error, body, kind) from error
+            return decode_body(body, kind)
+
+    async def _read_query(self, request: web.Request) -> Query:
+        """Receive and decode a body of `/route`; an encoder process decodes a large one.
+
+        Raises:
+            PenstockError: the body came too late, exceeds the receive budget, or is invalid.
+        """
+        slot = self._slot()
+        with self.budget.hold(slot.end) as received:
+            async with slot.limit():
+                pieces = await self._bodies.read(request, received)
+                if sum(map(len, pieces)) > LARGE_BYTES:
+                    return await decode_large_query(self._encoders, pieces)
+            return decode_query(b"".join(pieces))
+
+    def _slot(self) -> Slot:
+        timeout_s = self._config.receive.timeout_s
+        now_s = asyncio.get_running_loop().time()
+        return Slot(now_s, now_s + timeout_s, timeout_s, settings="")
 
     def _refuse_raw(self, error: PenstockError) -> bytes:
         """Encode a whole error response, for a connection without a request."""
@@ -231,8 +236,8 @@ class RoutingServer:
         return await handler(request)
 
     async def _route(self, request: web.Request) -> web.Response:
-        body, is_asked_why = await self._read(request, _RouteBody), wants_explanation(request.headers)
-        choice = self._service.route(_query_of(body))
+        query, is_asked_why = await self._read_query(request), wants_explanation(request.headers)
+        choice = self._service.route(query)
         answer = msgspec.structs.asdict(choice)
         if is_asked_why:
             answer["why"] = Explanation(self._service.explain(choice.id))
@@ -283,38 +288,3 @@ def _refuse(error: BaseException | None, status: int) -> web.Response:
     response = error_response(garbage_refusal(error, status))
     response.force_close()
     return response
-
-
-def _query_of(body: _RouteBody) -> Query:
-    """Convert a body to the router's query.
-
-    Raises:
-        RequestError: a field has an invalid value.
-    """
-    given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not None]
-    if len(given) != 1:
-        raise RequestError(f"give one of token_ids, prompt and messages, got {' and '.join(given) or 'none'}")
-    if body.session is not None and len(body.session) > _SESSION_CHARACTERS_MAX:
-        raise RequestError(
-            f"session: must have at most {_SESSION_CHARACTERS_MAX} characters, got {len(body.session)}",
-            param="session",
-        )
-    prompt: list[int] | str
-    if body.token_ids is not None:
-        prompt = body.token_ids
-    else:
-        prompt = body.prompt if body.prompt is not None else _text_of(body.messages or [])
-    ttft_ms, itl_ms = body.slo_ttft_ms, body.slo_itl_ms
-    return Query(
-        model=body.model,
-        prompt=prompt,
-        session=body.session,
-        exclude=body.exclude,
-        slo_ttft_s=None if ttft_ms is None else target_s("slo_ttft_ms", ttft_ms, TTFT_MS),
-        slo_itl_s=None if itl_ms is None else target_s("slo_itl_ms", itl_ms, ITL_MS),
-    )
-
-
-def _text_of(messages: list[dict[str, Any]]) -> str:
-    """Join messages in order, so that a conversation's text is a prefix of its next request's."""
-    return "".join(msgspec.json.encode(message).decode() + "\n" for message in messages)

@@ -12,10 +12,11 @@ import msgspec
 
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError
 from penstock.core.types.cards import ModelCard
-from penstock.core.wire import Wire, encode
+from penstock.core.wire import PackedTokens, Wire, encode, pack_tokens
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from penstock.frontend.openai.validation import check_chat, check_completion
 from penstock.frontend.requests.encoding import Prompt, encode_prompts, without_prompts
+from penstock.frontend.requests.route_body import decode_query
 from penstock.frontend.text.models import ServedModel
 
 LENGTH_BYTES = 8
@@ -42,6 +43,12 @@ class Encode(Wire, frozen=True, tag="encode"):
     files: dict[str, bytes] | None = None
 
 
+class ReadQuery(Wire, frozen=True, tag="read_query"):
+    """Decode and check a body of the standalone router's `/route`; its bytes follow the message. The reply is `DecodedQuery`."""
+
+    body_bytes: int
+
+
 class ModelName(Wire, frozen=True, tag="named"):
     """The model named in the body."""
 
@@ -59,14 +66,26 @@ class Encoded(Wire, frozen=True, tag="encoded"):
     prompts: tuple[Prompt, ...]
 
 
+class DecodedQuery(Wire, frozen=True, tag="query"):
+    """A `Query`; of `token_ids` and `text` one is its prompt."""
+
+    model: str
+    token_ids: PackedTokens | None = None
+    text: str | None = None
+    session: str | None = None
+    exclude: tuple[str, ...] = ()
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
+
+
 class Refused(Wire, frozen=True, tag="refused"):
     """The body is invalid."""
 
     error: ErrorInfo
 
 
-Task = Read | Encode
-Reply = ModelName | MissingFiles | Encoded | Refused
+Task = Read | Encode | ReadQuery
+Reply = ModelName | MissingFiles | Encoded | DecodedQuery | Refused
 _tasks: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)
 
 
@@ -78,9 +97,15 @@ class Encoder:
         self._request: ChatRequest | CompletionRequest | None = None
 
     def run(self, task: Task, body: bytes) -> Reply:
-        """Run a task; `body` are the bytes after a `Read`."""
+        """Run a task; `body` are the bytes after a `Read` or `ReadQuery`."""
         try:
-            return self._read(task, body) if isinstance(task, Read) else self._encode(task)
+            match task:
+                case Read():
+                    return self._read(task, body)
+                case Encode():
+                    return self._encode(task)
+                case ReadQuery():
+                    return _read_query(body)
         except PenstockError as error:
             self._request = None  # done with this body
             return Refused(error=error.to_info())
@@ -110,6 +135,20 @@ class Encoder:
         return Encoded(request=encode(without_prompts(request)), prompts=prompts)
 
 
+def _read_query(body: bytes) -> DecodedQuery:
+    query = decode_query(body)
+    prompt = query.prompt
+    return DecodedQuery(
+        model=query.model,
+        token_ids=None if isinstance(prompt, str) else pack_tokens(prompt),
+        text=prompt if isinstance(prompt, str) else None,
+        session=query.session,
+        exclude=query.exclude,
+        slo_ttft_s=query.slo_ttft_s,
+        slo_itl_s=query.slo_itl_s,
+    )
+
+
 def main() -> int:
     """Serve tasks until the frontend closes the socket."""
     encoder = Encoder()
@@ -117,7 +156,7 @@ def main() -> int:
         link.set_inheritable(False)
         while len(head := tasks.read(LENGTH_BYTES)) == LENGTH_BYTES:
             task = _tasks.decode(tasks.read(int.from_bytes(head)))
-            body = tasks.read(task.body_bytes) if isinstance(task, Read) else b""
+            body = b"" if isinstance(task, Encode) else tasks.read(task.body_bytes)
             try:
                 reply = encode(encoder.run(task, body))
                 link.sendall(len(reply).to_bytes(LENGTH_BYTES) + reply)

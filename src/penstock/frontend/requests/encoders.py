@@ -12,22 +12,25 @@ import msgspec
 
 from penstock.core.errors import PenstockError, ProtocolError
 from penstock.core.log import get_logger
-from penstock.core.wire import encode
+from penstock.core.wire import encode, unpack_tokens
 from penstock.frontend.errors import refusal_of
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.frontend.requests.encoder import (
     LENGTH_BYTES,
+    DecodedQuery,
     Encode,
     Encoded,
     MissingFiles,
     ModelName,
     Read,
+    ReadQuery,
     Refused,
     Reply,
     Task,
 )
 from penstock.frontend.requests.encoding import Prompt
 from penstock.frontend.text.models import ModelCache, ServedModel
+from penstock.router.service.gateway import Query
 
 LARGE_BYTES = 64 << 10
 """Larger bodies go to an encoder. Decoding and checking any JSON of this size takes at most 5 ms (2 cores of an AMD EPYC)."""
@@ -45,8 +48,44 @@ class EncodedBody:
     prompts: tuple[Prompt, ...]
 
 
-class Encoders:
+class EncoderPool:
     """Starts encoders on demand and gives each one body at a time. One event loop owns it."""
+
+    def __init__(self, most: int) -> None:
+        self._free = asyncio.Semaphore(most)
+        self._idle: list[_Process] = []
+
+    async def close(self) -> None:
+        """End idle encoders; busy ones end after their task."""
+        while self._idle:
+            process = self._idle.pop()
+            process.end()
+            await process.ended()
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator["_Process"]:
+        """Lend an encoder once one is free. Cancelling the borrower kills the encoder, so that an abandoned body takes no time from others."""
+        async with self._free:
+            process = self._idle.pop() if self._idle else await _Process.start()
+            try:
+                yield process
+            except PenstockError:
+                self._take_back(process)
+                raise
+            except BaseException:
+                process.end()
+                raise
+            self._take_back(process)
+
+    def _take_back(self, process: "_Process") -> None:
+        if process.is_sound:
+            self._idle.append(process)
+        else:
+            process.end()
+
+
+class Encoders:
+    """Decodes and tokenizes large bodies of the OpenAI API in a pool of encoders."""
 
     def __init__(
         self, most: int, cache: ModelCache, *, hash_key: bytes, choices_max: int, models_max: int
@@ -55,8 +94,7 @@ class Encoders:
         self._hash_key = hash_key
         self._choices_max = choices_max
         self._models_max = models_max
-        self._free = asyncio.Semaphore(most)
-        self._idle: list[_Process] = []
+        self._pool = EncoderPool(most)
 
     async def encode(self, body: Sequence[bytes], *, chat: bool) -> EncodedBody:
         """Decode, check and tokenize a body once an encoder is free; the caller sets the deadline.
@@ -66,7 +104,7 @@ class Encoders:
         Raises:
             PenstockError: the body is invalid, or its model is not served.
         """
-        async with self._lend() as process:
+        async with self._pool.lend() as process:
             read = Read(body_bytes=sum(map(len, body)), chat=chat, choices_max=self._choices_max)
             named = await process.do(read, body)
             if not isinstance(named, ModelName):
@@ -87,30 +125,27 @@ class Encoders:
 
     async def close(self) -> None:
         """End idle encoders; busy ones end after their task."""
-        while self._idle:
-            process = self._idle.pop()
-            process.end()
-            await process.ended()
+        await self._pool.close()
 
-    @contextlib.asynccontextmanager
-    async def _lend(self) -> AsyncIterator["_Process"]:
-        async with self._free:
-            process = self._idle.pop() if self._idle else await _Process.start()
-            try:
-                yield process
-            except PenstockError:
-                self._take_back(process)
-                raise
-            except BaseException:
-                process.end()
-                raise
-            self._take_back(process)
 
-    def _take_back(self, process: "_Process") -> None:
-        if process.is_sound:
-            self._idle.append(process)
-        else:
-            process.end()
+async def decode_large_query(pool: EncoderPool, body: Sequence[bytes]) -> Query:
+    """Decode and check a body of the standalone router's `/route`; the caller sets the deadline.
+
+    Raises:
+        RequestError: the body is invalid.
+    """
+    async with pool.lend() as process:
+        decoded = await process.do(ReadQuery(body_bytes=sum(map(len, body))), body)
+    if not isinstance(decoded, DecodedQuery):
+        raise _unexpected(decoded)
+    return Query(
+        model=decoded.model,
+        prompt=unpack_tokens(decoded.token_ids) if decoded.token_ids is not None else decoded.text or "",
+        session=decoded.session,
+        exclude=decoded.exclude,
+        slo_ttft_s=decoded.slo_ttft_s,
+        slo_itl_s=decoded.slo_itl_s,
+    )
 
 
 class _Process:
