@@ -78,7 +78,7 @@ def test_refusals_of_large_bodies_have_the_apis_shape() -> None:
                 assert (answer.status, error["param"], error["code"]) == (status, param, code), error
             assert (await site.ask("POST", PATH, chat(metadata=PADDING))).status == 200
             assert len(children()) == 1
-            assert site.frontend.room.size_bytes == 0
+            assert site.frontend.budget.size_bytes == 0
 
     run(test)
 

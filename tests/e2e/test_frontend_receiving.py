@@ -23,7 +23,7 @@ async def metric(site: Site, name: str) -> float:
 
 
 async def until_received(site: Site, size_bytes: int) -> None:
-    await site.until(lambda: site.frontend.room.size_bytes >= size_bytes)
+    await site.until(lambda: site.frontend.budget.size_bytes >= size_bytes)
 
 
 def test_unfinished_bodies_take_nobodys_place() -> None:
@@ -34,7 +34,7 @@ def test_unfinished_bodies_take_nobodys_place() -> None:
             assert (await site.ask("POST", PATH, chat())).status == 200
             for writer in writers:
                 writer.close()
-            await site.until(lambda: site.frontend.room.size_bytes == 0)
+            await site.until(lambda: site.frontend.budget.size_bytes == 0)
 
     run(test)
 
@@ -83,7 +83,7 @@ def test_headers_in_parts_are_taken() -> None:
                 await until_received(site, 30)
                 writer.write(raw[30:])
                 assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
-                await site.until(lambda: site.frontend.room.size_bytes == 0)
+                await site.until(lambda: site.frontend.budget.size_bytes == 0)
                 await reader.readuntil(b'"cached_tokens":0}}}')
             await asyncio.sleep(0.3)
             writer.write(http("GET", "/live"))
@@ -102,7 +102,7 @@ def test_the_room_for_unfinished_bodies_is_bounded_and_small_requests_still_fit(
             for _ in range(20):
                 connections.append(await unfinished(site, 40_000))
                 await asyncio.sleep(0)
-                most = max(most, site.frontend.room.size_bytes)
+                most = max(most, site.frontend.budget.size_bytes)
                 assert (await site.ask("POST", PATH, chat(user="u" * 5000))).status == 200
             assert 100_000 < most <= room
             refused = [reader for reader, _ in connections if reader._buffer]  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def test_the_room_for_unfinished_bodies_is_bounded_and_small_requests_still_fit(
             assert await metric(site, "penstock_frontend_received_bytes") > 0
             for _, writer in connections:
                 writer.close()
-            await site.until(lambda: site.frontend.room.size_bytes == 0)
+            await site.until(lambda: site.frontend.budget.size_bytes == 0)
 
     run(test)
 
@@ -128,8 +128,8 @@ def test_headers_that_never_end_count_too() -> None:
                 reader, writer = await site.connect()
                 writer.write(b"GET /live HTTP/1.1\r\nHost: test\r\n" + lines)
                 connections.append((reader, writer))
-            await site.until(lambda: site.frontend.room.size_bytes > 15_000)
-            assert site.frontend.room.size_bytes <= 20_000
+            await site.until(lambda: site.frontend.budget.size_bytes > 15_000)
+            assert site.frontend.budget.size_bytes <= 20_000
             assert (await site.ask("GET", "/live")).status == 200
             for _, writer in connections:
                 writer.close()
@@ -154,7 +154,7 @@ def test_compressed_bodies_are_inflated(encoding: str) -> None:
         async with serving() as site:
             answer = await site.ask("POST", PATH, packed, f"Content-Encoding: {name}")
             assert answer.status == 200
-            assert site.frontend.room.size_bytes == 0
+            assert site.frontend.budget.size_bytes == 0
 
     run(test)
 
@@ -198,7 +198,7 @@ def test_a_bomb_is_not_inflated_past_the_largest_body_and_nobody_waits_for_it() 
             async def watch() -> None:
                 nonlocal most
                 while True:
-                    most = max(most, site.frontend.room.size_bytes)
+                    most = max(most, site.frontend.budget.size_bytes)
                     await asyncio.sleep(0)
 
             watching = asyncio.ensure_future(watch())

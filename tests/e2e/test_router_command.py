@@ -284,7 +284,7 @@ def test_a_bomb_is_refused_and_nobody_waits_for_it():
             answer = Answer(await reader.readuntil(b"}}"))
         writer.close()
         assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-        assert api.server.room.size_bytes == 0
+        assert api.server.budget.size_bytes == 0
 
     run(test, body_bytes_max=8 << 20)
 
@@ -361,7 +361,7 @@ def test_the_room_for_unfinished_bodies_is_bounded_and_small_requests_still_fit(
             connections.append((reader, writer))
             status, _ = await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
             assert status == 200
-            assert api.server.room.size_bytes <= 100_000
+            assert api.server.budget.size_bytes <= 100_000
         refused = [reader for reader, _ in connections if reader._buffer]  # type: ignore[attr-defined]
         assert len(refused) >= 5
         answer = Answer(await refused[0].readuntil(b"}}"))
