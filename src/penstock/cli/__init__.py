@@ -1,6 +1,6 @@
-"""The `penstock` command. A mistake of the caller is one line on stderr and exit code 2, never a traceback.
+"""The `penstock` command. A usage error is one line on stderr and exit code 2, never a traceback.
 
-What a subcommand needs is imported when it runs, so that `penstock --help` answers at once.
+Each subcommand imports its modules when it runs, so that `penstock --help` is fast.
 """
 
 import sys
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(make_parser: Callable[[], Parser], arguments: Sequence[str] | None) -> int:
-    """Read the arguments, run the subcommand that they name, and return the exit code."""
+    """Parse the arguments, run the subcommand, and return the exit code."""
     try:
         options = make_parser().parse_args(arguments)
         code: int = options.run(options)
@@ -37,12 +37,12 @@ def run(make_parser: Callable[[], Parser], arguments: Sequence[str] | None) -> i
 
 def _complain(error: PenstockError, code: int) -> int:
     for line in error.message.splitlines():
-        print(f"penstock: {line}", file=sys.stderr)  # noqa: T201 - what a command is for
+        print(f"penstock: {line}", file=sys.stderr)  # noqa: T201 - command output
     return code
 
 
 def make_parser() -> Parser:
-    """Make the parser of all commands."""
+    """Create the parser of all subcommands."""
     from penstock.bench import add_parsers  # noqa: PLC0415 - see above
 
     parser = Parser(

@@ -6,12 +6,12 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `penstock`."""
+    """Register the subcommand."""
     parser = commands.add_parser(
         "doctor",
-        help="say how memory can be moved here, and how fast",
-        description="Try every transport between every two kinds of memory, within a process and between two, say why others"
-        " do not work, and which settings of this host stand in the way. Takes about 10 s.",
+        help="test which memory transports work on this host, and how fast",
+        description="Test every transport between every pair of memory kinds, within a process and between two. Prints the reason"
+        " for each that does not work, and the host settings to change. Takes about 10 s.",
         epilog="Exit code: 0, or 1 if a transfer failed that should work. See docs/transfer.md.",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all findings to this file too")
@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         "--directory",
         type=Path,
         metavar="DIR",
-        help="where files are tried, 64 MB for a moment (default: the directory for temporary files)",
+        help="directory for the file test, which uses 64 MB briefly (default: the directory for temporary files)",
     )
     parser.set_defaults(run=_run)
 

@@ -8,12 +8,12 @@ from penstock.core.errors import ConfigError
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `penstock`."""
+    """Register the subcommand."""
     parser = commands.add_parser(
         "explain",
-        help="say why requests went where they did",
-        description="Say why a running server sent a request where it did, or the latest ones; or make the decisions of a"
-        " log again. See docs/routing.md.",
+        help="show routing decisions",
+        description="Show a running server's routing decision about a request, or its latest ones; or replay the decisions of a"
+        " log. See docs/routing.md.",
         epilog="Exit code of --replay without --policy: 1 if a decision differs.",
     )
     add = parser.add_argument
@@ -21,25 +21,25 @@ def add(commands: Any) -> None:
     add(
         "--url",
         default="http://127.0.0.1:8000",
-        help="of `penstock serve` or `penstock router` (default http://127.0.0.1:8000)",
+        help="URL of `penstock serve` or `penstock router` (default http://127.0.0.1:8000)",
     )
     add(
         "--last",
         type=int,
         metavar="N",
-        help="without a request: so many of the latest decisions (default 16, at most 64) of the process that answers",
+        help="without REQUEST_ID: number of latest decisions of one process (default 16, at most 64)",
     )
-    add("--json", action="store_true", help="print what the server says as it says it")
+    add("--json", action="store_true", help="print the server's JSON unchanged")
     add(
         "--replay",
         type=Path,
         metavar="FILE",
-        help="a log written with --log-level debug and PENSTOCK_LOG_FORMAT=json",
+        help="replay a log written with --log-level debug and PENSTOCK_LOG_FORMAT=json",
     )
     add(
         "--policy",
         metavar="NAME",
-        help="for --replay: decide by this policy instead (default: that of the log)",
+        help="for --replay: use this policy instead (default: that of the log)",
     )
     parser.set_defaults(run=_run)
 

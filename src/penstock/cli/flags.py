@@ -1,14 +1,14 @@
-"""Flags that several commands have."""
+"""Flags shared by several commands."""
 
 from typing import Any
 
 
 def add_set(parser: Any, text: str) -> None:
-    """Add `--set K=V`, as often as wanted.
+    """Add the repeatable flag `--set K=V`.
 
     Args:
-        parser: the command's.
-        text: of its help.
+        parser: the command's parser.
+        text: help text.
     """
     parser.add_argument("--set", action="append", default=[], metavar="K=V", help=text)
 

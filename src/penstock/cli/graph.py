@@ -9,7 +9,7 @@ from penstock.core.errors import ConfigError
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `penstock`."""
+    """Register the subcommand."""
     parser = commands.add_parser(
         "graph", help="work with deployment graphs", description="Work with deployment graphs."
     )

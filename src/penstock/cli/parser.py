@@ -1,4 +1,4 @@
-"""How arguments are read."""
+"""The argument parser of all commands."""
 
 import argparse
 from typing import Any, NoReturn
@@ -7,7 +7,7 @@ from penstock.core.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, and names the nearest flag."""
+    """Raises ConfigError instead of exiting, and suggests the nearest flag."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)

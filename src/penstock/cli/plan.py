@@ -5,14 +5,14 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `penstock`."""
+    """Register the subcommand."""
     from penstock.plan.arguments import add_arguments  # noqa: PLC0415
 
     parser = commands.add_parser(
         "plan",
-        help="find the deployment that serves most within latency targets",
-        description="Find what to make of so many devices: whole requests or prefill and decode apart, how spread, how many"
-        " workers, how large steps. Searched by the latency model, confirmed by the simulator.",
+        help="find the deployment with the highest request rate within latency targets",
+        description="Find the best deployment of N devices: aggregated or disaggregated, parallelism, number of workers and step"
+        " size. Searched by the latency model, confirmed by the simulator.",
         epilog="Exit code: 0 planned, 2 wrong input, or nothing fits or keeps the targets. See docs/plan.md.",
     )
     add_arguments(parser)

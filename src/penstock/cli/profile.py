@@ -7,14 +7,14 @@ from penstock.cli.flags import add_set
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `penstock`."""
+    """Register the subcommand."""
     from penstock.profiling.arguments import add_arguments  # noqa: PLC0415
 
     parser = commands.add_parser(
         "profile",
-        help="measure an engine, and fit the latency model to it",
+        help="measure an engine and fit the latency model",
         description="Measure an engine in this process, or an OpenAI-compatible endpoint by URL, and fit the latency"
-        " model that the router and the simulator price by.",
+        " model that the router and the simulator use.",
     )
     add_arguments(parser)
     add_set(parser, "set a field of the engine, as for serve")

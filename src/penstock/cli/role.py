@@ -7,17 +7,19 @@ from penstock.core.errors import ConfigError
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `penstock`."""
+    """Register the subcommand."""
     parser = commands.add_parser(
         "role",
-        help="change the role of a worker that runs",
-        description="Have a worker of a running deployment become a prefill, decode or aggregated one, with what it has"
-        " loaded: it finishes what it has, within worker.drain_timeout_s, and comes back. See docs/disaggregation.md.",
+        help="change the role of a running worker",
+        description="Change a running worker's role to prefill, decode or aggregated without loading the model again: it drains"
+        " within worker.drain_timeout_s and registers anew. See docs/disaggregation.md.",
     )
     parser.add_argument("worker", metavar="WORKER", help="its name in GET /admin/workers, such as prefill-1")
     parser.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="of `penstock serve` (default http://127.0.0.1:8000)"
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="URL of `penstock serve` (default http://127.0.0.1:8000)",
     )
     parser.set_defaults(run=_run)
 

@@ -8,18 +8,18 @@ from penstock.cli.flags import add_log_level, add_set
 _FLAGS = {
     "--host": ("host", "HOST", "address to listen on (default 127.0.0.1)"),
     "--port": ("port", "P", "port to listen on; 0 takes a free one (default 8100)"),
-    "--api-key-file": ("api_key_file", "FILE", "API keys, one a line; PENSTOCK_API_KEY has one, too"),
-    "--policy": ("service.router.policy", "NAME", "how a server is chosen (default kv)"),
+    "--api-key-file": ("api_key_file", "FILE", "file of API keys, one per line; PENSTOCK_API_KEY adds one"),
+    "--policy": ("service.router.policy", "NAME", "routing policy (default kv)"),
     "--block-size": ("service.block_size", "N", "tokens in a block of the servers' caches (default 16)"),
 }
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `penstock`."""
+    """Register the subcommand."""
     parser = commands.add_parser(
         "router",
-        help="run the router alone, for other gateways",
-        description="Run the router alone: an HTTP service that names a server for each request of another gateway."
+        help="run the standalone router, for other gateways",
+        description="Run the standalone router: an HTTP service that chooses a server for each request of another gateway."
         " See docs/router.md.",
     )
     for flag, (place, metavar, text) in _FLAGS.items():

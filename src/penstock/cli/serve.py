@@ -6,41 +6,45 @@ from typing import Any
 from penstock.cli.flags import add_log_level, add_set
 from penstock.core.errors import ConfigError
 
-_DEMO_WORKERS = 2  # so that there is something to route between
+_DEMO_WORKERS = 2  # to show routing
 _DEMO_KV_BLOCKS = 1024
-"""Of a demo worker: 20 MiB, the KV of four requests as long as the model takes."""
+"""KV blocks of a demo worker: 20 MiB, four requests of the model's full context."""
 _DEMO_SPARES = 0
-"""A spare process holds 270 MB; the whole demo stays below 1 GB of memory, most of it PyTorch's."""
+"""No spare process, which takes 270 MB: the demo stays below 1 GB of memory, most of it PyTorch's."""
 
 FLAGS = {
     "--workers": ("roles.aggregated.replicas", "N", "worker processes (default 1; 2 with --demo)"),
     "--prefill": (
         "roles.prefill.replicas",
         "P",
-        "prefill workers, which hand prompts over to decode workers",
+        "prefill workers, whose KV is transferred to decode workers",
     ),
     "--decode": (
         "roles.decode.replicas",
         "D",
         "decode workers; with --prefill instead of --workers, or beside them",
     ),
-    "--engine": ("roles.aggregated.engine", "NAME", "paged: PyTorch (default); mock: made-up text, no model"),
+    "--engine": (
+        "roles.aggregated.engine",
+        "NAME",
+        "paged: PyTorch (default); mock: synthetic text, no model",
+    ),
     "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
     "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),
     "--port": ("frontend.port", "P", "port to listen on; 0 takes a free one (default 8000)"),
     "--api-key-file": (
         "frontend.api_key_file",
         "FILE",
-        "API keys, one a line; PENSTOCK_API_KEY has one, too",
+        "file of API keys, one per line; PENSTOCK_API_KEY adds one",
     ),
     "--frontend-processes": ("frontend.processes", "N", "processes that share the port (default 1)"),
-    "--policy": ("router.policy", "NAME", "how a worker is chosen, such as kv or least-loaded (default kv)"),
+    "--policy": ("router.policy", "NAME", "routing policy, such as kv or least-loaded (default kv)"),
 }
-"""Flag: place in the graph, placeholder, help. Each is a short way to write `--set PLACE=VALUE`."""
+"""Flag: (path in the graph, placeholder, help). Each is short for `--set PATH=VALUE`."""
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `penstock`."""
+    """Register the subcommand."""
     parser = commands.add_parser(
         "serve",
         help="serve a model on this machine",
@@ -79,10 +83,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def graph_of(options: argparse.Namespace) -> Any:
-    """Make the graph that the arguments ask for.
+    """Build the graph from the arguments.
 
     Raises:
-        ConfigError: they contradict each other, or describe none.
+        ConfigError: the arguments contradict each other, or name no model.
     """
     from penstock.core.config import nearest  # noqa: PLC0415
     from penstock.engine.registry import engine_names  # noqa: PLC0415
@@ -120,8 +124,8 @@ def _check_partners(roles: list[str], assigned: dict[str, Any]) -> None:
     """Refuse `--prefill` alone and `--decode` alone, naming the flag that is missing.
 
     Args:
-        roles: that flags ask for.
-        assigned: what flags set, by dotted path; a path below `roles.decode` describes that role too.
+        roles: roles that flags ask for.
+        assigned: values set by flags, by dotted path; a path below `roles.decode` also declares that role.
     """
     described = {*roles, *(path.split(".")[1] for path in assigned if path.startswith("roles."))}
     if "prefill" in described and described.isdisjoint({"decode", "aggregated"}):
@@ -131,7 +135,7 @@ def _check_partners(roles: list[str], assigned: dict[str, Any]) -> None:
 
 
 def _with_speedup_used(graph: Any, options: argparse.Namespace) -> Any:
-    """Give the graph; refuse `--mock-speedup` where no worker runs the mock engine."""
+    """Return the graph; raises ConfigError for `--mock-speedup` without a mock engine."""
     speedup = getattr(options, FLAGS["--mock-speedup"][0])
     engines = sorted({spec.engine for spec in graph.roles.present().values()})
     if speedup is not None and "mock" not in engines:
@@ -142,13 +146,13 @@ def _with_speedup_used(graph: Any, options: argparse.Namespace) -> Any:
 
 
 def _demo_role(roles: list[str], engine: str | None) -> dict[str, Any]:
-    """Give what each role of the demo is unless flags say otherwise."""
+    """Give the defaults of each demo role."""
     kv = {} if engine == "mock" else {"kv_blocks": _DEMO_KV_BLOCKS}
     return {"replicas": _DEMO_WORKERS, **kv} if roles == ["aggregated"] else kv
 
 
 def _roles_of(options: argparse.Namespace) -> list[str]:
-    """Name the roles that the flags ask for."""
+    """List the roles that flags declare."""
     asked = [role for role in ("prefill", "decode") if getattr(options, f"roles.{role}.replicas") is not None]
     if not asked or getattr(options, "roles.aggregated.replicas") is not None:
         return ["aggregated", *asked]
@@ -156,7 +160,7 @@ def _roles_of(options: argparse.Namespace) -> list[str]:
 
 
 def _places(place: str, roles: list[str]) -> list[str]:
-    """Say where a flag's value goes: what describes a worker, to every role."""
+    """Give the paths that a flag sets: a worker setting goes to every role."""
     if place.startswith("roles.aggregated.") and not place.endswith(".replicas"):
         return [place.replace("aggregated", role, 1) for role in roles]
     return [place]

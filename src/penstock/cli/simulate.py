@@ -7,13 +7,13 @@ from penstock.cli.flags import add_set
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `penstock`."""
+    """Register the subcommand."""
     from penstock.sim.arguments import add_arguments  # noqa: PLC0415
 
     parser = commands.add_parser(
         "simulate",
-        help="play a workload on a simulated deployment",
-        description="Play a workload on a simulated deployment: the real router and workers, on virtual time.",
+        help="run a workload on a simulated deployment",
+        description="Run a workload on a simulated deployment: the real router and workers, on virtual time.",
         epilog="Exit code: 0 simulated, 1 no request completed, 2 wrong input, 130 interrupted. See docs/simulation.md.",
     )
     add_arguments(parser)

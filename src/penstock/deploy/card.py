@@ -1,4 +1,4 @@
-"""The model card: what frontends need of a model, from the files of its checkpoint."""
+"""Makes the model card, which frontends need, from a checkpoint's files."""
 
 import hashlib
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ CARD_FILES = (
     "generation_config.json",
     "config.json",
 )
-"""What a frontend may fetch from a worker."""
+"""Files that frontends may fetch from a worker."""
 _SALT_BYTES = 16
 
 
 def open_checkpoint(graph: Graph) -> Checkpoint:
-    """Find the graph's model, downloading it where it is a name on the hub.
+    """Open the graph's checkpoint; a hub name is downloaded.
 
     Raises:
-        ConfigError: there is no such model, or it has no tokenizer.
+        ConfigError: the model does not exist, or has no tokenizer.
     """
     checkpoint = Checkpoint.open(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model)
     if not (checkpoint.path / "tokenizer.json").is_file():
@@ -39,10 +39,10 @@ def open_checkpoint(graph: Graph) -> Checkpoint:
 
 
 def check_model(graph: Graph) -> None:
-    """Refuse, before anything starts or is downloaded, a model that this machine cannot have.
+    """Check that the model can be served here, before any process or download starts.
 
     Raises:
-        ConfigError: there is no such directory, or the model is a shape that is only simulated.
+        ConfigError: the directory does not exist, or the model is a shape without weights, for simulations only.
     """
     if graph.model == DEMO_MODEL:
         return
@@ -55,7 +55,7 @@ def check_model(graph: Graph) -> None:
 
 
 def served_name(graph: Graph) -> str:
-    """Return what clients call the model."""
+    """Return the model name that clients use."""
     if graph.served_name:
         return graph.served_name
     if graph.model == DEMO_MODEL:
@@ -65,18 +65,17 @@ def served_name(graph: Graph) -> str:
 
 
 def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard:
-    """Describe the model as the workers of `role` serve it.
+    """Make the model card of a role's workers.
 
-    The salt names contents and number formats: where it is equal, equal tokens have equal KV.
+    The salt covers the checkpoint's contents and the number formats: with equal salts, equal tokens have equal KV.
 
     Raises:
-        ConfigError: a file is missing that the role or a frontend needs, or is malformed; or the context is longer than the
-            model's.
+        ConfigError: a required file is missing or malformed, or the context is longer than the model's.
     """
     context_length = checkpoint.served_context(graph.context_length)
     files = tuple(_card_files(checkpoint.path))
     digest = hashlib.sha256(repr((files, role.weight_dtype, role.expert_dtype, role.kv_dtype)).encode())
-    if role.engine != "mock":  # which computes nothing, so needs no weights
+    if role.engine != "mock":  # the mock engine needs no weights
         digest.update(checkpoint.revision())
         if checkpoint.has_long_factors(context_length):
             digest.update(b"long factors")
@@ -95,7 +94,7 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
 
 
 def _check_serves(card: ModelCard, directory: Path) -> None:
-    """Load the files as frontends will: a model that fails there would be ready and answer nothing."""
+    """Load the files as frontends do, so that a bad file fails at start and not at the first request."""
     try:
         ServedModel(card, {file.name: (directory / file.name).read_bytes() for file in card.files})
     except (ConfigError, UnicodeDecodeError) as error:

@@ -1,10 +1,10 @@
-"""What people should read of an error that came through task groups."""
+"""The one error to show of an exception group."""
 
 from penstock.core.errors import PenstockError
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Take the first clear error out of nested groups; where there is none, a lone error, else the group."""
+    """Give the first PenstockError in nested groups, else a sole other error, else the group."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [cause_of(inner) for inner in error.exceptions]

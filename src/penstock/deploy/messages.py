@@ -1,6 +1,6 @@
-"""What a supervisor and its child processes tell each other, over a socket that only they have.
+"""Messages between a supervisor and its child processes, over a private socket pair.
 
-The child's end closing tells the supervisor that it is gone, and the other way round.
+Each side learns of the other's end from the closed socket.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,11 @@ from penstock.core.wire import Wire
 
 
 class WorkerJob(Wire, frozen=True, tag="worker"):
-    """`card` says what it serves, from the files in `model_dir`; `index` is its number among its role's workers.
+    """Job of a worker process.
 
-    `device` is the number of its first device on this machine, `core` the CPU core of its engine, None for any;
-    `adapters` are the LoRA adapters that it has.
+    `card` is the model it serves, from the files in `model_dir`. `index` is its number among its role's workers. `device`
+    is the index of its first device on this machine. `core` is the CPU core of its engine, None for any. `adapters` are its
+    LoRA adapters.
     """
 
     worker_id: WorkerId
@@ -29,9 +30,9 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
 
 
 class FrontendJob(Wire, frozen=True, tag="frontend"):
-    """`host` and `port` are what the supervisor holds; the graph's port may have been 0.
+    """Job of a frontend process. `host` and `port` are reserved by the supervisor; the graph's port may have been 0.
 
-    `metrics_dir` is where several frontends put their figures together, empty for a single one.
+    `metrics_dir` is PROMETHEUS_MULTIPROC_DIR of several frontends; empty for one.
     """
 
     host: str
@@ -43,9 +44,9 @@ Job = WorkerJob | FrontendJob
 
 
 class Common(Wire, frozen=True):
-    """What all processes of one run know: `secret` proves that they belong to it.
+    """Data of all processes of one run; `secret` authenticates them to each other.
 
-    They say that they are there every `heartbeat_interval_s`. `admin_token` and `api_keys` are what frontends ask of clients.
+    Each process sends a heartbeat every `heartbeat_interval_s`. Frontends require `admin_token` and `api_keys` of clients.
     """
 
     graph_json: str
@@ -61,9 +62,9 @@ class Common(Wire, frozen=True):
 
 
 class Assignment(Wire, frozen=True):
-    """The supervisor's only message: all a child needs to know, secrets included (thus not in its arguments).
+    """The first message to a child: its job, with secrets, which must not be in its arguments.
 
-    `cores` are the CPU cores that it may use, all where none is named.
+    `cores` are the CPU cores it may use; empty is all.
     """
 
     name: str
@@ -73,27 +74,27 @@ class Assignment(Wire, frozen=True):
 
 
 class Ready(Wire, frozen=True, tag="ready"):
-    """It serves; `detail` is for people."""
+    """The process serves; `detail` is printed."""
 
     detail: str = ""
 
 
 class Failed(Wire, frozen=True, tag="failed"):
-    """It gives up; where it is `config`, another try would end the same way."""
+    """The process ends with an error; `config`: a restart would fail the same way."""
 
     message: str
     config: bool = False
 
 
 class Beat(Wire, frozen=True, tag="beat"):
-    """Its event loop runs; a worker's engine has finished so many `steps`, and may be in another one where it `has_requests`."""
+    """Heartbeat of the event loop, with the number of finished `steps` of a worker's engine and whether it `has_requests`."""
 
     steps: int = 0
     has_requests: bool = False
 
 
 class ProcessFailed(Wire, frozen=True, tag="process_failed"):
-    """The supervisor tells a frontend, which counts it: the process of a name failed so often since it last told."""
+    """Sent to a frontend, which counts it in its metrics: process `name` failed `count` times for `reason`."""
 
     name: str
     reason: str

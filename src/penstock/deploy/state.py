@@ -1,4 +1,4 @@
-"""What a deployment keeps on disk: a key that outlives it, and a directory that must not."""
+"""Files of a deployment: the block-hash key and admin token, which survive restarts, and a runtime directory, which is removed."""
 
 import errno
 import fcntl
@@ -13,12 +13,12 @@ from pathlib import Path
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import KEY_BYTES
 
-ADMIN_TOKEN_VARIABLE = "PENSTOCK_ADMIN_TOKEN"  # noqa: S105 - its name
+ADMIN_TOKEN_VARIABLE = "PENSTOCK_ADMIN_TOKEN"  # noqa: S105 - a variable's name
 _TOKEN_BYTES = 32
 
 
 def state_dir(name: str) -> Path:
-    """Return where deployment `name` keeps what must survive a restart."""
+    """Return the directory of deployment `name` that survives restarts."""
     return _state_parent() / name
 
 
@@ -31,12 +31,12 @@ def _state_parent() -> Path:
 
 
 def load_hash_key(directory: Path) -> bytes:
-    """Read the deployment's block-hash key, making one the first time.
+    """Read the deployment's block-hash key; creates one the first time.
 
-    Kept across restarts, so that blocks stored by an earlier run are still found by their names.
+    The key survives restarts, so that blocks stored by an earlier run are still found by hash.
 
     Raises:
-        ConfigError: the directory cannot be used, or the file is damaged.
+        ConfigError: the directory is not writable, or the file is damaged.
     """
     path = directory / "hash_key"
     key = _read_or_create(path, lambda: secrets.token_bytes(KEY_BYTES))
@@ -48,15 +48,15 @@ def load_hash_key(directory: Path) -> bytes:
 
 
 def admin_token_path() -> Path:
-    """Where the admin token of this user's deployments is, for them and for commands."""
+    """Path of the admin token file, which all deployments and commands of this user share."""
     return _state_parent() / "admin_token"
 
 
 def load_admin_token() -> str:
-    """Give PENSTOCK_ADMIN_TOKEN, else the token of this user's deployments, making one the first time.
+    """Give PENSTOCK_ADMIN_TOKEN, else the token in this user's file; creates one the first time.
 
     Raises:
-        ConfigError: the file cannot be used, is damaged, or others may read it.
+        ConfigError: the file is unreadable, damaged, or readable by others.
     """
     if given := os.environ.get(ADMIN_TOKEN_VARIABLE, "").strip():
         return given
@@ -75,14 +75,14 @@ def load_admin_token() -> str:
 
 
 def _read_or_create(path: Path, make: Callable[[], bytes]) -> bytes:
-    """Let the first of several deployments that start at once win: a file appears whole or not at all."""
+    """Read a file, or create it atomically: of several deployments that start at once, the first one's file wins."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
                 file.write(make())
             try:
-                os.link(file.name, path)  # NamedTemporaryFile made it with mode 0600
+                os.link(file.name, path)  # NamedTemporaryFile has mode 0600
             except FileExistsError:
                 pass
             finally:
@@ -95,17 +95,17 @@ def _read_or_create(path: Path, make: Callable[[], bytes]) -> bytes:
 
 
 class RuntimeDirectory:
-    """A private directory for sockets, gone when the deployment is.
+    """A private directory for sockets, removed with the deployment.
 
-    Under XDG_RUNTIME_DIR where there is one, else the system's temporary directory; mode 0700. Its deployment holds a lock on a file
-    in it. The kernel lets go of that lock when the deployment ends in whatever way, so that the next start of the same user
-    removes what a killed one left, and nothing of one that lives, be it in another container that shares the parent.
+    It is under XDG_RUNTIME_DIR if set, else in the system's temporary directory, with mode 0700. The deployment holds a
+    file lock in it. The kernel releases the lock however the deployment ends. The same user's next start removes unlocked
+    directories, and no locked one, even of another container that shares the parent.
     """
 
     def __init__(self) -> None:
         parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
         if len(os.fsencode(parent)) > _PARENT_BYTES_MAX:
-            parent = Path("/tmp")  # noqa: S108 - what follows is made by mkdtemp
+            parent = Path("/tmp")  # noqa: S108 - mkdtemp creates a private directory in it
         try:
             _remove_orphans(parent)
             self.path, self._lock = _make_locked(parent)
@@ -116,7 +116,7 @@ class RuntimeDirectory:
             ) from error
 
     def remove(self) -> None:
-        """Remove it with all that is in it. Safe twice."""
+        """Remove the directory and its contents. Safe twice."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -125,12 +125,12 @@ class RuntimeDirectory:
 
 _PREFIX = "penstock-"
 _LOCK_NAME = "lock"
-_PARENT_BYTES_MAX = 60  # a Unix socket's whole path has at most 107
+_PARENT_BYTES_MAX = 60  # a Unix socket's path has at most 107 bytes
 _TRIES_MAX = 100
 
 
 def _make_locked(parent: Path) -> tuple[Path, int | None]:
-    """Make a directory; one that another start took for an orphan, before the lock was held, is left to that one."""
+    """Create and lock a directory; tries again if another start removed it before it was locked."""
     for _ in range(_TRIES_MAX):
         path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         lock = _lock(path)
@@ -140,9 +140,9 @@ def _make_locked(parent: Path) -> tuple[Path, int | None]:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a directory; None where somebody else has, or removes it.
+    """Lock a directory; None if another process has locked or removed it.
 
-    Who makes a directory and who removes it both go through this. The lock of a file that is not in the directory any more says nothing.
+    Both creating and removing a directory take this lock. A lock on a file that was deleted meanwhile does not count.
     """
     try:
         lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -165,11 +165,11 @@ def _remove_orphans(parent: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
         except OSError:
-            continue  # what cannot be looked at now is for a later start
+            continue  # unreadable now: left to a later start
 
 
 def _may_be_orphan(path: Path) -> bool:
-    """Tell whether a directory is this user's, and of a release that locks it: others say nothing of whether they live."""
+    """Tell whether a directory is this user's and has a lock file; without one its deployment may be running."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False

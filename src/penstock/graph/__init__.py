@@ -1,4 +1,4 @@
-"""Floor 6: the deployment as data. One graph describes it; the local deployment and later roots read it."""
+"""Floor 6: the deployment as data. `penstock serve`, the simulator and the planner read the same graph."""
 
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.graph import DEMO_MODEL, Graph, build, load

@@ -1,4 +1,4 @@
-"""Reads YAML as people expect it: a key written twice is a mistake, not an override, and every error has its line."""
+"""Strict YAML: a duplicate key is an error, and every error has its line."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -9,15 +9,15 @@ from penstock.core.errors import ConfigError
 
 
 def parse_yaml(text: str, *, source: str, is_file: bool = True) -> Any:
-    """Read one YAML document as plain data.
+    """Parse one YAML document to plain data.
 
     Args:
         text: the document.
-        source: the file or flag to name in errors.
-        is_file: errors name line and column, which would puzzle in a flag of one word.
+        source: file or flag named in errors.
+        is_file: errors give line and column; False for a flag's value.
 
     Raises:
-        ConfigError: it is no YAML, or a mapping has the same key twice; one line, with the place.
+        ConfigError: invalid YAML or a duplicate key; one line, with the place.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derived from SafeLoader
@@ -27,7 +27,7 @@ def parse_yaml(text: str, *, source: str, is_file: bool = True) -> Any:
         raise ConfigError(f"{place}: {error.problem or error.context or 'not valid YAML'}") from error
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply; a graph has a few levels") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: such as the date 2026-02-30
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. the date 2026-02-30
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
 
 

@@ -1,4 +1,4 @@
-"""What the workers of a role take for their work, as far as the graph tells."""
+"""Latency estimates of a role's workers, from the graph's profile, mock settings or hardware."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ _NAMED = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 
 
 def engine_prices(role: RoleSpec, model_dir: Path) -> Prices:
-    """Say what a worker of a role tells routers: as measured, where the role has a profile.
+    """Give the latency coefficients that a worker reports to routers: from the role's profile, if it has one.
 
-    Otherwise a mock engine's prices are its settings, and others' the roofline's.
+    Without a profile, the mock engine's come from its settings, other engines' from the roofline.
 
     Raises:
-        ConfigError: nobody can tell of such a model, it cannot be spread like that, or the profile cannot be read.
+        ConfigError: the model's architecture is unknown, the parallelism does not fit it, or the profile cannot be read.
     """
     if role.engine == "mock" and role.profile is None:
         return role.mock.prices()
@@ -32,10 +32,10 @@ def engine_prices(role: RoleSpec, model_dir: Path) -> Prices:
 
 
 def make_latency(shape: ModelShape, role: RoleSpec) -> LatencyModel:
-    """Price one worker of a role by the best there is: its profile over the roofline, or the roofline alone.
+    """Make the latency model of one worker: its profile over the roofline, or the roofline alone.
 
     Raises:
-        ConfigError: the model cannot be spread like that, or the profile cannot be read.
+        ConfigError: the parallelism does not fit the model, or the profile cannot be read.
     """
     roofline = make_roofline(shape, role)
     if role.profile is None:
@@ -44,10 +44,10 @@ def make_latency(shape: ModelShape, role: RoleSpec) -> LatencyModel:
 
 
 def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:
-    """Price one worker of a role.
+    """Make the roofline of one worker of a role.
 
     Raises:
-        ConfigError: the model cannot be spread like that.
+        ConfigError: the parallelism does not fit the model.
     """
     return Roofline(
         shape,

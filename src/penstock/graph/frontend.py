@@ -1,4 +1,4 @@
-"""Where users reach the deployment."""
+"""The graph's frontend settings."""
 
 import pydantic
 
@@ -6,7 +6,7 @@ from penstock.frontend.config import FrontendConfig
 
 
 class FrontendSpec(FrontendConfig):
-    """The OpenAI-compatible server: one port, shared by several processes."""
+    """The OpenAI-compatible server: one port, shared by one or more processes."""
 
     processes: int = pydantic.Field(default=1, ge=1, le=64)
     """Processes that share the port."""

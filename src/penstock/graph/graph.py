@@ -1,6 +1,6 @@
-"""The deployment as data: one object that says what runs, and how much of it.
+"""The deployment graph: one object with all settings of a deployment.
 
-A command makes one from its flags, a file holds one as YAML, a program builds one in Python: all are checked alike.
+Commands build it from flags, files hold it as YAML, programs build it in Python: all get the same checks.
 """
 
 import re
@@ -27,36 +27,36 @@ from penstock.runtime.config import PlaneConfig
 from penstock.worker.config import WorkerConfig
 
 DEMO_MODEL = "demo"
-"""As a model, the small one that comes with the package."""
+"""Model name of the small model in the package."""
 
 
 class Graph(Config):
     """A deployment of one model."""
 
     name: str = "default"
-    """Names the deployment's state on disk; deployments that share a name share their block-hash key."""
+    """Name of the deployment's state on disk; deployments with one name share their block-hash key."""
     model: str = pydantic.Field(min_length=1)
     """A directory with a checkpoint, a name on the Hugging Face hub, or `demo` for the one in the package."""
     served_name: str | None = None
-    """What clients call the model; None is the hub name, or the directory's."""
+    """Model name for clients; None is the hub name, or the directory's."""
     block_size: int = pydantic.Field(default=16, ge=1, le=512)
     """Tokens in a KV block."""
     context_length: int | None = pydantic.Field(default=None, ge=1)
-    """Tokens that a request may have, prompt and output; None is all that the model was made for."""
+    """Longest prompt plus output of a request, in tokens; None is the model's own limit."""
     frontend: FrontendSpec = FrontendSpec()
-    """Where users reach the deployment."""
+    """The OpenAI-compatible server."""
     router: RouterConfig = RouterConfig()
-    """How each frontend process chooses workers."""
+    """Routing, in each frontend process."""
     roles: Roles = Roles(aggregated=RoleSpec())
-    """Which workers there are."""
+    """The workers by role."""
     worker: WorkerConfig = WorkerConfig()
-    """How every worker reports and drains."""
+    """Load reports, KV transfer and draining of every worker."""
     slo: Slo | None = None
-    """Latency targets; None where there are none."""
+    """Latency targets; None for no targets."""
     request_plane: PlaneConfig = PlaneConfig()
     """Connections between frontends and workers."""
     supervision: Supervision = Supervision()
-    """How patient the supervisor is."""
+    """Timeouts and restarts of processes."""
 
     @pydantic.field_validator("name")
     @classmethod
@@ -81,15 +81,15 @@ class Graph(Config):
 
     @pydantic.model_validator(mode="after")
     def _check_regions(self) -> Self:
-        """Refuse a pair of a region that nobody is in if it seems to be a slip: it is called almost like one that lacks this pair.
+        """Reject a topology pair with an unused region if the name looks like a typo of a used region without this pair.
 
-        A table may describe more regions than this deployment is in.
+        Other unused regions are allowed: a table may cover more regions than the deployment.
         """
         places = [
             place for role in self.roles.present().values() for place in role.locations or (Location(),)
         ]
         if not all(place.region for place in places):
-            return self  # processes may have theirs from their environment
+            return self  # processes may get their region from the environment
         regions = {place.region for place in (*places, self.router.location) if place.region}
         pairs = [{pair.one, pair.other} for pair in self.router.topology.pairs]
         for index, pair in enumerate(pairs):
@@ -104,11 +104,11 @@ class Graph(Config):
 
 
 def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
-    """Read a graph from a YAML file, or from a Python file that sets `graph`; profiles it names lie relative to it.
+    """Read a graph from a YAML file, or from a Python file that sets `graph`; profile paths are relative to the file.
 
     Args:
-        path: the file; `.py` is run, anything else is YAML (of which JSON is a part).
-        overrides: what flags say differently.
+        path: a `.py` file is run, any other is YAML or JSON.
+        overrides: values set by flags.
 
     Raises:
         ConfigError: one line per mistake, `graph.yaml: roles.decode.replicas: must be >= 0, got -1`.
@@ -141,10 +141,10 @@ def build(
     *,
     directory: Path = Path(),
 ) -> Graph:
-    """Make a graph of plain data and what flags say differently; profiles it names lie relative to `directory`.
+    """Build a graph from plain data and flags; profile paths are relative to `directory`.
 
     Raises:
-        ConfigError: one line per mistake; those of a flag name it, the others `source`.
+        ConfigError: one line per mistake, each with its flag or `source`.
     """
     changes = overrides or Overrides()
     graph = Graph.parse(changes.apply(data), source=lambda path: changes.source_of(path, source))
@@ -152,10 +152,10 @@ def build(
 
 
 def _with_profiles(graph: Graph, directory: Path, overrides: Overrides, source: str) -> Graph:
-    """Read the profiles that roles name, and name them from the root, since workers run in directories of their own.
+    """Check the roles' profiles and make their paths absolute, since workers run in other directories.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: a profile cannot be read.
     """
     changed = {}
     for name, role in graph.roles.present().items():

@@ -1,4 +1,4 @@
-"""`--set roles.decode.replicas=4`: one dotted path, one value written as in YAML."""
+"""`--set roles.decode.replicas=4`: a dotted path and a YAML value."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +11,17 @@ SET = "--set"
 
 
 class Overrides:
-    """Assignments from the command line, applied to a document before it is validated."""
+    """Values set on the command line, applied to a document before validation."""
 
     def __init__(self, assignments: Sequence[str] = ()) -> None:
-        """Read what `--set` gave.
+        """Parse `--set` values.
 
         Raises:
-            ConfigError: one is not `key=value`, its value is no YAML, or a field is set twice.
+            ConfigError: a value is not `key=value`, not YAML, or sets a field twice.
         """
         self._values: dict[Path, Any] = {}
         self._flags: dict[Path, str] = {}
-        self._made: dict[Path, Path] = {}  # mappings that only an assignment brought about: which one
+        self._made: dict[Path, Path] = {}  # mapping created by an assignment: path of that assignment
         for assignment in assignments:
             key, equals, value = assignment.partition("=")
             if not equals or not all(key.split(".")):
@@ -36,10 +36,10 @@ class Overrides:
         Args:
             key: dotted path, such as `roles.decode.replicas`.
             value: plain data; a string is read as the field's type.
-            flag: the flag it came from, for errors to name.
+            flag: flag named in errors.
 
         Raises:
-            ConfigError: another assignment sets the same.
+            ConfigError: another assignment sets the same field.
         """
         path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
         for other, flag_before in self._flags.items():
@@ -51,10 +51,10 @@ class Overrides:
         self._flags[path] = flag
 
     def apply(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of `data` with every assigned path set; mappings on the way are made where absent.
+        """Return a copy of `data` with every assigned path set; creates missing mappings.
 
         Raises:
-            ConfigError: a path leads through something that is no mapping.
+            ConfigError: a path leads through a value that is no mapping.
         """
         for path, value in self._values.items():
             for length in range(1, len(path)):
@@ -64,11 +64,11 @@ class Overrides:
         return data
 
     def assigned(self) -> dict[str, Any]:
-        """Return what was assigned, by dotted path."""
+        """Return the assigned values by dotted path."""
         return {".".join(map(str, path)): value for path, value in self._values.items()}
 
     def source_of(self, path: Path, otherwise: str) -> str:
-        """Name where the value at `path` came from: the flag, or `otherwise`."""
+        """Give the flag that set the value at `path`, else `otherwise`."""
         for assigned, flag in reversed(self._flags.items()):
             if path[: len(assigned)] == assigned:
                 return flag
@@ -82,7 +82,7 @@ def _named(flag: str, path: Path) -> str:
 
 
 def _overlap(path: Path, other: Path, other_value: Any) -> bool:
-    """Say whether two assignments set the same, or the first would undo the second."""
+    """Tell whether two assignments set the same field, or the first overwrites the second."""
     if path == other[: len(path)]:
         return True
     return other == path[: len(other)] and _holds(other_value, path[len(other) :])

@@ -1,4 +1,4 @@
-"""Whether the roles of a graph can work together, in number and in what they hand over; what cannot is refused before anything starts."""
+"""Checks before a start that a graph's roles work together: worker counts, equal KV formats, reachable transports."""
 
 from penstock.core.config import nearest, wrong
 from penstock.core.errors import ConfigError
@@ -8,20 +8,20 @@ from penstock.transfer.config import SAME_HOST, TransferConfig
 from penstock.transfer.default_transports import BETWEEN_PROCESSES, NAMES
 
 _SAME = ("engine", "weight_dtype", "expert_dtype", "kv_dtype")
-"""What makes a block's bytes, beside the model and the block size, which all roles of a graph have in common."""
+"""Fields that determine a KV block's bytes, besides the model and block size of the graph."""
 
 
 def check_partners(roles: Roles) -> None:
-    """Refuse roles that have nobody to hand prompts over to, or to get them from, or whose KV differs.
+    """Check that prefill and decode roles come in pairs and have equal KV formats.
 
     Raises:
-        PydanticCustomError: why.
+        PydanticCustomError: a role is missing, or a field differs.
     """
     prefill, decode = roles.prefill, roles.decode
     if not roles.present():
         raise wrong("no role is described; describe aggregated, or prefill and decode")
     if prefill and not (decode or roles.aggregated):
-        raise wrong("prefill needs decode: nobody would take its KV over; describe roles.decode as well")
+        raise wrong("prefill needs decode: no worker would decode its prompts; describe roles.decode as well")
     if decode and not prefill:
         raise wrong("decode needs prefill: nobody would run its prompts; describe roles.prefill as well")
     if not prefill:
@@ -42,14 +42,14 @@ def check_partners(roles: Roles) -> None:
 
 
 def check_counts(roles: Roles, workers_max: int) -> None:
-    """Refuse numbers of workers with which nobody would answer, or not everybody would be known.
+    """Check that some worker answers requests, and that a router can know all workers.
 
     Args:
-        roles: as many as they are to start with.
-        workers_max: how many a router knows.
+        roles: roles with their replicas at the start.
+        workers_max: most workers that a router can know.
 
     Raises:
-        ConfigError: which ones, and what they would have to be.
+        ConfigError: too few or too many replicas.
     """
     present = roles.present()
     answering = [role for role in present if role is not Role.PREFILL]
@@ -66,7 +66,7 @@ def check_counts(roles: Roles, workers_max: int) -> None:
 
 
 def say_empty(roles: Roles) -> list[str]:
-    """Say what a role that nobody has yet means for the others; one line each."""
+    """Describe the effect of each role with 0 replicas, one line each."""
     said = []
     if roles.prefill and not roles.prefill.replicas:
         said.append(
@@ -75,17 +75,17 @@ def say_empty(roles: Roles) -> list[str]:
         )
     if roles.decode and not roles.decode.replicas and roles.aggregated and roles.aggregated.replicas:
         said.append(
-            "roles.decode.replicas is 0: aggregated workers alone take prompts over, until a decode worker comes"
+            "roles.decode.replicas is 0: only aggregated workers decode remote prefills, until a decode worker comes"
             " (penstock role WORKER decode)"
         )
     return said
 
 
 def check_ways(transfer: TransferConfig) -> None:
-    """Refuse settings with which no worker reaches another one's memory.
+    """Check that transports and listen addresses let workers read each other's memory.
 
     Raises:
-        PydanticCustomError: why.
+        PydanticCustomError: no transport or listen address qualifies.
     """
     place = "worker.kv_transfer.transfer"
     names = transfer.transports

@@ -1,4 +1,4 @@
-"""What the workers of one role are: how many, which engine, on what, with how much KV."""
+"""The workers of one role: replicas, engine, hardware, parallelism, KV."""
 
 import math
 import re
@@ -25,82 +25,82 @@ _TIER_MAX = 10_000.0
 
 
 class KvTiers(Config):
-    """KV that workers keep beneath their devices, in blocks for each block on the device; 0 is none."""
+    """KV tiers below the device: capacity as a multiple of the device's blocks; 0 is no tier."""
 
     host: float = pydantic.Field(default=0.0, ge=0, le=_TIER_MAX)
-    """In the host's memory: what the devices give up goes here first."""
+    """Host memory: receives blocks evicted from the device."""
     disk: float = pydantic.Field(default=0.0, ge=0, le=_TIER_MAX)
-    """On a local drive: what host memory gives up."""
+    """Local drive: receives blocks evicted from host memory."""
     object: float = pydantic.Field(default=0.0, ge=0, le=_TIER_MAX)
-    """In an object store: what the drive gives up."""
+    """Object store: receives blocks evicted from the drive."""
 
     def present(self) -> dict[Tier, float]:
-        """Return the tiers that are there, nearest first."""
+        """Return the configured tiers, nearest first."""
         sizes = {Tier.HOST: self.host, Tier.DISK: self.disk, Tier.OBJECT: self.object}
         return {tier: size for tier, size in sizes.items() if size}
 
 
 class RoleSpec(Config):
-    """One role's workers, all alike."""
+    """The workers of one role, all alike."""
 
     not_here: ClassVar[dict[str, str]] = {
-        "block_size": "all roles of a graph have blocks of one size, since the hashes by which KV is found and handed over"
+        "block_size": "all roles of a graph have blocks of one size, since the hashes by which KV is found and transferred"
         " are per block size; set block_size beside model",
         "model": "all roles of a graph run one model, since KV is of one model; set model beside roles",
     }
 
     replicas: int = pydantic.Field(default=1, ge=0)
-    """Workers to run; 0 describes a role that workers may change to, or come to from elsewhere."""
+    """Workers to start; 0 declares a role that workers may change to, or join from elsewhere."""
     engine: str = "paged"
-    """`paged` runs the model in PyTorch; `mock` answers with made-up text at a modelled speed; `vllm`, `sglang` and `trtllm` are only simulated in this version."""
+    """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm`, `sglang` and `trtllm` are only simulated in this version."""
     hardware: str = "cpu"
-    """What a worker's devices are, as the catalogue in `penstock.perf.model.hardware` names them."""
+    """Device type of a worker, by its name in `penstock.perf.model.hardware`."""
     usd_per_hour: float | None = pydantic.Field(default=None, gt=0, le=1000)
-    """What one device costs, US dollars an hour; None is what the catalogue assumes. Only simulated."""
+    """Price of one device in US dollars per hour; None is the catalogue's. Only simulated."""
     watts: float | None = pydantic.Field(default=None, gt=0, le=100_000)
-    """What one device draws with its share of host, network and cooling; None is what the catalogue says. Only simulated."""
+    """Power of one device with its share of host, network and cooling, in watts; None is the catalogue's. Only simulated."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
-    """Devices that share each layer of a worker's weights."""
+    """Devices over which each layer's weights are split."""
     pipeline_parallel: int = pydantic.Field(default=1, ge=1)
-    """Stages that share a worker's layers; a worker has tensor x pipeline x data parallel devices."""
+    """Pipeline stages over which the layers are split; a worker has tensor x pipeline x data parallel devices."""
     data_parallel: int = pydantic.Field(default=1, ge=1)
     """Copies of attention and dense layers in one worker, each with its own sequences and KV."""
     expert_parallel: int = pydantic.Field(default=1, ge=1)
-    """Devices of a stage that share a layer's experts out, each whole; a multiple of `tensor_parallel` that divides tensor x data parallel. 1 cuts each expert by `tensor_parallel`."""
+    """Devices of a stage over which whole experts are distributed; a multiple of `tensor_parallel` that divides tensor x data parallel. 1: each expert is split by `tensor_parallel`."""
     weight_dtype: Dtype = "auto"
-    """Number format of the weights: float32 (or fp32), bfloat16 (bf16), float16 (fp16), fp8, int8, mxfp4, nvfp4, as far as the engine knows it; auto is the checkpoint's own."""
+    """Number format of the weights: float32 (or fp32), bfloat16 (bf16), float16 (fp16), fp8, int8, mxfp4, nvfp4, as far as the engine supports it; auto is the checkpoint's."""
     expert_dtype: Dtype = "auto"
     """Number format of routed experts, as for `weight_dtype`; auto is that of the weights."""
     kv_dtype: Dtype = "auto"
-    """Number format of the KV cache, as for `weight_dtype`; auto is that of the weights, or fp8 where they are narrower."""
+    """Number format of the KV cache, as for `weight_dtype`; auto is that of the weights, or fp8 if the weights are narrower."""
     max_batch_tokens: int | None = pydantic.Field(default=None, ge=1)
-    """Tokens one engine step may compute on each data-parallel rank, and so of one prompt; None is the engine's own choice, and of a prefill worker the fewest that keep it as busy as any number does."""
+    """Most tokens of one engine step on each data-parallel rank, and so of one prefill chunk; None is the engine's default, and for prefill workers the smallest step at full utilization."""
     max_running_requests: int | None = pydantic.Field(default=None, ge=1)
-    """Requests in the batch of each data-parallel rank; None is the engine's own choice."""
+    """Most requests in the batch of each data-parallel rank; None is the engine's default."""
     max_waiting_requests: int | None = pydantic.Field(default=None, ge=1)
-    """Requests that wait in a worker for its batch, beyond which it refuses more; None is the engine's own choice. Simulated ones take any."""
+    """Most requests that wait in a worker before it refuses more; None is the engine's default. Simulated workers have no limit."""
     prompt_order: Order | None = None
-    """Whose prompt is computed next: `fcfs`, who came first; `shortest`, who lacks the fewest tokens, less what waiting has earned. None is fcfs for aggregated workers, else shortest."""
+    """Order of prompts: `fcfs`, first come first served; `shortest`, fewest missing tokens first, less an ageing credit. None is fcfs for aggregated workers, else shortest."""
     prompt_ageing: float = pydantic.Field(default=AGEING, gt=0, le=1)
-    """For `shortest`: tokens that waiting earns a prompt for each that its worker computes. One that lacks n is overtaken by those that come while n / prompt_ageing are computed, and by none that come later."""
+    """Ageing credit of `shortest`, in tokens per token that the worker computes meanwhile. A prompt that lacks n tokens is overtaken only by prompts that arrive within the next n / prompt_ageing computed tokens."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)
-    """Blocks in a worker's KV pool; None is the engine's own choice."""
+    """Blocks in a worker's KV pool; None is the engine's default."""
     kv_tiers: KvTiers = KvTiers()
-    """KV beneath the devices of each worker; in this version simulated engines alone have any."""
+    """KV tiers below the devices of each worker; only simulated in this version."""
     profile: str | None = pydantic.Field(default=None, min_length=1)
-    """File that `penstock profile` wrote of such a worker, relative to the graph's; routers price work by it instead of by the hardware's data sheet alone."""
+    """File written by `penstock profile` for such a worker, relative to the graph; routers then estimate latency from it instead of the hardware's data sheet."""
     locations: tuple[Location, ...] = ()
-    """Where the workers are, each at the next location of this list, over and over; the environment of a worker's process overrides it (`PENSTOCK_REGION`, `_ZONE`, `_RACK`, `_HOST`)."""
+    """Locations of the workers, assigned round-robin; the environment of a worker's process overrides it (`PENSTOCK_REGION`, `_ZONE`, `_RACK`, `_HOST`)."""
     tokens_per_step: float = pydantic.Field(default=1.0, ge=1, le=32)
-    """Tokens that a decode step yields of each request on average: more than 1 where the engine speculates and drafts are accepted. Only simulated."""
+    """Mean tokens per decode step and request: more than 1 with speculative decoding. Only simulated."""
     draft_tokens: int | None = pydantic.Field(default=None, ge=0, le=31)
-    """Tokens that a decode step drafts for each request and verifies, accepted or not; None is the fewest that can yield `tokens_per_step`. Only simulated."""
+    """Tokens drafted and verified per decode step and request; None is the fewest that can yield `tokens_per_step`. Only simulated."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters by name, which clients ask for as they ask for a model; the mock engine takes any, the paged one has none yet."""
+    """Names of LoRA adapters, which clients request as a model; the mock engine accepts any, the paged engine none yet."""
     adapters_per_worker: int | None = pydantic.Field(default=None, ge=1)
-    """How many of them each worker has, spread evenly over the replicas; None is all."""
+    """Adapters per worker, distributed evenly over the replicas; None is all."""
     mock: MockConfig = MockConfig()
-    """How the mock engine behaves."""
+    """Settings of the mock engine."""
 
     @property
     def devices(self) -> int:
@@ -108,11 +108,11 @@ class RoleSpec(Config):
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     def location_of(self, index: int) -> Location:
-        """Say where the worker of this number, from 0, is to be."""
+        """Give the location of the role's worker `index`, from 0."""
         return self.locations[index % len(self.locations)] if self.locations else Location()
 
     def adapters_of(self, index: int) -> tuple[str, ...]:
-        """Name the adapters of one of the replicas."""
+        """Give the adapters of the role's worker `index`, from 0."""
         names = self.adapters
         if self.adapters_per_worker is None or self.adapters_per_worker >= len(names):
             return names
@@ -187,7 +187,7 @@ class RoleSpec(Config):
 
     @property
     def verified_tokens(self) -> int:
-        """Tokens that a decode step computes for each request."""
+        """Tokens computed per decode step and request."""
         drafted = math.ceil(self.tokens_per_step) - 1 if self.draft_tokens is None else self.draft_tokens
         return 1 + drafted
 
@@ -215,17 +215,17 @@ class RoleSpec(Config):
 
 
 class Roles(Config):
-    """Which kinds of worker there are: for whole requests (aggregated), for prefill and decode apart, or both beside each other."""
+    """Workers by role: aggregated, disaggregated (prefill and decode), or both together."""
 
     aggregated: RoleSpec | None = None
-    """Workers that run whole requests."""
+    """Workers that run prefill and decode of a request."""
     prefill: RoleSpec | None = None
-    """Workers that run prompts and hand their KV over."""
+    """Workers that run prefill only; their KV is transferred to decode workers."""
     decode: RoleSpec | None = None
-    """Workers that take KV over and generate."""
+    """Workers that receive KV and decode."""
 
     def present(self) -> dict[Role, RoleSpec]:
-        """Return the roles that are described, replicas 0 included."""
+        """Return the declared roles, including those with 0 replicas."""
         specs = {
             Role.AGGREGATED: self.aggregated, Role.PREFILL: self.prefill, Role.DECODE: self.decode,
         }  # fmt: skip

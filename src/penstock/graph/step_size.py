@@ -1,4 +1,4 @@
-"""How many tokens a step of a prefill worker computes, where its graph does not say."""
+"""Default `max_batch_tokens` of prefill workers."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from penstock.perf.step_size import saturating_tokens
 
 
 def with_step_size(role: Role, spec: RoleSpec, prices: Callable[[], Prices]) -> RoleSpec:
-    """Give prefill workers the smallest steps that keep their engine busy; other roles as they are.
+    """Set the smallest step size at full utilization for prefill workers; other roles stay as they are.
 
     Args:
-        role: whose.
-        spec: what the graph says of it.
-        prices: what such workers take for their work; a ConfigError where nobody can tell leaves the engine's own choice.
+        role: the role of `spec`.
+        spec: the graph's settings.
+        prices: gives the workers' latency coefficients; on its ConfigError the engine's default stays.
     """
     if role is not Role.PREFILL or spec.max_batch_tokens is not None:
         return spec

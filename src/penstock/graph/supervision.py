@@ -1,4 +1,4 @@
-"""How patient a supervisor is with the processes it runs."""
+"""The supervisor's timeouts and restart delays."""
 
 import pydantic
 
@@ -6,22 +6,21 @@ from penstock.core.config import Config
 
 
 class Supervision(Config):
-    """When processes on one machine are started again."""
+    """When the processes of one machine are killed and restarted."""
 
     start_timeout_s: float = pydantic.Field(default=600.0, gt=0)
-    """Seconds that a process gets from its start until it is ready."""
+    """Longest seconds from a process's start until it is ready."""
     liveness_timeout_s: float = pydantic.Field(default=15.0, gt=0)
-    """Seconds that a ready process may send its supervisor no heartbeat, as its event loop stands still; then it is killed and started again."""
+    """Longest seconds without a heartbeat of a ready process, whose event loop then hangs; after that it is killed and restarted."""
     step_timeout_s: float = pydantic.Field(default=300.0, gt=0)
-    """Seconds in which a worker's engine that has requests may finish no step; then it is killed and started again. Longer than its longest step."""
+    """Longest seconds in which a worker's engine with requests finishes no step; after that it is killed and restarted. Must exceed its longest step."""
     restart_delay_s: float = pydantic.Field(default=0.2, gt=0)
-    """Seconds before the first restart; doubled for each further one in a row."""
+    """Seconds before the first restart; doubled for each consecutive one."""
     restart_delay_max_s: float = pydantic.Field(default=10.0, gt=0)
     """The longest delay before a restart, in seconds."""
     healthy_after_s: float = pydantic.Field(default=30.0, gt=0)
     """Seconds of service after which earlier failures are forgotten."""
     spare_processes: int = pydantic.Field(default=1, ge=0, le=64)
-    """Processes that have imported what workers need and wait to take the place of one that fails; about 300 MB each with the paged engine. 0: none, and a restart
-    takes as long as a start."""
+    """Spare processes that have imported a worker's modules and replace a failed one; about 300 MB each with the paged engine. 0: a restart takes as long as a start."""
     failed_starts_max: int = pydantic.Field(default=5, ge=1)
-    """Failed starts in a row after which a process is given up."""
+    """Consecutive failed starts after which a process is given up."""

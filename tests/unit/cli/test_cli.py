@@ -203,7 +203,7 @@ def test_graph_check_says_what_a_role_without_workers_means(
     assert cli.main(["graph", "check", str(path)]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         (
-            f"{path}: roles.decode.replicas is 0: aggregated workers alone take prompts over, until a decode worker comes"
+            f"{path}: roles.decode.replicas is 0: only aggregated workers decode remote prefills, until a decode worker comes"
             " (penstock role WORKER decode)"
         )
     ]

@@ -169,7 +169,7 @@ def test_what_all_roles_have_in_common_is_refused_in_one_of_them_with_the_reason
     assert mistakes(write(tmp_path, text)) == [
         (
             "graph.yaml: roles.prefill.block_size: unknown key; all roles of a graph have blocks of one size, since the hashes"
-            " by which KV is found and handed over are per block size; set block_size beside model"
+            " by which KV is found and transferred are per block size; set block_size beside model"
         ),
         (
             "graph.yaml: roles.decode.model: unknown key; all roles of a graph run one model, since KV is of one model; set"

@@ -1,1 +1,1 @@
-"""What `penstock serve`, `router`, `role` and `explain` do."""
+"""The commands `penstock serve`, `router`, `role` and `explain`."""

@@ -1,4 +1,4 @@
-"""Asks a running deployment over its HTTP API, for commands."""
+"""HTTP requests of commands to a running deployment."""
 
 import http.client
 import json
@@ -18,10 +18,10 @@ _UNAUTHORIZED = 401
 
 
 def base_of(url: str) -> str:
-    """Give the URL that paths are put behind.
+    """Give the base URL, to which paths are appended.
 
     Raises:
-        ConfigError: this is no URL.
+        ConfigError: `url` is no URL.
     """
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ConfigError(f"--url: {url!r}: expected a URL such as http://127.0.0.1:8000")
@@ -29,12 +29,12 @@ def base_of(url: str) -> str:
 
 
 def ask(base: str, path: str, *, body: bytes | None = None, timeout_s: float = _TIMEOUT_S) -> bytes:
-    """Get an answer, or with a body of JSON post it.
+    """Send a GET request, or a POST with a JSON body.
 
     Raises:
-        ConfigError: the admin token's file cannot be used.
-        RequestError: the server refuses; with its status, and what it says. `param` is None where it is no Penstock.
-        Unavailable: nobody answers there.
+        ConfigError: the admin token's file cannot be read.
+        RequestError: the server answered an error; has its status and text. `param` is None if the server is not Penstock.
+        Unavailable: no server answers at `base`.
     """
     headers = {} if body is None else {"Content-Type": "application/json"}
     if secret := _secret_for(base, path):
@@ -55,7 +55,7 @@ def ask(base: str, path: str, *, body: bytes | None = None, timeout_s: float = _
 
 
 def _secret_for(base: str, path: str) -> str:
-    """Give what to prove oneself by. The token in this user's file is sent to no other machine."""
+    """Give the bearer token for a path. The admin token in this user's file is sent to this machine only."""
     if not path.startswith("/admin/"):
         return os.environ.get(API_KEY_VARIABLE, "").strip()
     if given := os.environ.get(ADMIN_TOKEN_VARIABLE, "").strip():
@@ -67,7 +67,7 @@ def _secret_for(base: str, path: str) -> str:
 
 
 def _no_token(base: str) -> str:
-    """Say why no admin token was sent to `base`, and how to give one."""
+    """Word why no admin token was sent to `base`, and how to set one."""
     path = admin_token_path()
     if Address(host=urlsplit(base).hostname or "").is_local:
         return f"no admin token in {path}; run as the server's user, or set {ADMIN_TOKEN_VARIABLE}"
@@ -75,7 +75,7 @@ def _no_token(base: str) -> str:
 
 
 def _error_of(error: urllib.error.HTTPError) -> tuple[str, str | None]:
-    """Give an error's message, and what it is about; of a server that is not Penstock, only the status."""
+    """Give an error's (message, param); for a server that is not Penstock, the HTTP status and None."""
     try:
         body: dict[str, Any] = json.loads(error.read())["error"]
         return str(body["message"]), body.get("param")

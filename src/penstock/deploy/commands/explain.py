@@ -1,4 +1,4 @@
-"""`penstock explain`: why requests went where they did, asked of what runs, or computed again from a log."""
+"""`penstock explain`: shows routing decisions of a running server, or replays those of a log."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from penstock.router.explain.explanation import Candidate, Explanation, Prefill
 from penstock.router.explain.replay import Replay, Replayed
 
 EXIT_DIFFERS = 1
-_PATHS = ("/admin/explain", "/explain")  # of `penstock serve`, and of `penstock router`
-_TRIES = 64  # processes share a port: a connection finds any of them, and only one knows the request
+_PATHS = ("/admin/explain", "/explain")  # `penstock serve`, `penstock router`
+_TRIES = 64  # processes share a port: each connection reaches any of them, and only one knows the request
 _DIFFERENCES_SHOWN = 20
 _NOT_FOUND = 404
 
@@ -28,12 +28,12 @@ class _Answer(msgspec.Struct):
 
 
 def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) -> None:
-    """Print what a running deployment says of a request, or of its latest decisions.
+    """Print a running server's decisions about one request, or its latest ones.
 
     Raises:
-        ConfigError: this is no URL.
-        Unavailable: nobody answers there.
-        RequestError: it knows nothing of the request.
+        ConfigError: `url` is no URL.
+        Unavailable: no server answers at `url`.
+        RequestError: the server has no decision about the request.
     """
     base = base_of(url)
     if request_id is None:
@@ -54,7 +54,7 @@ def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) ->
 
 
 def replay(file: Path, policy: str | None) -> int:
-    """Make the decisions of a log again, print where they differ, and return the exit code.
+    """Repeat a log's decisions, print the differences, and return the exit code.
 
     Raises:
         ConfigError: the file cannot be read, or has no decisions.
@@ -91,12 +91,12 @@ def _fetch(base: str, rest: str, *, tries: int) -> bytes:
                 if error.http_status != _NOT_FOUND:
                     raise RequestError(f"--url: {base}: {error.message}") from error
                 if error.param is None:
-                    break  # no such path: it is the other kind of server
+                    break  # no such path: try the other kind of server
     raise RequestError(problem, http_status=_NOT_FOUND)
 
 
 def _lines(decision: Explanation, by: str) -> Iterator[str]:
-    """Write a decision as a title, a table of candidates, and who was left out; `by` says who made it."""
+    """Format a decision: title, table of candidates, excluded workers; `by` is the process."""
     yield (
         f"{decision.request_id}  {decision.age_s:.1f} s ago  model {decision.model}  policy {decision.policy}  {by}"
     )
@@ -120,7 +120,7 @@ def _lines(decision: Explanation, by: str) -> Iterator[str]:
 
 
 def _table(candidates: Sequence[Candidate], total: int, unit: str, *, moves: bool = False) -> Iterator[str]:
-    """Write candidates as a table, the chosen one first; `moves` says that a KV transfer brings the blocks under `object`."""
+    """Format candidates as a table, the chosen one first; with `moves`, the column `object` is a KV transfer."""
     first = candidates[0]
     tiers = [tier for tier in first.tier_blocks if any(c.tier_blocks[tier] for c in candidates)]
     names = ["to move" if moves and tier is Tier.OBJECT else str(tier) for tier in tiers]
@@ -142,7 +142,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _where(prefill: Prefill, unit: str) -> str:
-    """Say whether its prompt is computed apart from its answer, and what that was held against."""
+    """Word whether the prompt is prefilled remotely, and the costs compared."""
     where = "prompt by a prefill worker" if prefill.remote else "prompt where the answer is"
     if prefill.prefill is None or prefill.decode is None or prefill.local is None:
         why = "not compared by cost" if prefill.remote else "too little of it is to be computed"
@@ -176,7 +176,7 @@ def _row(candidate: Candidate, tiers: Sequence[str]) -> list[str]:
 
 
 def _cost(candidate: Candidate) -> str:
-    """Write milliseconds; the numbers of a policy without terms may be of any size."""
+    """Format milliseconds; costs of other policies may be of any size."""
     return f"{candidate.cost:.1f}" if candidate.terms else f"{candidate.cost:.4g}"
 
 

@@ -1,4 +1,4 @@
-"""What a newcomer sees first: one chat with the deployment that was just started, and what to try next."""
+"""`--first-chat`: sends one chat to the started deployment and prints what to try next."""
 
 import aiohttp
 import msgspec
@@ -10,11 +10,11 @@ _TIMEOUT_S = 120.0
 
 
 async def chat_once(url: str, model: str, api_key: str | None = None) -> None:
-    """Ask one question, print the answer as it comes, and print what to try next.
+    """Send one question, print the answer as it streams, then the next steps.
 
-    A failure is printed, not raised: the deployment is up all the same.
+    A failure is printed, not raised: the deployment keeps running.
     """
-    print(f"\nyou> {QUESTION}\n{model}> ", end="", flush=True)  # noqa: T201 - what a command is for
+    print(f"\nyou> {QUESTION}\n{model}> ", end="", flush=True)  # noqa: T201 - command output
     body = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
@@ -36,7 +36,7 @@ async def chat_once(url: str, model: str, api_key: str | None = None) -> None:
 
 
 def _text_of(line: bytes) -> str:
-    """Give the text in one line of the answer: an event of the stream, or an error's JSON."""
+    """Give the text in one line of the answer: a stream event, or an error's JSON."""
     data = line.removeprefix(b"data: ").strip()
     if not data.startswith(b"{"):
         return ""
@@ -47,7 +47,7 @@ def _text_of(line: bytes) -> str:
 
 
 def what_next(url: str, model: str, *, asks_key: bool = False) -> str:
-    """Word the next steps, ready to be pasted; KEY stands for an API key, where the server asks for one."""
+    """Format commands to try next; with `asks_key` they have a placeholder KEY for the API key."""
     key = " -H 'Authorization: Bearer KEY'" if asks_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What does the router do?"}}]}}'
     return f"""

@@ -1,4 +1,4 @@
-"""`penstock role`: has a worker of a running deployment change its role."""
+"""`penstock role`: changes the role of a running worker."""
 
 import sys
 from urllib.parse import quote
@@ -10,16 +10,16 @@ from penstock.core.types.instances import Role
 from penstock.deploy.commands.admin import ask, base_of
 from penstock.router.dispatch.role_changes import RoleChanged
 
-_TIMEOUT_S = 660.0  # it may have to drain first
+_TIMEOUT_S = 660.0  # the worker may have to drain first
 
 
 def change_role(url: str, worker: str, role: Role) -> RoleChanged:
-    """Ask a frontend, and wait until the worker can be sent something in its new role.
+    """Ask a frontend for the change, and wait until the worker takes requests in its new role.
 
     Raises:
-        ConfigError: this is no URL.
-        RequestError: there is no such worker, or it cannot become that; the text says why.
-        Unavailable: nobody answers there.
+        ConfigError: `url` is no URL.
+        RequestError: the worker does not exist, or cannot have that role.
+        Unavailable: no server answers at `url`.
     """
     path = f"/admin/workers/{quote(worker, safe='')}/role"
     answer = ask(base_of(url), path, body=msgspec.json.encode({"role": role}), timeout_s=_TIMEOUT_S)
@@ -32,7 +32,7 @@ def change_role(url: str, worker: str, role: Role) -> RoleChanged:
 
 
 def run_role(url: str, worker: str, role: Role) -> None:
-    """Do it, and say what came of it in one line."""
+    """Change the role and print the result."""
     changed = change_role(url, worker, role)
     sys.stdout.write(
         f"{changed.worker}: {changed.role} now, was {changed.before}; took {changed.took_s:.2f} s\n"

@@ -1,4 +1,4 @@
-"""`penstock router`: the router alone, in the foreground, until Ctrl-C or SIGTERM."""
+"""`penstock router`: the standalone router in the foreground, until Ctrl-C or SIGTERM."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from penstock.router.service.routing_service import RoutingService
 
 
 def run_router(config: RoutingHttpConfig) -> None:
-    """Serve until told to stop.
+    """Serve until SIGINT or SIGTERM.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -26,9 +26,9 @@ def run_router(config: RoutingHttpConfig) -> None:
 
 
 async def _serve(config: RoutingHttpConfig) -> None:
-    told = asyncio.Event()
+    requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
+        asyncio.get_running_loop().add_signal_handler(number, requested.set)
     registry = CollectorRegistry()
     router = config.service.router
     router = router.model_copy(update={"location": location_here(router.location)})
@@ -49,7 +49,7 @@ async def _serve(config: RoutingHttpConfig) -> None:
                 "ready",
                 f"http://{host}:{port}  policy {config.service.router.policy}  Ctrl-C stops",
             )
-            await told.wait()
+            await requested.wait()
         finally:
             await server.close()
     say("router", "stopped")

@@ -13,10 +13,10 @@ from penstock.graph import Graph
 
 
 def serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
-    """Run a deployment until told to stop; told twice, it does not wait for requests under way.
+    """Run a deployment until a signal; a second signal cancels requests in flight.
 
     Raises:
-        ConfigError: something about the graph or this machine is wrong.
+        ConfigError: the graph cannot run on this machine.
         PenstockError: the deployment failed for good.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -31,32 +31,32 @@ async def _serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
             stopping.is_started = True
             say("penstock", "ready", f"{deployment.url}  model {served_name(graph)}  Ctrl-C stops")
             if first_chat:
-                await _chat_until(stopping.told, deployment)
-            await stopping.told.wait()
+                await _chat_until(stopping.requested, deployment)
+            await stopping.requested.wait()
             say("penstock", "stopping", "finishes what is under way; Ctrl-C again ends it at once")
     except asyncio.CancelledError:
-        if not stopping.told.is_set():
+        if not stopping.requested.is_set():
             raise
     say("penstock", "stopped")
 
 
-async def _chat_until(told: asyncio.Event, deployment: LocalDeployment) -> None:
-    """Send the first chat; whoever is told to stop meanwhile does not wait for its answer."""
-    from penstock.deploy.commands.first_chat import chat_once  # noqa: PLC0415 - with an HTTP client
+async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment) -> None:
+    """Send the first chat; a signal cancels it."""
+    from penstock.deploy.commands.first_chat import chat_once  # noqa: PLC0415 - imports an HTTP client
 
     chat = chat_once(deployment.url, served_name(deployment.graph), deployment.api_key)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(chat), group.create_task(told.wait())]
+        tasks = [group.create_task(chat), group.create_task(requested.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
 
 
 class _Stopping:
-    """What SIGINT, SIGTERM and SIGHUP mean: give up a start under way, else drain, the second time end at once."""
+    """Handles SIGINT, SIGTERM and SIGHUP: during the start gives up, later drains, the second time ends at once."""
 
     def __init__(self, deployment: LocalDeployment) -> None:
-        self.told = asyncio.Event()
+        self.requested = asyncio.Event()
         self.is_started = False
         self._deployment = deployment
         self._task = asyncio.current_task()
@@ -64,16 +64,16 @@ class _Stopping:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        if self.told.is_set():
+        if self.requested.is_set():
             self._deployment.kill()
-        self.told.set()
+        self.requested.set()
         if not self.is_started and self._task is not None:
             self._task.cancel()
 
 
 def say(name: str, state: str, detail: str = "") -> None:
-    """Print one change of state; that nobody reads it any more is no reason to stop serving."""
+    """Print one change of state; a closed stdout is ignored."""
     try:
-        print(f"{name:<11} {state:<9} {detail}".rstrip(), flush=True)  # noqa: T201 - what a command is for
+        print(f"{name:<11} {state:<9} {detail}".rstrip(), flush=True)  # noqa: T201 - command output
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,1 +1,1 @@
-"""The child processes: a frontend or a worker, from its start to its end."""
+"""Child processes of a deployment: frontend and worker."""

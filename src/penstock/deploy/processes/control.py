@@ -1,4 +1,4 @@
-"""A child process's end of the socket to its supervisor."""
+"""A child process's side of the socket to its supervisor."""
 
 import asyncio
 import contextlib
@@ -14,40 +14,38 @@ _news: msgspec.json.Decoder[ProcessFailed] = msgspec.json.Decoder(ProcessFailed)
 
 
 class Control:
-    """Says how it goes, and hears what the supervisor has to say. One event loop owns it."""
+    """Sends reports and receives the supervisor's messages. One event loop owns it."""
 
     def __init__(self, descriptor: int) -> None:
-        """Take over a connected socket."""
+        """Take ownership of a connected socket."""
         self.pulse: Callable[[], Beat] = Beat
-        """Says how far this process is, for a heartbeat."""
-        self.on_news: Callable[[ProcessFailed], None] = lambda _news: None
-        """Hears of processes of the deployment that failed."""
+        """Makes the next heartbeat."""
+        self.on_process_failed: Callable[[ProcessFailed], None] = lambda _news: None
+        """Called for each failure of another process."""
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         self._received = b""
 
     def assignment(self) -> Assignment | None:
-        """Wait for the supervisor's first line; None if it was gone before it said what to do."""
+        """Wait for the supervisor's first message; None if the supervisor ended before sending it."""
         with self._socket.makefile("rb") as lines:
             line = lines.readline()
         return msgspec.json.decode(line, type=Assignment) if line.endswith(b"\n") else None
 
     def tell(self, report: Report) -> None:
-        """Say something that must be heard."""
+        """Send a report; blocks until it is sent."""
         self._socket.sendall(msgspec.json.encode(report) + b"\n")
 
     async def beat(self, interval_s: float) -> None:
-        """Say again and again that this process's loop runs; a supervisor that does not listen holds nothing up."""
+        """Send heartbeats for ever; drops one if the socket is full."""
         while True:
             await asyncio.sleep(interval_s)
             line = msgspec.json.encode(self.pulse()) + b"\n"
-            with contextlib.suppress(
-                OSError
-            ):  # it is stopped, and the socket is full; or gone, which `listen` notices
+            with contextlib.suppress(OSError):  # supervisor stopped (socket full), or gone: `listen` notices
                 self._socket.send(line, socket.MSG_DONTWAIT)
 
     def listen(self, gone: Callable[[], None]) -> None:
-        """Hear the supervisor from now on; `gone` is called when it is."""
+        """Start receiving messages; calls `gone` when the supervisor ends."""
         asyncio.get_running_loop().add_reader(self._socket, self._hear, gone)
 
     def _hear(self, gone: Callable[[], None]) -> None:
@@ -57,4 +55,4 @@ class Control:
             return
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
-            self.on_news(_news.decode(line))
+            self.on_process_failed(_news.decode(line))

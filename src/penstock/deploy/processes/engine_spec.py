@@ -1,4 +1,4 @@
-"""What a graph says of one worker's engine."""
+"""Makes the engine spec of a worker from the graph."""
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
@@ -10,7 +10,7 @@ from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices
 from penstock.graph.step_size import with_step_size
 
-_VOCABULARY = 32_000  # of a checkpoint that does not say, for engines that ask
+_VOCABULARY = 32_000  # assumed where the checkpoint has none
 
 
 def engine_spec(
@@ -22,18 +22,18 @@ def engine_spec(
     core: int | None = None,
     hash_key: bytes = DEFAULT_KEY,
 ) -> EngineSpec:
-    """Describe the engine of a role's workers.
+    """Make the engine spec of a role's workers.
 
     Args:
         graph: the deployment.
         role: one of its roles.
         checkpoint: the graph's model.
-        device_index: of the devices of the role's hardware, where that is no CPU.
-        core: the one that an engine on a CPU keeps to; None for any.
-        hash_key: of the deployment's block hashes.
+        device_index: index of the worker's GPU; unused on CPUs.
+        core: CPU core of an engine on a CPU; None for any.
+        hash_key: the deployment's key of block hashes.
 
     Raises:
-        ConfigError: the checkpoint does not say what the engine needs, or the engine cannot do what the role says.
+        ConfigError: the checkpoint lacks a field that the engine needs, or the engine does not support the role's settings.
     """
     if role.kv_tiers.present():
         raise ConfigError(
@@ -63,7 +63,7 @@ def engine_spec(
 
 
 def _sharing(graph: Graph, role: RoleSpec) -> int:
-    """Count the engines that take memory where those of a role do: a device is one engine's, the host all others'."""
+    """Count the engines that share memory with a role's: 1 on a GPU, all CPU engines on the host."""
     if role.hardware != "cpu":
         return 1
     roles = graph.roles.present().values()

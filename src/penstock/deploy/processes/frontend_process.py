@@ -1,4 +1,4 @@
-"""A frontend's process: HTTP, preprocessing, routing; no engine and no torch."""
+"""The frontend process: HTTP, preprocessing, routing; imports no engine and no torch."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ from penstock.runtime.requests.tcp import TcpPlane
 async def run_frontend(
     assignment: Assignment, job: FrontendJob, stopping: asyncio.Event, tell: Tell, control: Control
 ) -> None:
-    """Serve until `stopping`, then finish what is under way; a further SIGTERM ends that with an error.
+    """Serve until `stopping`, then finish requests in flight; a second SIGTERM ends these with an error.
 
     Raises:
         ConfigError: the port cannot be listened on.
@@ -36,11 +36,13 @@ async def run_frontend(
     registry = CollectorRegistry()
     failures = Counter(
         "penstock_deploy_process_failures",
-        "Processes of the deployment that ended by themselves or were killed for standing still, and why.",
+        "Processes of the deployment that ended by themselves or were killed as unresponsive, by reason.",
         ["process", "reason"],
         registry=registry,
     )
-    control.on_news = lambda news: failures.labels(news.name, news.reason).inc(news.count)
+    control.on_process_failed = lambda failure: failures.labels(failure.name, failure.reason).inc(
+        failure.count
+    )
     rng = random.Random()
     discovery = LocalDiscovery(common.hub_address, identity, rng=rng)
     dispatcher = Dispatcher(
@@ -56,7 +58,7 @@ async def run_frontend(
         config, dispatcher, hash_key=common.hash_key, access=access, registry=registry, rng=rng
     )
     async with discovery, dispatcher:
-        # Others may share the port: who takes requests while it knows of no worker refuses what they could serve.
+        # Frontends share the port: one that listens before it knows a worker would refuse requests that others could serve.
         await _unless(stopping, dispatcher.looked(), timeout_s=graph.router.connect_timeout_s)
         server = FrontendServer(frontend, share_port=True)
         await server.start()
@@ -72,7 +74,7 @@ async def run_frontend(
 async def _unless(
     stopping: asyncio.Event, waiting: Coroutine[Any, Any, object], *, timeout_s: float | None = None
 ) -> bool:
-    """Wait, for so long at most; False if told to stop before."""
+    """Wait at most `timeout_s` seconds; False if `stopping` was set first."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(waiting), group.create_task(stopping.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)

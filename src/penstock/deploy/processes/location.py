@@ -1,4 +1,4 @@
-"""Where this process runs, as its environment says: in Kubernetes from labels, elsewhere from whoever starts it."""
+"""This process's location from environment variables; on Kubernetes, the manifests set them from labels."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ _VARIABLES = {
 
 
 def location_here(configured: Location) -> Location:
-    """Complete what the graph says of a process's location; the environment overrides it, and the host is this one."""
+    """Merge a configured location with the environment, which wins; the host defaults to this one."""
     said = {level: os.environ.get(variable, "").strip() for level, variable in _VARIABLES.items()}
     location = configured.model_copy(update={level: name for level, name in said.items() if name})
     return location if location.host else location.model_copy(update={"host": socket.gethostname()})

@@ -1,7 +1,7 @@
-"""Where a child process begins: `python -m penstock.deploy.processes.process FD [MODULE...]`, FD being its end of a socket pair.
+"""Entry point of a child process: `python -m penstock.deploy.processes.process FD [MODULE...]`, FD being its socket to the supervisor.
 
-It imports the modules, if any, before it waits for what to do. Its supervisor sends one `Assignment` and hears how it goes. A child never outlives its supervisor: the kernel
-kills it with its parent, and the socket's end tells it should that be missed.
+It imports the modules, waits for one `Assignment`, then sends reports. A child never outlives its supervisor: the kernel
+kills it (PR_SET_PDEATHSIG), and the closed socket ends it if the kernel does not.
 """
 
 import asyncio
@@ -46,32 +46,32 @@ def main() -> int:
 
     def tell(report: Report) -> None:
         if isinstance(report, Ready):
-            _keep_what_is_loaded()
+            _freeze_garbage_collector()
             gc.enable()
         control.tell(report)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(assignment, control, tell))
-    except Exception as error:  # noqa: BLE001 - the end of this process, whatever it was
+    except Exception as error:  # noqa: BLE001 - any error ends this process
         return _fail(cause_of(error), tell)
     return 0
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import what a spare process will need; a module that fails does so again, with a report, once it is needed."""
+    """Import a spare process's modules; errors are ignored here and reported when the module is used."""
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     if names:
-        _keep_what_is_loaded()
+        _freeze_garbage_collector()
 
 
-def _keep_what_is_loaded() -> None:
-    """Have later garbage collections leave out what there is when a process begins to serve: it stays until the end.
+def _freeze_garbage_collector() -> None:
+    """Exclude the objects that exist at start from garbage collection: they live until the end.
 
-    A full collection would look at the 390,000 objects of torch and transformers, for 0.2 s in which no token comes; in a
-    frontend at 84,000, for 0.05 s. None is made before: of what imports leave, 10,000 objects are garbage, under a megabyte.
+    A full collection of the 390,000 objects of torch and transformers takes 0.2 s, in which no token comes; of a
+    frontend's 84,000, 0.05 s. No collection runs before: of what imports leave, 10,000 objects are garbage, under 1 MB.
     """
     gc.freeze()
 
@@ -89,11 +89,11 @@ def _fail(error: BaseException, tell: Tell) -> int:
 def _die_with(supervisor_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != supervisor_pid:
-        os._exit(EXIT_FAILED)  # it had died before the kernel knew
+        os._exit(EXIT_FAILED)  # the supervisor ended before the kernel was told
 
 
 def _allow_many_files() -> None:
-    """Raise the soft limit, often 1,024, to what this user may have: every client is a file."""
+    """Raise the soft limit of open files, often 1,024, to the hard limit: every client is a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -104,7 +104,7 @@ async def _run(assignment: Assignment, control: Control, tell: Tell) -> None:
     control.listen(gone=lambda: os._exit(EXIT_FAILED))
     async with asyncio.TaskGroup() as group:
         beating = group.create_task(control.beat(assignment.common.heartbeat_interval_s))
-        match assignment.job:  # each imports much that the other does not need
+        match assignment.job:  # each imports many modules that the other does not need
             case WorkerJob() as job:
                 from penstock.deploy.processes.worker_process import run_worker  # noqa: PLC0415
 

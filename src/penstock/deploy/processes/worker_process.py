@@ -1,4 +1,4 @@
-"""A worker's process: one engine, driven by a `Worker`, reachable over a socket in the runtime directory."""
+"""The worker process: one engine driven by a `Worker`, listening on a socket in the runtime directory."""
 
 import asyncio
 import os
@@ -33,10 +33,10 @@ _log = get_logger()
 async def run_worker(
     assignment: Assignment, job: WorkerJob, stopping: asyncio.Event, tell: Tell, control: Control
 ) -> None:
-    """Serve until `stopping`, then finish what is under way.
+    """Serve until `stopping`, then finish requests in flight.
 
     Raises:
-        ConfigError: the model or a setting cannot work.
+        ConfigError: the model or a setting is invalid.
         EngineError: the engine died.
     """
     common = assignment.common
@@ -83,7 +83,7 @@ async def run_worker(
 
 
 def _transfer_agent(graph: Graph, job: WorkerJob, name: str, secret: bytes) -> TransferAgent:
-    """Make what moves KV between workers; it costs nothing until a prompt is handed over, or the worker's role is for that."""
+    """Create the KV transfer agent; it is idle until the first KV transfer, unless the role is prefill or decode."""
     config = graph.worker.kv_transfer.transfer.model_copy(update={"secret": SecretStr(secret.hex())})
     return TransferAgent(f"{name}-{job.worker_id}", config)
 

@@ -1,1 +1,1 @@
-"""The supervisor of one machine: members, their processes, port, cores and devices."""
+"""The supervisor of one machine: starts and restarts processes, assigns port, CPU cores and devices."""

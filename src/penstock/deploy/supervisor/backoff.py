@@ -1,22 +1,22 @@
-"""How long to wait before a process is started again."""
+"""Delays between restarts of a process."""
 
 from penstock.graph import Supervision
 
 
 class Backoff:
-    """Doubles the delay with every failure in a row; a healthy while forgets them."""
+    """Doubles the delay with each consecutive failure; `healthy_after_s` of service resets it."""
 
     def __init__(self, settings: Supervision) -> None:
         self._settings = settings
         self._failures = 0
         self.failed_starts = 0
-        """Starts in a row that never got ready."""
+        """Consecutive starts that never got ready."""
 
     def delay_s(self, served_s: float | None) -> float:
         """Count a failure and return the seconds to wait.
 
         Args:
-            served_s: how long the process was ready; None if it never was.
+            served_s: seconds the process was ready; None if never.
         """
         if served_s is None:
             self.failed_starts += 1

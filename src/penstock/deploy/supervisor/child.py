@@ -1,4 +1,4 @@
-"""One child process, seen from its supervisor."""
+"""The supervisor's side of one child process."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,12 @@ from penstock.deploy.supervisor.group_guard import GroupGuard
 
 _REPORT_BYTES_MAX = 1 << 20
 _NEWS_BYTES_MAX = 1 << 16
-_LAST_WORD_S = 1.0
-_TOLD_TIMES = 5
+_KILL_AFTER_S = 1.0
+_SIGTERM_TIMES = 5
 _reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 _ONE_THREAD = {
-    # Processes are the unit of parallelism here. Two OpenMP threads on a busy 2-core machine ran a model
+    # One process per core is the unit of parallelism. Two OpenMP threads on a busy 2-core machine ran a model
     # 8 times slower than one (measured); Rust's tokenizers would start a pool for a single prompt.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -29,7 +29,7 @@ _ONE_THREAD = {
 
 
 class Child:
-    """A running process, and those that it starts: its group. One task owns it; `signal` and `kill` may come from anywhere on its event loop."""
+    """A running process and its process group. One task owns it; `signal` and `kill` may be called anywhere on its event loop."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class Child:
 
     @classmethod
     async def start(cls, assignment: Assignment, guard: GroupGuard) -> "Child":
-        """Start a process and tell it what to do; a guard ends its group should this process die first."""
+        """Start a process and send its assignment; `guard` kills its group if this process dies first."""
         child = await cls.spawn(guard, _environment(assignment))
         child.assign(assignment)
         return child
 
     @classmethod
     async def spare(cls, guard: GroupGuard, imports: Sequence[str]) -> "Child":
-        """Start a process that imports modules, then waits for a worker's assignment."""
+        """Start a spare process, which imports modules and waits for a worker's assignment."""
         return await cls.spawn(guard, _ONE_THREAD | os.environ, imports)
 
     @classmethod
@@ -70,24 +70,24 @@ class Child:
             try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    "-P",  # the working directory is no place to import from
+                    "-P",  # no imports from the working directory
                     "-m",
                     "penstock.deploy.processes.process",
                     str(theirs.fileno()),
                     *imports,
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # Ctrl-C is the supervisor's to handle; and a group of its own
+                    start_new_session=True,  # its own process group; the supervisor handles Ctrl-C
                     env=environment,
                 )
             except BaseException:
                 writer.close()
                 raise
-        guard.add(process.pid)  # before it knows what to do: it has started nothing
+        guard.add(process.pid)  # before the assignment: it has no children yet
         return cls(process, reader, writer, guard)
 
     def assign(self, assignment: Assignment) -> None:
-        """Tell it what to do, once."""
+        """Send its assignment, once."""
         self._writer.write(msgspec.json.encode(assignment) + b"\n")
 
     @property
@@ -99,49 +99,49 @@ class Child:
         return self._process.pid
 
     async def report(self) -> Report | None:
-        """Wait for what the child says next; None once it can say no more."""
+        """Wait for the child's next report; None at the end of its socket."""
         try:
             line = await self._reader.readline()
             return _reports.decode(line) if line else None
-        except (OSError, ValueError):  # it died in the middle of a line
+        except (OSError, ValueError):  # the child died within a line
             return None
 
     async def wait(self) -> int:
-        """Wait for its end, and return its exit status (negative: the signal that ended it); whatever it had started ends with it."""
+        """Wait for its end and kill its group; returns the exit status, negative for a signal."""
         status = await self._process.wait()
         if not self._writer.is_closing():
             self._writer.close()
             self._kill_group()
             self._guard.remove(self.pid)
-            # Where orphans become this process's children, as of a container's first process, nobody else waits for them.
-            asyncio.get_running_loop().call_later(_LAST_WORD_S, _reap_group, self.pid)
+            # Orphans may become this process's children (PID 1 of a container): reap them here.
+            asyncio.get_running_loop().call_later(_KILL_AFTER_S, _reap_group, self.pid)
         return status
 
-    def tell(self, news: ProcessFailed) -> None:
-        """Tell it something; a process that does not listen is told no more."""
+    def tell(self, failure: ProcessFailed) -> None:
+        """Send a message; ignored if the socket is closed or full."""
         if self._writer.transport.get_write_buffer_size() < _NEWS_BYTES_MAX:
-            self._writer.write(msgspec.json.encode(news) + b"\n")
+            self._writer.write(msgspec.json.encode(failure) + b"\n")
 
     def signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(
                     self.pid, number
-                )  # `send_signal` may take the exit status, which asyncio then waits for in vain
+                )  # `send_signal` may consume the exit status, and asyncio would wait for ever
 
     def kill(self) -> None:
-        """End it in a moment: told once more, a frontend that drains still ends its streams with an error.
+        """Send SIGTERM, then SIGKILL: in between, a draining frontend ends its streams with an error.
 
-        It is told several times, for a signal that comes before the last one was taken is lost.
+        SIGTERM is sent several times: a signal sent before the last one was handled is lost.
         """
         self.signal(signal.SIGTERM)
         loop = asyncio.get_running_loop()
-        for number in range(1, _TOLD_TIMES):
-            loop.call_later(number * _LAST_WORD_S / _TOLD_TIMES, self.signal, signal.SIGTERM)
-        loop.call_later(_LAST_WORD_S, self.kill_at_once)
+        for number in range(1, _SIGTERM_TIMES):
+            loop.call_later(number * _KILL_AFTER_S / _SIGTERM_TIMES, self.signal, signal.SIGTERM)
+        loop.call_later(_KILL_AFTER_S, self.kill_at_once)
 
     def kill_at_once(self) -> None:
-        """End it and whatever it has started without a word; a process that is stopped ends too."""
+        """Kill its group by SIGKILL, which also ends a stopped process."""
         if self._process.returncode is None:
             self._kill_group()
 
@@ -159,12 +159,14 @@ def _reap_group(group: int) -> None:
 def _environment(assignment: Assignment) -> dict[str, str]:
     environment = _ONE_THREAD | os.environ
     if isinstance(assignment.job, FrontendJob) and assignment.job.metrics_dir:
-        environment["PROMETHEUS_MULTIPROC_DIR"] = assignment.job.metrics_dir  # read when it is imported
+        environment["PROMETHEUS_MULTIPROC_DIR"] = (
+            assignment.job.metrics_dir
+        )  # prometheus_client reads it on import
     return environment
 
 
 def describe_status(status: int) -> str:
-    """Word an exit status for people."""
+    """Format an exit status."""
     if status >= 0:
         return f"exit code {status}"
     try:

@@ -1,4 +1,4 @@
-"""Which of this machine's GPUs a deployment's workers compute on."""
+"""Assigns this machine's GPUs to workers."""
 
 from collections.abc import Mapping
 
@@ -7,9 +7,9 @@ from penstock.graph import RoleSpec
 
 
 def device_numbers(roles: Mapping[Role, RoleSpec]) -> dict[tuple[Role, int], int]:
-    """Number the GPUs from 0, one for each worker that computes on one, in the order of the roles.
+    """Assign GPU indices from 0 to GPU workers, in the order of the roles.
 
-    Workers on CPUs take none, nor do mock engines, which compute nothing.
+    Workers on CPUs and mock engines get none.
     """
     on_gpus = [
         (name, index)

@@ -1,7 +1,7 @@
-"""A small process that ends what a deployment's processes have started, should the supervisor be killed.
+"""A small process that kills the process groups of a deployment if the supervisor is killed.
 
-The kernel kills the supervisor's children with it, but not theirs: those of an engine would keep its GPU's memory. While the
-supervisor lives it ends groups by itself.
+The kernel kills the supervisor's children with it, but not their children: an engine's would keep GPU memory. While the
+supervisor lives, it kills groups itself.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ _log = get_logger()
 
 
 class GroupGuard:
-    """One deployment's. It runs within its context; a guard that ends is replaced. One event loop owns it."""
+    """The guard of one deployment. It runs within its context and is restarted when it ends. One event loop owns it."""
 
     def __init__(self) -> None:
-        """Start nothing."""
+        """Create the guard; entering its context starts it."""
         self._groups: set[int] = set()
         self._process: asyncio.subprocess.Process | None = None
         self._tasks = asyncio.TaskGroup()
@@ -46,16 +46,16 @@ class GroupGuard:
 
     @property
     def pid(self) -> int | None:
-        """The guard's process; None between two."""
+        """The guard's process id; None while it restarts."""
         return None if self._process is None else self._process.pid
 
     def add(self, group: int) -> None:
-        """Have a process group killed should this process end before `remove`."""
+        """Kill a process group if this process ends before `remove`."""
         self._groups.add(group)
         self._write(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """Leave a group alone: it has ended."""
+        """Forget a group that has ended."""
         self._groups.discard(group)
         self._write(f"-{group}\n")
 
@@ -66,7 +66,7 @@ class GroupGuard:
                 _log.warning("group_guard_ended", status=self._process.returncode)
                 self._process = None
             await asyncio.sleep(_AGAIN_S)
-            with contextlib.suppress(OSError):  # no more processes, or no memory, just now
+            with contextlib.suppress(OSError):  # no process or memory available now
                 self._process = await _start()
             self._write("".join(f"+{group}\n" for group in sorted(self._groups)))
 

@@ -1,7 +1,7 @@
-"""Ends process groups once whoever started this process is gone. Run by its path, with nothing of the package imported.
+"""Kills process groups when the supervisor ends. Run by its path; imports nothing of the package.
 
-Its standard input has lines: `+GROUP` for a group that has started, `-GROUP` for one that has ended. The input's end means that the
-supervisor is gone, in whatever way: the kernel kills its children then, and this process what these had started.
+Standard input has lines: `+GROUP` for a group that has started, `-GROUP` for one that has ended. At the end of the
+input the supervisor is gone: the kernel has killed its children, and this process kills the remaining groups.
 """
 
 import os
@@ -10,11 +10,11 @@ import sys
 
 
 def main() -> None:
-    """Keep to the lines, then kill."""
+    """Read lines until the end of input, then kill the groups left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(
             number, signal.SIG_IGN
-        )  # whoever ends a session's processes one by one: this one goes last
+        )  # against SIGTERM and SIGHUP to a whole session: the guard ends last
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

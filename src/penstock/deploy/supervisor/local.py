@@ -1,4 +1,4 @@
-"""A deployment on this machine: a supervisor with the hub inside, frontends and workers as its child processes."""
+"""A deployment on this machine: the supervisor, which runs the hub, with frontends and workers as child processes."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.port import Port
 from penstock.deploy.supervisor.process_cores import ProcessCores, usable_cores
 from penstock.deploy.supervisor.spares import SpareProcesses
-from penstock.deploy.supervisor.watchdog import turn_s
+from penstock.deploy.supervisor.watchdog import tick_s
 from penstock.engine.registry import SIMULATED_ONLY, engine_modules
 from penstock.frontend.limits.access import load_api_keys
 from penstock.graph import Graph, RoleSpec
@@ -40,7 +40,7 @@ Start = Callable[[Assignment], Awaitable[Child]]
 _SECRET_BYTES = 32
 _WORKER_MODULE = "penstock.deploy.processes.worker_process"
 _WORKER_NAMES = {Role.AGGREGATED: "worker", Role.PREFILL: "prefill", Role.DECODE: "decode"}
-_KILL_AFTER_S = 5.0  # what a process gets to end by itself beyond its own time to drain
+_KILL_AFTER_S = 5.0  # grace beyond the process's own drain timeout
 
 
 class LocalDeployment:
@@ -49,30 +49,30 @@ class LocalDeployment:
         async with LocalDeployment(graph) as deployment:
             ...  # deployment.url answers
 
-    Entering waits until everything is ready. Leaving drains: frontends take nothing new and finish their
-    streams, then workers end; no process, socket or directory is left. A body that raises is not waited for.
-    Should the deployment fail for good meanwhile, the body is cancelled and leaving raises why. One task owns it.
+    Entering waits until every process is ready. Leaving drains: frontends take no new request and finish their streams,
+        then workers end; no process, socket or directory remains. Leaving by an exception does not drain. If the deployment
+        fails for good, the body is cancelled and leaving raises the error. One task owns it.
     """
 
     def __init__(self, graph: Graph, *, log_level: str = "warning", say: Say | None = None) -> None:
-        """Prepare; nothing runs yet.
+        """Check the graph; starts nothing.
 
         Args:
-            graph: what to run.
-            log_level: of the child processes, which log on stderr.
-            say: hears of every change of state, as name, state and detail.
+            graph: the deployment.
+            log_level: log level of the child processes, which log on stderr.
+            say: called with (name, state, detail) at every change of state.
 
         Raises:
-            ConfigError: the graph asks for what this version cannot run.
+            ConfigError: the graph has a setting that only simulations support.
         """
         self._roles = runnable_roles(graph)
         self._api_keys = load_api_keys(graph.frontend.api_key_file)
         self._cores = ProcessCores(self._roles, usable_cores() if graph.worker.own_cores else None)
         self.graph = graph
         self.url = ""
-        """Where it answers, once entered."""
+        """URL of the frontends, once entered."""
         self.admin_token = ""
-        """What `/admin` asks for, once entered."""
+        """Token of `/admin`, once entered."""
         self.hub: LocalHub
         self._log_level = log_level
         self._say: Say = say or (lambda *_: None)
@@ -81,13 +81,13 @@ class LocalDeployment:
         self._has_started = False
         self._guard = GroupGuard()
         self._spares = SpareProcesses(graph.supervision.spare_processes, _imports(self._roles), self._guard)
-        self._untold: Counter[tuple[str, str]] = Counter()
-        """Failures of processes, by name and reason, of which no frontend has heard."""
+        self._unsent_failures: Counter[tuple[str, str]] = Counter()
+        """Process failures by (name, reason) that were not sent to a frontend yet."""
         self._context = self._run()
 
     @property
     def api_key(self) -> str | None:
-        """One that the API takes; None where it asks for none."""
+        """An accepted API key; None if the API is open."""
         return self._api_keys[0] if self._api_keys else None
 
     @property
@@ -95,11 +95,11 @@ class LocalDeployment:
         return [*self._workers, *self._frontends]
 
     def pids(self) -> dict[str, int]:
-        """Return the processes that run now, by name."""
+        """Return the running processes' ids by name."""
         return {member.name: member.pid for member in self.members if member.pid is not None}
 
     def kill(self) -> None:
-        """End every process at once; for whoever has waited enough while it drains."""
+        """End every process at once, without draining."""
         for member in self.members:
             member.kill()
 
@@ -130,10 +130,10 @@ class LocalDeployment:
                 for name, role in self._roles.items()
             }
             expect_same_blocks(cards)
-            common = await self._share(stack)
+            common = await self._create_common(stack)
             await stack.enter_async_context(self._guard)
             await stack.enter_async_context(self._spares)
-            self._employ(common, port, cards, str(checkpoint.path))
+            self._create_members(common, port, cards, str(checkpoint.path))
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = {member: group.create_task(member.run()) for member in self.members}
@@ -150,8 +150,8 @@ class LocalDeployment:
             except BaseExceptionGroup as errors:
                 raise cause_of(errors) from None
 
-    async def _share(self, stack: AsyncExitStack) -> Common:
-        """Make what all processes share: a key, a secret, a directory, the hub."""
+    async def _create_common(self, stack: AsyncExitStack) -> Common:
+        """Create what all processes share: hash key, secret, runtime directory, hub."""
         hash_key = load_hash_key(state_dir(self.graph.name))
         secret = secrets.token_bytes(_SECRET_BYTES)
         directory = RuntimeDirectory()
@@ -172,16 +172,18 @@ class LocalDeployment:
             supervisor_pid=os.getpid(),
             admin_token=self.admin_token,
             api_keys=self._api_keys,
-            heartbeat_interval_s=turn_s(self.graph.supervision),
+            heartbeat_interval_s=tick_s(self.graph.supervision),
         )
 
-    def _employ(self, common: Common, port: Port, cards: dict[Role, ModelCard], model_dir: str) -> None:
+    def _create_members(
+        self, common: Common, port: Port, cards: dict[Role, ModelCard], model_dir: str
+    ) -> None:
         metrics_dir = Path(common.runtime_dir, "metrics") if self.graph.frontend.processes > 1 else None
         if metrics_dir is not None:
             metrics_dir.mkdir()
-        worker_ids = itertools.count(1)  # every process gets a new one, a restarted one too
+        worker_ids = itertools.count(1)  # a restarted process gets a new id
 
-        def work(role: Role, index: int, device: int) -> WorkerJob:
+        def worker_job(role: Role, index: int, device: int) -> WorkerJob:
             return WorkerJob(
                 worker_id=WorkerId(next(worker_ids)),
                 role=role,
@@ -193,7 +195,7 @@ class LocalDeployment:
                 adapters=self._roles[role].adapters_of(index),
             )
 
-        def front() -> FrontendJob:
+        def frontend_job() -> FrontendJob:
             if metrics_dir is not None:
                 self._forget_dead(metrics_dir)
             return FrontendJob(host=port.host, port=port.number, metrics_dir=str(metrics_dir or ""))
@@ -202,7 +204,7 @@ class LocalDeployment:
         self._workers = [
             self._member(
                 f"{_WORKER_NAMES[role]}-{n + 1}",
-                partial(work, role, n, devices.get((role, n), 0)),
+                partial(worker_job, role, n, devices.get((role, n), 0)),
                 common,
                 self._cores.of_process(role, n),
                 self._spares.start,
@@ -213,7 +215,7 @@ class LocalDeployment:
         self._frontends = [
             self._member(
                 f"frontend-{n + 1}",
-                front,
+                frontend_job,
                 common,
                 self._cores.of_process(),
                 partial(Child.start, guard=self._guard),
@@ -231,28 +233,28 @@ class LocalDeployment:
             member.on_ready = self._refill_spares
 
     def _may_refuse(self, group: list[Member]) -> bool:
-        """Tell whether settings that cannot work end the deployment: at its start always, whoever happened to be ready first."""
+        """Tell whether a config error of a process ends the deployment: always during its start, later only if no other member serves."""
         return not self._has_started or _nobody_serves(group)
 
     def _refill_spares(self) -> None:
-        """Have spares start once a worker is there again; at first they would be in the way of the others' start."""
+        """Start missing spare processes once all workers are ready; earlier they would slow the others' start."""
         if self._has_started:
             self._spares.refill()
 
     def _note_failure(self, name: str, reason: str) -> None:
-        self._untold[name, reason] += 1
+        self._unsent_failures[name, reason] += 1
         self._tell_failures()
 
     def _tell_failures(self) -> None:
-        """Have one frontend count what has failed: its metrics speak for all, and what it counts stays when it ends."""
+        """Send failures to one frontend, whose metrics count for all and survive its end."""
         frontend = next((member for member in self._frontends if member.ready.is_set()), None)
         if frontend is not None:
-            for (name, reason), count in self._untold.items():
+            for (name, reason), count in self._unsent_failures.items():
                 frontend.tell(ProcessFailed(name=name, reason=reason, count=count))
-            self._untold.clear()
+            self._unsent_failures.clear()
 
     def _forget_dead(self, metrics_dir: Path) -> None:
-        """Remove what frontends that died had said of the present; what they counted stays."""
+        """Remove the gauges of dead frontends from the metrics directory; counters stay."""
         living = set(self.pids().values())
         for path in metrics_dir.glob("gauge_live*.db"):
             if int(path.stem.rpartition("_")[2]) not in living:
@@ -270,7 +272,7 @@ class LocalDeployment:
         )
 
     async def _drain(self, tasks: dict[Member, asyncio.Task[None]]) -> None:
-        """End the frontends, which finish their streams, and only then the workers that feed these."""
+        """Stop the frontends, which finish their streams, then the workers."""
         for members, patience_s in (
             (self._frontends, self.graph.frontend.drain_timeout_s),
             (self._workers, self.graph.worker.drain_timeout_s),
@@ -283,13 +285,13 @@ class LocalDeployment:
 
 
 def _imports(roles: dict[Role, RoleSpec]) -> tuple[str, ...]:
-    """Name what a process of any worker of these roles imports."""
+    """List the modules that workers of these roles import."""
     engines = sorted({role.engine for role in roles.values()})
     return (_WORKER_MODULE, *(module for engine in engines for module in engine_modules(engine)))
 
 
 def say_open(port: Port, api_keys: Sequence[str]) -> Iterator[str]:
-    """Say so if whoever reaches this machine may use the API."""
+    """Yield a warning if the API is open to other machines without a key."""
     if not api_keys and not port.is_loopback:
         yield (
             f"{port.host} port {port.number} answers whoever reaches it: no API key is set;"
@@ -302,20 +304,20 @@ def _nobody_serves(group: list[Member]) -> bool:
 
 
 def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
-    """Give the roles that this machine is to run.
+    """Check and return the roles to run on this machine.
 
     Raises:
-        ConfigError: the graph asks for what this version cannot run.
+        ConfigError: the graph has a setting that only simulations support.
     """
     roles = graph.roles.present()
     for name, role in roles.items():
         if role.engine in SIMULATED_ONLY:
             raise ConfigError(
                 f"roles.{name}.engine: {role.engine!r} is only simulated in this version (penstock simulate); run"
-                " 'paged', or 'mock' for made-up text"
+                " 'paged', or 'mock' for synthetic text"
             )
         if role.engine == "mock":
-            continue  # one process stands for a worker, however many devices it would have, and computes nothing
+            continue  # the mock engine: one process per worker, whatever its devices
         for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):
             degree = getattr(role, field)
             if degree != 1:
@@ -329,15 +331,15 @@ def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
 
 
 def expect_same_blocks(cards: dict[Role, ModelCard]) -> None:
-    """Refuse roles whose KV would never be the same.
+    """Check that all roles' KV blocks are interchangeable.
 
     Raises:
-        ConfigError: they name blocks differently.
+        ConfigError: their block-hash salts differ.
     """
     first, *others = cards
     for other in others:
         if cards[other].salt != cards[first].salt:
             raise ConfigError(
-                f"roles.{first} and roles.{other}: their KV differs, so that no prompt could be handed over or found again;"
+                f"roles.{first} and roles.{other}: their KV differs, so no KV block could be transferred or reused between them;"
                 " give both the same engine, weight_dtype, expert_dtype and kv_dtype"
             )

@@ -1,4 +1,4 @@
-"""One member of a deployment, such as `worker-1`: a name under which one process runs after another."""
+"""One member of a deployment, such as `worker-1`: a process that is restarted when it ends."""
 
 import asyncio
 import signal
@@ -15,18 +15,18 @@ from penstock.deploy.supervisor.watchdog import Watchdog
 from penstock.graph import Supervision
 
 _LAST_WORDS_S = (
-    1.0  # a dead child's reports are in the socket already, unless a process it forked holds it open
+    1.0  # a dead child's reports are already in the socket; a process it forked may hold the socket open
 )
 
 
 class ChildProcess(Protocol):
-    """What a member needs of a `Child`."""
+    """Interface of `Child` that a member uses."""
 
     @property
     def pid(self) -> int: ...
     async def report(self) -> Report | None: ...
     async def wait(self) -> int: ...
-    def tell(self, news: ProcessFailed) -> None: ...
+    def tell(self, failure: ProcessFailed) -> None: ...
     def signal(self, number: signal.Signals) -> None: ...
     def kill(self) -> None: ...
     def kill_at_once(self) -> None: ...
@@ -37,7 +37,7 @@ _CONFIG = "config"
 
 @dataclass(slots=True, frozen=True)
 class _Ending:
-    """How a process ended: `why` for people, `reason` for metrics, and how long it had served, None if it never did."""
+    """How a process ended: `why` is printed, `reason` goes to metrics, `served_s` is None if it never got ready."""
 
     why: str
     reason: str
@@ -49,14 +49,14 @@ class _Ending:
 
 
 @dataclass(slots=True)
-class _Words:
-    """The last ones of a process."""
+class _LastReport:
+    """A process's last report."""
 
     failed: Failed | None = None
 
 
 class Member:
-    """Keeps one process running until told to stop. One task runs it; the rest may be called on the same loop."""
+    """Keeps one process running until `stop`. One task runs it; other methods may be called on the same event loop."""
 
     def __init__(
         self,
@@ -67,25 +67,25 @@ class Member:
         start: Callable[[Assignment], Awaitable[ChildProcess]],
         say: Callable[[str, str, str], None],
     ) -> None:
-        """Prepare a member.
+        """Create a member; `run` starts its process.
 
         Args:
-            name: for people, such as `worker-1`.
-            assign: makes the assignment of the next process.
-            settings: delays and patience.
+            name: its name in output, such as `worker-1`.
+            assign: makes the next process's assignment.
+            settings: timeouts and restart delays.
             start: starts a process.
-            say: hears of every change of state, as name, state and detail.
+            say: called with (name, state, detail) at every change of state.
         """
         self.name = name
         self.ready = asyncio.Event()
         self.may_give_up: Callable[[], bool] = lambda: True
-        """Asked when it failed to start too often: False while the deployment serves without this member."""
+        """Called after too many failed starts; False (keep trying) while the deployment serves without this member."""
         self.may_refuse: Callable[[], bool] = lambda: True
-        """Asked when its settings cannot work: False once the deployment has started, while it serves without this member."""
+        """Called after a config error; False (keep trying) while a started deployment serves without this member."""
         self.on_ready: Callable[[], None] = lambda: None
-        """Called when a process has got ready."""
+        """Called when a process is ready."""
         self.on_failure: Callable[[str, str], None] = lambda _name, _reason: None
-        """Hears why a process ended that was not told to."""
+        """Called with (name, reason) when a process ends unasked."""
         self._assign = assign
         self._settings = settings
         self._start = start
@@ -99,11 +99,11 @@ class Member:
         return self._child.pid if self._child else None
 
     async def run(self) -> None:
-        """Run until `stop`, starting a new process whenever one ends.
+        """Run until `stop`, restarting the process whenever it ends.
 
         Raises:
-            ConfigError: the process says that its settings cannot work.
-            Unavailable: it failed to start too often in a row.
+            ConfigError: the process reported a config error.
+            Unavailable: `failed_starts_max` consecutive starts failed.
         """
         backoff = Backoff(self._settings)
         while not self._stopping.is_set():
@@ -123,22 +123,22 @@ class Member:
             self._say(self.name, "failed", f"{ending.why}; starts again in {delay_s:.1f} s")
             await self._sleep(delay_s)
 
-    def tell(self, news: ProcessFailed) -> None:
-        """Tell the process that runs; nothing happens where there is none."""
+    def tell(self, failure: ProcessFailed) -> None:
+        """Send a message to the running process, if any."""
         if self._child:
-            self._child.tell(news)
+            self._child.tell(failure)
 
     def stop(self) -> None:
-        """Have the process finish what it has and end; none follows."""
+        """Drain and end the process; it is not restarted."""
         if not self._stopping.is_set():
             self._stopping.set()
             if self._child and self.ready.is_set():
                 self._child.signal(signal.SIGTERM)
-            elif self._child:  # it has nothing yet, and may be busy loading a model
+            elif self._child:  # not ready: nothing to drain, and it may be busy loading a model
                 self._child.kill()
 
     def kill(self) -> None:
-        """End the process at once; none follows."""
+        """End the process at once; it is not restarted."""
         self._stopping.set()
         if self._child:
             self._child.kill()
@@ -155,12 +155,12 @@ class Member:
         started_at = loop.time()
         child = await self._start(self._assign())
         self._child = child
-        if self._stopping.is_set():  # told while the process was being made
+        if self._stopping.is_set():  # stopped while the process was starting
             child.kill()
-        watchdog, words = Watchdog(self._settings), _Words()
+        watchdog, last_report = Watchdog(self._settings), _LastReport()
         try:
             async with asyncio.TaskGroup() as group:
-                listening = group.create_task(self._listen(child, watchdog, words, started_at))
+                listening = group.create_task(self._listen(child, watchdog, last_report, started_at))
                 watching = group.create_task(_watch(child, watchdog))
                 status = await child.wait()
                 watching.cancel()
@@ -173,16 +173,18 @@ class Member:
             child.kill()
             await child.wait()
             self._child = None
-        if words.failed is not None:
-            return _Ending(words.failed.message, _CONFIG if words.failed.config else "failed", served_s)
+        if last_report.failed is not None:
+            return _Ending(
+                last_report.failed.message, _CONFIG if last_report.failed.config else "failed", served_s
+            )
         if watchdog.verdict is not None:
             return _Ending(watchdog.verdict.why, watchdog.verdict.reason, served_s)
         return _Ending(describe_status(status), "killed" if status < 0 else "exited", served_s)
 
     async def _listen(
-        self, child: ChildProcess, watchdog: Watchdog, words: _Words, started_at: float
+        self, child: ChildProcess, watchdog: Watchdog, last_report: _LastReport, started_at: float
     ) -> None:
-        """Hear what the process says until it can say no more."""
+        """Handle the process's reports until the end of its socket."""
         while (report := await child.report()) is not None:
             match report:
                 case Beat():
@@ -194,13 +196,13 @@ class Member:
                     self._say(self.name, "ready", f"{detail}  {self._ready_at - started_at:.1f} s")
                     self.on_ready()
                 case Failed():
-                    words.failed = report
+                    last_report.failed = report
 
 
 async def _watch(child: ChildProcess, watchdog: Watchdog) -> None:
-    """Kill a process that is given up."""
+    """Kill the process when the watchdog says so."""
     while True:
-        await asyncio.sleep(watchdog.turn_s)
-        if watchdog.turn() is not None:
+        await asyncio.sleep(watchdog.tick_s)
+        if watchdog.tick() is not None:
             break
     child.kill_at_once()

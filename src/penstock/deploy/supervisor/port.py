@@ -1,4 +1,4 @@
-"""One TCP port, held by the supervisor and shared by its frontend processes (SO_REUSEPORT)."""
+"""One TCP port, reserved by the supervisor and shared by its frontend processes (SO_REUSEPORT)."""
 
 import errno
 import ipaddress
@@ -9,22 +9,22 @@ from penstock.core.errors import ConfigError
 
 
 class Port:
-    """A port that nobody else can take while the deployment lives, bound but never listened on.
+    """A port reserved for the deployment: bound, never listened on.
 
-    Connections go to the frontends, which bind it too; a port number of 0 becomes a free one here.
+    Connections go to the frontends, which bind it too; number 0 picks a free port.
     """
 
     def __init__(self, host: str, number: int) -> None:
-        """Take the port.
+        """Bind the port.
 
         Raises:
-            ConfigError: it is in use, or the address is not one of this machine's.
+            ConfigError: the port is in use, or the address is not this machine's.
         """
         try:
             family, _, _, _, address = socket.getaddrinfo(
                 host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            # Without SO_REUSEPORT first: with it, another user of the port would be shared with, not noticed.
+            # First without SO_REUSEPORT: with it, another program on the port would go unnoticed.
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
@@ -38,7 +38,7 @@ class Port:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches it."""
+        """URL for clients on this machine."""
         address = ipaddress.ip_address(self.host.partition("%")[0])
         if address.is_unspecified:
             address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
@@ -47,7 +47,7 @@ class Port:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Whether only this machine can connect."""
         return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
 
     def close(self) -> None:

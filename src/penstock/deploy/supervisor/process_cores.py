@@ -1,8 +1,8 @@
-"""Which CPU cores the processes of a deployment run on, where its workers have cores of their own.
+"""Assigns CPU cores to processes, where workers have their own (`worker.own_cores`).
 
-A step of a decode worker makes every stream wait, while a prompt or a frontend's answer only takes a little longer. Left to
-the system, a frontend that hears from a decode worker runs on that worker's core, next to its next step. On two cores that
-made the slowest hundredth of steps 10 to 20 % longer (seven plays in which it changed every second).
+A slow step of a decode worker delays every stream; a slow prompt or frontend delays one request. The kernel runs a
+frontend on the core of the decode worker it hears from, beside that worker's next step. On two cores this made the
+slowest 1 % of steps 10 to 20 % longer (seven runs that switched it every second).
 """
 
 import os
@@ -16,20 +16,20 @@ _COMPUTING = "paged"
 
 
 class ProcessCores:
-    """Gives each worker that computes on a CPU a core, and keeps all others off those that decode."""
+    """Gives each CPU worker a core, and keeps other processes off the cores of decode workers."""
 
     def __init__(self, roles: Mapping[Role, RoleSpec], usable: Collection[int] | None) -> None:
-        """Give the first core to the first worker.
+        """Assign cores in the order of the workers.
 
         Args:
-            roles: those with workers here.
-            usable: the cores that this process may use, as the system numbers them; None keeps nobody anywhere.
+            roles: roles with workers on this machine.
+            usable: indices of the usable cores; None assigns no cores.
 
         Raises:
-            ConfigError: there are fewer than workers that want one.
+            ConfigError: fewer usable cores than CPU workers.
         """
         self._engines: dict[tuple[Role, int], int] = {}
-        self._free: frozenset[int] = frozenset()  # of no decode worker; if empty, all run anywhere
+        self._free: frozenset[int] = frozenset()  # cores of no decode worker; empty: no restriction
         if usable is None:
             return
         workers = [
@@ -48,11 +48,11 @@ class ProcessCores:
         self._free = frozenset(usable) - decoding
 
     def of_engine(self, role: Role, index: int) -> int | None:
-        """Give the core of a role's worker number `index`; None where it has none of its own."""
+        """Give the core of a role's worker `index`; None if it has none."""
         return self._engines.get((role, index))
 
     def of_process(self, role: Role | None = None, index: int = 0) -> tuple[int, ...]:
-        """Give the cores that a worker's process may use, or a frontend's without a role; none named is all of them."""
+        """Give the cores of a worker's process, or with role None of a frontend's; empty is all."""
         if not self._free:
             return ()
         own = self.of_engine(role, index) if role is not None else None
@@ -60,10 +60,10 @@ class ProcessCores:
 
 
 def usable_cores() -> Collection[int]:
-    """Give the cores that this process may use, as the system numbers them.
+    """Give the indices of the cores that this process may use.
 
     Raises:
-        ConfigError: this system does not say.
+        ConfigError: the system does not support CPU affinity.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("worker.own_cores: this system keeps no thread to a core; leave it out")

@@ -1,4 +1,4 @@
-"""Processes that have imported what a worker needs, and wait to be one: a model's libraries take longer to import than many a model to load."""
+"""Spare processes that have imported a worker's modules, for fast restarts: importing often takes longer than loading a small model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ _log = get_logger()
 
 
 class SpareProcesses:
-    """One deployment's. None is left when its context ends. One event loop owns it."""
+    """The spare processes of one deployment; all end with its context. One event loop owns it."""
 
     def __init__(self, count: int, imports: Sequence[str], guard: GroupGuard) -> None:
-        """Start none; `refill` does.
+        """Create the pool; `refill` starts the processes.
 
         Args:
-            count: how many are to wait.
-            imports: modules that they have imported by then.
-            guard: ends them should this process die first.
+            count: number of spare processes.
+            imports: modules that each imports.
+            guard: kills them if this process dies first.
         """
         self._count = count
         self._imports = tuple(imports)
@@ -44,11 +44,11 @@ class SpareProcesses:
         await self._tasks.__aexit__(None, None, None)
 
     def __len__(self) -> int:
-        """Count those that wait, warm or not yet."""
+        """Count spare processes, ready or importing."""
         return len(self._waiting)
 
     def refill(self) -> None:
-        """Start as many as are missing. Call it when nothing else starts: imports keep a core busy for seconds."""
+        """Start missing spare processes. Call it when no other process starts: imports keep a core busy for seconds."""
         for _ in range(self._count - len(self._waiting) - self._starting):
             self._starting += 1
             task = self._tasks.create_task(self._keep())
@@ -56,7 +56,7 @@ class SpareProcesses:
             task.add_done_callback(self._running.discard)
 
     async def start(self, assignment: Assignment) -> Child:
-        """Give a worker's process: one that waits, else a new one."""
+        """Assign a spare process to a worker, or start a new one."""
         while self._waiting:
             child = self._waiting.pop(0)
             if not child.has_ended:

@@ -1,7 +1,7 @@
-"""When a process is given up that says nothing, or whose engine stands still.
+"""Decides when to kill a process that sends no heartbeat, or whose engine finishes no step.
 
-Time is counted in turns of the supervisor's own loop, not read from a clock: a supervisor that was stopped, or a machine that
-slept, takes one turn when it goes on, and blames nobody for the silence that it slept through itself.
+Time is counted in ticks of the supervisor's event loop, not read from a clock: after a stop of the supervisor or a sleep
+of the machine only one tick has passed, and no process is blamed for the pause.
 """
 
 from dataclasses import dataclass
@@ -10,46 +10,46 @@ from penstock.deploy.messages import Beat
 from penstock.graph import Supervision
 
 _TURN_S = 1.0
-_TURNS_MIN = 4  # in the shortest allowance, so that it is kept about as it was set
+_TICKS_MIN = 4  # ticks in the shortest timeout, for its precision
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a process is to be killed: `reason` for metrics, `why` for people."""
+    """Why a process must be killed: `reason` for metrics, `why` for the log."""
 
     reason: str
     why: str
 
 
 class Watchdog:
-    """Counts one process's silence. Whoever owns it calls `turn` every `turn_s` seconds."""
+    """Watches one process. Its owner calls `tick` every `tick_s` seconds."""
 
     def __init__(self, settings: Supervision) -> None:
-        """Begin with a process that starts."""
-        self.turn_s = turn_s(settings)
-        """Seconds from one `turn` to the next."""
+        """Start watching a process that is starting."""
+        self.tick_s = tick_s(settings)
+        """Seconds between ticks."""
         self.verdict: Verdict | None = None
-        """What the last turn came to; None while the process may live."""
+        """Result of the last tick; None while the process may live."""
         self._settings = settings
         self._is_ready = False
-        self._quiet = 0  # turns since it was started, got ready, or said that it is there
-        self._still = 0  # turns in which its engine had requests and finished no step
+        self._quiet = 0  # ticks since its start, ready report or last heartbeat
+        self._still = 0  # ticks in which its engine had requests and finished no step
         self._beat = Beat()
 
     def ready(self) -> None:
-        """Hear that it serves: from now on it is to say so again and again."""
+        """Note that the process is ready: heartbeats are required from now on."""
         self._is_ready = True
         self._quiet = self._still = 0
 
     def beat(self, beat: Beat) -> None:
-        """Hear that its event loop runs, and how far its engine is."""
+        """Note a heartbeat and the engine's progress."""
         self._quiet = 0
         if beat.steps != self._beat.steps or not beat.has_requests:
             self._still = 0
         self._beat = beat
 
-    def turn(self) -> Verdict | None:
-        """Count a turn; returns why the process is to be killed, if it is."""
+    def tick(self) -> Verdict | None:
+        """Count a tick; returns a verdict if the process must be killed."""
         self._quiet += 1
         self._still += self._beat.has_requests
         self.verdict = self._judge()
@@ -58,15 +58,15 @@ class Watchdog:
     def _judge(self) -> Verdict | None:
         settings = self._settings
         if not self._is_ready:
-            if self._quiet * self.turn_s < settings.start_timeout_s:
+            if self._quiet * self.tick_s < settings.start_timeout_s:
                 return None
             return Verdict("start_timeout", f"not ready {settings.start_timeout_s:g} s after its start")
-        if self._quiet * self.turn_s >= settings.liveness_timeout_s:
+        if self._quiet * self.tick_s >= settings.liveness_timeout_s:
             return Verdict(
                 "silent",
                 f"killed after {settings.liveness_timeout_s:g} s of silence (supervision.liveness_timeout_s)",
             )
-        if self._still * self.turn_s >= settings.step_timeout_s:
+        if self._still * self.tick_s >= settings.step_timeout_s:
             return Verdict(
                 "stuck",
                 f"killed as its engine had requests and finished no step for {settings.step_timeout_s:g} s"
@@ -75,7 +75,7 @@ class Watchdog:
         return None
 
 
-def turn_s(settings: Supervision) -> float:
-    """Give the seconds between two turns, and between two heartbeats of a process."""
+def tick_s(settings: Supervision) -> float:
+    """Give the seconds between ticks, and between heartbeats."""
     allowances = (settings.start_timeout_s, settings.liveness_timeout_s, settings.step_timeout_s)
-    return min(_TURN_S, min(allowances) / _TURNS_MIN)
+    return min(_TURN_S, min(allowances) / _TICKS_MIN)

@@ -70,8 +70,8 @@ class ScriptedChild:
     def say(self, report: Report) -> None:
         self._reports.put_nowait(report)
 
-    def tell(self, news: ProcessFailed) -> None:
-        self.told.append(news)
+    def tell(self, failure: ProcessFailed) -> None:
+        self.told.append(failure)
 
 
 class Scene:
@@ -233,7 +233,7 @@ def test_a_process_that_falls_silent_is_killed_and_started_again() -> None:
             assert await scene.children[0].wait() == -9
             assert failures == [("worker-1", "silent")]
             scene.member.tell(ProcessFailed(name="worker-1", reason="silent", count=1))
-            assert [news.count for news in scene.children[1].told] == [1]
+            assert [failure.count for failure in scene.children[1].told] == [1]
             scene.member.stop()
             await running
         assert scene.said[1] == (

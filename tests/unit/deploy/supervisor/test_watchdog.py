@@ -1,4 +1,4 @@
-"""Which processes are given up, by what they say from turn to turn."""
+"""Which processes are given up, by the heartbeats between ticks."""
 
 import pytest
 
@@ -9,12 +9,12 @@ from penstock.graph import Supervision
 SETTINGS = Supervision(start_timeout_s=30, liveness_timeout_s=4, step_timeout_s=10)
 
 
-def turns_until_killed(watchdog, beat=None, turns=1000):
-    for turn in range(1, turns + 1):
+def ticks_until_killed(watchdog, beat=None, ticks=1000):
+    for tick in range(1, ticks + 1):
         if beat is not None:
             watchdog.beat(beat() if callable(beat) else beat)
-        if watchdog.turn() is not None:
-            return turn, watchdog.verdict.reason
+        if watchdog.tick() is not None:
+            return tick, watchdog.verdict.reason
     return None
 
 
@@ -26,17 +26,17 @@ def ready():
 
 def test_a_start_has_its_own_allowance_in_which_nothing_need_be_said():
     watchdog = Watchdog(SETTINGS)
-    assert watchdog.turn_s == 1.0
-    assert turns_until_killed(watchdog) == (30, "start_timeout")
+    assert watchdog.tick_s == 1.0
+    assert ticks_until_killed(watchdog) == (30, "start_timeout")
     assert watchdog.verdict.why == "not ready 30 s after its start"
 
 
 def test_who_says_nothing_once_ready_is_given_up_and_the_start_does_not_count():
     watchdog = Watchdog(SETTINGS)
     for _ in range(29):
-        assert watchdog.turn() is None
+        assert watchdog.tick() is None
     watchdog.ready()
-    assert turns_until_killed(watchdog) == (4, "silent")
+    assert ticks_until_killed(watchdog) == (4, "silent")
     assert watchdog.verdict.why == "killed after 4 s of silence (supervision.liveness_timeout_s)"
 
 
@@ -44,24 +44,24 @@ def test_one_word_now_and_then_is_enough():
     watchdog = ready()
     for _ in range(100):
         for _ in range(3):
-            assert watchdog.turn() is None
+            assert watchdog.tick() is None
         watchdog.beat(Beat())
 
 
 def test_an_engine_that_has_requests_finishes_a_step_within_its_allowance():
-    assert turns_until_killed(ready(), Beat(steps=7, has_requests=True)) == (10, "stuck")
+    assert ticks_until_killed(ready(), Beat(steps=7, has_requests=True)) == (10, "stuck")
     steps = iter(range(1000))
-    assert turns_until_killed(ready(), lambda: Beat(steps=next(steps) // 9, has_requests=True), 500) is None
+    assert ticks_until_killed(ready(), lambda: Beat(steps=next(steps) // 9, has_requests=True), 500) is None
 
 
 def test_an_idle_engine_need_not_step():
     watchdog = ready()
-    assert turns_until_killed(watchdog, Beat(steps=7), 500) is None
-    assert turns_until_killed(watchdog, Beat(steps=7, has_requests=True), 9) is None
-    assert turns_until_killed(watchdog, Beat(steps=7), 1) is None
-    assert turns_until_killed(watchdog, Beat(steps=7, has_requests=True), 9) is None
+    assert ticks_until_killed(watchdog, Beat(steps=7), 500) is None
+    assert ticks_until_killed(watchdog, Beat(steps=7, has_requests=True), 9) is None
+    assert ticks_until_killed(watchdog, Beat(steps=7), 1) is None
+    assert ticks_until_killed(watchdog, Beat(steps=7, has_requests=True), 9) is None
 
 
 @pytest.mark.parametrize("allowance", ["start_timeout_s", "liveness_timeout_s", "step_timeout_s"])
 def test_short_allowances_are_kept_too(allowance):
-    assert Watchdog(Supervision(**{allowance: 0.2})).turn_s == 0.05
+    assert Watchdog(Supervision(**{allowance: 0.2})).tick_s == 0.05
