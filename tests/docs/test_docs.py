@@ -19,6 +19,7 @@ from penstock.sim.workload.workload import WorkloadConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 ROUTES = {
     "/v1/chat/completions",
     "/v1/completions",
@@ -93,7 +94,7 @@ def test_code_compiles_and_graphs_load(page: Path) -> None:
             Graph.model_validate(data)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("http://", "https://")):

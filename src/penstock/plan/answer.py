@@ -112,7 +112,7 @@ def find_answer(
 def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> list[Layout]:
     """Choose those to be simulated, fewer where runs are long: of each way to spread the model the best by prediction, then the next.
 
-    The best with data-parallel ranks and the best without come first: prediction overrates the former (decision 0030).
+    The best with data-parallel ranks and the best without come first: prediction overrates the former (docs/decisions/0030).
     """
     if not layouts:
         return []

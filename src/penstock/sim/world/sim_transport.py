@@ -23,7 +23,7 @@ class SimTransports:
     """Those of all hosts. One event loop owns it.
 
     A host's port sends one transfer after the other, in the order in which they were asked for, each at the full speed of
-    its way, and receives likewise (docs/decisions/0031).
+    its way, and receives likewise (docs/decisions/0011).
     """
 
     def __init__(self, network: SimNetwork, way: Callable[[str, str], Way]) -> None:

@@ -52,7 +52,7 @@ class Route:
     def setup_left_s(self, op: TransferOp) -> float:
         """What the next transfer is charged for setting it up: less what others have lost by not using it.
 
-        So all of them together lose at most one set-up before it is used, and it is not kept from use for ever (decision 35).
+        So all of them together lose at most one set-up before it is used, and it is not kept from use for ever (docs/decisions/0035).
         """
         return 0.0 if self.is_set_up else max(0.0, self.channel.cost(op).setup_s - self._forgone_s)
 
