@@ -4,8 +4,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.router.workers.itl_budget import WINDOW_S, ItlBudget
+from penstock.router.disagg.itl_budget import WINDOW_S
 from penstock.testing.routing_policy import make_context, make_prices
+from tests.support.itl_budget import itl_budget
 
 SHARE, STEP_S = 0.02, 0.01
 PEERS = np.array([1])
@@ -16,7 +17,7 @@ class LateTokensMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.routers = [ItlBudget(SHARE, 1) for _ in range(2)]
+        self.routers = [itl_budget(SHARE, PEERS) for _ in range(2)]
         self.now_s = 0.0
         self.plain_s = 0.0  # model: the time in which steps were not late
         self.late = []  # model: `plain_s` before them, and how many
@@ -24,7 +25,7 @@ class LateTokensMachine(RuleBasedStateMachine):
 
     def budget(self, router):
         context = make_context(1, now_s=self.now_s, prices=make_prices(1, decode_step_s=[STEP_S]))
-        return self.routers[router].budget(context, PEERS)
+        return self.routers[router].override(context)
 
     @rule(seconds=st.floats(0.0, 3 * WINDOW_S))
     def stream(self, seconds):
@@ -37,7 +38,7 @@ class LateTokensMachine(RuleBasedStateMachine):
         found, took_s = self.budget(router), steps * step_s
         cost_s = steps * float(found.step_s[0]) + took_s
         if cost_s <= found.left_s[0] or found.left_s[0] >= found.most_s[0]:
-            self.routers[router].spend(0, cost_s, self.now_s, peers=1)
+            self.routers[router].spend(0, cost_s, self.now_s)
             self.late.append((self.plain_s, steps))
             self.dearest_s = max(self.dearest_s, 2 * cost_s)
             self.now_s += took_s

@@ -4,7 +4,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.router.links.link_setup import LinkCredit, LinkSetupCost
+from penstock.router.disagg.link_setup import LinkCredit, LinkSetup
+from penstock.router.policy.policies import make_policy
+from penstock.router.policy.selector import WorkerSelector
 
 SETUP_S = 2.0
 slots = st.integers(0, 1)
@@ -14,7 +16,7 @@ class ColdLinksMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.num_slots = 2
-        self.links = LinkSetupCost(self.num_slots)
+        self.links = LinkSetup(self.num_slots, WorkerSelector(make_policy("kv")))
         self.setups_s = np.full(self.num_slots, SETUP_S)
         self.credit_s = {}  # model: by link, of those that are not used yet
         self.opened_s = {}  # model: by link
@@ -38,7 +40,7 @@ class ColdLinksMachine(RuleBasedStateMachine):
             self.links.open(source, reader, self.now_s)
             self.opened_s.setdefault(link, self.now_s)
             return
-        self.links.forgo(LinkCredit(source, reader, worth_s))
+        self.links.credit_link(LinkCredit(source, reader, worth_s))
         if link not in self.opened_s:
             self.credit_s[link] = self.credit_s.get(link, 0.0) + worth_s
             assert self.credit_s[link] <= SETUP_S + 1e-9, "it should have been used"
@@ -70,7 +72,7 @@ class ColdLinksMachine(RuleBasedStateMachine):
 
     @invariant()
     def charges_are_what_the_ledger_says(self):
-        self.links.check()
+        self.links.check(self.num_slots)
         for source in range(2):
             charged = self.links.charge_s(source, self.setups_s, self.now_s)
             expected = [self.charge_s(source, reader) for reader in range(self.num_slots)]

@@ -10,7 +10,6 @@ from penstock.core.ids import WorkerId
 from penstock.core.routing_context import TOKEN_S_MIN
 from penstock.core.types.requests import Request
 from penstock.router.disagg.disagg import Comparison, DisaggDecision
-from penstock.router.links.link_setup import LinkCredit
 from penstock.router.policy.selector import Choice
 from penstock.seams import RoutingContext
 
@@ -40,8 +39,7 @@ class ScoredCandidates:
     """What a request costs on every worker, good for this turn of the loop: loads are live.
 
     `context` and `choice` are of the worker that computes the prompt: a prefill worker where `is_disaggregated`, and then
-    `decision` has the decode worker. `decision` compares both ways to answer the request, None where only one is open. `credit` is the
-    link that the request would use if nothing were charged for it. `tie` settles equal prices. `excluded` workers may not
+    `decision` has the decode worker. `decision` compares both ways to answer the request, None where only one is open. `tie` settles equal prices. `excluded` workers may not
     get the request. `wait_terms` are the rows of the terms that predict its wait, none for policies that do not predict it.
     """
 
@@ -56,10 +54,6 @@ class ScoredCandidates:
     @property
     def is_disaggregated(self) -> bool:
         return self.decision is not None and self.decision.comparison.is_remote
-
-    @property
-    def credit(self) -> LinkCredit | None:
-        return None if self.decision is None else self.decision.credit
 
     @property
     def comparison(self) -> Comparison | None:

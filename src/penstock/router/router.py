@@ -16,8 +16,8 @@ from penstock.core.types.requests import Request
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.candidates import Plan, Route, ScoredCandidates
 from penstock.router.config import QueueConfig, RouterConfig
-from penstock.router.disagg.disagg import Comparison, DisaggInputs, prompt_alone, weigh
-from penstock.router.disagg.move_prices import MovePrices
+from penstock.router.disagg.disagg import Comparison, decide, prompt_alone
+from penstock.router.disagg.pricing import DisaggPricing
 from penstock.router.explain.decisions import Decision, Decisions, Part
 from penstock.router.explain.explanation import Explanation, RouteReason
 from penstock.router.explain.recorded import EVENT, RecordedDecision, record_context, record_inputs
@@ -42,7 +42,7 @@ class Router:
     ) -> None:
         self.fleet = fleet
         self._selector = WorkerSelector(config.new_policy(), self._on_failure)
-        self._moves = MovePrices(fleet, self._selector)
+        self.disagg = DisaggPricing(fleet, self._selector, config, metrics)
         self._has_failed = False
         self._config = config
         if (
@@ -55,13 +55,6 @@ class Router:
                 policy=config.policy,
                 fix="router.queue is set, but this policy predicts no waits, so that nothing is queued: choose kv, or a policy"
                 " with terms `queue` and `kv_wait`, or leave router.queue out",
-            )
-        if not self._selector.predicts_first_tokens and config.disagg.late_token_share:
-            _log.warning(
-                "late_token_share_without_effect",
-                policy=config.policy,
-                fix="router.disagg.late_token_share is set, but this policy does not predict when first tokens come, so that"
-                " prompts wait for prefill workers: choose kv, or a policy with terms `queue`, `kv_wait` and `prefill`, or leave it out",
             )
         self._has_thresholds = config.busy_kv_share is not None or config.busy_queued_tokens is not None
         self._metrics = metrics
@@ -114,21 +107,15 @@ class Router:
                 request, context, self._selector.choose(context, tie), tie, exclude, wait_terms
             )
         prompt = self._selector.choose(prompt_alone(context, prefillers, self._prompt_turn), tie)
-        block_s, link_s = self._moves.after(pool, context, prompt, len(hashes))
-        kinds = pool.pairs.kinds(len(eligible))
-        inputs = DisaggInputs(
+        inputs = self.disagg.inputs(
+            pool,
+            context,
             prefillers=prefillers,
             prompt_turn=self._prompt_turn,
+            prompt=prompt,
             blocks=len(hashes),
-            block_s=block_s,
-            link_s=link_s,
-            numbers=kinds.numbers,
-            hosts=kinds.hosts,
-            fits=kinds.fits,
-            budget=self.fleet.itl_budget.budget(context, self.fleet.loads.peers),
-            config=self._config.disagg,
         )
-        decision = weigh(self._selector, context, tie, inputs, prompt)
+        decision = decide(self._selector, context, tie, inputs, prompt)
         return ScoredCandidates(
             request, decision.context, decision.choice, tie, exclude, wait_terms, decision
         )
@@ -170,23 +157,21 @@ class Router:
         context, slot, decision = candidates.context, candidates.choice.slot, candidates.decision
         first = self._part(context, candidates.choice)
         decode = prompt = None
+        if decision is not None:
+            self.disagg.taken(decision, candidates.tie, again=again)
         if candidates.is_disaggregated and decision is not None and decision.rest is not None:
             assert decision.rest_context is not None, "priced on it"
             prompt, decode = first, self._part(decision.rest_context, decision.rest, decision.whole_context)
             self._selector.chosen(context, slot)
             self._selector.chosen(decision.rest_context, decode.slot)
             self._prompt_turn += 1
-            self.fleet.link_bandwidths.link_setup_cost.open(slot, decode.slot, context.now_s)
         else:
             self._selector.chosen(context, slot)
         self._turn += 1
-        if candidates.credit is not None and not again:
-            self.fleet.link_bandwidths.link_setup_cost.forgo(candidates.credit)
         if self._decisions.keeps_any:
             self._keep(candidates, decode or first, prompt)
         if self._log_below and mix(self._turn + self._prompt_turn) < self._log_below:
             self._record(candidates)
-        self._spend(candidates, again=again)
         if candidates.comparison is not None and not again:
             self._count(candidates.comparison, "remote" if candidates.is_disaggregated else "local")
         route = self._route(context, slot)
@@ -211,15 +196,6 @@ class Router:
             overlap_blocks=overlap_blocks,
             blocks=context.request_blocks,
         )
-
-    def _spend(self, candidates: ScoredCandidates, *, again: bool) -> None:
-        """Note what a prompt costs streams; of one that came back from where it was to go, both times."""
-        comparison = candidates.comparison
-        if comparison is not None and comparison.late_steps:
-            slot, now_s = candidates.choice.slot, candidates.context.now_s
-            self.fleet.itl_budget.spend(slot, comparison.late_s, now_s, int(self.fleet.loads.peers[slot]))
-            if not again:
-                self._metrics.late_steps.inc(comparison.late_steps)
 
     def _count(self, comparison: Comparison, place: str) -> None:
         """Count where a prompt is computed, and the seconds that were compared."""
@@ -273,6 +249,7 @@ class Router:
     def check(self) -> None:
         """Raise AssertionError where too much is kept."""
         self._decisions.check()
+        self.disagg.check()
 
     def _without(self, ready: NDArray[np.bool_], exclude: Collection[WorkerId]) -> NDArray[np.bool_]:
         eligible = ready.copy()

@@ -155,9 +155,7 @@ def _where(prefill: Prefill, unit: str) -> str:
         + (f" ({link:.1f} of it for a new link)" if link else ""),
         *([f"KV transfer {transfer:.1f}"] if transfer else []),
     ]
-    why = ", past router.disagg.local_tokens_max" if prefill.remote and total >= prefill.local else ""
-    if prefill.sooner:
-        why = ", its first token sooner by router.disagg.late_token_share"
+    why = "" if prefill.setting is None else f", by router.disagg.{prefill.setting}"
     alone = f"alone on {prefill.local_worker or 'one worker'} {prefill.local:.1f} {unit}"
     return f"{where}: {' + '.join(parts)} = {total:.1f} {unit}; {alone}{why}"
 

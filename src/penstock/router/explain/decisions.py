@@ -127,7 +127,7 @@ class Decision:
             local_worker=None if compared.local_slot is None else self._name(compared.local_slot),
             prefill_worker=None if compared.pair is None else self._name(compared.pair[0]),
             decode_worker=None if compared.pair is None else self._name(compared.pair[1]),
-            sooner=compared.is_sooner,
+            setting=compared.setting,
         )
         part = self.prompt
         if part is None:

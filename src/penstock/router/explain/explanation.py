@@ -51,8 +51,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
     that answers. `local` is what the whole request was expected to cost there, `prefill` and `decode` its two parts elsewhere, moving
     the KV among the latter with the fixed `kv_transfer`, and `link_setup` what was charged beside for a link that was never used;
     None where the policy's costs are no times, or nothing was compared. `local_worker`, `prefill_worker` and `decode_worker` are
-    the workers whose costs were compared. `sooner`: not for these sums, but as its first token comes in half the time by who answers it
-    (`router.disagg.late_token_share`).
+    the workers whose costs were compared. `setting` is the field of `router.disagg` that decided against these sums: `local_tokens_max`, or
+    `late_token_share`, as the first token comes in half the time from the worker that answers.
     """
 
     remote: bool
@@ -64,7 +64,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
     local_worker: str | None = None
     prefill_worker: str | None = None
     decode_worker: str | None = None
-    sooner: bool = False
+    setting: str | None = None
     worker: str | None = None
     next_worker: str | None = None
     reason: RouteReason | None = None

@@ -11,14 +11,16 @@ import numpy as np
 
 from penstock.router.config import DisaggConfig
 from penstock.router.disagg.disagg import DisaggInputs
+from penstock.router.disagg.itl_budget import Budget
+from penstock.router.links.kv_transfer_pairs import Kinds
 from penstock.router.policy.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
-from penstock.router.workers.itl_budget import Budget
 from penstock.seams import PriceColumns, RoutingContext
 
 EVENT = "request_routed"
 """What the log line is called."""
-_NESTED: dict[str, type[PriceColumns | Budget]] = {"prices": PriceColumns, "budget": Budget}
-_Recorded = RoutingContext | PriceColumns | Budget | DisaggInputs
+_Nested = PriceColumns | Budget | Kinds
+_NESTED: dict[str, type[_Nested]] = {"prices": PriceColumns, "override": Budget, "kinds": Kinds}
+_Recorded = RoutingContext | DisaggInputs | _Nested
 
 
 class RecordedDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +80,7 @@ def _record(record: _Recorded) -> dict[str, Any]:
     data = {}
     for field in fields(record):
         value = getattr(record, field.name)
-        if isinstance(value, PriceColumns | Budget):
+        if isinstance(value, _Nested):
             value = _record(value)
         elif isinstance(value, np.ndarray):
             value = _record_array(value)

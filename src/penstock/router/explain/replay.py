@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.router.disagg.disagg import weigh
+from penstock.router.disagg.disagg import decide
 from penstock.router.explain.recorded import EVENT, RecordedDecision, recorded_context, recorded_inputs
 from penstock.router.policy.policies import make_policy
 from penstock.router.policy.selector import WorkerSelector
@@ -100,7 +100,7 @@ class Replay:
             now, costs_more = (choice.slot, None), float(prices[then[0]] - prices[choice.slot])
             selector.chosen(context, then[0])
         else:
-            decision = weigh(selector, context, recorded.tie, recorded_inputs(recorded.inputs))
+            decision = decide(selector, context, recorded.tie, recorded_inputs(recorded.inputs))
             now, costs_more = decision.slots, decision.costs_more(*then)
             if then[1] is not None:
                 selector.chosen(decision.prompt_context, then[1])

@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
@@ -28,7 +28,6 @@ from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.indexer import Indexer
 from penstock.router.links.link_bandwidths import LinkBandwidths
 from penstock.router.metrics import RouterMetrics
-from penstock.router.workers.itl_budget import ItlBudget
 from penstock.router.workers.loads import LoadTracker
 from penstock.router.workers.member import Condition, DeltaHandler, Member, WorkerView
 from penstock.router.workers.price_correction import FORGOTTEN_S, PriceCorrection
@@ -37,6 +36,17 @@ from penstock.seams import Connection, Discovery, RequestPlaneClient
 _READY = frozenset({Condition.READY, Condition.PREFILL_ONLY})
 
 _log = get_logger()
+
+
+class SlotFollower(Protocol):
+    """Keeps something by worker slot, beside the fleet."""
+
+    def grow(self, num_slots: int) -> None: ...
+
+    def forget(self, slot: int) -> None: ...
+
+    def moved(self, source: int, reader: int) -> None:
+        """KV of the worker in slot `source` was read by the worker in slot `reader`."""
 
 
 class Fleet:
@@ -55,7 +65,8 @@ class Fleet:
         self.tree = self._indexer.tree
         self.loads = LoadTracker()
         self.link_bandwidths = LinkBandwidths(config, self.loads.num_slots)
-        self.itl_budget = ItlBudget(config.disagg.late_token_share, self.loads.num_slots)
+        self.slot_followers: list[SlotFollower] = []
+        """Told of slots, and of KV that was read."""
         self.pools: dict[str, WorkerPool] = {}
         """By model; those without any worker are not there."""
         self._prefill_gauges = PrefillGauges(metrics)
@@ -194,7 +205,6 @@ class Fleet:
         self.loads.check()
         self.slots.check()
         self.link_bandwidths.check()
-        self.itl_budget.check(self.loads.num_slots)
         for pool in self.pools.values():
             pool.check()
             assert len(pool.ready) == self.loads.num_slots == self.tree.num_slots, "as long as the loads"
@@ -269,10 +279,11 @@ class Fleet:
             self.tree.grow(num_slots)
             self.loads.grow(num_slots)
             self.link_bandwidths.grow(num_slots)
-            self.itl_budget.grow(num_slots)
             self.slots.grow(num_slots)
             for pool in self.pools.values():
                 pool.grow(num_slots)
+            for follower in self.slot_followers:
+                follower.grow(num_slots)
         return slot
 
     async def _keep(self, member: Member) -> None:
@@ -298,7 +309,8 @@ class Fleet:
         self._indexer.leave(member.slot)
         self.loads.reset(member.slot)
         self.link_bandwidths.forget(member.slot)
-        self.itl_budget.forget(member.slot)
+        for follower in self.slot_followers:
+            follower.forget(member.slot)
         self._leave_pool(member, member.instance.card.name)
         self._recount(member, None)
         self.slots.leave(member)
@@ -380,6 +392,8 @@ class Fleet:
             source = self.slot_of(read.prefill_worker)
             if source is not None:
                 self.link_bandwidths.report(source, member.slot, read, now_s)
+                for follower in self.slot_followers:
+                    follower.moved(source, member.slot)
 
     def _recount(self, member: Member, condition: Condition | None) -> None:
         for changed, by in ((member.noted, -1), (condition, +1)):

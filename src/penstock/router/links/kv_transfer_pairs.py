@@ -1,14 +1,13 @@
-"""Which workers of a model can hand prompts over to which others, why not, and what reaching each other first takes them.
+"""Which workers of a model can read KV from which others, and why not.
 
 A pair fits where both keep KV alike and one can read the other's memory. What decides that is the same for nearly all
 workers of a deployment but for the host, of which only counts whether it is the same one. So it is worked out once for each
 two kinds of worker, on one host and on two, when somebody asks.
 """
 
-import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +19,6 @@ from penstock.core.types.kv_layout import KvLayout
 from penstock.router.workers.member import identity
 from penstock.transfer.reshard.moves import mismatch
 
-_WITHIN_A_PROCESS = ("memory",)
 _WITHIN_A_HOST = frozenset({"memory", "shm"})
 _REASONS_MAX = 4096
 """Pairs of kinds that are remembered; more are asked anew."""
@@ -64,7 +62,7 @@ def _unreachable(producer: _Kind, taker: _Kind, *, same_host: bool) -> str | Non
         return "one of the two moves no KV"
     if not same_host and "tcp" not in there.listens:
         return "they are on different hosts, and the one that has the KV listens on no tcp:// address"
-    if not _common(here, there, same_host=same_host):
+    if not common_transports(here, there, same_host=same_host):
         return f"no transport in common: {_listed(there.transports)} there, {_listed(here.transports)} here"
     return None
 
@@ -77,47 +75,32 @@ def _unlike(there: KvLayout | None, here: KvLayout | None) -> str | None:
     return mismatch(there, here)
 
 
-def _common(here: KvExchange, there: KvExchange, *, same_host: bool) -> set[str]:
-    """Name the transports that might move KV between the two."""
+def common_transports(here: KvExchange, there: KvExchange, *, same_host: bool) -> set[str]:
+    """Name the transports that may move KV between two workers."""
     common = set(here.transports) & set(there.transports)
     return common if same_host else common - _WITHIN_A_HOST
 
 
-def _setup_s(producer: Instance, taker: Instance) -> float:
-    """Say what it takes until KV first moves from one to the other, which fits it; nothing where neither keeps memory for it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Kinds:
+    """Which decode workers can read the KV of which prefill worker.
 
-    Between hosts an agent prepares every transport when it connects; within one the slow ones wait until nothing else will do.
-    """
-    here, there = taker.exchange, producer.exchange
-    if here is None or there is None or producer.engine.kv_layout is None:
-        return 0.0
-    same_host = here.host == there.host
-    common = _common(here, there, same_host=same_host)
-    if there.listens != _WITHIN_A_PROCESS:
-        common = common.difference(_WITHIN_A_PROCESS)
-    said = zip(here.transports, here.setups_s, strict=False)
-    taken_s = [seconds for name, seconds in said if name in common and 0 <= seconds < math.inf]
-    which = min if same_host else max
-    return which(taken_s, default=0.0)
-
-
-class Kinds(NamedTuple):
-    """Who fits whom: the kind and the host of the worker in each slot, (num_slots,) each.
-
-    `fits` is (2, kinds of prefill workers, kinds of decode workers): on two hosts, and on one.
+    numbers: (num_slots,) the kind of the worker in each slot
+    hosts:   (num_slots,) the number of its host
+    fits:    (2, kinds of prefill workers, kinds of decode workers) bool: on two hosts, and on one
     """
 
     numbers: NDArray[np.intp]
     hosts: NDArray[np.intp]
     fits: NDArray[np.bool_]
 
-    def decode_workers(self, producer: int) -> NDArray[np.bool_]:
-        """Mask (num_slots,) those who can take over from the worker in this slot."""
-        apart, together = self.fits[:, self.numbers[producer]]
-        if (apart == together).all():
-            return np.asarray(apart[self.numbers], dtype=np.bool_)
-        on_host = self.hosts == self.hosts[producer]
-        return np.asarray(np.where(on_host, together[self.numbers], apart[self.numbers]), dtype=np.bool_)
+    def decode_workers(self, source: int) -> NDArray[np.bool_]:
+        """Mask (num_slots,) the workers that can read the KV of the worker in slot `source`."""
+        elsewhere, on_host = self.fits[:, self.numbers[source]]
+        if (elsewhere == on_host).all():
+            return np.asarray(elsewhere[self.numbers], dtype=np.bool_)
+        same_host = self.hosts == self.hosts[source]
+        return np.asarray(np.where(same_host, on_host[self.numbers], elsewhere[self.numbers]), dtype=np.bool_)
 
 
 @dataclass(slots=True)
@@ -146,7 +129,6 @@ class KvTransferPairs:
         self._groups: dict[tuple[bool, bytes], _Group] | None = None  # likewise
         self._fits: NDArray[np.bool_] = np.zeros((2, 1, 1), dtype=np.bool_)  # on two hosts and on one
         self._all_fit = False  # each of these with each
-        self._setups_s: dict[int, NDArray[np.float64] | None] = {}  # by producer's slot, likewise
         self._reasons: dict[
             tuple[bytes, bytes, bool], str | None
         ] = {}  # why kinds do not fit, on two hosts or one
@@ -168,31 +150,20 @@ class KvTransferPairs:
             assert self._numbers is not None, "just made"
         return Kinds(self._numbers, self._hosts, self._fits)
 
-    def setups_s(self, producer: int, num_slots: int) -> NDArray[np.float64] | None:
-        """Say what it takes each taker until it first reads the KV of the worker in this slot, in seconds.
-
-        Returns:
-            (num_slots,), the same object as long as nobody comes, changes or goes, not to be written to; None where it
-            takes nobody any time, or nobody is there (any more).
-        """
-        kinds = self.kinds(num_slots)
-        if producer not in self._workers:
-            return None
-        if producer not in self._setups_s:
-            one, _ = self._workers[producer]
-            fitting = kinds.decode_workers(producer)
-            setups_s = np.zeros(num_slots)
+    def readers(self, source: int, num_slots: int) -> Iterator[tuple[int, Instance, Instance]]:
+        """Give the workers that can read the KV of the worker in slot `source`: (slot, that worker, reader); nothing of a free slot."""
+        if source in self._workers:
+            fitting = self.kinds(num_slots).decode_workers(source)
             for slot, (instance, _) in self._workers.items():
-                if fitting[slot] and instance.role is not Role.PREFILL:
-                    setups_s[slot] = _setup_s(one, instance)
-            self._setups_s[producer] = setups_s if setups_s.any() else None
-        return self._setups_s[producer]
+                if fitting[slot]:
+                    yield slot, self._workers[source][0], instance
 
     def prefill_workers(
         self, ready: NDArray[np.bool_], decode_workers: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
         """Mask those of `ready` (num_slots,) whose prompts one of `decode_workers` (num_slots,) can take over."""
-        numbers, hosts, _ = self.kinds(len(ready))
+        kinds = self.kinds(len(ready))
+        numbers, hosts = kinds.numbers, kinds.hosts
         if self._all_fit and np.count_nonzero(decode_workers):
             return ready
         at = hosts[decode_workers] * len(self._kinds) + numbers[decode_workers]
@@ -256,7 +227,6 @@ class KvTransferPairs:
         ]
         self._fits = np.array(fits, dtype=np.bool_).reshape(2, len(self._kinds), len(self._kinds))
         self._all_fit = bool(self._fits.all())
-        self._setups_s.clear()
 
     def _grouped(self) -> "dict[tuple[bool, bytes], _Group]":
         """Group workers by whether they hand over, and by kind."""

@@ -13,7 +13,6 @@ from penstock.core.types.load import KvRead
 from penstock.core.types.location import Location
 from penstock.perf.online import Correction
 from penstock.router.config import RouterConfig
-from penstock.router.links.link_setup import LinkSetupCost
 
 _SECONDS_MIN = 0.01
 """Of reading that is one observation: event loops' clocks have milliseconds."""
@@ -43,7 +42,6 @@ class LinkBandwidths:
             config: says what lies between two locations.
             num_slots: of all columns.
         """
-        self.link_setup_cost = LinkSetupCost(num_slots)
         self._config = config
         self._locations = [Location()] * num_slots
         self._rows: dict[Location, NDArray[np.float64]] = {}
@@ -59,14 +57,12 @@ class LinkBandwidths:
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
-        self.link_setup_cost.grow(num_slots)
         self._locations += [Location()] * (num_slots - len(self._locations))
         self._rows.clear()
         self._corrected.clear()
 
     def forget(self, slot: int) -> None:
         """Know nothing of what a worker read, or was read of."""
-        self.link_setup_cost.forget(slot)
         self._pairs.pop(slot, None)
         self._corrected.pop(slot, None)
         for source, readers in self._pairs.items():
@@ -86,7 +82,6 @@ class LinkBandwidths:
 
         Of speed nothing is learned where the configuration says how fast all links are.
         """
-        self.link_setup_cost.moved(source, reader)
         if self._config.disagg.link_bytes_per_s is not None:
             return
         readers = self._pairs.setdefault(source, {})
@@ -119,7 +114,6 @@ class LinkBandwidths:
 
     def check(self) -> None:
         """Raise AssertionError where a row is not what its pairs say."""
-        self.link_setup_cost.check()
         for source, row in self._corrected.items():
             factors = np.ones(len(self._locations))
             for reader, pair in self._pairs[source].items():

@@ -13,7 +13,6 @@ from penstock.router.policy.session_affinity import SessionAffinity
 from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, RoutingPolicy
 
 _WAITS = ("queue", "kv_wait")
-_UNTIL_FIRST = (*_WAITS, "onboard", "prefill", "network")
 
 
 class Choice(NamedTuple):
@@ -23,9 +22,19 @@ class Choice(NamedTuple):
     terms: Costs
     eligible: NDArray[np.bool_]
 
+    @property
+    def cost(self) -> float:
+        """The sum of the chosen slot's terms."""
+        return float(self.terms[:, self.slot].sum())
+
     def prices(self) -> Costs:
         """Give the sums of the terms, infinite where a worker is not eligible."""
         return prices_of(self.terms, self.eligible)
+
+    def costs_more(self, slot: int) -> float:
+        """Give what the worker in a slot costs beyond the chosen one."""
+        prices = self.prices()
+        return float(prices[slot] - prices[self.slot])
 
 
 class WorkerSelector:
@@ -44,9 +53,6 @@ class WorkerSelector:
         """Rows of the terms that say how long a request waits at a worker before its work begins; all or none."""
         self.prefill_term = names.index("prefill") if "prefill" in names else None
         """Row of the term that says how long computing a prompt takes; None where none does."""
-        self.first_token_terms = [names.index(name) for name in _UNTIL_FIRST if name in names]
-        """Rows of the terms that say how long a request's first token takes, as far as there are any."""
-        self.predicts_first_tokens = bool(self.wait_terms) and self.prefill_term is not None
         self.unit, self.scale = ("none", 1.0) if self._explained is None else ("ms", 1e3)
         """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
         self._history = policy if isinstance(policy, HistoryPolicy) else None

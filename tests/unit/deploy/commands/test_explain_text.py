@@ -45,10 +45,11 @@ def test_the_prompt_s_size_reads_well(tokens, blocks, said):
                 local_worker="decode-1",
                 prefill_worker="prefill-1",
                 decode_worker="decode-1",
+                setting="local_tokens_max",
             ),
             (
                 "prompt by a prefill worker: prefill-1 45.8 + decode-1 13.5 + KV transfer 5.0 = 64.3 ms; alone on decode-1 50.6 ms,"
-                " past router.disagg.local_tokens_max"
+                " by router.disagg.local_tokens_max"
             ),
         ),
         (
@@ -67,17 +68,24 @@ def test_the_prompt_s_size_reads_well(tokens, blocks, said):
             ),
         ),
         (
-            Prefill(remote=True, local=66.0, prefill=40.8, decode=3.6, link_setup=25.0),
+            Prefill(
+                remote=True,
+                local=66.0,
+                prefill=40.8,
+                decode=3.6,
+                link_setup=25.0,
+                setting="local_tokens_max",
+            ),
             (
                 "prompt by a prefill worker: prefill 40.8 + decode 28.6 (25.0 of it for a new link) = 69.4 ms;"
-                " alone on one worker 66.0 ms, past router.disagg.local_tokens_max"
+                " alone on one worker 66.0 ms, by router.disagg.local_tokens_max"
             ),
         ),
         (
-            Prefill(remote=False, local=66.0, prefill=140.8, decode=3.6, sooner=True),
+            Prefill(remote=False, local=66.0, prefill=140.8, decode=3.6, setting="late_token_share"),
             (
                 "prompt where the answer is: prefill 140.8 + decode 3.6 = 144.4 ms; alone on one worker 66.0 ms,"
-                " its first token sooner by router.disagg.late_token_share"
+                " by router.disagg.late_token_share"
             ),
         ),
         (Prefill(remote=True), "prompt by a prefill worker: not compared by cost"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.router.disagg.disagg import left_to_move
+from penstock.router.disagg.pricing import left_to_move
 
 BLOCK_S = np.array([0.001, 0.01, 0.1])
 BLOCKS, TOKENS = 100, 400

@@ -4,48 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.core.types.instances import EngineInfo, Instance, Role
-from penstock.core.types.kv_exchange import KvExchange
-from penstock.core.types.kv_layout import KvLayout
 from penstock.router.links import kv_transfer_pairs
-from penstock.router.links.kv_transfer_pairs import KvTransferPairs
 from tests.support.cluster import small_card
-
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", element_bytes=2, block_size=4)
-HERE = KvExchange(transports=("shm", "tcp"), listens=("memory", "unix"), host=b"one")
-
-
-CARD = small_card()
-
-
-def worker(name, exchange=HERE, *, layout=LAYOUT, blocks=10, tp=1, card=CARD):
-    engine = EngineInfo(
-        block_size=4,
-        total_blocks=blocks,
-        context_length=40,
-        max_batch_tokens=8,
-        max_running_requests=2,
-        kv_layout=layout and layout.split(num_blocks=blocks, tp=tp),
-    )
-    role = Role.PREFILL if name[0] == "p" else Role.DECODE
-    return Instance(
-        worker_id=1, name=name, address="", role=role, card=card, engine=engine, exchange=exchange
-    )
-
-
-def pairs(*workers):
-    made = KvTransferPairs()
-    for slot, instance in enumerate(workers):
-        made.put(slot, instance)
-    return made
+from tests.support.kv_pairs import CARD, LAYOUT, at, costly, pairs, worker
 
 
 def mask(*slots, of=4):
     return np.isin(np.arange(of), slots)
-
-
-def at(host=b"one", *, transports=HERE.transports, listens=HERE.listens):
-    return KvExchange(transports=transports, listens=listens, host=host)
 
 
 @pytest.mark.parametrize(
@@ -105,55 +70,6 @@ def test_of_several_kinds_each_goes_its_own_way():
 
 def test_decode_workers_alone_have_no_problem():
     assert pairs(worker("d0"), worker("d1", None)).problem(1) is None
-
-
-COSTLY = {"memory": 0.0, "shm": 0.025, "tcp": 0.1, "nixl": 1.0}
-
-
-def costly(*transports, host=b"one", listens=("memory", "unix", "tcp")):
-    setups_s = tuple(COSTLY[name] for name in transports)
-    return KvExchange(transports=transports, listens=listens, host=host, setups_s=setups_s)
-
-
-@pytest.mark.parametrize(
-    ("here", "there", "seconds"),
-    [
-        (costly("memory", "shm", "tcp"), costly("memory", "shm", "tcp"), 0.025),
-        (costly("tcp"), costly("memory", "shm", "tcp"), 0.1),
-        (costly("shm", "nixl"), costly("tcp", "nixl"), 1.0),
-        (costly("tcp", "nixl", "shm", host=b"two"), costly("tcp", "nixl", "shm"), 1.0),
-        (costly("tcp", "shm", host=b"two"), costly("tcp", "shm"), 0.1),
-        (costly("memory"), costly("memory", listens=("memory",)), None),
-        (costly("nixl"), costly("tcp"), None),
-        (at(), at(), None),
-        (None, costly("tcp"), None),
-    ],
-    ids=["host", "tcp", "nixl-alone", "hosts", "hosts-tcp", "process", "unfit", "unsaid", "no-kv"],
-)
-def test_a_set_up_takes_what_the_transport_does_that_will_be_used(here, there, seconds):
-    found = pairs(worker("p", there), worker("d", here))
-    setups_s = found.setups_s(0, 4)
-    assert (None if setups_s is None else setups_s.tolist()) == (seconds and [0.0, seconds, 0.0, 0.0])
-
-
-@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -1.0])
-def test_a_set_up_that_is_no_time_counts_for_nothing(nonsense):
-    exchange = msgspec.structs.replace(costly("tcp"), setups_s=(nonsense,))
-    assert pairs(worker("p", exchange), worker("d", exchange)).setups_s(0, 2) is None
-
-
-def test_set_ups_are_of_those_who_take_prompts_over():
-    exchange = costly("tcp")
-    found = pairs(worker("p0", exchange), worker("p1", exchange), worker("d0", exchange))
-    found.put(3, worker("d1", exchange, layout=None))
-    setups_s = found.setups_s(0, 5)
-    assert setups_s.tolist() == [0.0, 0.0, 0.1, 0.0, 0.0], "d1 keeps no memory for KV"
-    assert found.setups_s(0, 5) is setups_s
-    found.put(4, worker("d2", costly("tcp", "shm")))
-    assert found.setups_s(1, 5).tolist() == [0.0, 0.0, 0.1, 0.0, 0.1]
-    assert found.setups_s(7, 5) is None, "nobody is there"
-    nothing = pairs(worker("p", exchange, layout=None), worker("d", exchange, layout=None))
-    assert nothing.setups_s(0, 2) is None, "neither keeps memory for KV: nothing is read"
 
 
 def test_many_hosts_are_no_more_kinds_than_one(monkeypatch):

@@ -86,5 +86,4 @@ def test_it_predicts_waits_and_prompts_as_kv_does():
     assert ours.wait_terms == kv.wait_terms
     assert ours.wait_terms
     assert ours.prefill_term == kv.prefill_term
-    assert ours.predicts_first_tokens
     assert ours.unit == "ms"

@@ -8,8 +8,10 @@ from structlog.testing import capture_logs
 
 from penstock.core.types.instances import Role
 from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.disagg.itl_budget import WINDOW_S
 from penstock.router.dispatch.progress import Progress
-from penstock.router.workers.itl_budget import WINDOW_S
+from penstock.router.policy.policies import make_policy
+from penstock.router.policy.selector import WorkerSelector
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
@@ -92,18 +94,21 @@ def test_a_prompt_that_is_sent_again_elsewhere_costs_both_workers():
     async def scene(_cluster, dispatcher):
         async def run():
             shared = dispatcher._shared
-            tokens = shared.fleet.itl_budget
+            tokens = shared.router.disagg.itl_budget
             asking = [asyncio.ensure_future(whole_answer(dispatcher, asked(n))) for n in range(8)]
             await asyncio.sleep(0.01)
             progress = Progress(asked(99), shared.fleet.pools["tiny"].card, shared.hash_key)
             candidates = shared.router.score(progress.request())
-            assert candidates.comparison.is_sooner
-            slot, lost_s = candidates.choice.slot, []
+            assert candidates.comparison.setting == "late_token_share"
+            slot, lost_s, decision = candidates.choice.slot, [], candidates.decision
+            _, cost_s = decision.inputs.override.late(
+                decision.whole_context, decision.whole, WorkerSelector(make_policy("kv"))
+            )
             for again in (False, True):
                 before_s = tokens._empty_s[slot]
                 shared.router.take(candidates, again=again)
                 lost_s.append(tokens._empty_s[slot] - before_s)
-            assert lost_s == pytest.approx([candidates.comparison.late_s] * 2)
+            assert lost_s == pytest.approx([cost_s[slot]] * 2)
             await asyncio.gather(*asking)
 
         await beside_streams(dispatcher, run, **STREAMS)

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry
 
 from penstock.core.types.instances import Role
 from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.disagg.link_setup import LinkCredit, LinkSetup
 from penstock.router.dispatch.progress import Progress
-from penstock.router.links.link_setup import LinkCredit, LinkSetupCost
 from penstock.transfer.transports.memory import MemoryTransport
 from tests.support.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
 from tests.support.hand_over_scene import beside_streams, play
@@ -76,7 +76,7 @@ def credit_s(explained):
     return max(prefill.local - prefill.prefill - prefill.decode, 0.0) / 1e3
 
 
-def test_a_link_is_used_once_as_much_was_foregone_as_it_costs_and_stays_open():
+def test_a_link_is_used_once_as_much_was_credited_as_it_costs_and_stays_open():
     registry = CollectorRegistry()
 
     async def asks(dispatcher):
@@ -111,7 +111,7 @@ def test_a_link_is_used_once_as_much_was_foregone_as_it_costs_and_stays_open():
 
 
 def test_a_charge_that_is_never_paid_off_would_keep_the_link_from_use(monkeypatch):
-    monkeypatch.setattr(LinkSetupCost, "forgo", lambda *_args: None)
+    monkeypatch.setattr(LinkSetup, "credit_link", lambda *_args: None)
 
     async def scene(_cluster, dispatcher):
         decided, _ = await beside_streams(dispatcher, lambda: ask_until_remote(dispatcher, 30), streams=8)
@@ -124,14 +124,14 @@ def test_a_charge_that_is_never_paid_off_would_keep_the_link_from_use(monkeypatc
 def test_who_comes_while_the_link_is_set_up_waits_for_no_more_than_is_left():
     async def asks(dispatcher):
         loop = asyncio.get_running_loop()
-        dispatcher._shared.fleet.link_bandwidths.link_setup_cost.forgo(LinkCredit(0, 1, SETUP_S))
+        dispatcher._shared.router.disagg.link_setup.credit_link(LinkCredit(0, 1, SETUP_S))
         began_s = loop.time()
         async with asyncio.TaskGroup() as group:
             first = group.create_task(ask(dispatcher, 0))
             await asyncio.sleep(SETUP_S / 2)
             (opening,), now_s = dispatcher.explain("r0"), loop.time()
             since_s = opening.age_s  # the decode worker begins to set it up
-            assert opening.prefill.link_setup == 0.0, "all of it was foregone"
+            assert opening.prefill.link_setup == 0.0, "all of it was credited"
             second = group.create_task(ask(dispatcher, 1))
         prefill = second.result()[0][0].prefill
         assert prefill.link_setup == pytest.approx(1e3 * (SETUP_S - since_s - PREFILL_S))
@@ -162,13 +162,14 @@ def test_only_what_is_sent_takes_something_off():
         for _ in range(50):
             candidates = shared.router.score(progress.request())
             assert candidates.comparison.link_setup == pytest.approx(SETUP_S - PREFILL_S)
-            assert candidates.credit.seconds > 0
+            credit = shared.router.disagg.link_setup.credit(candidates.decision, candidates.tie)
+            assert credit.seconds > 0
         shared.router.take(candidates, again=True)
         charged_s = shared.router.score(progress.request()).comparison.link_setup
         assert charged_s == pytest.approx(SETUP_S - PREFILL_S), "it was counted before"
         shared.router.take(candidates)
         left_s = shared.router.score(progress.request()).comparison.link_setup
-        assert left_s == pytest.approx(SETUP_S - PREFILL_S - candidates.credit.seconds)
+        assert left_s == pytest.approx(SETUP_S - PREFILL_S - credit.seconds)
 
     async def scene(_cluster, dispatcher):
         await beside_streams(dispatcher, lambda: asks(dispatcher), streams=14)
@@ -179,7 +180,7 @@ def test_only_what_is_sent_takes_something_off():
 @pytest.mark.parametrize(("slot", "name"), [(1, "d0"), (2, "d1")])
 def test_of_decode_workers_that_are_alike_the_one_with_a_link_goes_on(slot, name):
     async def scene(_cluster, dispatcher):
-        dispatcher._shared.fleet.link_bandwidths.link_setup_cost.moved(0, slot)
+        dispatcher._shared.router.disagg.link_setup.moved(0, slot)
         for number in range(6):  # whose hashes would send some to either
             explained, took_s = await ask(dispatcher, number)
             assert [(one.prefill.worker, one.worker) for one in explained] == [("p0", name)]

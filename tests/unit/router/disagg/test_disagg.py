@@ -6,126 +6,137 @@ import numpy as np
 import pytest
 
 from penstock.router.config import DisaggConfig
-from penstock.router.disagg.disagg import DisaggInputs, Move, as_transferred, passed_over, weigh
+from penstock.router.disagg.disagg import DisaggInputs, Move, as_transferred, decide
+from penstock.router.disagg.itl_budget import Budget
+from penstock.router.disagg.link_setup import LinkSetup
+from penstock.router.links.kv_transfer_pairs import Kinds
 from penstock.router.policy.policies import make_policy
 from penstock.router.policy.predicted_seconds import PredictedSeconds
 from penstock.router.policy.selector import WorkerSelector
-from penstock.router.workers.itl_budget import Budget
 from penstock.testing.routing_policy import make_context, make_prices
 
 SELECTOR = WorkerSelector(make_policy("kv"))
-TAKERS = np.array([False, True, True])
+DECODE_WORKERS = np.array([False, True, True])
 BLOCKS = 6
 
 
 def context(**columns):
     """100 tokens, which take a second; those who decode hold up ten streams each by it."""
     usual = {"running_requests": [0, 10, 10], "prices": make_prices(prefill_token_s=[0.01] * 3)}
-    return make_context(eligible=TAKERS.tolist(), **usual | columns)
+    return make_context(eligible=DECODE_WORKERS.tolist(), **usual | columns)
 
 
-def apart(link_s, left_s=None, **config):
+def inputs(link_s, left_s=None, **config):
     return DisaggInputs(
-        prefillers=~TAKERS,
+        prefillers=~DECODE_WORKERS,
         prompt_turn=0,
         blocks=BLOCKS,
         block_s=np.full(3, 1e-4),
-        link_s=None if link_s is None else np.array(link_s),
-        numbers=np.zeros(3, dtype=np.intp),
-        hosts=np.zeros(3, dtype=np.intp),
-        fits=np.ones((2, 1, 1), dtype=np.bool_),
-        budget=None if left_s is None else Budget(np.array(left_s), np.full(3, 10.0), np.ones(3)),
+        setup_s=None if link_s is None else np.array(link_s),
+        kinds=Kinds(
+            np.zeros(3, dtype=np.intp), np.zeros(3, dtype=np.intp), np.ones((2, 1, 1), dtype=np.bool_)
+        ),
+        override=None if left_s is None else Budget(np.array(left_s), np.full(3, 10.0), np.ones(3)),
         config=DisaggConfig(**config),
     )
 
 
-def weighed(link_s, asked=None, **config):
-    return weigh(SELECTOR, asked or context(), 0, apart(link_s, **config))
+def decided(link_s, asked=None, **config):
+    return decide(SELECTOR, asked or context(), 0, inputs(link_s, **config))
+
+
+def credit(found):
+    return LinkSetup(3, SELECTOR).credit(found, 0)
+
+
+def late(found):
+    """Give the steps that are late on the worker that computes the prompt, and their cost."""
+    if found.inputs.override is None:
+        return 0, 0.0
+    late = found.inputs.override.late(found.whole_context, found.whole, SELECTOR)
+    return tuple(column[found.whole.slot] for column in late)
 
 
 def saved_s():
     """Say what a hand-over over a link that is there saves."""
-    comparison = weighed(None).comparison
+    comparison = decided(None).comparison
     return comparison.local - comparison.remote
 
 
 def test_without_a_charge_it_is_handed_over():
-    found = weighed(None)
+    found = decided(None)
     assert found.comparison.is_remote
-    assert (found.comparison.link_setup, found.credit) == (0.0, None)
+    assert (found.comparison.link_setup, credit(found)) == (0.0, None)
     assert saved_s() > 0.3
 
 
 def test_a_charge_beyond_what_is_saved_keeps_a_prompt_and_says_what_that_costs():
-    found = weighed([0.0, 2.0, 2.0])
+    found = decided([0.0, 2.0, 2.0])
     assert not found.comparison.is_remote
     assert found.comparison.link_setup == 2.0
-    assert found.comparison.remote == pytest.approx(weighed(None).comparison.remote + 2.0)
-    assert found.credit.source == 0
-    assert found.credit.reader in (1, 2)
-    assert found.credit.seconds == pytest.approx(saved_s())
+    assert found.comparison.remote == pytest.approx(decided(None).comparison.remote + 2.0)
+    assert credit(found).source == 0
+    assert credit(found).reader in (1, 2)
+    assert credit(found).seconds == pytest.approx(saved_s())
 
 
 def test_a_charge_below_what_is_saved_is_paid():
-    found = weighed([0.0, 0.9 * saved_s(), 2.0])
+    found = decided([0.0, 0.9 * saved_s(), 2.0])
     assert found.comparison.is_remote
     assert found.comparison.link_setup == pytest.approx(0.9 * saved_s())
-    assert found.credit is None
+    assert credit(found) is None
 
 
 def test_a_link_that_was_used_is_preferred():
-    found = weighed([0.0, 2.0, 0.0])
+    found = decided([0.0, 2.0, 0.0])
     assert found.comparison.is_remote
-    assert (found.comparison.link_setup, found.credit) == (0.0, None)
+    assert (found.comparison.link_setup, credit(found)) == (0.0, None)
 
 
 def test_a_prompt_past_the_limit_goes_over_a_link_that_is_not_there():
-    found = weighed([0.0, 2.0, 2.0], local_tokens_max=50)
+    found = decided([0.0, 2.0, 2.0], local_tokens_max=50)
     assert found.comparison.is_remote
     assert found.comparison.remote > found.comparison.local
-    assert (found.comparison.link_setup, found.credit) == (2.0, None)
+    assert (found.comparison.link_setup, credit(found)) == (2.0, None)
 
 
 def test_what_is_worth_nothing_without_a_charge_is_not_done_without():
     asked = context(running_requests=[0, 0, 0])
-    assert weighed([0.0, 2.0, 2.0], asked).credit is None
-    assert not weighed(None, asked).comparison.is_remote
+    assert credit(decided([0.0, 2.0, 2.0], asked)) is None
+    assert not decided(None, asked).comparison.is_remote
 
 
 def test_targets_do_not_hide_what_is_done_without():
     """Past its target a request's seconds count twice, those of a charge too: it is still told what it costs to stay."""
     asked = context(slo_ttft_s=1.2, slo_itl_s=0.24)
-    saved = weighed(None, asked).comparison
-    found = weighed([0.0, 2.0, 2.0], asked)
+    saved = decided(None, asked).comparison
+    found = decided([0.0, 2.0, 2.0], asked)
     assert not found.comparison.is_remote
-    assert found.credit.seconds == pytest.approx(saved.local - saved.remote)
+    assert credit(found).seconds == pytest.approx(saved.local - saved.remote)
 
 
 def test_who_has_all_of_it_needs_no_link():
     asked = context(overlap_blocks=[0, BLOCKS, 3])
-    move = Move(0, BLOCKS, np.full(3, 1e-4), TAKERS, np.full(3, 2.0))
+    move = Move(0, BLOCKS, np.full(3, 1e-4), DECODE_WORKERS, np.full(3, 2.0))
     network = SELECTOR.term_names.index("network")
     terms = SELECTOR.choose(as_transferred(asked, move), 0).terms[network]
-    free = SELECTOR.choose(as_transferred(asked, Move(0, BLOCKS, move.block_s, TAKERS, None)), 0).terms[
-        network
-    ]
+    free = SELECTOR.choose(
+        as_transferred(asked, Move(0, BLOCKS, move.block_s, DECODE_WORKERS, None)), 0
+    ).terms[network]
     assert (terms - free).tolist() == [0.0, 0.0, 2.0], "once, for however many blocks"
     assert [move.charge_s(asked, slot) for slot in range(3)] == [0.0, 0.0, 2.0]
 
 
-def test_who_goes_on_elsewhere_for_the_sake_of_a_link_says_what_that_costs():
+def test_a_request_that_avoids_a_link_for_another_decode_worker_credits_it():
     asked = context(running_requests=[0, 10, 1])
-    move = Move(0, BLOCKS, np.full(3, 1e-4), TAKERS, np.array([0.0, 0.0, 5.0]))
-    taker = SELECTOR.choose(as_transferred(asked, move), 0)
-    free = SELECTOR.choose(as_transferred(asked, Move(0, BLOCKS, move.block_s, TAKERS, None)), 0)
-    assert (taker.slot, free.slot) == (1, 2)
-    credit = passed_over(move, free, taker)
-    assert (credit.source, credit.reader) == (0, 2)
-    assert credit.seconds == pytest.approx(free.prices()[1] - free.prices()[2])
-    low = Move(0, BLOCKS, move.block_s, TAKERS, np.array([0.0, 0.0, 1e-3]))
-    taker = SELECTOR.choose(as_transferred(asked, low), 0)
-    assert taker.slot == 2
-    assert passed_over(low, free, taker) is None
+    found = decided([0.0, 0.0, 5.0], asked, local_tokens_max=1)
+    free = decided(None, asked, local_tokens_max=1).rest
+    assert (found.rest.slot, free.slot) == (1, 2)
+    assert (credit(found).source, credit(found).reader) == (0, 2)
+    assert credit(found).seconds == pytest.approx(free.prices()[1] - free.prices()[2])
+    found = decided([0.0, 0.0, 1e-3], asked, local_tokens_max=1)
+    assert found.rest.slot == 2
+    assert credit(found) is None
 
 
 FULL = [10.0] * 3
@@ -141,55 +152,55 @@ def crowded(queued=150, **columns):
 @pytest.mark.parametrize("config", [{}, {"local_tokens_max": 50}])
 def test_a_prompt_that_would_wait_long_is_computed_beside_streams_if_these_may_be_late(config):
     asked = crowded()
-    assert weighed(None, asked, **config).comparison.is_remote
-    found = weighed(None, asked, left_s=FULL, **config)
-    assert (found.comparison.is_remote, found.comparison.is_sooner) == (False, True)
-    assert found.comparison.late_steps == 1, "it fits into one step"
-    assert found.comparison.late_s == pytest.approx(2, rel=0.1)
+    assert decided(None, asked, **config).comparison.is_remote
+    found = decided(None, asked, left_s=FULL, **config)
+    assert (found.comparison.is_remote, found.comparison.setting) == (False, "late_token_share")
+    assert late(found)[0] == 1, "it fits into one step"
+    assert late(found)[1] == pytest.approx(2, rel=0.1)
     assert found.comparison.local == found.whole.prices()[found.whole.slot]
-    assert found.credit is None
+    assert credit(found) is None
 
 
 def test_half_the_time_to_the_first_token_is_what_it_takes():
     """Here it takes a second, there the queue and a second."""
     for queued, is_remote in ((90, True), (110, False)):
-        assert weighed(None, crowded(queued), left_s=FULL).comparison.is_remote is is_remote
+        assert decided(None, crowded(queued), left_s=FULL).comparison.is_remote is is_remote
 
 
 def test_where_a_prompt_waits_as_well_it_is_not_computed_sooner():
     asked = crowded(queued_prefill_tokens=[150, 60, 60])
-    assert weighed(None, asked, left_s=FULL).comparison.is_remote
+    assert decided(None, asked, left_s=FULL).comparison.is_remote
 
 
 def test_one_that_waits_does_not_keep_another_one_from_computing_it():
     asked = crowded(queued_prefill_tokens=[150, 60, 0], running_requests=[0, 1, 60])
-    found = weighed(None, asked, left_s=FULL, local_tokens_max=50)
+    found = decided(None, asked, left_s=FULL, local_tokens_max=50)
     assert found.whole.prices()[1] < found.whole.prices()[2], "for all together the first is better"
     assert (found.comparison.is_remote, found.choice.slot) == (False, 2)
 
 
 def test_it_goes_to_who_may_be_late():
     asked = crowded(running_requests=[0, 60, 61])
-    found = weighed(None, asked, left_s=[0.0, 1.9, 2.2])
+    found = decided(None, asked, left_s=[0.0, 1.9, 2.2])
     assert (found.comparison.is_remote, found.choice.slot) == (False, 2)
     assert found.costs_more(1, None) < 0, "the sums alone would have it elsewhere"
-    assert weighed(None, asked, left_s=[5.0, 1.9, 1.9]).comparison.is_remote
+    assert decided(None, asked, left_s=[5.0, 1.9, 1.9]).comparison.is_remote
 
 
 def test_a_full_account_is_enough_for_any_prompt():
     dear = Budget(np.full(3, 10.0), np.full(3, 10.0), np.full(3, 50.0))
-    asked, parts = crowded(), apart(None)
-    found = weigh(SELECTOR, asked, 0, replace(parts, budget=dear))
+    asked, parts = crowded(), inputs(None)
+    found = decide(SELECTOR, asked, 0, replace(parts, override=dear))
     assert not found.comparison.is_remote
-    assert found.comparison.late_s > 50
+    assert late(found)[1] > 50
     spent = replace(dear, left_s=np.full(3, 9.999))
-    assert weigh(SELECTOR, asked, 0, replace(parts, budget=spent)).comparison.is_remote
+    assert decide(SELECTOR, asked, 0, replace(parts, override=spent)).comparison.is_remote
 
 
 def test_who_computes_little_at_a_time_makes_more_steps_late():
     prices = make_prices(prefill_token_s=[0.01] * 3, batch_tokens=[100.0, 32.0, 32.0])
-    found = weighed(None, crowded(prices=prices, overlap_blocks=[0, 1, 1]), left_s=FULL)
-    assert (found.comparison.is_remote, found.comparison.late_steps) == (False, 3), "84 tokens"
+    found = decided(None, crowded(prices=prices, overlap_blocks=[0, 1, 1]), left_s=FULL)
+    assert (found.comparison.is_remote, late(found)[0]) == (False, 3), "84 tokens"
 
 
 def test_what_lies_in_a_tier_too_slow_to_read_is_computed_as_well():
@@ -201,23 +212,23 @@ def test_what_lies_in_a_tier_too_slow_to_read_is_computed_as_well():
             onboard_token_s=[[0.0] * 3, [onboard_s] * 3, [0.0] * 3, [0.0] * 3],
         )
         asked = crowded(prices=prices, overlap_blocks=[0, 5, 5], tier_blocks=tiers)
-        assert weighed(None, asked, left_s=FULL, remote_tokens_min=1).comparison.late_steps == steps
+        assert late(decided(None, asked, left_s=FULL, remote_tokens_min=1))[0] == steps
 
 
 def test_who_has_no_streams_makes_nobody_late():
     asked = crowded(running_requests=[0, 0, 60])
-    assert weighed(None, asked, local_tokens_max=50).comparison.is_remote
-    found = weighed(None, asked, left_s=[-5.0, 0.0, -5.0], local_tokens_max=50)
+    assert decided(None, asked, local_tokens_max=50).comparison.is_remote
+    found = decided(None, asked, left_s=[-5.0, 0.0, -5.0], local_tokens_max=50)
     assert (found.comparison.is_remote, found.choice.slot) == (False, 1)
-    assert (found.comparison.late_steps, found.comparison.late_s) == (0, 0.0)
+    assert late(found) == (0, 0.0)
 
 
 def test_what_the_sums_keep_makes_streams_late_as_well():
     asked = crowded(running_requests=[0, 1, 1])
-    assert not weighed(None, asked).comparison.is_remote
-    assert weighed(None, asked).comparison.late_steps == 0, "nobody counts them"
-    found = weighed(None, asked, left_s=[0.0, 0.0, 0.0]).comparison
-    assert (found.late_steps, found.is_sooner) == (1, False)
+    assert not decided(None, asked).comparison.is_remote
+    assert late(decided(None, asked))[0] == 0, "nobody counts them"
+    found = decided(None, asked, left_s=[0.0, 0.0, 0.0])
+    assert (late(found)[0], found.comparison.setting) == (1, None)
 
 
 def test_a_policy_whose_waits_are_not_told_goes_by_its_sums():
@@ -233,6 +244,6 @@ def test_a_policy_whose_waits_are_not_told_goes_by_its_sums():
         def costs(self, context):
             return self.terms(context)[0]
 
-    found = weigh(WorkerSelector(Summed()), crowded(), 0, apart(None, left_s=FULL))
+    found = decide(WorkerSelector(Summed()), crowded(), 0, inputs(None, left_s=FULL))
     assert found.comparison.is_remote
     assert found.comparison.remote is not None
