@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import structlog
 
 from penstock.core.errors import ConfigError
+from penstock.core.log_limit import WarningLimit
 
 
 def configure(level: str = "info", *, process: str, stream: TextIO | None = None) -> None:
@@ -35,6 +36,7 @@ def configure(level: str = "info", *, process: str, stream: TextIO | None = None
     )
     structlog.configure(
         processors=[
+            WarningLimit(),
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
