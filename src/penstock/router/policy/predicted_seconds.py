@@ -1,6 +1,6 @@
 """The `kv` policy: a request goes where it costs everybody the fewest seconds.
 
-docs/routing.md says in words what each term is; docs/decisions/0012 derives them and has the measurements.
+docs/routing-reference.md says what each term is, docs/decisions/0012 why; benchmarks/notes/routing.md derives them.
 """
 
 import math
