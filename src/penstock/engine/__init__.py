@@ -1,1 +1,1 @@
-"""Floor 3: engines behind one batched seam: mock (timing) and paged (PyTorch)."""
+"""Floor 3: engines with one shared scheduler: mock (timing only) and paged (PyTorch)."""

@@ -1,4 +1,4 @@
-"""The engine around every runner: scheduler, pool, and the loop that takes them from step to step."""
+"""The engine around every runner: scheduler, block pool and step loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ _log = get_logger()
 class BatchedEngine:
     """Implements `Engine`, `Announcing`, `KvBlocks`, `KvPartialBlocks` and `RoleAware` over a runner.
 
-    A step that fails ends the requests it was computing and no others, with an error that has them go on elsewhere.
-    Several in a row end the engine, unless one request was in all of them: that is no sign of a broken device.
-    Not thread-safe: call everything on one event loop.
+    A failed step ends the requests of its batch with `StepFailed`, so that routers retry them on other workers.
+    `failed_steps_max` failed steps in a row end the engine, unless one request was in all of them: then the request is
+    suspected, not the device. Not thread-safe: call everything on one event loop.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class BatchedEngine:
         hash_key: bytes = DEFAULT_KEY,
         copier: TierCopier | None = None,
     ) -> None:
-        """Start nothing.
+        """Make an engine; `start` loads the model.
 
         Args:
             runner: computes the steps.
-            config: the scheduler's.
-            hash_key: of the deployment's block hashes.
-            mover: copies blocks between tiers; needed where the runner has any beneath the device.
+            config: bounds of batch and queue.
+            hash_key: the deployment's key for block hashes.
+            copier: copies blocks between tiers; required if the runner has tiers below the device.
         """
         self.by_role: Mapping[Role, SchedulerConfig] = {}
-        """What a role's workers take on at once, where that is not `config`; room for requests stays as it was made."""
+        """Scheduler settings of roles that differ from `config`. The number of batch slots stays that of `config`."""
         self._runner = runner
         self._copier = copier
         self._own = self._config = config or SchedulerConfig()
@@ -60,11 +60,11 @@ class BatchedEngine:
         self._closed = False
         self._failed_steps = 0  # in a row
         self._in_all_failed: set[RequestId] = set()
-        """Requests that every failed step of the row was computing."""
+        """Requests in the batch of every failed step since the last good one."""
         self._on_begun: Callable[[Sequence[RequestId]], None] | None = None
 
     async def start(self) -> EngineInfo:
-        """Load the model; once started, it only tells again what it is.
+        """Load the model; further calls return the same info.
 
         Raises:
             ConfigError: the model or a setting cannot work.
@@ -98,7 +98,7 @@ class BatchedEngine:
         return info
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its tokens come out of `steps`.
+        """Queue a request; `steps` yields its tokens.
 
         Raises:
             RequestError: it can never run here.
@@ -112,7 +112,7 @@ class BatchedEngine:
 
     def abort(self, request_id: RequestId) -> None:
         self.scheduler.abort(request_id)
-        self._wake.set()  # what it held may be what another waits for
+        self._wake.set()  # another request may wait for its blocks
 
     async def steps(self) -> AsyncIterator[Step]:
         """Yield what each step changed, until `close`.
@@ -141,13 +141,13 @@ class BatchedEngine:
         return self.scheduler.load()
 
     async def close(self) -> None:
-        """Wait for the step under way and release everything; requests end without a word. Safe twice."""
+        """Wait for the current step and release everything; requests get no further delta. Safe twice."""
         self._closed = True
         self._wake.set()
         await self._runner.close()
 
     def assume(self, role: Role) -> EngineInfo:
-        """Take on, and order, what a worker of this role does."""
+        """Apply the batch limits and queue order of a role."""
         assert self._started is not None, "used before start"
         info, pool, scheduler = self._started
         config = self._config = self.by_role.get(role, self._own)
@@ -181,35 +181,35 @@ class BatchedEngine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The engine's requests; for tests and reports."""
+        """For tests and reports."""
         assert self._started is not None, "used before start"
         return self._started[2]
 
     @property
     def pool(self) -> BlockPool | TieredPool:
-        """The engine's blocks; for tests and reports."""
+        """For tests and reports."""
         assert self._started is not None, "used before start"
         return self._started[1]
 
     async def _announce(self, begun: Sequence[RequestId]) -> None:
         if begun and self._on_begun is not None:
             self._on_begun(begun)
-            await asyncio.sleep(0)  # a turn of the loop sends it: the step may end the process
+            await asyncio.sleep(0)  # one turn of the loop sends it, before a step that may crash the process
 
     async def _run(self, scheduler: Scheduler, plan: StepPlan) -> Step:
         try:
             sampled = await self._runner.run(plan, scheduler.table)
             step = scheduler.commit(plan, sampled)
-        except Exception as error:  # noqa: BLE001 - whatever a runner raises is its requests' fate, and maybe the engine's
+        except Exception as error:  # noqa: BLE001 - any error of a runner ends the requests of the step
             return self._fail(scheduler, plan, error)
         self._failed_steps = 0
         return step
 
     def _fail(self, scheduler: Scheduler, plan: StepPlan, error: Exception) -> Step:
-        """End what the step was computing.
+        """End the requests of a failed step.
 
         Raises:
-            EngineError: so many steps in a row failed, and no request was in all of them.
+            EngineError: `failed_steps_max` steps in a row failed, and no request was in all of them.
         """
         computed = set(scheduler.requests_of(plan))
         self._in_all_failed = self._in_all_failed & computed if self._failed_steps else computed

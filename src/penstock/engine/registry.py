@@ -1,4 +1,4 @@
-"""Which engines there are, by the name that a graph or a flag gives."""
+"""Engines by the name that a graph or a flag gives."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 
 SIMULATED_ONLY = ("vllm", "sglang", "trtllm")
-"""Engines that a graph may name so as to be simulated; this version does not run them."""
+"""Engines that a graph may name for simulation; this version does not run them."""
 _MOCK_BLOCKS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What a deployment says of an engine, whichever it is.
+    """A deployment's settings for an engine of any kind.
 
-    `context_length`, `vocab_size` and `eos_token_ids` are the model's: the paged engine reads them from its
-    checkpoint and takes only a smaller `context_length`; the mock engine has no other source.
+    The mock engine takes `context_length`, `vocab_size` and `eos_token_ids` from here. The paged engine reads them from its
+    checkpoint; only a smaller `context_length` overrides that.
     """
 
     model: str
@@ -33,13 +33,13 @@ class EngineSpec:
     vocab_size: int = 32_000
     eos_token_ids: tuple[int, ...] = ()
     kv_blocks: int | None = None
-    """None is the engine's own choice."""
+    """None: the engine chooses."""
     sharing_engines: int = 1
-    """Those that take their memory from this machine at the same time, this one included."""
+    """Engines that take memory from this machine at the same time, this one included."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """What it takes on at once."""
+    """Bounds of batch and queue."""
     schedulers: Mapping[Role, SchedulerConfig] = field(default_factory=dict)
-    """The same of other roles that its worker may change to; a role that is not there is as its own."""
+    """The same for roles that the worker may change to; `scheduler` for a role that is missing here."""
     dtype: str = "auto"
     device: str = "cpu"
     hash_key: bytes = DEFAULT_KEY
@@ -61,7 +61,7 @@ def create_engine(name: str, spec: EngineSpec) -> BatchedEngine:
 
 
 def engine_modules(name: str) -> tuple[str, ...]:
-    """Name the modules that making an engine imports, for processes that do so before they are needed."""
+    """List the modules that making an engine imports, for spare processes that import them ahead of time."""
     return _MODULES.get(name, ())
 
 
@@ -70,7 +70,7 @@ def engine_names() -> tuple[str, ...]:
 
 
 def engine_dtypes(name: str) -> tuple[str, ...] | None:
-    """Give the number formats that an engine of this name computes in; None is any."""
+    """List the dtypes that an engine of this name computes in; None: any."""
     return _DTYPES.get(name)
 
 

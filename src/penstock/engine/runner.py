@@ -1,7 +1,7 @@
-"""What an engine is made of beside the scheduler: something that computes one planned step.
+"""Runners: the part of an engine that computes one planned step.
 
-All engines share scheduler, pool and loop, so that the same requests give the same KV events; a runner is
-where they differ. It owns the model and the memory of the blocks, and knows neither requests' ends nor queues.
+All engines share scheduler, pool and step loop, so the same requests give the same KV events; only the runner differs.
+A runner owns the model and the KV memory. It knows neither queues nor when requests end.
 """
 
 import asyncio
@@ -23,10 +23,12 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What a runner says once its model is loaded.
+    """What a runner reports once its model is loaded.
 
-    `context_length` is the model's own limit; the engine lowers it to what `num_blocks` can hold. `lower_blocks` are
-    those of each tier beneath the device, nearest first. `kv_layout` is None where it keeps no memory for blocks.
+    Attributes:
+        context_length: the model's own limit; the engine lowers it to what `num_blocks` can hold.
+        lower_blocks: size of each tier below the device, nearest first.
+        kv_layout: None without KV memory.
     """
 
     num_blocks: int
@@ -41,11 +43,11 @@ class RunnerInfo:
     def make_pool(
         self, copier: TierCopier | None, on_arrival: Callable[[], None]
     ) -> tuple[BlockPool | TieredPool, Onboarding | None]:
-        """Make the pool of an engine of this kind, and with lower tiers what brings their blocks back.
+        """Make the block pool, and with lower tiers the onboarding of their blocks.
 
         Args:
-            mover: copies blocks between tiers; needed where there are several.
-            on_arrival: called when a request's prefix has come from a lower tier.
+            copier: copies blocks between tiers; required with lower tiers.
+            on_arrival: called when a request's prefix has been copied from a lower tier to the device.
         """
         device = BlockPool(self.num_blocks, self.block_size)
         if not self.lower_blocks:
@@ -57,7 +59,7 @@ class RunnerInfo:
 
 
 def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Leave out, with one warning, the end-of-sequence ids that the model can never sample: some checkpoints name such."""
+    """Drop end-of-sequence ids outside the vocabulary, which some checkpoints name, with one warning."""
     known = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
     if len(known) < len(eos_token_ids):
         foreign = [token_id for token_id in eos_token_ids if token_id not in known]
@@ -77,18 +79,18 @@ class Runner(Protocol):
         ...
 
     async def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
-        """Write the KV of the planned tokens into their blocks and sample where `plan.samples` says so.
+        """Write the KV of the planned tokens into their blocks, and sample a token for rows with `plan.samples`.
 
-        The table stays as it is until this returns, and is the scheduler's again afterwards. An exception
-        ends the requests of this plan with an error and leaves the others; `Sampled.errors` ends single ones.
+        Nobody changes the table until this returns. An exception ends all requests of this plan with an error;
+        `Sampled.errors` ends single ones.
 
-        When it returns or raises, all that the step wrote has landed, and nothing of it is written later, though a device
-        only queues work: the blocks are announced, read by others and given to other requests from then on.
+        All KV writes of the step must have completed on the device when this returns or raises: afterwards the blocks are
+        announced, read by other workers, and reused.
         """
         ...
 
     def kv_memory(self) -> Sequence[Sequence[object]]:
-        """Give the memory of all blocks, as `seams.KvBlocks` says."""
+        """Return the memory of all blocks, as in `seams.KvBlocks`."""
         ...
 
     async def close(self) -> None:
@@ -97,9 +99,9 @@ class Runner(Protocol):
 
 
 class BlockingRunner(Protocol):
-    """A `Runner` whose methods block, as a model's forward pass does; `ThreadedRunner` makes it one.
+    """A runner with blocking methods, such as a model's forward pass; `ThreadedRunner` wraps it as a `Runner`.
 
-    `start`, `run` and `close` are called on one and the same thread, `kv_memory` on the event loop's after `start`.
+    `start`, `run` and `close` are called on one worker thread, `kv_memory` on the event loop's thread after `start`.
     """
 
     def start(self) -> RunnerInfo: ...
@@ -112,7 +114,7 @@ class BlockingRunner(Protocol):
 
 
 class ThreadedRunner:
-    """Runs a `BlockingRunner` on a thread of its own, so that the event loop stays responsive during a step."""
+    """Runs a `BlockingRunner` on its own thread, so that the event loop stays responsive during a step."""
 
     def __init__(self, runner: BlockingRunner) -> None:
         self._runner = runner
@@ -129,7 +131,7 @@ class ThreadedRunner:
         return self._runner.kv_memory()
 
     async def close(self) -> None:
-        """Wait for the step under way, then release the runner."""
+        """Wait for the current step, then close the runner."""
         if self._closed:
             return
         self._closed = True

@@ -1,1 +1,1 @@
-"""An engine without a model: honest scheduling, blocks and events, time from a formula."""
+"""An engine without a model: real scheduling, blocks and KV events; step times from a formula."""

@@ -1,7 +1,7 @@
-"""An engine without a model: made-up text, honest scheduling, blocks and events, and time from a small formula.
+"""An engine without a model: synthetic tokens, real scheduling, blocks and KV events, step times from a formula.
 
-The token at an output position is a function of (prompt, adapter, seed, choice, position) only, so that a request which
-moves to another worker goes on exactly; with temperature 0 seed and choice play no part.
+The token at an output position depends on (prompt, adapter, seed, choice, position) only, so a request that moves to
+another worker continues with the same tokens. At temperature 0, seed and choice have no influence.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from penstock.core.config import Config
@@ -23,20 +22,20 @@ from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock.kv import MockKv
 from penstock.engine.runner import RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.sampling import position_keys
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
 
 _SLEEP_S_MIN = 0.001
-"""Less is saved up: timers are no finer, and cost more than such a step."""
+"""Shorter sleeps are saved up: timers are no finer, and cost more than such a step."""
 _OVERSLEPT_S_MAX = 0.005
-"""What sleeping too long gives back at most, so that a process that was stopped does not hurry afterwards."""
+"""Oversleeping shortens later sleeps by at most this, so that a process that was stopped does not hurry afterwards."""
 _BETWEEN_S_MAX = 0.002
-"""Longest time between steps that belongs to the next one; after more, the engine was idle."""
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment, the golden ratio's bits
+"""A gap between steps up to this counts as part of the next step; after a longer gap the engine was idle."""
 _ENDLESS = np.iinfo(np.int32).max
 
 
 class StepTiming(Config):
-    """How long a step takes, in seconds. The defaults are an 8B model in fp8 on one H200, by `perf.Roofline`."""
+    """Duration of a step, in seconds. The defaults are an 8B model in fp8 on one H200, by `perf.Roofline`."""
 
     step_s: float = Field(default=0.0035, ge=0)
     """Every step: reading the weights."""
@@ -45,12 +44,12 @@ class StepTiming(Config):
     prefill_s_per_token2: float = Field(default=0.65e-9, ge=0)
     """Every pair of a prompt token computed and a token before it."""
     decode_s_per_request: float = Field(default=6e-6, ge=0)
-    """Every request that gets its next token."""
+    """Every decoding request."""
     decode_s_per_context_token: float = Field(default=15e-9, ge=0)
-    """Every token in the context of such a request: reading its KV."""
+    """Every token in the context of a decoding request: reading its KV."""
 
     def seconds(self, plan: StepPlan, table: SequenceTable) -> float:
-        """Price a step."""
+        """Return the duration of a step."""
         computed = table.num_computed[plan.slots]
         new, cached = plan.num_new[plan.num_decode :], computed[plan.num_decode :]
         prefill = self.prefill_s_per_token * float(new.sum())
@@ -76,7 +75,7 @@ class MockConfig(Config):
     """Memory kept for each KV block, to move and to check: 0, or at least 8 bytes a token."""
 
     def prices(self) -> Prices:
-        """Say what routers have to know of `timing`."""
+        """Convert `timing` and `speedup` to the prices that a worker registers."""
         timing, speedup = self.timing, self.speedup
         return Prices(
             prefill_step_s=timing.step_s / speedup,
@@ -89,7 +88,7 @@ class MockConfig(Config):
 
 
 class MockText:
-    """Makes up answers. State by slot is valid while the table holds the same request object there."""
+    """Generates synthetic tokens. Per-slot state is valid while the table holds the same request object in the slot."""
 
     def __init__(self, shape: RunnerInfo, config: MockConfig, slots: int) -> None:
         first = min(config.first_token_id, shape.vocab_size // 2)
@@ -103,14 +102,14 @@ class MockText:
         self._wants_logprobs = np.zeros(slots, dtype=np.bool_)
 
     def sample(self, plan: StepPlan, table: SequenceTable) -> Sampled:
-        """Pick the planned rows' tokens."""
+        """Sample a token for each row of the plan where `plan.samples`."""
         for slot in plan.slots[plan.num_decode :].tolist():
             request = table.requests[slot]
             if request is not None and request is not self._requests[slot]:
                 self._begin(slot, request, table.token_ids[slot, : table.num_prompt[slot]].tobytes())
         slots = plan.slots
         position = table.num_tokens[slots] - table.num_prompt[slots]
-        noise = _mix(self._seeds[slots] + position.astype(np.uint64) * _STEP)
+        noise = position_keys(self._seeds[slots], position)
         token_ids = self._words[noise % np.uint64(len(self._words))]
         if self._eos is not None:
             token_ids[position >= self._ends[slots]] = self._eos
@@ -137,7 +136,7 @@ class MockText:
         self._wants_logprobs[slot] = sampling.logprobs is not None
 
     def _logprob(self, slot: int, token_id: int, noise: int) -> TokenLogprob:
-        """Give the chosen token half of all probability, the first alternative a quarter, and so on."""
+        """Give the sampled token probability 1/2, the first alternative 1/4, and so on."""
         request = self._requests[slot]
         assert request is not None, "begun"
         number = min(request.sampling.logprobs or 0, len(self._words))
@@ -147,21 +146,21 @@ class MockText:
 
 
 class MockRunner:
-    """A `Runner` that computes nothing, and takes as long as `MockConfig.timing` says."""
+    """A `Runner` that computes nothing; its steps take as long as `MockConfig.timing` says."""
 
     def __init__(self, shape: RunnerInfo, config: MockConfig) -> None:
         self._shape = shape
         self._config = config
         self._text: MockText | None = None
-        self._kv: MockKv | None = None  # None keeps no memory for blocks
+        self._kv: MockKv | None = None  # None: no KV memory
         self._owed_s = 0.0
-        self._ended_s = float("-inf")  # when the last step did
+        self._ended_s = float("-inf")  # end of the last step
 
     async def start(self) -> RunnerInfo:
         """Check the settings.
 
         Raises:
-            ConfigError: they contradict each other.
+            ConfigError: `kv_bytes_per_block` or `vocab_size` is too small.
         """
         eos_token_ids = end_tokens_within(self._shape.vocab_size, self._shape.eos_token_ids)
         shape = self._shape = replace(self._shape, eos_token_ids=eos_token_ids)
@@ -194,14 +193,14 @@ class MockRunner:
         return () if self._kv is None else ((self._kv.memory,),)
 
     async def close(self) -> None:
-        """Forget the memory."""
+        """Release the KV memory."""
         self._kv = None
 
     async def _spend(self, seconds: float) -> None:
-        """Let time pass; what is too short to sleep is owed, what a sleep was too long is given back.
+        """Sleep for the duration of a step.
 
-        Planning and handing out between two steps passes as part of the next one, as engines do it while the
-        device computes.
+        Sleeps that are too short are added up, oversleeping is subtracted from later sleeps. Time between two steps counts
+        as part of the next step, since real engines plan and send tokens while the device computes.
         """
         now_s = asyncio.get_running_loop().time
         start_s = now_s()
@@ -225,19 +224,9 @@ def mock_engine(
     """Make a mock engine.
 
     Args:
-        shape: what a model would say of itself; `kv_bytes_per_block` 0 keeps no memory for blocks.
-        config: how it behaves.
-        scheduler: how much it takes on at once.
+        shape: sizes of the model and its pool; with `kv_bytes_per_block` 0 there is no KV memory.
+        config: timing and answers.
+        scheduler: bounds of batch and queue.
         hash_key: the deployment's key for block hashes.
     """
     return BatchedEngine(MockRunner(shape, config or MockConfig()), scheduler, hash_key=hash_key)
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scatter consecutive numbers over all 64 bits.
-
-    Source: SplitMix64's finaliser; Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-    """
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

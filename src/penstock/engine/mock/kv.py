@@ -1,7 +1,7 @@
-"""The mock engine's KV memory: it holds no keys and values, but knows which prefix each token's place belongs to.
+"""The mock engine's KV memory: for each token it stores a digest of the prefix that ends there, not keys and values.
 
-Block tables, sharing, chunks, preemption and moves are thereby checked on every step, without a model: reading
-KV that belongs to another prefix is an error, where a model would only answer nonsense.
+So every step checks block tables, prefix sharing, chunked prefill, preemption and KV transfers without a model: reading
+KV of another prefix is an error, where a real model would only answer nonsense.
 """
 
 from typing import Any
@@ -30,24 +30,24 @@ class MockKv:
     def __init__(self, shape: RunnerInfo) -> None:
         self._block_size = shape.block_size
         self.memory = np.zeros((shape.num_blocks, shape.kv_bytes_per_block), dtype=np.uint8)
-        """(num_blocks, kv_bytes_per_block); what comes from elsewhere is written here."""
+        """(num_blocks, kv_bytes_per_block); KV transfers read and write it."""
         self.layout = _layout(shape)
         self._cells = self.memory[:, : self.bytes_needed(shape.block_size)].view("<u8")
         powers = np.full(shape.context_length, _BASE, dtype=np.uint64)
         powers[0] = 1
         self._powers = np.cumprod(powers)
-        self._digests = np.zeros(0, dtype=np.uint64)  # by slot, of its computed tokens
+        self._digests = np.zeros(0, dtype=np.uint64)  # (slots,), digest of the computed tokens
 
     @staticmethod
     def bytes_needed(block_size: int) -> int:
-        """Count the bytes of a block's cells."""
+        """Return the bytes that the digests of a block take."""
         return block_size * _CELL_BYTES
 
     def compute(self, plan: StepPlan, table: SequenceTable) -> None:
-        """Read what the planned tokens depend on, and write their own cells.
+        """Check the digests of all tokens that the planned tokens attend to, and write those of the planned tokens.
 
         Raises:
-            EngineError: a block holds another prefix than it should.
+            EngineError: a block holds KV of another prefix.
         """
         if len(self._digests) < len(table.requests):
             self._digests = np.zeros(len(table.requests), dtype=np.uint64)
@@ -55,26 +55,26 @@ class MockKv:
             self._prefill(table, int(plan.slots[row]), int(plan.num_new[row]))
         slots = plan.slots[: plan.num_decode]
         position = table.num_computed[slots]
-        before = self._cells[self._places(table, slots, position - 1)]
+        before = self._cells[self._cell_of(table, slots, position - 1)]
         self._expect(before, self._digests[slots], slots)
         digests = before + self._terms(table.token_ids[slots, position], position)
-        self._cells[self._places(table, slots, position)] = digests
+        self._cells[self._cell_of(table, slots, position)] = digests
         self._digests[slots] = digests
 
     def _prefill(self, table: SequenceTable, slot: int, num_new: int) -> None:
         start = int(table.num_computed[slot])
         position = np.arange(start + num_new)
         digests = np.cumsum(self._terms(table.token_ids[slot, : start + num_new], position))
-        places = self._places(table, np.full(len(position), slot), position)
-        self._expect(self._cells[places][:start], digests[:start], np.full(start, slot))
-        self._cells[places] = digests
+        cells = self._cell_of(table, np.full(len(position), slot), position)
+        self._expect(self._cells[cells][:start], digests[:start], np.full(start, slot))
+        self._cells[cells] = digests
         self._digests[slot] = digests[-1]
 
     def _terms(self, token_ids: NDArray[np.int32], position: Positions) -> NDArray[np.uint64]:
         terms: NDArray[np.uint64] = (token_ids.astype(np.uint64) + np.uint64(1)) * self._powers[position]
         return terms
 
-    def _places(
+    def _cell_of(
         self, table: SequenceTable, slots: NDArray[np.int32], position: Positions
     ) -> tuple[NDArray[np.int32], Positions]:
         return table.block_tables[slots, position // self._block_size], position % self._block_size
@@ -89,7 +89,7 @@ class MockKv:
 
 
 def _layout(shape: RunnerInfo) -> KvLayout:
-    """Describe a block as tokens of equally many bytes; what is left at its end means nothing, and is not moved."""
+    """Describe a block as tokens of equal size; bytes left at its end are unused and not transferred."""
     token_bytes = shape.kv_bytes_per_block // shape.block_size
     rank = RankLayout(
         layers=(0,),

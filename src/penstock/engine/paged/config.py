@@ -1,4 +1,4 @@
-"""Settings of the paged engine's runner: which model, where it computes, how much KV it keeps."""
+"""Settings of the paged engine: model, device, KV memory."""
 
 from typing import Literal
 

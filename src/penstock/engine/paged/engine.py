@@ -1,4 +1,4 @@
-"""The paged engine: the shared scheduler and loop around a `PagedRunner` on a thread of its own."""
+"""The paged engine: the shared scheduler and step loop around a `PagedRunner` on its own thread."""
 
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.engine.batched import BatchedEngine
@@ -11,5 +11,5 @@ from penstock.engine.scheduling.config import SchedulerConfig
 def paged_engine(
     config: PagedConfig, scheduling: SchedulerConfig | None = None, *, hash_key: bytes = DEFAULT_KEY
 ) -> BatchedEngine:
-    """Make an engine; it loads its model in `start`."""
+    """Make an engine; `start` loads its model."""
     return BatchedEngine(ThreadedRunner(PagedRunner(config)), scheduling, hash_key=hash_key)

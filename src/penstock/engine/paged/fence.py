@@ -1,4 +1,4 @@
-"""The end of a step on its device: until then, others must not see its blocks, nor get them."""
+"""Waiting for the end of a step on its device; only then may its blocks be announced, transferred or reused."""
 
 from typing import Protocol
 
@@ -6,25 +6,25 @@ import torch
 
 
 class Fence(Protocol):
-    """Waits for what was queued on one device. Used on the thread that queues."""
+    """Waits for the work queued on one device. Used on the thread that queues it."""
 
     def wait(self) -> None:
-        """Return once all of it is done, and what it wrote is there for whoever reads."""
+        """Return once all queued work is done and its writes are visible to every reader."""
         ...
 
 
 class HostFence:
-    """A CPU's: calls return when they are done."""
+    """For a CPU, where calls return when they are done."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class CudaFence:
-    """A CUDA device's: kernels are queued, and those of a step that samples nothing are waited for by nobody else."""
+    """For a CUDA device, where kernels are queued: nothing else waits for a step that samples no token."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make the event that marks the end of a step; who waits for it sleeps, so that its core is free for others."""
+        """Make a blocking event: the waiting thread sleeps instead of spinning on its core."""
         self._device = device
         self._event = torch.cuda.Event(blocking=True)
 

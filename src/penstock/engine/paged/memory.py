@@ -1,7 +1,6 @@
-"""The KV blocks' memory: block-first, so that a block of all layers is one contiguous slab to copy or send.
+"""KV memory: block-first, so that all layers of a block are one contiguous slab to copy or send.
 
-On a CPU it is an arena of `penstock.transfer`, which other processes of the host map, so that they copy blocks straight
-from and to it.
+On a CPU it is an arena of `penstock.transfer`: other processes of the host map it and copy blocks from and to it directly.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token's keys and values look like, all layers alike."""
+    """Shape of one token's keys and values, equal in all layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -36,15 +35,15 @@ class KvShape:
 class KvMemory:
     """`num_blocks` slabs of [num_layers, 2, block_size, num_kv_heads, head_dim], and a spare one.
 
-    The spare block takes what padding tokens write. Everything starts as zeros, since attention multiplies
-    what it masks by zero and that must not be NaN.
+    Padding tokens write to the spare block. Memory starts as zeros: attention multiplies masked values by zero, so they
+    must not be NaN.
     """
 
     def __init__(self, shape: KvShape, num_blocks: int, block_size: int, device: torch.device) -> None:
-        """Take all of the memory, now: a prompt must find its blocks, and not that the machine has no more.
+        """Allocate and commit all memory now, so that no later prompt finds the machine out of memory.
 
         Raises:
-            ConfigError: there is not so much.
+            ConfigError: there is not enough memory.
         """
         self.shape = shape
         self.num_blocks = num_blocks
@@ -54,7 +53,7 @@ class KvMemory:
         sizes = (
             num_blocks + _SPARE_BLOCKS, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim,
         )  # fmt: skip
-        self._arena = _take(shape.block_bytes(block_size), num_blocks) if device.type == "cpu" else None
+        self._arena = _allocate(shape.block_bytes(block_size), num_blocks) if device.type == "cpu" else None
         if self._arena is None:
             self.storage = torch.zeros(sizes, dtype=shape.dtype, device=device)
         else:
@@ -67,21 +66,21 @@ class KvMemory:
             element_bytes=int(shape.dtype.itemsize),
             block_size=block_size,
         ).split(num_blocks=num_blocks)
-        """As other workers have to know it."""
+        """For other workers."""
         tokens = [self.storage.select(1, layer) for layer in range(shape.num_layers)]
         self.by_token = [(kv[:, 0], kv[:, 1]) for kv in tokens]
-        """By layer: keys and values as views of (num_blocks + 1, block_size, num_kv_heads, head_dim)."""
+        """By layer: views of keys and values, (num_blocks + 1, block_size, num_kv_heads, head_dim) each."""
         self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in self.by_token]
-        """By layer: the same as views of (num_blocks + 1, a block's elements), for gathering whole blocks."""
+        """By layer: the same as (num_blocks + 1, a block's elements), to gather whole blocks."""
 
     def close(self) -> None:
-        """Let go of the memory; what others have mapped of it is theirs until they let go. Safe twice."""
+        """Release the memory; mappings of other processes stay valid until they unmap. Safe twice."""
         if self._arena is not None:
             self._arena.close()
 
 
 class Gather:
-    """Copies blocks together, into memory that is kept: fresh memory for each call costs ten times the copy."""
+    """Gathers blocks into reused memory: allocating memory for each call costs ten times the copy."""
 
     def __init__(self, memory: KvMemory) -> None:
         self.memory = memory
@@ -107,17 +106,17 @@ def plan_blocks(
     device: torch.device,
     sharing_engines: int = 1,
 ) -> int:
-    """Decide how many blocks to keep.
+    """Decide how many KV blocks to allocate.
 
     Args:
-        block_bytes: of one.
-        kv_blocks: how many were asked for.
-        kv_memory_bytes: else, what they may take.
-        device: where they lie.
-        sharing_engines: that take their memory there at the same time.
+        block_bytes: size of one block.
+        kv_blocks: number configured; None: as many as fit.
+        kv_memory_bytes: memory for blocks if `kv_blocks` is None; None: a share of the free memory.
+        device: where the blocks are.
+        sharing_engines: engines that allocate there at the same time.
 
     Raises:
-        ConfigError: they do not fit into memory, or the memory allowed holds fewer than two.
+        ConfigError: the blocks do not fit into memory, or the memory allowed holds fewer than two.
     """
     free_bytes = free_memory_bytes(device)
     if kv_blocks is None:
@@ -139,7 +138,7 @@ def plan_blocks(
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that can still be taken: of the GPU, or of this machine within the limit of its control group."""
+    """Return the free memory of the GPU, or of this machine within the limit of its control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -154,16 +153,16 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def _reclaimable_bytes(group: Path) -> int:
-    """Files that were read and not lately used, such as weights: the kernel drops them for who needs memory."""
+    """Return the size of inactive page cache, such as weight files; the kernel drops it when memory is needed."""
     fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return int(fields.get("inactive_file", 0))
 
 
-def _take(block_bytes: int, num_blocks: int) -> Arena:
-    """Take shared memory for blocks, as long as there is enough for all of them.
+def _allocate(block_bytes: int, num_blocks: int) -> Arena:
+    """Allocate shared memory for all blocks.
 
     Raises:
-        ConfigError: there is not, or no more.
+        ConfigError: there is not enough, or other processes took it meanwhile.
     """
     size_bytes = (num_blocks + _SPARE_BLOCKS) * block_bytes
     host = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Runs a model's steps on one device: build the batch, write and read paged KV, sample."""
+"""The paged engine's runner: build the batch, run the model over paged KV, sample."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ _log = get_logger()
 
 
 class DeviceTokens:
-    """A batch's tokens on the device, in memory that stays where it is, so that a captured graph would find them."""
+    """Copies a batch's tokens to the device, into a buffer with a fixed address, as CUDA graphs need it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffer = torch.empty(4, 0, dtype=torch.int64, device=device)
 
     def put(self, tokens: NDArray[np.int64]) -> torch.Tensor:
-        """Give (4, bucket) tokens; on a CPU these are the builder's own, which stay as well."""
+        """Return (4, bucket) tokens on the device; on a CPU that is the builder's buffer itself."""
         host = torch.from_numpy(tokens)
         if self._device.type == "cpu":
             return host
@@ -46,7 +46,7 @@ class DeviceTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What exists between `start` and `close`."""
+    """The parts that exist between `start` and `close`."""
 
     model: PagedModel
     memory: KvMemory
@@ -61,25 +61,25 @@ class _Loaded:
 class PagedRunner:
     """The `BlockingRunner` of the paged engine.
 
-    `run` is `execute` between two translations: `execute` takes plain data, so that the ranks of a
-    tensor-parallel group can run the same batch.
+    `run` converts the plan to a `StepBatch`, calls `execute`, and converts its result. `execute` takes plain arrays, so that
+    all ranks of a tensor-parallel group could run the same batch.
     """
 
     def __init__(
         self, config: PagedConfig, *, make_fence: Callable[[torch.device], Fence] = make_fence
     ) -> None:
-        """Load nothing yet.
+        """Make a runner; `start` loads the model.
 
         Args:
-            config: the model, and where it computes.
-            make_fence: gives what waits for that device.
+            config: model, device and KV memory.
+            make_fence: makes the fence of the device.
         """
         self._config = config
         self._make_fence = make_fence
         self._parts: _Loaded | None = None
 
     def start(self) -> RunnerInfo:
-        """Load the model and take the memory.
+        """Load the model and allocate KV memory.
 
         Raises:
             ConfigError: the model or a setting cannot work.
@@ -132,7 +132,7 @@ class PagedRunner:
         )
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
-        """Compute one step; when it ends, however it does, the device does nothing of it any more."""
+        """Compute one step; on return or error the device has finished all its work."""
         batch, rows = self._loaded.builder.build(plan, table)
         try:
             token_ids, logprobs = self.execute(batch)
@@ -147,7 +147,7 @@ class PagedRunner:
         )
 
     def execute(self, batch: StepBatch) -> tuple[NDArray[np.int64], dict[int, TokenLogprob]]:
-        """Compute a batch: token ids and logprobs by sampled row."""
+        """Compute a batch; return token ids and logprobs by sampled row."""
         parts = self._loaded
         with torch.inference_mode():
             tokens = parts.tokens.put(batch.tokens)

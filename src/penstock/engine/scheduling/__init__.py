@@ -1,4 +1,4 @@
-"""What each step of an engine computes: queue, admission, batch slots, sequences.
+"""Continuous batching: queue, admission, batch slots, sequences.
 
-Blind to models and devices: the scheduler knows tokens and blocks.
+Independent of models and devices: the scheduler knows tokens and blocks only.
 """

@@ -1,4 +1,4 @@
-"""How requests that wait come into the batch: in turn, each as soon as there is room for it."""
+"""Admission of waiting requests into the batch, in queue order, as soon as blocks and a slot are free."""
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from penstock.kv.tiers.tiers import TierBlocks, TieredPool
 
 
 class Admission:
-    """Gives waiting sequences slots, the blocks that are cached for them, and blocks for what they compute first.
+    """Gives waiting sequences a slot, their cached blocks, and blocks for their first chunk.
 
-    One scheduler owns it, and shares its queue, slots and pool with it.
+    One scheduler owns it and shares its queue, slots and pool with it.
     """
 
     def __init__(
@@ -33,30 +33,34 @@ class Admission:
     ) -> None:
         self.config = config
         self.pins = Pins(pool, self.look_again)
-        """Blocks held for transfers."""
+        """Blocks pinned for KV transfers."""
         self.partial_blocks = PartialBlocks(self.pins)
-        """Those of them that no cache can give."""
+        """Pinned partial blocks, which have no hash."""
         self.prefix_hit_tokens = 0
-        """Tokens that were not computed as they were cached, so far."""
+        """Tokens found in the prefix cache, since start."""
         self._waiting = waiting
         self._slots = slots
         self._pool = pool
         self._limits = limits
         self._onboarding = onboarding
-        self._is_blocked = False  # the first one did not fit, and no block was given back since
+        self._is_blocked = False  # the first request did not fit, and no block was freed since
 
     def look_again(self) -> None:
-        """Note that blocks were given back, or that another one is first."""
+        """Try to admit again in the next step: blocks were freed, or another request is first."""
         self._is_blocked = False
 
     def admit(self, budget: int, *, before: float | None = None) -> tuple[list[int], list[int]]:
-        """Move waiting requests into the batch, in turn, while there is room for them; those of a rank below `before` alone.
+        """Move waiting requests into the batch, in queue order, while they fit.
 
-        A request fits where all its known tokens and one more do, beside what running prefills will still need
-        and one block of growth for each running request: else it would only be preempted soon.
+        A request fits if there are blocks for all its known tokens and one more, beyond the blocks that running prefills
+        still need and one block of growth for each running request. Otherwise it would soon be preempted.
+
+        Args:
+            budget: tokens left in this step.
+            before: admit only requests of a lower rank than this; None: any.
 
         Returns:
-            Their slots, and how many tokens each computes in this step.
+            slots of the admitted requests, and the tokens that each computes in this step.
         """
         slots: list[int] = []
         counts: list[int] = []
@@ -72,19 +76,19 @@ class Admission:
             hits = self._match(sequence)
             runs = self._worth_fetching(sequence, hits)
             held = hits + [block_id for run in runs if run.tier is Tier.DEVICE for block_id in run.block_ids]
-            tail = self._lent_tokens(sequence, (known - 1) // size - len(hits))
-            needed = known // size + 1 - len(held) - bool(tail)
-            room = self._pool.num_available - self._pool.count_idle(held)
-            if needed + reserved > room:
-                if self.partial_blocks.give_all_back():
+            lent_tokens = self._lent_tokens(sequence, (known - 1) // size - len(hits))
+            needed = known // size + 1 - len(held) - bool(lent_tokens)
+            free = self._pool.num_available - self._pool.count_idle(held)
+            if needed + reserved > free:
+                if self.partial_blocks.free_all_lent():
                     continue
                 self._is_blocked = True
                 break
             if runs:
-                slot = self._take_in_to_onboard(sequence, hits, runs)
+                slot = self._admit_onboarding(sequence, hits, runs)
             else:
-                count = min(budget, self.config.prompt_budget, known - len(hits) * size - tail)
-                slot = self._take_in(sequence, hits, tail, count)
+                count = min(budget, self.config.prompt_budget, known - len(hits) * size - lent_tokens)
+                slot = self._admit(sequence, hits, lent_tokens, count)
                 budget -= count
                 slots.append(slot)
                 counts.append(count)
@@ -92,67 +96,71 @@ class Admission:
         return slots, counts
 
     def blocks_reserved(self) -> int:
-        """Count the blocks that running requests will need soon: for the rest of their prefill and one more each."""
+        """Count the blocks that running requests will need: for the rest of their prefill, and one more each."""
         running, table = self._slots.running_array(), self._slots.table
         lacking = table.num_tokens[running] // self._limits.block_size + 1 - table.num_blocks[running]
         return len(running) + int(np.maximum(lacking, 0).sum())
 
     def _match(self, sequence: Sequence) -> list[BlockId]:
-        """Find the blocks that the device has of a waiting request; its last token is always computed: it is sampled from."""
+        """Find a waiting request's cached blocks on the device. Its last token is always computed, to sample from."""
         cacheable = (len(sequence.token_ids) - 1) // self._limits.block_size
         sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
         return self._pool.match(sequence.block_hashes[:cacheable])
 
     def _lacking(self, sequence: Sequence) -> int:
-        """Count the tokens that a waiting request would have to compute now."""
+        """Count the tokens that a waiting request would have to compute if admitted now."""
         hits = self._match(sequence)
         fetched = sum(len(run.block_ids) for run in self._worth_fetching(sequence, hits))
         return len(sequence.token_ids) - (len(hits) + fetched) * self._limits.block_size
 
     def _lent_tokens(self, sequence: Sequence, lacking: int) -> int:
-        """Count the tokens that it has past its full blocks; what is of no use, as of these some are lacking, is let go."""
-        tail = self.partial_blocks.tokens_of(sequence.request.request_id)
-        if lacking or tail > (len(sequence.token_ids) - 1) % self._limits.block_size:
-            self.partial_blocks.give_back(sequence.request.request_id)
-            return 0
-        return tail
+        """Count the computed tokens in a request's lent partial block; free a block that is of no use.
 
-    def _take_in(self, sequence: Sequence, hits: list[BlockId], tail: int, num_new: int) -> int:
-        """Give a waiting request a slot, the blocks that it has already, and blocks for its first tokens."""
+        With `lacking` full blocks missing, or with more tokens than the request has after its full blocks, it is of no use.
+        """
+        lent_tokens = self.partial_blocks.lent_tokens(sequence.request.request_id)
+        if lacking or lent_tokens > (len(sequence.token_ids) - 1) % self._limits.block_size:
+            self.partial_blocks.free_lent(sequence.request.request_id)
+            return 0
+        return lent_tokens
+
+    def _admit(self, sequence: Sequence, hits: list[BlockId], lent_tokens: int, num_new: int) -> int:
+        """Give a waiting request a slot, its cached blocks, and blocks for its first `num_new` tokens."""
         cached = len(hits) * self._limits.block_size
-        slot = self._seat(sequence, hits, cached)
-        if tail:
-            self._slots.add_partial_block(slot, self.partial_blocks.take(sequence.request.request_id), tail)
-        lacking = self._limits.blocks_for(cached + tail + num_new) - len(hits) - bool(tail)
+        slot = self._assign_slot(sequence, hits, cached)
+        if lent_tokens:
+            block_id = self.partial_blocks.take_lent(sequence.request.request_id)
+            self._slots.add_partial_block(slot, block_id, lent_tokens)
+        lacking = self._limits.blocks_for(cached + lent_tokens + num_new) - len(hits) - bool(lent_tokens)
         block_ids = self._pool.allocate(lacking)
         assert block_ids is not None, "admitted without room"
         self._slots.add_blocks(slot, block_ids)
         return slot
 
-    def _seat(self, sequence: Sequence, hits: list[BlockId], cached: int) -> int:
-        """Give a waiting request a slot and the blocks that the device has of it; `cached` tokens it need not compute."""
+    def _assign_slot(self, sequence: Sequence, hits: list[BlockId], cached: int) -> int:
+        """Give a waiting request a slot and its cached blocks on the device; it need not compute `cached` tokens."""
         self.prefix_hit_tokens += cached
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(cached, sequence.num_prompt)
         self._waiting.remove(sequence)
         self._pool.acquire(hits)
-        return self._slots.seat(sequence, hits)
+        return self._slots.assign(sequence, hits)
 
     def _worth_fetching(self, sequence: Sequence, hits: list[BlockId]) -> list[TierBlocks]:
-        """Find what to bring into the device for a waiting request before it is computed."""
+        """Find blocks in lower tiers that are worth copying to the device for a waiting request."""
         if self._onboarding is None:
             return []
         known = len(sequence.token_ids)
         cacheable = (known - 1) // self._limits.block_size
         return self._onboarding.worth(sequence.block_hashes[:cacheable], hits, known)
 
-    def _take_in_to_onboard(self, sequence: Sequence, hits: list[BlockId], runs: list[TierBlocks]) -> int:
-        """Give a waiting request a slot, and begin to fetch what lower tiers have of it; until then it only holds blocks."""
+    def _admit_onboarding(self, sequence: Sequence, hits: list[BlockId], runs: list[TierBlocks]) -> int:
+        """Give a waiting request a slot and start to copy its blocks from lower tiers; it computes once they have arrived."""
         assert self._onboarding is not None, "found runs"
         size = self._limits.block_size
         if sequence.cached_tokens is None:
             self._onboarding.count(runs, sequence.num_prompt - len(hits) * size)
         cached = (len(hits) + sum(len(run.block_ids) for run in runs)) * size
-        slot = self._seat(sequence, hits, cached)
+        slot = self._assign_slot(sequence, hits, cached)
         self._slots.add_blocks(slot, self._onboarding.begin(sequence.request.request_id, runs))
         return slot

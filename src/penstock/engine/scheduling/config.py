@@ -1,4 +1,4 @@
-"""How much an engine takes on at once."""
+"""Settings of an engine's batch and queue."""
 
 from typing import Any, Literal, Self
 
@@ -9,7 +9,7 @@ from penstock.core.types.instances import Role
 
 Order = Literal["fcfs", "shortest"]
 AGEING = 0.03
-"""Nine tenths of first tokens soonest, long prompts not much later than in turn: docs/decisions/0029."""
+"""Nearly the best p90 TTFT, while long prompts are not much later than with `fcfs`: docs/decisions/0029."""
 
 
 class SchedulerConfig(Config):
@@ -35,9 +35,15 @@ class SchedulerConfig(Config):
     def of_ranks(
         cls, ranks: int, *, max_batch_tokens: int | None, max_running_requests: int | None, **others: Any
     ) -> Self:
-        """Add up what the data-parallel ranks of one engine take on; None is the default, of each rank.
+        """Make the settings of an engine with several data-parallel ranks: batch limits times `ranks`.
 
-        A prompt is computed on one rank, so that one step takes no more of it than that rank's budget.
+        A prompt is computed on one rank, so a step computes no more of it than one rank's budget.
+
+        Args:
+            ranks: data-parallel ranks.
+            max_batch_tokens: of each rank; None is the default.
+            max_running_requests: of each rank; None is the default.
+            others: further fields, for the engine as a whole.
         """
         each: dict[str, Any] = {
             "max_batch_tokens": max_batch_tokens,
@@ -52,24 +58,21 @@ class SchedulerConfig(Config):
             }
         )
 
-    def order_of(self, role: Role) -> Order:
-        """Say whose prompt a worker of this role computes next.
-
-        To a decode worker most requests come with their prompt computed, and lack next to nothing: they do not wait behind
-        those that it computes itself.
-        """
-        return self.order or ("fcfs" if role is Role.AGGREGATED else "shortest")
-
     def is_shortest_first(self, role: Role) -> bool:
-        """Say whether a worker of this role computes the shortest prompts first."""
-        return self.order_of(role) == "shortest"
+        """Say whether a worker of this role computes the shortest prompts first.
+
+        Decode workers do: most of their requests arrive with KV and have almost no prompt tokens left, and should not wait
+        behind prompts that the decode worker computes itself.
+        """
+        order = self.order or ("fcfs" if role is Role.AGGREGATED else "shortest")
+        return order == "shortest"
 
     @property
     def prompt_budget(self) -> int:
-        """Tokens of one prompt that one step may compute."""
+        """Most tokens of one prompt in one step."""
         return self.max_prompt_tokens or self.max_batch_tokens
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts that are computed beside each other, each with a budget of its own."""
+        """Prompts that one step computes in parallel, each with its own `prompt_budget`."""
         return max(self.max_batch_tokens // self.prompt_budget, 1)

@@ -1,4 +1,4 @@
-"""The requests that wait for the batch, in order of turn: as they came, or the shortest first."""
+"""The queue of requests that wait for the batch: first come first served, or shortest first."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from penstock.engine.scheduling.shortest_first_queue import Ranked, ShortestFirs
 
 
 class Waiting(Ranked, Protocol):
-    """A request as the queue sees it; `known` counts the tokens that it has."""
+    """A request as the queue sees it; `known` counts its prompt and output tokens so far."""
 
     request: Request
 
@@ -22,13 +22,13 @@ S = TypeVar("S", bound=Waiting)
 
 
 class WaitingQueue(Generic[S]):
-    """A queue that anyone can leave; one that is preempted comes back at its front. A scheduler bounds it."""
+    """A queue with removal from any position; preempted requests return to its front. The scheduler bounds its length."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        """Tokens that all of them have to compute, as far as no prefix is cached."""
+        """Tokens of all waiting requests; cached prefixes are not subtracted."""
         self.shortest_first: ShortestFirstQueue[S] | None = None
-        """Whose turn it is; None while they go as they came."""
+        """Their order; None: first come first served."""
         self._sequences: OrderedDict[RequestId, S] = OrderedDict()
 
     def __len__(self) -> int:
@@ -39,33 +39,33 @@ class WaitingQueue(Generic[S]):
 
     @property
     def first(self) -> S:
-        """The one whose turn it is; there must be one, and ranked."""
+        """The next request. The queue must not be empty, and `rank_new` must have run."""
         return (
             next(iter(self._sequences.values())) if self.shortest_first is None else self.shortest_first.first
         )
 
     def reorder(self, shortest_first: ShortestFirstQueue[S] | None) -> None:
-        """Go by other turns, which nobody has yet, from now on; None is as they came."""
+        """Switch to another order; `shortest_first` must be empty. None: first come first served."""
         self.shortest_first = shortest_first
         waiting = sorted(self._sequences.values(), key=lambda sequence: sequence.arrival)
         self._sequences = OrderedDict((sequence.request.request_id, sequence) for sequence in waiting)
         if shortest_first is not None:
             for sequence in waiting:
-                shortest_first.come(sequence)
+                shortest_first.push(sequence)
 
     def push(self, sequence: S) -> None:
         self._add(sequence)
         if self.shortest_first is not None:
-            self.shortest_first.come(sequence)
+            self.shortest_first.push(sequence)
 
     def push_front(self, sequence: S) -> None:
         self._add(sequence)
         self._sequences.move_to_end(sequence.request.request_id, last=False)
         if self.shortest_first is not None:
-            self.shortest_first.come_back(sequence)
+            self.shortest_first.push_front(sequence)
 
     def rank_new(self, count: Callable[[S], int]) -> None:
-        """See whose turn it is, also of those that came last; `count` says how many tokens each lacks."""
+        """Rank requests that were pushed since; `count` returns how many tokens a request has to compute."""
         if self.shortest_first is not None:
             self.shortest_first.rank_new(count)
 
@@ -73,7 +73,7 @@ class WaitingQueue(Generic[S]):
         del self._sequences[sequence.request.request_id]
         self.num_tokens -= sequence.known
         if self.shortest_first is not None:
-            self.shortest_first.leave(sequence)
+            self.shortest_first.remove(sequence)
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself."""

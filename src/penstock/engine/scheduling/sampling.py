@@ -1,9 +1,14 @@
-"""What engines accept as sampling parameters. Frontends may allow less; this is what protects a batch from one request.
+"""Sampling parameters that engines accept, and the noise keys of sampled positions.
 
-The limits are wider than any use, and narrow enough that 32-bit floats and 64-bit integers hold whatever is made of them.
+Frontends may allow less; these limits protect a batch from one request. They are wider than any use, and narrow enough
+that no 32-bit float or 64-bit integer computed from them overflows.
 """
 
+from typing import Any
+
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import SamplingParams
@@ -21,10 +26,9 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def checked_sampling(sampling: SamplingParams, *, vocab_size: int, context_length: int) -> SamplingParams:
-    """Check the parameters, and replace what asks for more than there is by its equal.
+    """Check the parameters, and clip those beyond what has an effect.
 
-    `top_k` becomes at most the vocabulary, `min_tokens` at most the context; stop ids past the vocabulary, which
-    are never sampled, go.
+    `top_k` is clipped to the vocabulary and `min_tokens` to the context; stop ids outside the vocabulary are dropped.
 
     Raises:
         RequestError: a value is out of its range.
@@ -49,6 +53,21 @@ def checked_sampling(sampling: SamplingParams, *, vocab_size: int, context_lengt
     if (top_k, min_tokens, stops) == (sampling.top_k, sampling.min_tokens, sampling.stop_token_ids):
         return sampling
     return replace(sampling, top_k=top_k, min_tokens=min_tokens, stop_token_ids=stops)
+
+
+def position_keys(keys: NDArray[np.uint64], positions: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
+    """Derive (n,) noise keys of output positions from (n,) keys of requests."""
+    return mix64(keys + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter consecutive numbers over all 64 bits.
+
+    Source: SplitMix64's finaliser; Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _refusal(name: str, expected: str, value: float) -> RequestError:

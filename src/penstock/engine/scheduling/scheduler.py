@@ -1,9 +1,9 @@
-"""Decides what each step computes, and what its outcome means for the requests.
+"""The scheduler: plans each step and applies its outcome to the requests.
 
-Continuous batching: decode rows first, then prefill in chunks, within a budget of tokens per step. The oldest
-request is served first, or the shortest prompt (see `shortest_first_queue`), and the newest gives its blocks up when they run out;
-it is computed again later, which its still cached blocks make cheap. The oldest always fits, so there is always progress.
-Work per step is a few array operations over slots; Python runs per row where a row crosses a block's border or ends.
+Continuous batching with chunked prefill: decode rows first, then prefill chunks, within a token budget per step. Prompts are
+served oldest first or shortest first (see `shortest_first_queue`). When blocks run out, the newest request is preempted and
+computed again later; its blocks stay cached, which makes that cheap. The oldest request always fits, so there is always
+progress. A step costs a few array operations over slots; Python runs per row only where a row fills a block or ends.
 """
 
 from collections import Counter
@@ -34,10 +34,9 @@ from penstock.kv.tiers.tiers import TieredPool
 class Scheduler:
     """Owns an engine's requests, its `SequenceTable` and its pool.
 
-    A step is `plan`, the runner's work, then `commit` or `fail`. Between `plan` and `commit` the table is the
-    runner's: `submit` and `abort` may be called, and take effect afterwards. It knows no time: deadlines are its
-    callers' business.
-    Not thread-safe; one task owns it.
+    A step is `plan`, the runner's work, then `commit` or `fail`. Between `plan` and `commit` the runner reads the table;
+    `submit` and `abort` may be called then and take effect afterwards. The scheduler has no clock: callers enforce
+    deadlines. Not thread-safe; one task owns it.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         onboarding: Onboarding | None = None,
     ) -> None:
-        """Begin empty.
+        """Make a scheduler without requests.
 
         Args:
-            pool: the engine's.
-            limits: what every request must keep to.
-            config: how much is taken on at once.
-            eos_token_ids: what ends an answer.
-            onboarding: of the same pool; None where it has no tiers beneath the device.
+            pool: the engine's blocks.
+            limits: bounds of every request.
+            config: bounds of batch and queue.
+            eos_token_ids: end-of-sequence tokens.
+            onboarding: copies blocks from lower tiers of `pool`; None without lower tiers.
         """
         self._pool = pool
         self._onboarding = onboarding
@@ -69,7 +68,7 @@ class Scheduler:
         self._waiting: WaitingQueue[Sequence] = WaitingQueue()
         self._slots = Slots(config.max_running_requests, limits, is_eos)
         self._under_way: StepPlan | None = None
-        self._aborted_slots: set[int] = set()  # of the step under way
+        self._aborted_slots: set[int] = set()  # aborted during the current step
         self._admission = Admission(
             self._waiting, self._slots, pool, limits=limits, config=config, onboarding=onboarding
         )
@@ -80,11 +79,11 @@ class Scheduler:
 
     @property
     def table(self) -> SequenceTable:
-        """What runners read."""
+        """The running sequences, for runners."""
         return self._slots.table
 
     def assume(self, role: Role, config: SchedulerConfig) -> None:
-        """Take on, and order, what a worker of this role does; as many requests fit into the batch as before."""
+        """Apply the token budget and queue order of a role; the number of slots stays the same."""
         self._config = self._admission.config = config
         self._waiting.reorder(ShortestFirstQueue(config.ageing) if config.is_shortest_first(role) else None)
         self._admission.look_again()
@@ -114,7 +113,7 @@ class Scheduler:
             self._admission.look_again()  # it may be the first now
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget a request, without another delta; an unknown one is no error."""
+        """Drop a request without a further delta; an unknown id is no error."""
         sequence = self._by_id.pop(request_id, None)
         if sequence is None:
             return
@@ -124,7 +123,7 @@ class Scheduler:
             self._drop(sequence)
 
     def lend_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
-        """Take a held block over for a request that was submitted this moment; see `seams.KvPartialBlocks`."""
+        """Lend a pinned block to a request that was just submitted; see `seams.KvPartialBlocks`."""
         sequence = self._by_id.get(request_id)
         if sequence is None or sequence.slot is not None:
             self.pins.unpin([block_id])
@@ -134,9 +133,9 @@ class Scheduler:
     # ---- one step -------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Choose what to compute next; None while there is nothing to do (`take_step` may still have something)."""
+        """Choose what to compute next; None if there is nothing (`take_step` may still return events)."""
         self.check_between_steps()
-        self.partial_blocks.forget_kept()
+        self.partial_blocks.free_kept()
         self._take_arrived()
         table = self.table
         slots = self._slots.running_array()
@@ -150,7 +149,7 @@ class Scheduler:
             more_slots, more_counts = self._admission.admit(left)
             new_slots += more_slots
             new_counts += more_counts
-        else:  # out of blocks: nobody was admitted
+        else:  # out of blocks: no request was admitted
             slots, num_new, remaining = slots[:kept], num_new[:kept], remaining[:kept]
         is_decode = remaining == 1
         is_prefill = (remaining > 1) & (num_new > 0)
@@ -169,7 +168,7 @@ class Scheduler:
         return self._under_way
 
     def begin(self, plan: StepPlan) -> tuple[RequestId, ...]:
-        """Name the requests of a plan that no step has computed before; they count as begun from now on."""
+        """List the requests of a plan that no step has computed before, and mark them as begun."""
         unbegun = self._slots.unbegun
         if not unbegun:
             return ()
@@ -180,14 +179,14 @@ class Scheduler:
         return tuple(self._slots.request_ids[slot] for slot in begun)
 
     def requests_of(self, plan: StepPlan) -> list[RequestId]:
-        """Name the requests that a plan computes, those aborted since included."""
+        """List the requests of a plan, including those aborted since."""
         return [self._slots.request_ids[slot] for slot in plan.slots.tolist()]
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> Step:
-        """Take over what the runner computed: publish full blocks, append tokens, end what is at its end or failed.
+        """Apply the runner's results: publish full blocks, append tokens, end finished and failed requests.
 
         Raises:
-            EngineError: a token is not in the vocabulary; nothing was taken over.
+            EngineError: a token is not in the vocabulary; nothing was applied.
         """
         samples = plan.samples.copy()
         samples[list(sampled.errors)] = False
@@ -208,7 +207,7 @@ class Scheduler:
         return self._make_step(failed + self._append(plan, rows, sampled), prefilling)
 
     def fail(self, plan: StepPlan, error: PenstockError) -> Step:
-        """End the requests of a plan that could not be computed; none of its work is kept."""
+        """End the requests of a plan whose step failed; nothing that it computed is kept."""
         self._under_way = None
         self._steps += 1
         self._failed_steps += 1
@@ -216,16 +215,16 @@ class Scheduler:
         return self._make_step(self._end_rows(plan, dict.fromkeys(range(len(plan.slots)), error)))
 
     def take_step(self) -> Step | None:
-        """Hand over what happened without computing: imported blocks, and those that had to go for them."""
+        """Return KV events that occurred without a step, such as imported blocks and evictions for them; None if there are none."""
         step = self._make_step([])
         return step if step.events else None
 
     def check_between_steps(self) -> None:
-        """Raise AssertionError while the table and the blocks are a runner's."""
+        """Raise AssertionError during a step."""
         assert self._under_way is None, "a step is under way: blocks may move only between steps"
 
     def reserve(self, count: int) -> list[BlockId] | None:
-        """Hold blocks to be written from outside; None where what runs will need them soon."""
+        """Pin free blocks for a transfer to write; None if running requests will need them."""
         if count + self._admission.blocks_reserved() > self._pool.num_available:
             return None
         return self.pins.reserve(count)
@@ -255,7 +254,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         self._pool.check()
         self._slots.check()
         self._waiting.check()
@@ -279,12 +278,12 @@ class Scheduler:
     # ---- planning -------------------------------------------------------------------------------------
 
     def _share_budget(self, slots: Int32s, remaining: Int32s) -> tuple[Int32s, list[int], list[int]]:
-        """Give each running row its tokens of this step: decode rows one each, then prefill rows, in turn.
+        """Distribute the token budget: one token for each decode row, the rest to prefill rows in order.
 
-        Decode rows never exceed the budget, as a request is admitted only where each row had its token and one was left.
+        Decode rows never exceed the budget: a request is admitted only if a token is left after one for each row.
 
         Returns:
-            the rows' tokens; slots that were admitted as it was their turn before a row's, and their tokens.
+            tokens of each row; with shortest first also the slots admitted before some running prefill, and their tokens.
         """
         decode = remaining == 1
         left = self._config.max_batch_tokens - int(np.count_nonzero(decode))
@@ -298,7 +297,7 @@ class Scheduler:
     def _share_by_turn(
         self, slots: Int32s, remaining: Int32s, left: int
     ) -> tuple[Int32s, list[int], list[int]]:
-        """Share as `_share_budget` does, with prompts that wait and those under way in one order."""
+        """Distribute like `_share_budget`, with waiting and running prompts ranked in one order."""
         shortest_first = self._waiting.shortest_first
         assert shortest_first is not None, "asked only with shortest prompts first"
         shared = (remaining == 1).astype(np.int32)
@@ -319,27 +318,27 @@ class Scheduler:
         return shared, new_slots, new_counts
 
     def _grow(self, slots: Int32s, num_new: Int32s) -> int:
-        """Give rows the blocks for their new tokens, oldest first; newest rows are preempted where none are left.
+        """Allocate blocks for the rows' new tokens, oldest row first; preempt the newest rows when blocks run out.
 
         Returns:
-            How many of the leading rows still run.
+            how many of the leading rows still run.
         """
         table = self.table
         ends = table.num_computed[slots] + num_new
         lacking = -(-ends // self._limits.block_size) - table.num_blocks[slots]
         for row in np.flatnonzero(lacking > 0).tolist():
-            while row < len(self._slots.running):  # those admitted since come last, and fit beside all others
+            while row < len(self._slots.running):  # rows admitted in this step come last and fit anyway
                 block_ids = self._pool.allocate(int(lacking[row]))
                 if block_ids is not None:
                     self._slots.add_blocks(int(slots[row]), block_ids)
                     break
-                if self.partial_blocks.give_all_back():
+                if self.partial_blocks.free_all_lent():
                     continue
                 self._preempt(self._slots.running[-1])
         return min(len(self._slots.running), len(slots))
 
     def _preempt(self, slot: int) -> None:
-        """Put a running request back to the front of the queue; its blocks stay cached for as long as they can."""
+        """Put a running request back to the front of the queue; its blocks stay cached until they are evicted."""
         sequence = self._slots.sequence(slot)
         self._vacate(slot)
         self._waiting.push_front(sequence)
@@ -348,7 +347,7 @@ class Scheduler:
     # ---- lower tiers ----------------------------------------------------------------------------------
 
     def _take_arrived(self) -> None:
-        """Publish what was fetched; those it was for are computed from there on."""
+        """Publish blocks that arrived from lower tiers, and let their requests compute the rest."""
         if self._onboarding is None:
             return
         for request_id in self._onboarding.take_arrived():
@@ -358,7 +357,7 @@ class Scheduler:
             self._publish(np.array([slot], dtype=np.int32))
 
     def _is_onboarding(self, slots: Int32s) -> NDArray[np.bool_]:
-        """Mask those that wait for their prefix."""
+        """Mask slots whose prefix is still being copied from lower tiers."""
         assert self._onboarding is not None, "asked only where there are lower tiers"
         is_under_way, ids = self._onboarding.is_under_way, self._slots.request_ids
         return np.array([is_under_way(ids[slot]) for slot in slots.tolist()], dtype=np.bool_)
@@ -366,7 +365,7 @@ class Scheduler:
     # ---- outcomes -------------------------------------------------------------------------------------
 
     def _publish(self, slots: Int32s) -> None:
-        """Put blocks that have become full into the prefix cache: all their tokens are computed."""
+        """Put newly full blocks into the prefix cache."""
         num_full = self.table.num_computed[slots] // self._limits.block_size
         for row in np.flatnonzero(num_full > self._slots.num_published[slots]).tolist():
             slot, end = int(slots[row]), int(num_full[row])
@@ -379,11 +378,11 @@ class Scheduler:
             self._slots.num_published[slot] = end
 
     def _append(self, plan: StepPlan, rows: NDArray[np.intp], sampled: Sampled) -> list[Delta]:
-        """Add a token to each of the sampled rows, build the deltas that tell of it, and end what is at its end."""
+        """Append the sampled tokens, build their deltas, and end finished requests."""
         slots, token_ids = plan.slots[rows], sampled.token_ids[rows]
         stopped, ended = self._slots.append(slots, token_ids)
         self._generated_tokens += len(slots)
-        deltas = self._slots.tell(slots, token_ids, stopped, ended)
+        deltas = self._slots.make_deltas(slots, token_ids, stopped, ended)
         for row, logprob in sampled.logprobs.items():
             index = int(np.searchsorted(rows, row))
             if index < len(rows) and rows[index] == row:
@@ -395,14 +394,14 @@ class Scheduler:
         return deltas
 
     def _keep_partial_block(self, slot: int) -> None:
-        """Keep the last block of a prefill-only request, where it is not full: no cache would give it."""
+        """Keep the last block of a prefill-only request if it is partial, since the prefix cache cannot hold it."""
         request, computed = self.table.requests[slot], int(self.table.num_computed[slot])
         full, tail = divmod(computed, self._limits.block_size)
         if request is not None and request.prefill_only and tail:
             self.partial_blocks.keep(request.request_id, BlockId(int(self.table.block_tables[slot, full])))
 
     def _prefilling(self, plan: StepPlan) -> tuple[RequestId, ...]:
-        """Name the requests that had a chunk of their prompt computed, and have more of it to come."""
+        """List requests with a prefill chunk in this step whose prompt is not finished."""
         if plan.num_decode == len(plan.slots):
             return ()
         slots = plan.slots[~plan.samples].tolist()
@@ -415,7 +414,7 @@ class Scheduler:
         )
 
     def _end_rows(self, plan: StepPlan, errors: Mapping[int, PenstockError]) -> list[Delta]:
-        """End the requests of these rows, each with a last delta that tells its error."""
+        """End the requests of these rows, each with a last delta that carries its error."""
         deltas = []
         for row, error in errors.items():
             slot = int(plan.slots[row])
@@ -434,7 +433,7 @@ class Scheduler:
             self._vacate(sequence.slot)
         else:
             self._waiting.remove(sequence)
-            self.partial_blocks.give_back(sequence.request.request_id)
+            self.partial_blocks.free_lent(sequence.request.request_id)
             self._admission.look_again()
 
     def _vacate_aborted(self) -> None:
@@ -443,7 +442,7 @@ class Scheduler:
         self._aborted_slots.clear()
 
     def _vacate(self, slot: int) -> None:
-        """Give a slot and its blocks back."""
+        """Free a slot and its blocks."""
         if self._onboarding is not None:
             self._onboarding.cancel(self._slots.request_ids[slot])
         self._pool.release(self._slots.vacate(slot))

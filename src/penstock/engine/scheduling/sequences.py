@@ -1,7 +1,7 @@
-"""The requests an engine has, each as a `Sequence`, and those it is running as columns: what a step needs of all at once.
+"""An engine's requests, each as a `Sequence`, and the running ones as columns of a `SequenceTable`.
 
-Rows ("slots") are handed out at admission and kept until the sequence ends or is preempted, so that a step is
-a few array operations over slots and not a Python loop over requests.
+A sequence gets a row ("slot") at admission and keeps it until it ends or is preempted. So a step is a few array
+operations over slots, not a Python loop over requests.
 """
 
 from dataclasses import dataclass, field
@@ -21,20 +21,20 @@ _CHOICE_MAX = (1 << 31) - 1
 
 @dataclass(slots=True)
 class SequenceTable:
-    """Columns by slot, preallocated. The scheduler writes it between steps; runners read it. Not thread-safe.
+    """Preallocated columns by slot. The scheduler writes them between steps; runners read them. Not thread-safe.
 
     token_ids:    (slots, context_length) int32, prompt then output
-    num_tokens:   (slots,) int32, how many of token_ids are known
-    num_computed: (slots,) int32, how many of them have their KV in the pool
+    num_tokens:   (slots,) int32, tokens of token_ids that are known
+    num_computed: (slots,) int32, tokens whose KV is in the pool
     block_tables: (slots, max_blocks) int32, block ids; entries from num_blocks on are 0
     num_blocks:   (slots,) int32
-    num_prompt:   (slots,) int32, tokens before the output (without `num_emitted` ones); the output position
+    num_prompt:   (slots,) int32, tokens before the output, `num_emitted` tokens excluded; the output position
                   of the token that a step samples is num_tokens - num_prompt
     requests:     the request in each slot, None for a free one
 
-    A sequence's rows only grow while it keeps its slot. A preempted one comes back later in any slot with its
-    output in token_ids and num_computed at what the prefix cache gave: state that a runner keeps by slot is
-    valid while `requests[slot]` is the very same object.
+    A sequence's row only grows while it keeps its slot. A preempted sequence returns later in any slot, with its output in
+    token_ids and num_computed set to its prefix-cache hit. So state that a runner keeps by slot is valid only while
+    `requests[slot]` is the same object.
     """
 
     token_ids: NDArray[np.int32]
@@ -64,10 +64,10 @@ class StepPlan:
     """What one step computes, decode rows first.
 
     slots:      (rows,) int32 into the SequenceTable, each at most once
-    num_new:    (rows,) int32, tokens to compute from `num_computed` on; 1 for every decode row. The blocks for
-                them are in block_tables already
-    num_decode: rows [0, num_decode) compute exactly their one newest token; a sequence's first row after it got
-                its slot is never among them
+    num_new:    (rows,) int32, tokens to compute from `num_computed` on; 1 for every decode row. Their blocks
+                are in block_tables already
+    num_decode: rows [0, num_decode) compute exactly their newest token; a sequence's first step in a slot is
+                never a decode row
     samples:    (rows,) bool, the row reaches the end of its known tokens, so a token is sampled for it; true
                 for every decode row
     """
@@ -80,13 +80,13 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Sampled:
-    """What a runner gives back.
+    """The result of a runner's step.
 
     token_ids: (rows,) int32, -1 where nothing was sampled. At an output position below `min_tokens` a runner
-               picks no end-of-sequence or stop token; the scheduler would not end the request there
-    logprobs:  by row of the plan, for the requests that ask for them
-    errors:    by row of the plan, for the requests that end here because they themselves could not be prepared;
-               what was sampled for them counts for nothing
+               samples no end-of-sequence or stop token; the scheduler would not end the request there
+    logprobs:  by row of the plan, for requests that ask for them
+    errors:    by row of the plan, for requests that the runner could not prepare; the scheduler ends them and ignores
+               their tokens
     """
 
     token_ids: NDArray[np.int32]
@@ -96,7 +96,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """What every request of an engine must keep to. `kv_tokens` is what all blocks together can hold."""
+    """Bounds of every request of an engine. `kv_tokens` is the capacity of all blocks."""
 
     block_size: int
     model_context_length: int
@@ -116,15 +116,15 @@ class SequenceLimits:
 class Sequence:
     """One accepted request, waiting or running.
 
-    token_ids:     what was known of it when it last began to wait; while it runs, the table knows more
-    block_hashes:  (n, 2) uint64 of its leading full blocks, as far as they were needed
-    end_tokens:    with so many tokens it ends
-    stops_after:   with more tokens than this a stop token ends it
-    cached_tokens: what the prefix cache gave of the prompt at the first admission; None before
-    is_fresh:      no delta of it went out yet
-    has_begun:     a step has computed some of it, or is about to
-    since_tokens:  prompt tokens that the engine had computed when it came
-    rank:          its turn while it waits, where that is not as it came
+    token_ids:     its tokens when it last entered the queue; while it runs, the table has more
+    block_hashes:  (n, 2) uint64 of leading full blocks, extended on demand
+    end_tokens:    it ends with so many tokens
+    stops_after:   a stop token ends it only beyond so many tokens
+    cached_tokens: prefix-cache hit of the prompt at first admission; None before
+    is_fresh:      no delta was sent yet
+    has_begun:     a step has computed some of it, or the current one does
+    since_tokens:  prompt tokens that the engine had computed in total when it arrived
+    rank:          order in a shortest-first queue; None otherwise
     """
 
     request: Request
@@ -148,7 +148,7 @@ class Sequence:
         """Check a request and make its sequence.
 
         Raises:
-            RequestError: it can never run here, or contradicts itself.
+            RequestError: the request can never run here, or its fields contradict each other.
         """
         token_ids = _checked_tokens(request, limits)
         num_prompt = len(token_ids) - request.num_emitted
@@ -166,15 +166,15 @@ class Sequence:
 
     @property
     def known(self) -> int:
-        """How many tokens were known of it when it last began to wait."""
+        """Number of its tokens when it last entered the queue."""
         return len(self.token_ids)
 
     def hash_blocks(self, token_ids: TokenArray, count: int, limits: SequenceLimits) -> None:
         """Extend `block_hashes` to the first `count` blocks.
 
         Args:
-            token_ids: all its tokens, (at least count * block_size,).
-            count: how many blocks must have their hash.
+            token_ids: (at least count * block_size,) tokens of the sequence.
+            count: number of leading blocks that need a hash.
         """
         known = len(self.block_hashes)
         if count <= known:

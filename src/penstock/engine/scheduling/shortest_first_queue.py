@@ -1,9 +1,9 @@
-"""Whose prompt is computed next where that is not who came first: the shortest, less what waiting has earned it.
+"""Shortest-prompt-first order with ageing.
 
-A request's rank is the prompt tokens it lacks, plus `ageing` for each prompt token that the engine had computed before it
-came; the lowest is next. Work is counted in prompt tokens and so is waiting, so this needs no clock, and is the same at
-whatever speed. Who lacks n tokens is overtaken by those that come while the engine computes n / `ageing` more, and by nobody
-who comes later.
+A request's rank is the number of prompt tokens it still has to compute, plus `ageing` times the prompt tokens that the
+engine had computed in total when the request arrived; the lowest rank is next. Waiting is counted in prompt tokens too, so
+the order needs no clock and is the same at any speed. A request with n tokens to compute can be overtaken only by requests
+that arrive while the engine computes the next n / `ageing` tokens.
 """
 
 import math
@@ -15,9 +15,9 @@ from typing import Generic, Protocol, TypeVar
 class Ranked(Protocol):
     """A request, waiting or running.
 
-    arrival:      its number
-    since_tokens: prompt tokens that its engine had computed when it came
-    rank:         while it waits; None before it is known what it lacks
+    arrival:      sequence number of its arrival
+    since_tokens: prompt tokens that the engine had computed in total when it arrived
+    rank:         None until its tokens to compute are counted
     """
 
     arrival: int
@@ -29,52 +29,51 @@ S = TypeVar("S", bound=Ranked)
 
 
 class ShortestFirstQueue(Generic[S]):
-    """The requests that wait, by rank; one scheduler owns it, and knows them by other means too."""
+    """The waiting requests by rank. A `WaitingQueue` owns it."""
 
     def __init__(self, ageing: float) -> None:
-        """Begin empty."""
         self._ageing = ageing
         self._new: dict[int, S] = {}  # by arrival
         self._order: list[tuple[float, int, S]] = []  # (rank, arrival, ...), sorted
 
     def __iter__(self) -> Iterator[S]:
-        """Give those that are ranked, the first in turn first."""
+        """Yield the ranked requests, the next one first."""
         return (sequence for _, _, sequence in self._order)
 
-    def come(self, sequence: S) -> None:
-        """Take in one that has come, or that comes back before what it lacks is known."""
+    def push(self, sequence: S) -> None:
+        """Add a request that has no rank yet."""
         sequence.rank = None
         self._new[sequence.arrival] = sequence
 
-    def come_back(self, sequence: S) -> None:
-        """Take in one that ran, and had to make room: it goes before all that have not run."""
-        self._place(sequence, -math.inf)
+    def push_front(self, sequence: S) -> None:
+        """Add a preempted request before all requests that have not run."""
+        self._insert(sequence, -math.inf)
 
     def rank_new(self, count: Callable[[S], int]) -> None:
-        """Give those that have come their ranks; `count` says how many tokens each lacks."""
+        """Rank the requests that were pushed since; `count` returns how many tokens a request has to compute."""
         if self._new:
             for sequence in self._new.values():
-                self._place(sequence, self.rank_of(sequence, count(sequence)))
+                self._insert(sequence, self.rank_of(sequence, count(sequence)))
             self._new.clear()
 
     def rank_of(self, sequence: S, lacking: int) -> float:
-        """Say the rank of one that lacks so many tokens, whether it waits or runs."""
+        """Return the rank of a waiting or running request with `lacking` tokens to compute."""
         return lacking + self._ageing * sequence.since_tokens
 
     @property
     def first(self) -> S:
-        """The one whose turn it is; all must be ranked, and there must be one."""
+        """The next request. The queue must not be empty, and all requests must be ranked."""
         return self._order[0][-1]
 
-    def leave(self, sequence: S) -> None:
-        """Let one go that is taken in or given up."""
+    def remove(self, sequence: S) -> None:
+        """Remove a request that was admitted or aborted."""
         if sequence.rank is None:
             del self._new[sequence.arrival]
         else:
             del self._order[bisect_left(self._order, (sequence.rank, sequence.arrival))]
 
     def check(self) -> None:
-        """Raise AssertionError where the order is broken."""
+        """Raise AssertionError if the order is broken."""
         keys = [(rank, arrival) for rank, arrival, _ in self._order]
         assert keys == sorted(keys), "shortest-first queue: the lowest rank first"
         for rank, arrival, sequence in self._order:
@@ -85,6 +84,6 @@ class ShortestFirstQueue(Generic[S]):
             "shortest-first queue: not ranked yet"
         )
 
-    def _place(self, sequence: S, rank: float) -> None:
+    def _insert(self, sequence: S, rank: float) -> None:
         sequence.rank = rank
         insort(self._order, (rank, sequence.arrival, sequence))

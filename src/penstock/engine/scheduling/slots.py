@@ -1,4 +1,4 @@
-"""The sequences in the batch, each in a slot: the table that runners read, and what only the scheduler needs of them."""
+"""Batch slots: the running sequences as columns, for runners and for the scheduler."""
 
 from bisect import insort
 
@@ -16,13 +16,13 @@ Bools = NDArray[np.bool_]
 
 
 class Slots:
-    """Seats sequences and keeps their columns. Blocks come and go through the scheduler, which owns the pool.
+    """Assigns slots to sequences and keeps their columns. The scheduler owns the pool and passes blocks in and out.
 
     running:       slots in use, oldest arrival first
     request_ids:   by slot
-    num_published: (slots,) int32, how many leading blocks are in the prefix cache
-    is_fresh:      (slots,) bool, no delta went out yet
-    unbegun:       slots of sequences that no step has computed since they came
+    num_published: (slots,) int32, leading blocks that are in the prefix cache
+    is_fresh:      (slots,) bool, no delta was sent yet
+    unbegun:       slots of sequences that no step has computed yet
     """
 
     def __init__(self, count: int, limits: SequenceLimits, is_eos: Bools) -> None:
@@ -50,13 +50,13 @@ class Slots:
         return np.array(self.running, dtype=np.int32)
 
     def sequence(self, slot: int) -> Sequence:
-        """Give the sequence in a slot that is in use."""
+        """Return the sequence in a slot that is in use."""
         sequence = self._sequences[slot]
         assert sequence is not None, f"slot {slot} is free"
         return sequence
 
-    def seat(self, sequence: Sequence, hits: list[BlockId]) -> int:
-        """Put a sequence into a free slot, with the cached blocks it starts from."""
+    def assign(self, sequence: Sequence, hits: list[BlockId]) -> int:
+        """Put a sequence with its cached blocks into a free slot, and return the slot."""
         table, sampling = self.table, sequence.request.sampling
         known = len(sequence.token_ids)
         slot = sequence.slot = self._free.pop()
@@ -80,10 +80,10 @@ class Slots:
         return slot
 
     def vacate(self, slot: int) -> list[BlockId]:
-        """Free a slot; its sequence keeps what is known of it, to be seated again.
+        """Free a slot. The sequence keeps its tokens, so that it can get a slot again.
 
         Returns:
-            Its blocks in order, for the pool.
+            its blocks in order, for the pool.
         """
         table, sequence = self.table, self.sequence(slot)
         sequence.token_ids = table.token_ids[slot, : table.num_tokens[slot]].copy()
@@ -106,15 +106,15 @@ class Slots:
         self.table.num_blocks[slot] = end
 
     def add_partial_block(self, slot: int, block_id: BlockId, num_tokens: int) -> None:
-        """Put a block after those of a slot whose first tokens are computed, and not all."""
+        """Append a block whose first `num_tokens` tokens are computed."""
         self.add_blocks(slot, [block_id])
         self.table.num_computed[slot] += num_tokens
 
     def append(self, slots: Int32s, token_ids: Int32s) -> tuple[Bools, Bools]:
-        """Add one token to each of the slots.
+        """Append one token to each of the slots.
 
         Returns:
-            Which of them a stop token ends, and which end at all, each (slots,).
+            two (slots,) bool: sequences ended by a stop token, and sequences ended for any reason.
         """
         table = self.table
         num_tokens = table.num_tokens[slots]
@@ -128,8 +128,8 @@ class Slots:
         stopped &= num_tokens > self._stops_after[slots]
         return stopped, stopped | (num_tokens >= self._end_tokens[slots])
 
-    def tell(self, slots: Int32s, token_ids: Int32s, stopped: Bools, ended: Bools) -> list[Delta]:
-        """Build the deltas that tell of a token each; the arguments are those of `append` and what it gave."""
+    def make_deltas(self, slots: Int32s, token_ids: Int32s, stopped: Bools, ended: Bools) -> list[Delta]:
+        """Build a delta with one token for each slot, from the arguments and results of `append`."""
         is_plain = ~(ended | self.is_fresh[slots])
         packed = token_ids.astype("<i4", copy=False).tobytes()
         deltas = []
@@ -149,7 +149,7 @@ class Slots:
         return deltas
 
     def holders(self) -> dict[BlockId, int]:
-        """Count how often each block is held, to check the pool's references."""
+        """Count the references to each block, to check the pool's counts."""
         held: dict[BlockId, int] = {}
         for slot in self.running:
             for block_id in self.table.block_tables[slot, : self.table.num_blocks[slot]].tolist():
@@ -157,7 +157,7 @@ class Slots:
         return held
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         table, size = self.table, self._limits.block_size
         in_some_state = sorted([*self.running, *self._free])
         assert in_some_state == list(range(len(self._sequences))), "a slot is lost, or both free and running"

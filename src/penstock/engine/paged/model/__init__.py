@@ -1,1 +1,1 @@
-"""A checkpoint as a module that runs over paged KV: files, weights, rotary embeddings, attention."""
+"""A checkpoint as a model over paged KV: files, weights, rotary embeddings, attention."""

@@ -1,7 +1,7 @@
-"""The attention function that transformers' models call, and what it hands its calls to.
+"""The attention function that transformers' models call; it forwards to an `AttentionStep`.
 
-The model is called with `paged_step=...`, a keyword that its layers hand down to the attention function: the
-state of a step travels with the call, so any number of engines can share a process.
+The model is called with `paged_step=...`, a keyword that its layers pass down to the attention function. The state of a
+step travels with the call, so several engines can share a process.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ ATTENTION = "penstock_paged"
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What a model's layer asks of its attention, beside the tensors."""
+    """Parameters of one layer's attention."""
 
     layer: int
     scale: float
@@ -26,7 +26,7 @@ class LayerCall:
 
 
 class AttentionStep(Protocol):
-    """What handles the attention calls of one forward pass."""
+    """Computes the attention of one forward pass."""
 
     def attend(
         self,
@@ -36,14 +36,14 @@ class AttentionStep(Protocol):
         value: torch.Tensor,
         extra: dict[str, Any],
     ) -> torch.Tensor:
-        """Compute one layer.
+        """Compute the attention of one layer.
 
         Args:
-            call: which layer, and how.
+            call: layer and parameters.
             query: (1, heads, tokens, head_dim), rotated.
             key: (1, kv_heads, tokens, head_dim), rotated.
-            value: as `key`.
-            extra: what else the model passed.
+            value: as `key`, not rotated.
+            extra: further keywords that the model passed.
 
         Returns:
             (1, tokens, heads, head_dim)
@@ -77,7 +77,7 @@ AttentionInterface.register(ATTENTION, _attention_function)
 def dense_attention(
     call: LayerCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attend (n, heads, queries, head_dim) to (n, kv_heads, keys, head_dim); `mask` is true where to look."""
+    """Attend (n, heads, queries, head_dim) to (n, kv_heads, keys, head_dim); `mask` is True for keys to attend to."""
     shared = query.shape[1] != keys.shape[1]
     if call.softcap is None:
         return scaled_dot_product_attention(

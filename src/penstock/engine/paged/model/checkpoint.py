@@ -1,4 +1,4 @@
-"""A model on disk: where it lies, what its JSON files say, and a name for its exact content. Needs no PyTorch."""
+"""A checkpoint on disk: its path, its JSON files, and a digest of its content. Needs no PyTorch."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ _GENERATION = "generation_config.json"
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES_MAX = 512
-"""Of a weight file above 32 MiB, this many evenly spread samples are read: 0.1 s, where reading all takes a minute."""
+"""Evenly spread samples of a weight file above 32 MiB: reading them takes 0.1 s, reading the whole file a minute."""
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -23,9 +23,9 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 class Checkpoint:
     """A local checkpoint in Hugging Face's layout.
 
-    name:       what the user called it
+    name:       as the user gave it
     config:     config.json
-    generation: generation_config.json, empty where there is none
+    generation: generation_config.json; empty if there is none
     """
 
     path: Path
@@ -35,7 +35,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str) -> Self:
-        """Find a checkpoint: a directory as it is, any other name on the Hugging Face hub or in its cache.
+        """Open a directory, or download any other name from the Hugging Face hub (or find it in the hub's cache).
 
         Raises:
             ConfigError: there is no such directory or repository, or it has no config.json.
@@ -50,16 +50,16 @@ class Checkpoint:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """What concerns the language model; a model of several modalities keeps it one level down."""
+        """The language model's part of config.json; multimodal models nest it."""
         inner = self.config.get("text_config")
         return inner if isinstance(inner, dict) else self.config
 
     @property
     def context_length(self) -> int:
-        """Tokens the model was made for.
+        """Tokens of context that the model supports.
 
         Raises:
-            ConfigError: config.json does not say.
+            ConfigError: config.json has no valid `max_position_embeddings`.
         """
         length = self.text_config.get("max_position_embeddings")
         if not isinstance(length, int) or length < 1:
@@ -69,10 +69,10 @@ class Checkpoint:
         return length
 
     def served_context(self, asked: int | None) -> int:
-        """Tokens of a request where a deployment asks for so many; None is all that the model was made for.
+        """Return the context length to serve: `asked`, or the model's own if None.
 
         Raises:
-            ConfigError: it is more than that, or config.json does not say what that is.
+            ConfigError: `asked` exceeds the model's own, or config.json does not say that.
         """
         limit = self.context_length
         if asked is not None and asked > limit:
@@ -80,9 +80,9 @@ class Checkpoint:
         return asked or limit
 
     def has_long_factors(self, context_length: int) -> bool:
-        """Tell whether a served context takes the long one of two sets of rotary factors (longrope).
+        """Say whether this context length uses the long one of a model's two sets of rotary factors (longrope).
 
-        One set holds for all requests, as in vLLM: a row's keys must not depend on the others, nor on how long it becomes.
+        All requests use the same set, as in vLLM: keys must not depend on other rows or on the final length of a request.
         """
         config = self.text_config
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -96,10 +96,10 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer; generation_config.json goes before config.json.
+        """End-of-sequence tokens; generation_config.json takes precedence over config.json.
 
         Raises:
-            ConfigError: the file says something else than token ids.
+            ConfigError: `eos_token_id` is no token id or list of token ids.
         """
         for file, source in (
             (_GENERATION, self.generation), ("config.json", self.text_config), ("config.json", self.config),
@@ -116,10 +116,10 @@ class Checkpoint:
 
     @property
     def default_sampling(self) -> tuple[tuple[str, float], ...]:
-        """The model's own sampling settings, by name; greedy where it says `do_sample: false`.
+        """The model's own sampling settings as (name, value); greedy with `do_sample: false`.
 
         Raises:
-            ConfigError: one of them is no number.
+            ConfigError: a value is no finite number.
         """
         if self.generation.get("do_sample") is False:
             return (("temperature", 0.0),)
@@ -154,11 +154,11 @@ class Checkpoint:
         return files
 
     def revision(self) -> bytes:
-        """Name the content of configuration and weights, for the salt of block hashes.
+        """Digest configuration and weights, for the salt of block hashes.
 
-        Equal content gives equal bytes on every host and path. Of a weight file larger than `_SAMPLES_MAX` samples,
-        `_SAMPLE_BYTES` at as many even distances are read, so that an edit between them goes unseen: enough for
-        caches that live with their workers, not for KV stored beyond them.
+        Equal content gives equal bytes on every host and path. Of a weight file above `_SAMPLES_MAX` x `_SAMPLE_BYTES` only
+        evenly spread samples are read, so an edit between samples goes unnoticed. That is enough for caches that live as
+        long as their workers, but not for KV that outlives them.
         """
         digest = hashlib.blake2b(digest_size=REVISION_BYTES)
         digest.update(json.dumps(self.config, sort_keys=True).encode())
@@ -170,7 +170,7 @@ class Checkpoint:
 
 
 def refuse_absent(model: str) -> None:
-    """Refuse a path that leads to no directory; a name on the hub is not looked up.
+    """Refuse a path that is no directory; hub names are not looked up.
 
     Raises:
         ConfigError: there is no such directory.
@@ -206,7 +206,7 @@ def _download(model: str) -> Path:
 
 
 def _reason(error: BaseException) -> str:
-    """Word the innermost cause in one short line."""
+    """Describe the innermost cause in one short line."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     lines = str(error).strip().splitlines() or [""]

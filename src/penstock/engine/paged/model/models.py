@@ -1,4 +1,4 @@
-"""Transformers' own model definitions, run over paged KV."""
+"""Transformers' own model classes, run over paged KV."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from penstock.engine.paged.model.attention import AttentionStep, LayerCall
 
 
 class PagedModel:
-    """A causal language model whose attention is a `PagedStep`'s. One thread uses it."""
+    """A causal language model whose attention is computed by an `AttentionStep`. One thread uses it."""
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         self.name = name
@@ -32,10 +32,10 @@ class PagedModel:
         """Run the model.
 
         Args:
-            token_ids: (tokens,) of all sequences, one after another.
-            positions: (tokens,) of each token in its own sequence.
-            last_tokens: (rows,) which tokens' logits to compute.
-            step: handles the attention.
+            token_ids: (tokens,) tokens of all sequences, one sequence after another.
+            positions: (tokens,) position of each token in its sequence.
+            last_tokens: (rows,) indices of the tokens whose logits to compute.
+            step: computes the attention.
 
         Returns:
             (rows, vocabulary)
@@ -50,7 +50,7 @@ class PagedModel:
         return output.logits[0]
 
     def _probe(self) -> "_Probe":
-        """Run one token to see what attention the model really does, rather than trust its config for it."""
+        """Run one token to find out which attention the model really uses; its config may not say."""
         probe = _Probe(self.name, int(self.config.num_hidden_layers))
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
@@ -73,7 +73,7 @@ class _Probe:
     seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     dtype: torch.dtype | None = None
     num_heads: int = 0
-    """Of queries, in the layer with most."""
+    """Query heads in the layer with the most."""
 
     def attend(
         self,
@@ -113,7 +113,7 @@ class _Probe:
 
 
 def unsupported(name: str, reason: str) -> ConfigError:
-    """Word that a model's architecture cannot run here."""
+    """Make the error for a model that the paged engine cannot run."""
     return ConfigError(
         f"model: {name}: the paged engine cannot run it: {reason};"
         " it runs decoders whose layers all keep keys and values, such as Llama, Qwen, Mistral and Gemma"
@@ -121,5 +121,5 @@ def unsupported(name: str, reason: str) -> ConfigError:
 
 
 def one_line(error: BaseException) -> str:
-    """Shorten what a library said to a line of readable length."""
+    """Shorten a library's error text to one line of at most 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,7 +1,7 @@
-"""Rotary embeddings that depend on a length, held to that of the served context.
+"""Length-dependent rotary embeddings, fixed to the served context length.
 
-Some models (longrope, dynamic NTK) rotate keys by factors that transformers takes from the longest row of the call. Rows of
-other requests are in the same call here, and cached keys are there for the next one: one length has to hold for all of them.
+Some models (longrope, dynamic NTK) rotate keys by factors that transformers derives from the longest row of a call. Here a
+call has rows of several requests, and cached keys are reused by later requests, so all must use one length.
 """
 
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 _LENGTHWISE = ("longrope", "dynamic")
-"""What the names of such kinds contain."""
+"""Substrings of such `rope_type` names."""
 
 
 def pin_rotary(model: torch.nn.Module, context_length: int) -> None:
-    """Have a model's rotary embeddings take every call for one that reaches the end of the context."""
+    """Make a model's rotary embeddings treat every call as one that reaches the end of the context."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         names = kinds.values() if isinstance(kinds, dict) else (kinds,)
@@ -22,7 +22,7 @@ def pin_rotary(model: torch.nn.Module, context_length: int) -> None:
 
 
 class _Pinned:
-    """A rotary embedding's forward pass with one position more, the last one of the context."""
+    """A rotary embedding's forward pass with one extra position: the last one of the context."""
 
     def __init__(self, forward: Any, last_position: int) -> None:
         self._forward = forward

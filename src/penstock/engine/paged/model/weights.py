@@ -1,4 +1,4 @@
-"""A checkpoint's weights, loaded into transformers' definition of its model."""
+"""Loading a checkpoint's weights into transformers' model class."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
-    """Read config.json as transformers' object, and refuse before loading what cannot run.
+    """Read config.json as transformers' config object, and refuse unsupported models before loading weights.
 
     Raises:
         ConfigError: the architecture is not supported, or its sizes make no sense.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
-    except Exception as error:  # each architecture's config has its own ways to fail
+    except Exception as error:  # configs of different architectures fail with different errors
         raise unsupported(
             checkpoint.name,
             f"transformers {transformers.__version__} does not read its config.json: {one_line(error)}",
@@ -59,15 +59,15 @@ def load_model(
     """Load a model onto a device.
 
     Args:
-        checkpoint: where its weights are.
-        config: what `read_config` gave for it.
-        dtype: number format of the weights.
-        device: where it will compute.
-        context_length: tokens that a request may have.
+        checkpoint: the files.
+        config: result of `read_config`.
+        dtype: dtype of the weights.
+        device: where the model computes.
+        context_length: most tokens of a request.
 
     Raises:
-        ConfigError: there are no weights, or they do not fit their config, or a trial run shows an attention
-            that the engine does not have.
+        ConfigError: weights are missing or do not match their config, or a trial run shows an attention variant that the
+            engine does not support.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -75,7 +75,7 @@ def load_model(
         )
     checkpoint.weight_files()
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # else it tells at length what one error below says
+    transformers.utils.logging.set_verbosity_error()  # one error below says the same more briefly
     try:
         module, info = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
@@ -87,7 +87,7 @@ def load_model(
             output_loading_info=True,
         )
         module = module.eval().to(device)
-    except Exception as error:  # whatever a damaged or strange file makes a library raise
+    except Exception as error:  # damaged files make libraries raise errors of any kind
         raise ConfigError(f"{checkpoint.path}: the weights cannot be loaded: {one_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -102,11 +102,11 @@ def load_model(
 
 
 def _store_by_input(module: torch.nn.Module) -> None:
-    """Lay float32 matrices out column by column, for which MKL multiplies few rows faster.
+    """Store float32 matrices in column-major order: MKL multiplies few rows faster with it.
 
     Measured with torch 2.13 on a core of an AMD EPYC (Zen 4), matrices of 256 x 256 to 4096 x 256: 4 to 32 rows take
-    a fifth less time, more rows and matrices of 2048 x 2048 the same; bfloat16 and float16 take longer, so they
-    stay. An embedding that doubles as the output layer stays as it is, since it is read by rows.
+    a fifth less time; more rows, and matrices of 2048 x 2048, take the same. bfloat16 and float16 take longer and are left
+    alone. So is an embedding that doubles as the output layer, since it is read by rows.
     """
     embeddings = {id(layer.weight) for layer in module.modules() if isinstance(layer, torch.nn.Embedding)}
     for layer in module.modules():

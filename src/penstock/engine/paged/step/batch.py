@@ -1,7 +1,6 @@
-"""One step as plain arrays, made from the scheduler's plan without a Python loop over rows.
+"""One step as plain arrays, built from the scheduler's plan without a Python loop over rows.
 
-A `StepBatch` holds all that a forward pass needs and nothing of requests: it could as well be sent to the
-other ranks of a tensor-parallel group.
+A `StepBatch` has everything that a forward pass needs and no requests, so it could be sent to other tensor-parallel ranks.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Tokens [start, end) of the batch: a run of one sequence, after `num_cached` tokens that are in its blocks."""
+    """Tokens [start, end) of the batch: a prefill chunk of one sequence, whose first `num_cached` tokens are in its blocks."""
 
     start: int
     end: int
@@ -28,9 +27,9 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Which spans of prompts become decode rows, each token one.
+    """Which prefill chunks are computed as decode rows, one row per token.
 
-    Those of up to `tokens`, and those whose tokens times all that the last one attends to is up to `pairs`.
+    A chunk of n tokens after m cached ones is, if n <= `tokens` or n (m + n) <= `pairs`.
     """
 
     tokens: int = 1
@@ -39,16 +38,16 @@ class RowLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step computes. Decode rows come first, shortest context first, then prefill spans.
+    """What one step computes: decode rows, shortest context first, then prefill spans.
 
-    A decode row is one token that attends to the blocks of its sequence; a short span of a prompt may be as many rows.
+    A decode row is one token that attends to the blocks of its sequence; a short prefill chunk is one row per token.
 
-    tokens:         (4, bucket): token ids, positions, and the block and the offset in it where each token's keys
-                    and values go; from `num_tokens` on it is padding, whose keys and values go to the spare block
+    tokens:         (4, bucket) token ids, positions, and the block and offset where each token's KV is written; columns
+                    from `num_tokens` on are padding, whose KV goes to the spare block
     decode_tables:  (num_decode, longest) block ids
-    decode_lengths: (num_decode,) tokens to attend to, the new one included; ascending but within a span
-    last_tokens:    (samples,) index of each sampled row's last token in the batch
-    sampling:       how to sample them; None is greedy for all
+    decode_lengths: (num_decode,) tokens to attend to, the new one included; ascending except within a chunk
+    last_tokens:    (samples,) index in the batch of each sampled row's last token
+    sampling:       how to sample them; None: greedy for all
     """
 
     num_tokens: int
@@ -62,18 +61,18 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Makes each step's `StepBatch` in buffers that are kept: a batch is valid until the next one is built."""
+    """Builds each step's `StepBatch` in reused buffers: a batch is valid until the next one is built."""
 
     def __init__(
         self, block_size: int, spare_block: int, columns: SamplingColumns, *, rows: RowLimits = RowLimits()
     ) -> None:
-        """Begin with no memory.
+        """Make a builder.
 
         Args:
-            block_size: of the engine.
-            spare_block: where padding goes.
-            columns: how sequences are sampled.
-            rows: which spans become decode rows.
+            block_size: tokens in a block.
+            spare_block: block that padding is written to.
+            columns: sampling parameters of the sequences.
+            rows: which prefill chunks become decode rows.
         """
         self._rows = rows
         self._block_size = block_size
@@ -82,10 +81,10 @@ class BatchBuilder:
         self._tokens = np.zeros((4, 0), dtype=np.int64)
 
     def build(self, plan: StepPlan, table: SequenceTable) -> tuple[StepBatch, Int64s]:
-        """Make the batch of a plan.
+        """Build the batch of a plan.
 
         Returns:
-            The batch, and the (samples,) rows of the plan whose tokens it samples, in its order.
+            the batch, and the (samples,) rows of the plan that it samples, in the batch's order.
         """
         before = table.num_computed[plan.slots]
         pairs = plan.num_new.astype(np.int64) * (before + plan.num_new)
@@ -133,14 +132,14 @@ class BatchBuilder:
         return PrefillSpan(start, end, num_cached, table.block_tables[slot, :num_blocks].copy())
 
     def _buffer(self, size: int) -> NDArray[np.int64]:
-        """Give (4, size) of memory that stays where it is; it grows only for a step larger than any before."""
+        """Return (4, size) of a reused buffer, reallocated only for a step larger than any before."""
         if size > self._tokens.shape[1]:
             self._tokens = np.zeros((4, size), dtype=np.int64)
         return self._tokens[:, :size]
 
 
 def bucket(num_tokens: int) -> int:
-    """Round a step's tokens up to one of few sizes, beyond 32 by less than an eighth: 1, 2, 4, 8, 12, ... 64, 72, 80, ..."""
+    """Round a step's tokens up to one of few sizes, above 32 by less than an eighth: 1, 2, 4, 8, 12, ... 64, 72, 80, ..."""
     if num_tokens <= 2:
         return num_tokens
     step = max(4, 1 << max(0, (num_tokens - 1).bit_length() - 4))

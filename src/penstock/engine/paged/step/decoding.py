@@ -1,7 +1,7 @@
-"""Attention of decode rows: one new query a sequence over the blocks it has, in two ways with equal results.
+"""Attention of decode rows: one query per row over the blocks of its sequence, in two implementations.
 
-`NativeRows` reads the blocks where they lie. `GatheredRows` is its reference in PyTorch, for any device and without
-native code: it copies the blocks of similar rows together and attends to the copies.
+`NativeRows` reads the blocks in place. `GatheredRows` is its reference in PyTorch, for any device: it gathers the blocks of
+rows with similar length and attends to the copies.
 """
 
 from dataclasses import dataclass
@@ -19,26 +19,33 @@ from penstock.engine.paged.step.batch import RowLimits
 _HEAD_DIM_STEP = 16
 _NATIVE_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 _NATIVE_ROW_TOKENS = 8
-"""After 2,300 cached tokens (12 layers, 2 kv heads of 32), on one EPYC core: 1.7 ms instead of 5 for one token, 3 instead of
-6 for four, 6 instead of 7 for eight, and no gain from there on."""
+"""Chunks of up to so many tokens are faster as decode rows. After 2,300 cached tokens (12 layers, 2 kv heads of 32), on one
+EPYC core: 1.7 ms instead of 5 for one token, 3 instead of 6 for four, 6 instead of 7 for eight; no gain beyond."""
 _NATIVE_ROW_PRODUCTS = 1 << 21
-"""Of a layer's queries and keys: what rows save is calls. With 20 layers of 2 query heads of 32, on the same core: 1 ms saved
-of 16 tokens after none or 600, 2 of 64 after none, 1 of 128 after 256; nothing of 24 after 1,200 or 128 after 600."""
+"""Chunks of up to so many query-key products in a layer are faster as decode rows, which take fewer calls. With 20 layers of
+2 query heads of 32, on the same core, they save 1 ms for 16 tokens after 0 or 600 cached, 2 ms for 64 after 0, 1 ms for 128
+after 256, and nothing for 24 after 1,200 or 128 after 600."""
 _GROUP_GROWTH = 1.25
 _GROUP_BYTES = 4 << 20
-"""Keys (or values) that one gather of decode rows may fill: near the size of a core's caches."""
+"""Bytes of keys (or of values) in one gather of decode rows: about the size of a core's caches."""
 
 
 class DecodeRows(Protocol):
     """The decode rows of one step."""
 
     def attend(self, call: LayerCall, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute one layer: (rows, heads, head_dim) queries into `out`, which is contiguous."""
+        """Compute one layer.
+
+        Args:
+            call: layer and parameters.
+            query: (rows, heads, head_dim).
+            out: as `query`, contiguous; receives the result.
+        """
         ...
 
 
 def native_decodes(memory: KvMemory) -> bool:
-    """Tell whether native code can attend to this memory; it uses one thread, like the default of the engine."""
+    """Say whether the native kernel supports this memory. It uses one thread, so the engine must use one too."""
     return (
         native is not None
         and memory.device.type == "cpu"
@@ -49,7 +56,7 @@ def native_decodes(memory: KvMemory) -> bool:
 
 
 def row_limits(memory: KvMemory, num_heads: int) -> RowLimits:
-    """Tell which spans of prompts are computed sooner as decode rows, with so many query heads."""
+    """Return which prefill chunks are faster as decode rows in a model with `num_heads` query heads."""
     if not native_decodes(memory):
         return RowLimits()
     pairs = _NATIVE_ROW_PRODUCTS // (num_heads * memory.shape.head_dim)
@@ -58,12 +65,12 @@ def row_limits(memory: KvMemory, num_heads: int) -> RowLimits:
 
 class NativeRows:
     def __init__(self, tables: NDArray[np.int32], lengths: NDArray[np.int64], memory: KvMemory) -> None:
-        """Prepare.
+        """Prepare a step.
 
         Args:
             tables: (rows, longest) block ids.
             lengths: (rows,) tokens to attend to.
-            memory: where the blocks are; `native_decodes` holds for it.
+            memory: KV memory for which `native_decodes` is True.
         """
         self._tables = tables
         self._lengths = lengths
@@ -87,7 +94,7 @@ class NativeRows:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows [start, end) of similar length: their blocks, flat, and which tokens of them count (None: all)."""
+    """Rows [start, end) of similar length: their block ids, flat, and a mask of the tokens to attend to (None: all)."""
 
     start: int
     end: int
@@ -98,7 +105,7 @@ class _Group:
 
 class GatheredRows:
     def __init__(self, tables: NDArray[np.int32], lengths: NDArray[np.int64], gather: Gather) -> None:
-        """Prepare.
+        """Prepare a step.
 
         Args:
             tables: (rows, longest) block ids.
@@ -109,7 +116,7 @@ class GatheredRows:
         self._lengths = lengths
         self._gather = gather
         self._memory = gather.memory
-        self._groups: dict[int | None, list[_Group]] = {}  # by window: layers share them
+        self._groups: dict[int | None, list[_Group]] = {}  # by window; layers with the same window share them
 
     def attend(self, call: LayerCall, query: torch.Tensor, out: torch.Tensor) -> None:
         groups = self._groups.get(call.window)
@@ -152,7 +159,7 @@ class GatheredRows:
 
 
 def _similar(num_blocks: NDArray[np.int64], block_bytes: int) -> list[tuple[int, int]]:
-    """Cut rows, in order, into runs of about as many blocks (little padding) that fill the caches once (one gather)."""
+    """Cut rows, in order, into groups with similar numbers of blocks, for little padding, that each fit into `_GROUP_BYTES`."""
     sizes = np.ceil(np.log(num_blocks) / np.log(_GROUP_GROWTH))
     runs, start = [], 0
     for cut in [*(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(num_blocks)]:

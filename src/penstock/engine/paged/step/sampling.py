@@ -1,11 +1,10 @@
-"""Picking tokens from logits, all rows at once.
+"""Sampling tokens from logits, all rows at once.
 
-A random row takes argmax(logits / temperature + g), where g is Gumbel noise: this draws from the softmax. The
-noise of each vocabulary entry is a hash of (seed, choice, output position, token id), so it depends neither on
-the batch nor on the worker: a request that moves in the middle goes on with the same noise.
+A random row takes argmax(logits / temperature + g) with Gumbel noise g, which samples from the softmax. The noise of a
+vocabulary entry is a hash of (seed, choice, output position, token id). It depends neither on the batch nor on the worker,
+so a request that moves to another worker continues with the same noise.
 
-Source: Gumbel-max trick, Gumbel 1954; the 64-bit mix is SplitMix64's finaliser (Steele, Lea, Flood 2014), the
-32-bit one MurmurHash3's (Appleby 2011).
+Source: Gumbel-max trick, Gumbel 1954; the 32-bit mix is MurmurHash3's (Appleby 2011).
 """
 
 import hashlib
@@ -21,22 +20,25 @@ from numpy.typing import NDArray
 from penstock.core.errors import EngineError, PenstockError
 from penstock.core.log import get_logger
 from penstock.core.types.requests import Request, TokenLogprob
+from penstock.engine.scheduling.sampling import mix64, position_keys
 from penstock.engine.scheduling.sequences import SequenceTable
 
 _log = get_logger()
 
 _RANDOM, _TOP_K, _TOP_P, _PENALTIES, _MIN_TOKENS, _LOGPROBS = (1 << bit for bit in range(6))
 _CANDIDATES = 512
-"""Likeliest tokens looked at first for top-p; more are sorted only where they hold too little of the mass."""
+"""Most likely tokens sorted first for top-p; the whole vocabulary is sorted only if their probabilities do not reach top-p."""
 
 Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Rows whose logits depend on the tokens so far.
+    """The n rows with penalties on tokens that occurred before.
 
-    history: (n, longest) token ids, prompt and output; lengths and prompts: (n,) tokens of both and of the prompt
+    history: (n, longest) token ids, prompt and output
+    lengths: (n,) tokens of prompt and output
+    prompts: (n,) tokens of the prompt
     """
 
     rows: Rows
@@ -50,7 +52,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Rows that draw: the noise key of their output position, and what narrows the choice (top_k 0: nothing)."""
+    """Rows that sample randomly: noise keys of their output positions, and sampling parameters (top_k 0: no limit)."""
 
     rows: Rows
     keys: NDArray[np.uint64]
@@ -62,11 +64,11 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How to sample the rows of one step, where it is more than taking each one's likeliest token.
+    """How to sample the rows of a step that is not all greedy.
 
-    draws:         unrestricted rows, rows with top-k, rows with top-p alone; each group where it has rows
-    banned:        (pairs, 2) of row and token id that must not come yet
-    logprob_rows:  rows to report on, with logprob_counts alternatives each
+    draws:         up to three groups: rows without limits, rows with top-k, rows with top-p only
+    banned:        (pairs, 2) row and token id that must not be sampled
+    logprob_rows:  rows that report logprobs, with logprob_counts alternatives each
     """
 
     draws: tuple[Draws, ...]
@@ -84,10 +86,10 @@ class SamplingColumns:
         self._requests: list[Request | None] = []
         self._allocate(0)
         self.errors: dict[int, PenstockError] = {}
-        """By row of the last `rows`: requests whose parameters cannot be used. Their rows are sampled greedily."""
+        """By row of the last call of `rows`: requests with unusable parameters. Their rows are sampled greedily."""
 
     def rows(self, table: SequenceTable, slots: NDArray[np.int32]) -> SamplingRows | None:
-        """Describe how to sample `slots`; None where all are plainly greedy."""
+        """Describe how to sample `slots`; None if all are greedy without penalties, bans or logprobs."""
         if len(table.requests) > len(self._requests):
             self._allocate(len(table.requests))
         listed = slots.tolist()
@@ -123,7 +125,7 @@ class SamplingColumns:
     def _try_load(self, row: int, slot: int, request: Request) -> None:
         try:
             self._load(slot, request)
-        except Exception as error:  # noqa: BLE001 - whatever one request holds must not reach the others
+        except Exception as error:  # noqa: BLE001 - one request must not fail the others
             _log.exception("request_not_prepared", request_id=request.request_id)
             self._requests[slot] = None
             self._flags[slot] = 0
@@ -205,7 +207,7 @@ class SamplingColumns:
 
 
 class Sampler:
-    """Picks tokens on the device the logits are on."""
+    """Samples tokens on the device of the logits."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
@@ -214,15 +216,15 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, how: SamplingRows | None
     ) -> tuple[NDArray[np.int64], dict[int, TokenLogprob]]:
-        """Pick one token a row; `logits` may be overwritten.
+        """Sample one token per row; may overwrite `logits`.
 
         Args:
             logits: (rows, vocabulary).
-            how: None takes the likeliest of each row.
+            how: None: greedy for all rows.
 
         Returns:
-            (rows,) token ids, and logprobs by row for those that ask: of the model's own distribution, before
-            temperature and penalties.
+            (rows,) token ids, and logprobs by row for rows that report them. Logprobs are of the model's own distribution,
+            before temperature and penalties.
         """
         if how is None:
             return logits.argmax(-1).cpu().numpy(), {}
@@ -257,7 +259,7 @@ class Sampler:
         return (best if token_ids is self._vocabulary else token_ids.gather(1, best))[:, 0].long()
 
     def _candidates(self, scores: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sort the likeliest tokens of each row and mask those outside of top-k, then top-p, then min-p."""
+        """Sort the most likely tokens of each row and mask those outside of top-k, then top-p, then min-p."""
         vocab_size = scores.shape[-1]
         top_k = self._put(draws.top_k)[:, None]
         top_p = self._put(draws.top_p)[:, None]
@@ -285,7 +287,7 @@ class Sampler:
 def penalise(
     scores: torch.Tensor, penalties: Penalties, put: Callable[[NDArray[np.generic]], torch.Tensor]
 ) -> torch.Tensor:
-    """Lower the scores of tokens seen before: repetition in prompt and output, frequency and presence in the output."""
+    """Lower the scores of tokens that occurred: repetition counts prompt and output, frequency and presence the output."""
     history, lengths, prompts = put(penalties.history), put(penalties.lengths), put(penalties.prompts)
     at = torch.arange(history.shape[1], device=scores.device)
     known = (at < lengths[:, None]).float()
@@ -299,23 +301,12 @@ def penalise(
 
 
 def noise_key(request: Request) -> int:
-    """Give the 64-bit key of a request's noise; without a seed, its id stands for one, wherever it runs."""
+    """Return the 64-bit key of a request's noise, from its seed or, without one, its request id."""
     seed = request.sampling.seed
     if seed is None:
         seed = int.from_bytes(hashlib.blake2b(request.request_id.encode(), digest_size=8).digest(), "little")
     seeds = np.array([seed & (1 << 64) - 1], dtype=np.uint64)
-    return int(position_keys(_mix64(seeds), np.array([request.choice]))[0])
-
-
-def position_keys(keys: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """Derive the (n,) keys of output positions from those of the requests."""
-    return _mix64(keys + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-
-
-def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return int(position_keys(mix64(seeds), np.array([request.choice]))[0])
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -349,7 +340,7 @@ def _where(flags: NDArray[np.uint8], flag: int) -> Rows:
 
 
 def _report(logprobs: torch.Tensor, picked: NDArray[np.int64], how: SamplingRows) -> dict[int, TokenLogprob]:
-    """Word the (reported rows, vocabulary) logprobs as messages."""
+    """Convert the (reported rows, vocabulary) logprobs to messages."""
     chosen_ids = picked[how.logprob_rows]
     index = torch.from_numpy(chosen_ids).to(logprobs.device)[:, None]
     chosen = logprobs.gather(1, index)[:, 0].tolist()

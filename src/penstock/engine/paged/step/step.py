@@ -1,4 +1,4 @@
-"""The attention of one step: writes the new tokens' KV into their blocks, then attends to the blocks."""
+"""The attention of one step: write the new tokens' KV into their blocks, then attend to the blocks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,12 @@ from penstock.engine.paged.step.batch import PrefillSpan, StepBatch
 from penstock.engine.paged.step.decoding import DecodeRows, GatheredRows, NativeRows, native_decodes
 
 _TILE_TOKENS = 128
-"""Queries of a prefill that attend together. A whole prompt of 512 at once takes 1.8 times as long on a CPU core."""
+"""Prefill queries per attention call. All 512 of a prompt in one call take 1.8 times as long on a CPU core."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A prefill span as one window sees it. `block_ids` is None where nothing before it is to be read."""
+    """A prefill span for one window size. `block_ids` is None if no cached tokens precede it."""
 
     start: int
     end: int
@@ -26,15 +26,18 @@ class _Part:
 
 
 class PagedStep:
-    """Decode rows are computed together, each prefill span by itself; layers with the same window share masks."""
+    """An `AttentionStep`: computes all decode rows together and each prefill span alone.
+
+    Layers with the same window share masks.
+    """
 
     def __init__(self, batch: StepBatch, write_at: torch.Tensor, gather: Gather) -> None:
         """Prepare a step.
 
         Args:
-            batch: what is computed.
-            write_at: (2, tokens) block and offset of each token's keys and values, on the device.
-            gather: copies blocks of its memory together.
+            batch: the step.
+            write_at: (2, tokens) block and offset where each token's KV is written, on the device.
+            gather: gathers blocks of the KV memory.
         """
         self._batch = batch
         self._memory = gather.memory
@@ -56,10 +59,10 @@ class PagedStep:
         value: torch.Tensor,
         extra: dict[str, Any],
     ) -> torch.Tensor:
-        del extra  # what a model may pass was checked when it was loaded
+        del extra  # checked when the model was loaded
         for memory, new in zip(self._memory.by_token[call.layer], (key, value), strict=True):
-            # Gathered rows multiply stale tokens of a reused block by zero: one request's overflow must not be
-            # another one's NaN. Native code does not read them.
+            # Gathered rows multiply stale tokens of a reused block by zero. An inf or NaN of one request must not become a
+            # NaN of another. Native code does not read stale tokens.
             written = new[0].transpose(0, 1)
             memory.index_put_(self._write_at, written if self._native else written.nan_to_num())
         queries = query[0].transpose(0, 1)
@@ -86,7 +89,7 @@ class PagedStep:
         of_part = out[part.start : part.end]
         for start in range(0, len(of_part), _TILE_TOKENS):
             end = min(start + _TILE_TOKENS, len(of_part))
-            # Keys before these, beyond the first query's window, and after them are masked for all of the tile.
+            # Keys outside [first, seen) are masked for all queries of the tile.
             seen = part.num_keys - len(of_part) + end
             first = 0 if call.window is None else max(0, seen - (end - start) - call.window + 1)
             mask = part.mask[start:end, first:seen]
