@@ -14,7 +14,7 @@ _MODELS = {
     "70b": "70B, fp8",
     "671b": "671B, fp8; NVFP4 experts on Blackwell",
 }
-_KINDS = {"aggregated": "whole", "disaggregated": "apart"}
+_KINDS = ("aggregated", "disaggregated")
 _FIGURES = {"tokens_per_s_per_gpu": "tokens/s a GPU", "tokens_per_joule": "tokens/J", "usd_per_million_tokens": "USD per million tokens"}  # fmt: skip
 _CURVES = ("h200-host", "h200-host-mtp", "h100-two-hosts", "h100-wide", "gb200", "gb300", "gb300-mtp")
 _SCALES = (8, 16, 32)
@@ -26,7 +26,7 @@ def _file(model: str, hardware: str) -> str:
 
 
 def _simulated(model: str, hardware: str, key: str) -> float | None:
-    """Give a figure of a row; None where it was last made when pools were simulated apart and some engines were slower than expected."""
+    """Give a figure of a row; None where it was last made when pools were simulated separately and some engines were slower than expected."""
     file = _file(model, hardware)
     return figure(file, key) if "layouts" in report(file)["config"] else None
 
@@ -41,8 +41,8 @@ def simulated() -> Iterator[str]:
     def rows() -> Iterator[list[str]]:
         for model, formats in _MODELS.items():
             for slo in ("interactive", "fast"):
-                for kind, said in _KINDS.items():
-                    label = f"{formats}, {slo}, {said}"
+                for kind in _KINDS:
+                    label = f"{formats}, {slo}, {kind}"
                     for key, unit in _FIGURES.items():
                         values = [
                             _simulated(model, hardware, f"{model}-{hardware}_{slo}_{kind}_{key}")

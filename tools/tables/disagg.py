@@ -29,13 +29,13 @@ RUNS = (
 
 
 class Side(NamedTuple):
-    """One comparison: the disaggregated side and the best chunk of two workers that do both."""
+    """One comparison: the disaggregated side and the best chunk of two aggregated workers."""
 
     ratio: float | None
     tokens_ratio: float | None
     chunk: int | None
-    apart: tuple[float | None, ...]
-    together: tuple[float | None, ...]
+    disaggregated: tuple[float | None, ...]
+    aggregated: tuple[float | None, ...]
     """ITL p99, p99.9 and longest stall in ms, TTFT p99 in s."""
 
 
@@ -75,7 +75,7 @@ def comparisons() -> Iterator[str]:
                 if kind == _LATE and not run.has_both:
                     continue
                 found = side(run, kind)
-                pairs = zip(found.apart, found.together, strict=True)
+                pairs = zip(found.disaggregated, found.aggregated, strict=True)
                 yield [
                     said,
                     link(run.said, run.file),
@@ -86,8 +86,8 @@ def comparisons() -> Iterator[str]:
                 ]
 
     head = [
-        "tokens that may be late", "run", "ITL p99 times as low", "ITL p99, ms: ours, theirs", "p99.9", "longest stall",
-        "TTFT p99, s", "their chunk", "output tokens",
+        "tokens that may be late", "run", "ITL p99 times as low", "ITL p99, ms: disaggregated, aggregated", "p99.9", "longest stall",
+        "TTFT p99, s", "aggregated chunk", "output tokens",
     ]  # fmt: skip
     return table(head, rows())
 

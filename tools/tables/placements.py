@@ -1,10 +1,10 @@
-"""Whole requests against prefill and decode apart."""
+"""The best aggregated and disaggregated layouts."""
 
 from collections.abc import Iterator
 
 from tables.read import figure, ratio, report, table, text
 
-_KINDS = (("whole requests", "aggregated"), ("apart", "disaggregated"))
+_KINDS = ("aggregated", "disaggregated")
 
 
 def by_tpot() -> Iterator[str]:
@@ -14,13 +14,13 @@ def by_tpot() -> Iterator[str]:
     def rows() -> Iterator[list[str]]:
         for devices in (8, 16):
             found = []
-            for said, kind in _KINDS:
+            for kind in _KINDS:
                 values = [
                     figure("placements", f"{kind}_rps_per_gpu_x{devices}_ttft1000ms_itl{ms}ms")
                     for ms in targets
                 ]
                 found.append(values)
-                yield [f"{devices} GPUs, {said}", *(text(value, ".2f") for value in values)]
+                yield [f"{devices} GPUs, {kind}", *(text(value, ".2f") for value in values)]
             whole, apart = found
             slower = [figure("placements", f"ratio_slower_x{devices}_ttft1000ms_itl{ms}ms") for ms in targets]
             yield ["*ratio*", *(text(ratio(a, w), ".2f") for a, w in zip(apart, whole, strict=True))]

@@ -65,7 +65,7 @@ def _serving() -> Iterator[list[str]]:
         ("streams beside long prompts, 1 prefill and 1 decode worker on CPU: ITL p99", 0, "ms"),
         ("the same: TTFT p99 of the long prompts", 3, "s"),
     ):
-        ours, theirs = run.apart[at], run.together[at]
+        ours, theirs = run.disaggregated[at], run.aggregated[at]
         yield [
             said, f"{text(ours)} {unit}", f"{text(theirs)} {unit}, 2 aggregated workers", _times([(theirs, ours)]),
             _link("disagg"),

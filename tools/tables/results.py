@@ -1,6 +1,6 @@
 """The figures that claims are made of, each beside what it was held against."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tables.disagg import RUNS, Side, side
 from tables.policies import geomean, mean
@@ -63,7 +63,7 @@ def _engines() -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
-def _simulator() -> Iterator[list[str]]:
+def _index() -> Iterator[list[str]]:
     workers = ("w8", "w64", "w512")
     yield [
         "`router_lookups_per_s_w8`, `w64`, `w512`: 64 blocks each, 1,000,000 pairs",
@@ -72,6 +72,9 @@ def _simulator() -> Iterator[list[str]]:
         several("router", [f"router_lookups_vs_peer_{w}" for w in workers], ".1f"),
         "400,000, 400,000, 300,000; 4 times the peer", link("router"),
     ]  # fmt: skip
+
+
+def _simulator() -> Iterator[list[str]]:
     rate = "simulate_requests_per_wall_s"
     others = f"16: {of('simulate', f'{rate}_b16', ',.0f')}; 512: {of('simulate', f'{rate}_b512', ',.0f')}"
     yield [
@@ -79,7 +82,7 @@ def _simulator() -> Iterator[list[str]]:
         "3,000 with the native index", link("simulate"),
     ]  # fmt: skip
     yield [
-        f"`{rate}_apart`, every prompt handed over", of("simulate", f"{rate}_apart", ",.0f"), "", "", "", link("simulate"),
+        f"`{rate}_apart`, every prompt disaggregated", of("simulate", f"{rate}_apart", ",.0f"), "", "", "", link("simulate"),
     ]  # fmt: skip
     yield [
         "`simulate_scale_s`, 100,000 requests on 1,000 workers (8 workers)",
@@ -101,13 +104,13 @@ def _deployments() -> Iterator[list[str]]:
         (8, "1.3 as published: [why](disaggregation.md#what-it-is-worth)"),
         (16, "2, as published"),
     ):
-        whole, apart = (
+        aggregated, disaggregated = (
             figure("placements", f"{kind}_rps_per_gpu_x{devices}_{_MAIN}")
             for kind in ("aggregated", "disaggregated")
         )
         yield [
             f"`disaggregated_rps_per_gpu_x{devices}_{_MAIN}`, 70B fp8 on {devices} H100, 3,000 in and 150 out, simulated",
-            text(apart, ".2f"), f"{text(whole, '.2f')}, whole requests", text(ratio(apart, whole), ".2f"), aim,
+            text(disaggregated, ".2f"), f"{text(aggregated, '.2f')}, aggregated", text(ratio(disaggregated, aggregated), ".2f"), aim,
             link("placements"),
         ]  # fmt: skip
     plan = "llama-3.1-70b_h100_x16"
@@ -119,7 +122,7 @@ def _deployments() -> Iterator[list[str]]:
 
 def _disagg() -> Iterator[list[str]]:
     def told(sides: list[Side], index: int) -> list[str]:
-        return [", ".join(text(getattr(s, who)[index]) for s in sides) for who in ("apart", "together")]
+        return [", ".join(text(getattr(s, who)[index]) for s in sides) for who in ("disaggregated", "aggregated")]
 
     files = ", ".join(link(run.file) for run in _THREE)
     for kind, name, said, aim in (
@@ -127,7 +130,7 @@ def _disagg() -> Iterator[list[str]]:
             "strict",
             "itl_p99_ms_disaggregated_strict",
             "none may be late",
-            "3: missed, [why](#prefill-and-decode-apart)",
+            "3: missed, [why](benchmark-methods.md#disaggregated-against-aggregated)",
         ),
         ("", "itl_p99_ms_disaggregated", "0.005 of the tokens may be late", "3"),
     ):
@@ -136,7 +139,7 @@ def _disagg() -> Iterator[list[str]]:
         ours, theirs = told(sides, 0)
         yield [
             f"`{name}`, streams beside prompts of 2,100 to 2,600 tokens, Poisson arrivals, real processes; {said}; three runs",
-            f"{ours} ms", f"{theirs} ms, 2 workers that do both, their best chunk ({chunks})",
+            f"{ours} ms", f"{theirs} ms, 2 aggregated workers, their best chunk ({chunks})",
             ", ".join(text(s.ratio, ".1f") for s in sides), aim, files,
         ]  # fmt: skip
         for what, index in (("p99.9", 1), ("longest stall", 2)):
@@ -146,7 +149,7 @@ def _disagg() -> Iterator[list[str]]:
     strict, late = side(even, "strict"), side(even, "")
     yield [
         "the same with prompts that come evenly (`--arrivals even`), one turn of 40 s: none may be late; 0.005",
-        f"{text(strict.apart[0])}; {text(late.apart[0])} ms", f"{text(strict.together[0])}; {text(late.together[0])} ms",
+        f"{text(strict.disaggregated[0])}; {text(late.disaggregated[0])} ms", f"{text(strict.aggregated[0])}; {text(late.aggregated[0])} ms",
         f"{text(strict.ratio, '.2f')}; {text(late.ratio, '.1f')}", "", link(even.file),
     ]  # fmt: skip
     tokens = [
@@ -171,7 +174,7 @@ def _disagg() -> Iterator[list[str]]:
     yield [
         "`hand_over_ms`, prefill and decode worker chosen together, and one after the other, 60 prompts in turn",
         f"{moments[0]} ms ({of(chosen[0], 'hand_over_ms_p90', '.2g')} at p90)", f"{moments[1]} ms, one after the other",
-        f"{over[0]} times memcpy; {over[1]}", "2.5 ms: missed, [why](#prefill-and-decode-apart)",
+        f"{over[0]} times memcpy; {over[1]}", "2.5 ms: missed, [why](benchmark-methods.md#disaggregated-against-aggregated)",
         f"{link(chosen[0])}, {link(chosen[1])}",
     ]  # fmt: skip
     yield ["`role_change_s`", of("disagg", "role_change_s", ".2f") + " s", "", "", "1", link("disagg")]
@@ -256,10 +259,18 @@ def _transfer() -> Iterator[list[str]]:
     ]  # fmt: skip
 
 
-def rows() -> Iterator[str]:
-    parts = (_engines, _simulator, _deployments, _disagg, _policies, _transfer)
+_Part = Callable[[], Iterator[list[str]]]
+
+
+def rows(*parts: _Part) -> Callable[[], Iterator[str]]:
     head = ["figure", "result", "compared with", "ratio", "aim", "file"]
-    return table(head, (row for part in parts for row in part()))
+    return lambda: table(head, (row for part in parts for row in part()))
 
 
-TABLES = {"results": rows}
+TABLES = {
+    "results-engines": rows(_engines),
+    "results-routing": rows(_index, _policies),
+    "results-disaggregation": rows(_disagg),
+    "results-transfer": rows(_transfer),
+    "results-simulation": rows(_simulator, _deployments),
+}
