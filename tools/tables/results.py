@@ -122,7 +122,9 @@ def _deployments() -> Iterator[list[str]]:
 
 def _disagg() -> Iterator[list[str]]:
     def told(sides: list[Side], index: int) -> list[str]:
-        return [", ".join(text(getattr(s, who)[index]) for s in sides) for who in ("disaggregated", "aggregated")]
+        return [
+            ", ".join(text(getattr(s, who)[index]) for s in sides) for who in ("disaggregated", "aggregated")
+        ]
 
     files = ", ".join(link(run.file) for run in _THREE)
     for kind, name, said, aim in (
