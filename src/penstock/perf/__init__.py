@@ -1,1 +1,1 @@
-"""Floor 2: everything priced in seconds: roofline, measured profile, online correction."""
+"""Floor 2: latency models: roofline, measured profile, online correction."""

@@ -1,4 +1,4 @@
-"""The seam of prices: how long an engine's steps and a byte's way take, in seconds."""
+"""The interface of latency models: seconds of engine steps and of memory transfers."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -8,7 +8,7 @@ from penstock.core.types.events import Tier
 
 
 class Link(StrEnum):
-    """What lies between two memories."""
+    """Kind of link between two memories."""
 
     SCALE_UP = "scale_up"  # one NVLink domain
     SCALE_OUT = "scale_out"  # the network between domains
@@ -16,34 +16,34 @@ class Link(StrEnum):
 
 
 class LatencyModel(Protocol):
-    """Prices of one engine. Pure: the same question gives the same answer until a correction changes it."""
+    """Latency estimates of one engine. Pure: equal arguments give equal results."""
 
     @property
     def kv_bytes_per_token(self) -> float: ...
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens whose KV fits into the engine's memory."""
+        """Tokens of KV that fit into the engine's memory."""
         ...
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
-        """Compute one prompt's `new_tokens` after `cached_tokens` that need no work."""
+        """Seconds to prefill `new_tokens` of one prompt after `cached_tokens` found in the cache."""
         ...
 
     def prefill_batch_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Compute several (new, cached) prompts in one step."""
+        """Seconds of one step with several (new, cached) prompts."""
         ...
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        """Give each of `batch` sequences its next token; `context_tokens` is the sum over them."""
+        """Seconds of one decode step of `batch` sequences; `context_tokens` is the sum of their lengths."""
         ...
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """Do both in one step, as chunked prefill does."""
+        """Seconds of one step with prefill chunks and decode, as with chunked prefill."""
         ...
 
     def transfer_s(self, num_bytes: float, link: Link) -> float: ...
 
     def onboard_s(self, num_bytes: float, tier: Tier) -> float:
-        """Bring blocks from a lower tier into the device."""
+        """Seconds to load blocks from a lower tier into the device."""
         ...

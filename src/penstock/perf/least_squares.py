@@ -1,4 +1,4 @@
-"""Lines through prices: how a sum of costs, none negative, is found from points."""
+"""Non-negative least squares, for step times as sums of non-negative costs."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,22 @@ import numpy as np
 
 
 def num_pairs(new: int, cached: int) -> float:
-    """Count the pairs of a new token and one that it attends to."""
+    """Count (new token, attended token) pairs of a causal prompt."""
     return new * cached + new * (new + 1) / 2
 
 
 def fit_non_negative(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Solve non-negative least squares of the relative error by dropping the most negative term until none is."""
+    """Fit coefficients >= 0 by least squares of the relative error.
+
+    Drops the term with the most negative coefficient until none is negative.
+
+    Args:
+        rows: one tuple of terms per measurement.
+        seconds: the measurements.
+
+    Returns:
+        One coefficient per term.
+    """
     design = np.array(rows) / np.array(seconds)[:, None]
     scale = np.abs(design).max(axis=0)
     scale[scale == 0] = 1

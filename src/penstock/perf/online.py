@@ -1,8 +1,7 @@
-"""Online correction: a model's prices times what workers report, clamped, and distrusted where it is off.
+"""Online correction of a latency model: a factor from measured step times, and whether to trust it.
 
-The factor is an exponential average of log(measured / predicted), so that it cannot oscillate: it moves
-monotonically towards a constant truth. Single outliers are cut off by a running median of three, the first of all
-included: what has not been seen three times changes nothing.
+The factor is an exponential average of log(measured / predicted). It cannot oscillate: it moves monotonically towards a
+constant truth. A running median of three removes single outliers, so the first two observations change nothing.
 """
 
 import math
@@ -10,16 +9,16 @@ from dataclasses import dataclass, field
 
 FACTOR_MIN, FACTOR_MAX = 0.125, 8.0
 _RATIO_MAX = 1000.0
-"""An observation further off than this says no more than this one."""
+"""Measured / predicted is clamped to this factor either way."""
 _LOG_MIN, _LOG_MAX = math.log(FACTOR_MIN), math.log(FACTOR_MAX)
 
 
 @dataclass(slots=True)
 class Correction:
-    """How much slower (above 1) or faster a worker is than predicted. One task owns it.
+    """Factor by which a worker is slower (above 1) or faster than predicted. One task owns it.
 
-    weight: of each new step; 0.25 reaches 99 % of a sudden change in 16 steps.
-    residual_max: average distance of a step from the corrected price, as a factor, past which the model is not trusted.
+    weight: weight of each new step; 0.25 reaches 99 % of a sudden change in 16 steps.
+    residual_max: mean factor between measured and corrected time beyond which the model is not trusted.
     """
 
     weight: float = 0.25
@@ -35,11 +34,11 @@ class Correction:
 
     @property
     def trusted(self) -> bool:
-        """Whether corrected prices are close enough to decide by."""
+        """Whether corrected estimates are accurate enough for decisions."""
         return self._log_residual <= math.log(self.residual_max)
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Learn from one step; `predicted_s` is the uncorrected price. Steps without a price or duration are ignored."""
+        """Update from one step; `predicted_s` is uncorrected. Steps with a zero time are ignored."""
         if not (0 < predicted_s < math.inf and 0 < measured_s < math.inf):
             return
         ratio = min(max(measured_s / predicted_s, 1 / _RATIO_MAX), _RATIO_MAX)

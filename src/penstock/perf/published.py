@@ -1,7 +1,7 @@
-"""A latency model in a few numbers, for the wire: what a worker says of itself so that routers can price requests on it.
+"""Fits a latency model to a few coefficients, which workers publish and routers use.
 
-A router prices a request on a thousand workers in a few operations on columns; for that, a prefill and a decode step
-have to be sums of costs. They nearly are: see `Prices.error`.
+A router estimates a request's time on a thousand workers in a few array operations. For that, prefill and decode step
+times must be sums of costs. `Prices.error` is the error of this.
 """
 
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ from penstock.perf.latency import LatencyModel
 from penstock.perf.least_squares import fit_non_negative, num_pairs
 
 _NEW_TOKENS = tuple(256 << k for k in range(7))
-"""Shorter prompts take as long as reading the weights does; a decode step beside them reads them in any case."""
+"""Shorter prompts take the time of reading the weights, which a decode step in the same batch reads anyway."""
 _CACHED_TOKENS = (0, 1 << 10, 1 << 12, 1 << 14, 1 << 16)
 _BATCHES = (1, 4, 16, 32, 64, 128, 256)
 _CONTEXTS = (256, 1 << 10, 1 << 12, 1 << 14)
-_ONBOARDED_BYTES = 1e9  # enough that what each transfer costs by itself does not count
+_ONBOARDED_BYTES = 1e9  # large, so that a transfer's fixed cost is negligible
 
 
 def publish(latency: LatencyModel, *, context_length: int) -> Prices:
-    """Fit prices to a latency model, by least squares of the relative error over what can run there.
+    """Fit coefficients to a latency model by least squares of the relative error, over feasible prompts and batches.
 
     Args:
-        latency: any; a tier that it has no price for is left at none.
-        context_length: no prompt, and no sequence, is longer.
+        latency: the model; a tier it does not support stays None.
+        context_length: longest prompt and sequence, in tokens.
     """
     prompts = list(_prompts(context_length))
     batches = list(_batches(latency, context_length))
@@ -56,7 +56,7 @@ def publish(latency: LatencyModel, *, context_length: int) -> Prices:
 
 
 def _prompts(context_length: int) -> Iterator[tuple[int, int]]:
-    """Yield (new, cached) tokens; of a short context at least three lengths, so that there is a line through them."""
+    """Yield (new, cached) tokens; at least three lengths even for a short context, to fit a line."""
     lengths = [n for n in _NEW_TOKENS if n < context_length]
     for new in sorted({*lengths, *(max(context_length * part // 4, 1) for part in (1, 2, 4))}):
         for cached in _CACHED_TOKENS:
@@ -65,7 +65,7 @@ def _prompts(context_length: int) -> Iterator[tuple[int, int]]:
 
 
 def _batches(latency: LatencyModel, context_length: int) -> Iterator[tuple[int, int]]:
-    """Yield batch and context of each sequence, where the KV fits; a lone token always does."""
+    """Yield (batch, context per sequence) whose KV fits; (1, 1) always comes first."""
     room = latency.kv_capacity_tokens or float("inf")
     yield 1, 1
     for batch in _BATCHES:
@@ -81,5 +81,5 @@ def _onboard_token_s(latency: LatencyModel) -> Iterator[float]:
     for tier in Tier:
         try:
             yield latency.onboard_s(_ONBOARDED_BYTES, tier) / tokens
-        except ConfigError:  # a profile without a model behind it knows of no tiers
+        except ConfigError:  # a profile without a roofline has no tiers
             return

@@ -1,4 +1,4 @@
-"""How large an engine's steps have to be for prompts to be computed about as fast as they can."""
+"""The smallest prefill step at full utilization."""
 
 from penstock.core.types.instances import Prices
 from penstock.perf.least_squares import num_pairs
@@ -8,10 +8,10 @@ _ABOUT = 0.95
 
 
 def saturating_tokens(prices: Prices) -> int:
-    """Find the fewest tokens in a step, of 64, 128, ... 16,384, that keep an engine as busy as any number does.
+    """Find the smallest step, of 64, 128, ... 16,384 tokens, with about the best token rate.
 
-    With that many of one prompt, 5 % of the best rate of tokens is missing at most. Fewer pay a step's own cost too often;
-    more gain nothing, and hold up whoever is next, and what moves to a decode worker step by step, for longer.
+    Its rate is at most 5 % below the best. Smaller steps pay the fixed cost of a step too often. Larger ones gain nothing,
+    and delay the next prompt and the KV transfer, which goes step by step.
     """
     rates = {size: size / _seconds(prices, size) for size in _SIZES}
     return next(size for size, rate in rates.items() if rate >= _ABOUT * max(rates.values()))
@@ -20,4 +20,4 @@ def saturating_tokens(prices: Prices) -> int:
 def _seconds(prices: Prices, tokens: int) -> float:
     pairs_s = num_pairs(tokens, 0) * prices.prefill_pair_s
     step_s = prices.prefill_step_s + tokens * prices.prefill_token_s + pairs_s
-    return step_s or tokens * 1e-9  # an engine that takes no time is as busy with any step
+    return step_s or tokens * 1e-9  # an engine with zero step time has the same rate at any size

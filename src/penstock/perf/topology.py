@@ -1,7 +1,7 @@
-"""What lies between two locations: how long a byte takes there, by how far they are apart.
+"""Network latency and bandwidth between two locations, by the level at which they differ.
 
-A table of a few levels instead of a matrix of hosts, as nobody knows the latter; pairs of regions may be named, as
-they differ most. Works for any two locations: a router and a worker, or two workers that move KV.
+A table of a few levels instead of a matrix of hosts. Pairs of regions may be listed, as they differ most. It serves any
+two locations: a router and a worker, or two workers with a KV transfer.
 """
 
 from typing import Self
@@ -13,21 +13,21 @@ from penstock.core.types.location import Location
 
 
 class Way(Config):
-    """What one message meets on its way."""
+    """Latency and bandwidth of a network path."""
 
     latency_s: float = pydantic.Field(ge=0, le=60)
-    """One way, seconds until the first byte arrives."""
+    """One-way seconds until the first byte arrives."""
     bandwidth_bytes_per_s: float = pydantic.Field(gt=0)
-    """What one connection gets, bytes a second."""
+    """Bandwidth of one connection, in bytes per second."""
 
 
 class RegionPair(Way):
-    """The way between two regions, in both directions."""
+    """The network path between two regions, in both directions."""
 
     one: str = pydantic.Field(min_length=1)
-    """A region."""
+    """First region."""
     other: str = pydantic.Field(min_length=1)
-    """Another one."""
+    """Second region."""
 
     @pydantic.model_validator(mode="after")
     def _check_ends(self) -> Self:
@@ -37,7 +37,7 @@ class RegionPair(Way):
 
 
 class Topology(Config):
-    """Ways by the widest level at which two locations differ.
+    """Network paths by the widest level at which two locations differ.
 
     The defaults are orders of magnitude: a loopback; 25 Gbit/s behind one switch; 10 Gbit/s within a zone and, with a
     millisecond there and back, within a region; 1 Gbit/s and 80 ms there and back across an ocean. Measure yours.
@@ -46,15 +46,15 @@ class Topology(Config):
     same_host: Way = Way(latency_s=2e-5, bandwidth_bytes_per_s=5e9)
     """Between processes of one host."""
     same_rack: Way = Way(latency_s=5e-5, bandwidth_bytes_per_s=3.1e9)
-    """Between hosts of one rack, or of which no more is known."""
+    """Between hosts of one rack, or of unknown racks."""
     same_zone: Way = Way(latency_s=2e-4, bandwidth_bytes_per_s=1.25e9)
     """Between racks of one zone."""
     same_region: Way = Way(latency_s=5e-4, bandwidth_bytes_per_s=1.25e9)
     """Between zones of one region."""
     between_regions: Way = Way(latency_s=0.04, bandwidth_bytes_per_s=1.25e8)
-    """Between regions that no pair names."""
+    """Between regions without an entry in `pairs`."""
     pairs: tuple[RegionPair, ...] = ()
-    """Ways between named regions."""
+    """Paths between listed regions."""
 
     @pydantic.field_validator("pairs")
     @classmethod
@@ -68,7 +68,7 @@ class Topology(Config):
         return pairs
 
     def way(self, one: Location, other: Location) -> Way:
-        """Say what lies between two locations."""
+        """Give the network path between two locations."""
         if _differ(one.region, other.region):
             ends = {one.region, other.region}
             named = (pair for pair in self.pairs if {pair.one, pair.other} == ends)

@@ -1,1 +1,1 @@
-"""What decides a model's speed on hardware: shapes, devices, how one engine is spread over them."""
+"""Model shapes, hardware and parallelism: the inputs of latency models."""

@@ -1,4 +1,4 @@
-"""Shapes of known models, so that one can be priced and simulated without its checkpoint."""
+"""Shapes of known models, to plan and simulate without a checkpoint."""
 
 import json
 from importlib.resources import files
@@ -13,21 +13,21 @@ _DATA = files("penstock.perf") / "data"
 
 
 def known_shapes() -> list[str]:
-    """Name the shapes that come with the package."""
+    """List the names of the shapes in the package."""
     return sorted(
         entry.name.removesuffix(".json") for entry in _DATA.iterdir() if entry.name.endswith(".json")
     )
 
 
 def find_shape(model: str, *, beside: Path | None = None) -> ModelShape:
-    """Find a model's shape: a known name, or a directory or file that holds its `config.json`.
+    """Load a model's shape by known name, or from a directory or file with its `config.json`.
 
     Args:
-        model: as a graph names it.
-        beside: where relative paths also start, such as the directory of the graph.
+        model: the graph's `model`.
+        beside: second base of relative paths, such as the graph's directory.
 
     Raises:
-        ConfigError: neither; names the nearest known shape.
+        ConfigError: neither; suggests the nearest known name.
     """
     if model in known_shapes():
         text = (_DATA / f"{model}.json").read_text(encoding="utf-8")

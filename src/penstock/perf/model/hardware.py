@@ -1,7 +1,7 @@
-"""What one accelerator can do, per device, each figure with its source.
+"""Data sheets of accelerators, per device, each with its source.
 
-Peak FLOP/s are dense (no structured sparsity). Watts are a device's share of its system's power, so that
-hosts, switches and fans count alike for all. Prices are assumptions to be overridden, not quotations.
+Peak FLOP/s are dense (no structured sparsity). Watts include a device's share of host, switches and fans. Prices are
+assumptions to be overridden, not quotations.
 """
 
 from enum import StrEnum
@@ -45,22 +45,22 @@ class Hardware(Config):
 
     name: str
     flops_per_s: dict[Dtype, PositiveFloat] = Field(min_length=1)
-    """Dense peak by arithmetic format; a missing format computes in the next wider one."""
+    """Dense peak by number format; a missing format uses the next wider one."""
     memory_bytes: PositiveFloat
     bandwidth_bytes_per_s: PositiveFloat
-    """Of the device's memory."""
+    """Bandwidth of the device's memory."""
     scale_up_devices: PositiveInt = 1
     """Devices in one NVLink domain."""
     scale_up_bytes_per_s: PositiveFloat
-    """Per device and direction, within the domain."""
+    """Bandwidth per device and direction within the NVLink domain."""
     scale_out_bytes_per_s: PositiveFloat
-    """Per device and direction, between domains."""
+    """Bandwidth per device and direction between domains."""
     watts: PositiveFloat
     usd_per_hour: PositiveFloat
     source: str
 
     def peak_flops_per_s(self, dtype: Dtype) -> float:
-        """Give the peak for arithmetic on `dtype`, widening until the device has it."""
+        """Give the peak for `dtype`, or for the next wider format of the device."""
         for candidate in _WIDER[dtype]:
             if candidate in self.flops_per_s:
                 return self.flops_per_s[candidate]
@@ -83,7 +83,7 @@ _PRICE = "price: assumed"
 _TERA, _GIGA = 1e12, 1e9
 
 
-def _nvidia(  # noqa: PLR0917 - the columns of the table below
+def _nvidia(  # noqa: PLR0917 - columns of the table below
     name: str, tflops: dict[Dtype, float], memory_gb: float, bandwidth_tb_s: float, link: tuple[int, float, float],
     watts: float, usd_per_hour: float, source: str,
 ) -> Hardware:  # fmt: skip
@@ -130,10 +130,10 @@ _ALIASES = {"h100_sxm": "h100", "h200_sxm": "h200", "a100_sxm": "a100", "b200_sx
 
 
 def find_hardware(name: str) -> Hardware:
-    """Look a device up by name, in any case.
+    """Look up a device by name, ignoring case.
 
     Raises:
-        ConfigError: no such entry; names the nearest.
+        ConfigError: unknown; suggests the nearest name.
     """
     key = name.lower()
     entry = HARDWARE.get(_ALIASES.get(key, key))

@@ -1,6 +1,6 @@
-"""A Hugging Face `config.json`, read for what decides a model's speed.
+"""Reads a model's shape from a Hugging Face `config.json`.
 
-What it says in a way that is not known here is refused, never guessed: a wrong shape prices everything wrongly.
+Unknown values are errors, never guesses: a wrong shape makes every estimate wrong.
 """
 
 import json
@@ -15,19 +15,19 @@ from penstock.perf.model.shape import Mla, ModelShape, Moe
 _SIZE_MAX = 1_000_000_000
 _LAYERS_MAX = 10_000
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
-"""By model type: every so-many-th layer has full attention where its config.json does not say which."""
+"""By model type: every n-th layer has full attention if config.json has no `layer_types`."""
 _SHARED_UNSAID = {"llama4", "llama4_text"}
-"""Model types with a shared expert that no field tells of."""
+"""Model types with a shared expert that config.json does not state."""
 _QUANTIZED = {"mxfp4": Dtype.MXFP4, "nvfp4": Dtype.NVFP4, "fp8": Dtype.FP8, "int8": Dtype.INT8}
 _COMPRESSED = {("float", 8): Dtype.FP8, ("int", 8): Dtype.INT8}
-"""By kind and bits of the weights, as compressed-tensors states them."""
+"""By (type, bits) of the weights in compressed-tensors' config."""
 
 
 def load_shape(path: Path) -> ModelShape:
-    """Read `config.json`, or a directory that holds one.
+    """Read `config.json` or a directory that holds one.
 
     Raises:
-        ConfigError: no such file, no JSON, or it is not of a decoder that can be priced.
+        ConfigError: the file is missing, not JSON, or not of a supported decoder.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -47,10 +47,10 @@ def load_shape(path: Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], *, name: str, source: str = "config.json") -> ModelShape:
-    """Count a model from its parsed `config.json`.
+    """Make a shape from a parsed `config.json`.
 
     Raises:
-        ConfigError: a field it cannot do without is missing, or one makes no sense.
+        ConfigError: a required field is missing, or a value is invalid.
     """
     whole = _Fields(config, source)
     text = whole.part("text_config") or whole
@@ -59,7 +59,7 @@ def shape_of(config: Mapping[str, Any], *, name: str, source: str = "config.json
     return ModelShape(
         name=name,
         hidden=hidden,
-        # Llama 4 has its experts' size there, and that of its other layers apart.
+        # Llama 4 keeps its experts' size here, and its dense layers' in another field.
         intermediate=text.get("intermediate_size_mlp", text.need("intermediate_size"), least=1),
         heads=heads,
         kv_heads=text.get("num_key_value_heads", heads, least=1),
@@ -76,7 +76,7 @@ def shape_of(config: Mapping[str, Any], *, name: str, source: str = "config.json
 
 
 class _Fields:
-    """A mapping out of the file, whose fields are checked when they are asked for."""
+    """A mapping of the file; each field is checked when read."""
 
     def __init__(self, values: object, source: str) -> None:
         if not isinstance(values, Mapping):
@@ -85,7 +85,7 @@ class _Fields:
         self.source = source
 
     def part(self, key: str) -> "_Fields | None":
-        """Give the mapping under `key`, None if there is none."""
+        """Get the mapping under `key`, None if missing."""
         value = self.values.get(key)
         return None if value is None else _Fields(value, f"{self.source}: {key}")
 
@@ -128,7 +128,7 @@ def _windows(text: _Fields) -> tuple[int | None, ...]:
     every = text.get("sliding_window_pattern", 0) or _FULL_EVERY.get(str(text.values.get("model_type")), 0)
     if every:
         return tuple(None if (index + 1) % every == 0 else window for index in range(layers))
-    # Qwen 2: those above have it, where it is used at all.
+    # Qwen 2: layers from `max_window_layers` on have it, if it is used at all.
     full = text.get("max_window_layers", 0) if text.values.get("use_sliding_window") else 0
     return tuple(None if index < full else window for index in range(layers))
 
@@ -181,11 +181,11 @@ def _moe(text: _Fields) -> Moe | None:
 
 
 def _num_expert_layers(text: _Fields) -> int:
-    """Count the layers with experts: all, from one on, every so-many-th, or those not named as dense."""
+    """Count the layers with experts: all, all from one on, every n-th, or those not listed as dense."""
     first = text.get("first_k_dense_replace", 0)
     dense = text.get_list("mlp_only_layers") or []
     every = max(text.get(key, 1, least=1) for key in ("decoder_sparse_step", "interleave_moe_layer_step"))
-    # DeepSeek counts from 0, where the others' first layer is number 1.
+    # DeepSeek counts layers from 0, the others from 1.
     from_0 = text.get("moe_layer_freq", 1, least=1)
     return sum(
         index >= first and index not in dense and (index + 1) % every == 0 and index % from_0 == 0
@@ -194,7 +194,7 @@ def _num_expert_layers(text: _Fields) -> int:
 
 
 def _dtypes(whole: _Fields, text: _Fields) -> tuple[Dtype, Dtype]:
-    """Give the formats of the weights and of the routed experts."""
+    """Give the formats of (weights, routed experts)."""
     stated = next(
         (said for of in (text, whole) for key in ("dtype", "torch_dtype") if (said := of.values.get(key))),
         "bfloat16",
@@ -204,7 +204,7 @@ def _dtypes(whole: _Fields, text: _Fields) -> tuple[Dtype, Dtype]:
     if quantization is None or not quantization.values:
         return wide, wide
     dtype = _quantized(quantization)
-    return (wide if dtype is Dtype.MXFP4 else dtype), dtype  # MXFP4 checkpoints have it in experts only
+    return (wide if dtype is Dtype.MXFP4 else dtype), dtype  # MXFP4 checkpoints use it in experts only
 
 
 def _quantized(quantization: _Fields) -> Dtype:

@@ -1,4 +1,4 @@
-"""How one engine is spread over devices, and the ways in use."""
+"""Parallelism of one engine over its devices."""
 
 from collections.abc import Iterator
 
@@ -12,18 +12,18 @@ _WIDE_DEVICES = (4, 8, 16, 32, 64, 72, 144)
 
 
 class Parallel(Config):
-    """How one engine is spread over devices: `tp * pp * dp` of them, experts over `ep` of a stage's `tp * dp`."""
+    """Parallelism of one engine: `tp * pp * dp` devices; experts are split over `ep` of a stage's `tp * dp`."""
 
     tp: PositiveInt = 1
     """Tensor parallelism of attention and dense layers."""
     pp: PositiveInt = 1
-    """Pipeline stages; a batch is cut into as many micro-batches."""
+    """Pipeline stages; a batch is split into as many micro-batches."""
     ep: PositiveInt = 1
-    """Devices that share a layer's experts out, each whole: a multiple of `tp` that divides `tp * dp`. 1 shards each
-    expert by `tp` instead."""
+    """Devices over which whole experts are distributed: a multiple of `tp` that divides `tp * dp`. 1: each expert is split
+        by `tp`."""
     dp: PositiveInt = 1
-    """Copies of attention and dense layers, each with its own sequences and KV; with `ep` they share the experts
-    (wide expert parallelism), without they are engines side by side."""
+    """Copies of attention and dense layers, each with its own sequences and KV. With `ep` they share the experts (wide expert
+        parallelism); without, they are independent."""
 
     @property
     def devices(self) -> int:
@@ -31,10 +31,9 @@ class Parallel(Config):
 
 
 def parallelisms(shape: ModelShape, hardware: Hardware, *, devices_max: int) -> Iterator[Parallel]:
-    """Yield the parallelisms in use for such a model: tensor, tensor x pipeline, and wide expert parallelism.
+    """Yield common parallelisms for a model: tensor, tensor x pipeline, and wide expert parallelism.
 
-    Tensor parallelism stays within an NVLink domain. Copies side by side that share nothing are replicas and
-    not yielded.
+    Tensor parallelism stays within an NVLink domain. Independent copies are replicas, so they are not yielded.
     """
     widest = min(hardware.scale_up_devices, shape.heads, devices_max, 16)
     tensor = [1 << power for power in range(widest.bit_length())]

@@ -1,7 +1,7 @@
-"""What of a model decides its speed.
+"""The sizes of a model that determine its speed.
 
-Counts parameters, FLOPs and KV bytes exactly as the layers are built; norms and biases are left out (well
-under 0.1 % of the bytes).
+Parameters, FLOPs and KV bytes are counted exactly as the layers are built; norms and biases are left out (well under
+0.1 % of the bytes).
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from penstock.perf.model.hardware import Dtype
 
 @dataclass(frozen=True, slots=True)
 class Mla:
-    """Multi-head latent attention: one compressed KV vector a token.
+    """Multi-head latent attention: one compressed KV vector per token.
 
     Source: DeepSeek-V2 (2024), section 2.1.
     """
@@ -24,13 +24,13 @@ class Mla:
 
     @property
     def latent_dim(self) -> int:
-        """Elements of KV a token and layer."""
+        """KV elements per token and layer."""
         return self.kv_lora_rank + self.rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Mixture of experts in all layers but `dense_layers` of them."""
+    """Mixture of experts in all but `dense_layers` layers."""
 
     num_experts: int
     experts_per_token: int
@@ -38,14 +38,14 @@ class Moe:
     shared_intermediate: int
     dense_layers: int
     expert_groups_per_token: int | None = None
-    """Groups of experts, each on neighbouring devices, that one token's experts come from; None is no limit."""
+    """Most expert groups (each on neighbouring devices) from which one token's experts come; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A transformer decoder's sizes.
 
-    `windows` holds one entry a layer: its sliding window in tokens, None for full attention.
+    `windows` has one entry per layer: its sliding window in tokens, None for full attention.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ModelShape:
     moe: Moe | None = None
     weight_dtype: Dtype = Dtype.BF16
     expert_dtype: Dtype = Dtype.BF16
-    """Of routed experts; checkpoints in 4 bits may keep all else wider."""
+    """Format of routed experts; 4-bit checkpoints may keep other weights wider."""
     gated: bool = field(default=True)
 
     @property
@@ -88,7 +88,7 @@ class ModelShape:
         return (3 if self.gated else 2) * self.hidden * intermediate
 
     def dense_params(self) -> int:
-        """Parameters every token passes through, without embeddings: attention, dense and shared FFN, gates."""
+        """Parameters used by every token, without embeddings: attention, dense and shared FFN, gates."""
         total = self.layers * self.attention_params()
         total += (self.layers - self.moe_layers) * self.ffn_params(self.intermediate)
         if self.moe is not None:
@@ -109,25 +109,25 @@ class ModelShape:
         return self.dense_params() + experts + self.head_params() * (1 if self.tied_embeddings else 2)
 
     def active_params(self) -> int:
-        """Parameters one token is multiplied with (the embedding is a look-up)."""
+        """Parameters multiplied per token (the embedding is a look-up)."""
         experts = (
             0 if self.moe is None else self.moe_layers * self.moe.experts_per_token * self.expert_params()
         )
         return self.dense_params() + experts + self.head_params()
 
     def kv_elements_per_token(self) -> int:
-        """Cached elements of one token in one layer."""
+        """KV elements of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim if self.mla is None else self.mla.latent_dim
 
     def kv_bytes_per_token(self, kv_dtype: Dtype) -> float:
-        """Cached bytes of one token in all layers; layers with a window are counted as if it were never reached."""
+        """KV bytes of one token in all layers, before any sliding window is full."""
         return self.layers * self.kv_elements_per_token() * kv_dtype.bytes
 
     def attention_flops_per_pair(self, *, absorbed: bool = False) -> int:
         """FLOPs of one (query, key) pair in one layer: scores and weighted sum, all heads.
 
         Args:
-            absorbed: MLA decode works on the latent vectors themselves (weights absorbed into the query).
+            absorbed: MLA decode on latent vectors (weights absorbed into the query).
         """
         if self.mla is None:
             return 4 * self.heads * self.head_dim

@@ -1,1 +1,1 @@
-"""Prices from measurements: points of a real engine, and how far they can be trusted."""
+"""Latency models from measurements of a real engine, with their accuracy."""

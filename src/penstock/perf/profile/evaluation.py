@@ -1,4 +1,4 @@
-"""How far a profile can be trusted: each cell with and without itself in the fit, and points that never were in it."""
+"""Accuracy of a profile: fit error, leave-one-out error, and error at held-out points."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ class Latency(StrEnum):
 
 
 class CellFit(Wire, frozen=True):
-    """One measured cell. `left_out_s` is what the other cells say of it; None where too few would be left."""
+    """One measured cell. `left_out_s` is the prediction of a fit without it; None if too few cells would remain."""
 
     cell: str
     measured_s: float
@@ -32,7 +32,7 @@ class CellFit(Wire, frozen=True):
 
 
 class HeldOut(Wire, frozen=True):
-    """One point that the fit has not seen, as a user would feel it."""
+    """One point outside the fit, as TTFT or ITL of a request."""
 
     cell: str
     latency: Latency
@@ -47,14 +47,14 @@ class HeldOut(Wire, frozen=True):
 
 
 class Evaluation(Wire, frozen=True):
-    """Errors are predicted / measured - 1; medians are of their absolute values, None without a point."""
+    """Errors are predicted / measured - 1. Medians are of absolute errors; None without points."""
 
     cells: tuple[CellFit, ...]
     held_out: tuple[HeldOut, ...] = ()
     ttft_median_error: float | None = None
     itl_median_error: float | None = None
     left_out_cells: tuple[str, ...] = ()
-    """Cells that were not measured, and why."""
+    """Cells that were not measured, with the reason."""
 
     @classmethod
     def of(

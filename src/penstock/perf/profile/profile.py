@@ -1,8 +1,7 @@
-"""A measured profile: points of a real engine, and a model that goes through them.
+"""A measured profile: step times of a real engine, and a latency model that interpolates them.
 
-Between the points it interpolates the ratio of measured to expected seconds, where "expected" is a roofline or,
-for an engine nobody has described, a straight line fitted to the same points. Beyond the points the nearest
-ratio holds, so that the prior's shape decides and not a polynomial's tail.
+The model interpolates the ratio measured / expected, where "expected" is a roofline or, without one, a linear model
+fitted to the same points. Beyond the points the nearest ratio holds, so that the expectation decides the shape.
 """
 
 from bisect import bisect_left
@@ -30,22 +29,22 @@ _ROWS_MAX = 1024
 _STEP_MAX_S = 3600.0
 _TOKENS_MAX = 1_000_000_000
 _EQUAL_LENGTH = 1.15
-"""Prompts asked of an endpoint in words have about the wanted number of tokens: within this factor they are one length."""
+"""Prompts sent to an endpoint as text have roughly the wanted length: lengths within this factor are equal."""
 
 
 def prefill_name(new_tokens: int, cached_tokens: int = 0, prompts: int = 1) -> str:
-    """Name a prefill step for people, as `prefill 4 x 64 after 512`."""
+    """Format a prefill step, such as `prefill 4 x 64 after 512`."""
     times = f"{prompts} x " if prompts > 1 else ""
     return f"prefill {times}{new_tokens}" + (f" after {cached_tokens}" if cached_tokens else "")
 
 
 def decode_name(batch: int, context: int) -> str:
-    """Name a decode step for people, as `decode 16 x 512`."""
+    """Format a decode step, such as `decode 16 x 512`."""
     return f"decode {batch} x {context}"
 
 
 class PrefillPoint(Wire, frozen=True, forbid_unknown_fields=True):
-    """One step of `prompts` prompts, each of `new_tokens` after `cached_tokens`; `samples_s` is behind `seconds`."""
+    """One measured step of `prompts` prompts, each `new_tokens` after `cached_tokens`; `seconds` summarizes `samples_s`."""
 
     new_tokens: int
     seconds: float
@@ -59,7 +58,7 @@ class PrefillPoint(Wire, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodePoint(Wire, frozen=True, forbid_unknown_fields=True):
-    """One step of `batch` sequences of `context` tokens each; `samples_s` is behind `seconds`."""
+    """One measured step of `batch` sequences of `context` tokens each; `seconds` summarizes `samples_s`."""
 
     batch: int
     context: int
@@ -75,11 +74,10 @@ Point = PrefillPoint | DecodePoint
 
 
 class Profile(Wire, frozen=True, forbid_unknown_fields=True):
-    """What was measured of one engine, as `penstock profile` writes it.
+    """Measurements of one engine, as written by `penstock profile`.
 
-    `hardware` is as the catalogue names it, `machine` what it was in truth, `measured_at` in UTC; `step_tokens`
-    is the most prompt tokens that one step computes, `tensor_parallel` the devices that shared each layer, None where
-    nobody said.
+    `hardware` is a name of the catalogue, `machine` describes the real machine, `measured_at` is UTC. `step_tokens` is the
+    most prompt tokens of one step. `tensor_parallel` is None if unknown.
     """
 
     engine: str
@@ -103,7 +101,7 @@ class Profile(Wire, frozen=True, forbid_unknown_fields=True):
         return (*self.prefill, *self.decode)
 
     def save(self, path: Path) -> None:
-        """Write it, whole or not at all.
+        """Write the file atomically.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -118,7 +116,7 @@ class Profile(Wire, frozen=True, forbid_unknown_fields=True):
         """Read a profile.
 
         Raises:
-            ConfigError: no such file, not a profile of this schema, or numbers that cannot be.
+            ConfigError: the file is missing, not a profile of this schema, or has invalid numbers.
         """
         try:
             profile = msgspec.json.decode(path.read_bytes(), type=cls)
@@ -138,11 +136,10 @@ class Profile(Wire, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class LinearPrior:
-    """The plainest engine: a sum of costs, none negative.
+    """A linear latency model: sums of non-negative costs.
 
-    prefill: seconds of a step, of each new token, of each pair of a new token and one before it, of each cached
-             token, whose KV has to be fetched
-    decode:  seconds of a step, of each sequence, of each token of context
+    prefill: seconds per (step, new token, attended pair, cached token, whose KV is read)
+    decode:  seconds per (step, sequence, context token)
     """
 
     prefill: tuple[float, ...]
@@ -152,7 +149,7 @@ class LinearPrior:
 
     @classmethod
     def fit(cls, profile: Profile) -> "LinearPrior":
-        """Fit by non-negative least squares of the relative error."""
+        """Fit to a profile by non-negative least squares of the relative error."""
         prefill = fit_non_negative(
             [
                 (1.0, p.new_tokens, num_pairs(p.new_tokens, p.cached_tokens), p.cached_tokens)
@@ -179,13 +176,13 @@ class LinearPrior:
         return base + per_sequence * batch + per_token * context_tokens
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """Add both, less the cost of a step that one step saves."""
+        """Add both, less the cost of one step."""
         saved_s = min(self.prefill[0], self.decode[0])
         return self.prefill_batch_s(chunks) + self.decode_step_s(batch, context_tokens) - saved_s
 
 
 class StepPrices(Protocol):
-    """What an expectation prices, as in `LatencyModel`."""
+    """The step times of `LatencyModel`."""
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float: ...
 
@@ -197,17 +194,17 @@ class StepPrices(Protocol):
 
 
 class ProfiledModel:
-    """A `LatencyModel` through a profile's points. Stateless after construction."""
+    """A `LatencyModel` that interpolates a profile. Immutable after construction."""
 
     def __init__(self, profile: Profile, prior: LatencyModel | None = None) -> None:
         """Prepare the interpolation.
 
         Args:
             profile: at least one prefill and one decode point.
-            prior: what is expected without measuring, a roofline; None fits a `LinearPrior` to the points.
+            prior: the expectation, a roofline; None fits a `LinearPrior` to the points.
 
         Raises:
-            ConfigError: no points, or numbers that cannot be.
+            ConfigError: no points, or invalid numbers.
         """
         _check(profile, f"profile of {profile.engine}")
         self._prior = prior
@@ -228,7 +225,7 @@ class ProfiledModel:
         return self._prefill_ratio_at(new_tokens) * self._expected.prefill_s(new_tokens, cached_tokens)
 
     def prefill_batch_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Price prompts as expected, scaled as one of their joint length was measured, plus a cost for each further one."""
+        """Expected seconds, scaled by the ratio at the prompts' joint length, plus a cost per further prompt."""
         computed = [new for new, _ in chunks if new > 0]
         if not computed:
             return 0.0
@@ -236,7 +233,7 @@ class ProfiledModel:
         return scaled + self._extra_prompt_s * (len(computed) - 1)
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        """Interpolate linearly in context, and between the batches measured."""
+        """Interpolate linearly in context and in batch."""
         if batch <= 0:
             return 0.0
         batches = self._batches
@@ -249,7 +246,7 @@ class ProfiledModel:
         return (1 - weight) * self._at(low, context) + weight * self._at(high, context)
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """Add both, less what is expected to be saved by doing them in one step."""
+        """Add both, less the expected saving of a joint step."""
         prefill, decode = self.prefill_batch_s(chunks), self.decode_step_s(batch, context_tokens)
         if not prefill or not decode:
             return prefill + decode
@@ -264,11 +261,11 @@ class ProfiledModel:
         return self._need_prior("onboard_s").onboard_s(num_bytes, tier)
 
     def residuals(self, profile: Profile) -> dict[str, float]:
-        """Give predicted / measured - 1 for each point of `profile`."""
+        """Give predicted / measured - 1 per point of `profile`."""
         return {p.name: self.point_s(p) / p.seconds - 1 for p in profile.points}
 
     def point_s(self, point: Point) -> float:
-        """Price the step that a point describes."""
+        """Predict the step of a point."""
         if isinstance(point, DecodePoint):
             return self.decode_step_s(point.batch, point.batch * point.context)
         if point.prompts == 1:
@@ -287,7 +284,7 @@ class ProfiledModel:
         return self._prior
 
     def _ratios(self, points: Sequence[PrefillPoint]) -> tuple[np.ndarray, np.ndarray]:
-        """Log of measured / expected by log of new tokens; points of nearly equal length are averaged."""
+        """Give (log new tokens, log measured / expected); points of nearly equal length are averaged."""
         groups = nearly_equal(points, lambda point: point.new_tokens)
         tokens = [np.mean([np.log(point.new_tokens) for point in group]) for group in groups]
         return np.array(tokens), np.array([np.mean([self._log_ratio(p) for p in group]) for group in groups])
@@ -297,12 +294,12 @@ class ProfiledModel:
         return float(np.log(point.seconds / expected_s))
 
     def _measured_extra_prompt_s(self, points: Sequence[PrefillPoint]) -> float:
-        """Give what a further prompt in a step costs beside its tokens, from the points with several."""
+        """Give the seconds of each further prompt in a step beside its tokens, from points with several prompts."""
         extra = [(p.seconds - self.point_s(p)) / (p.prompts - 1) for p in points if p.prompts > 1]
         return max(0.0, float(np.median(extra))) if extra else 0.0
 
     def _decode_grid(self, points: Sequence[DecodePoint]) -> np.ndarray:
-        """(batches, contexts) seconds: measured, or expected times the nearest ratios of the same batch."""
+        """(batches, contexts) seconds: measured, else expected times the nearest ratio of the same batch."""
         expected = self._expected.decode_step_s
         grid = np.zeros((len(self._batches), len(self._contexts)))
         logs = np.log1p(self._contexts)
@@ -317,7 +314,7 @@ class ProfiledModel:
         return grid
 
     def _at(self, batch: int, context: float) -> float:
-        """Price a batch that has a row at any context, linearly between and beyond the columns."""
+        """Interpolate a row of the grid at a context, linearly between and beyond the columns."""
         contexts, values = self._contexts, self._row(batch)
         if context > contexts[-1] or context < contexts[0]:
             column = -1 if context > contexts[-1] else 0
@@ -326,7 +323,7 @@ class ProfiledModel:
         return float(np.interp(context, contexts, values))
 
     def _make_row(self, batch: int) -> np.ndarray:
-        """(contexts,) seconds: measured, or those of the nearest batch measured, scaled as is expected."""
+        """(contexts,) seconds: measured, else the nearest measured batch scaled by the expectation."""
         row = min(bisect_left(self._batches, batch), len(self._batches) - 1)
         nearest = self._batches[row]
         values: np.ndarray = self._grid[row]
@@ -338,7 +335,7 @@ class ProfiledModel:
         return scaled
 
     def _expected_decode_s(self, batch: int, context_tokens: float) -> float:
-        """Expect between two whole numbers of tokens what lies on the line through both."""
+        """Expected decode seconds at a fractional context, by linear interpolation."""
         low = int(context_tokens)
         low_s = self._expected.decode_step_s(batch, low)
         share = context_tokens - low
@@ -350,7 +347,7 @@ def _columns(contexts: Iterable[int]) -> list[int]:
 
 
 def nearly_equal(items: Iterable[T], length: Callable[[T], int]) -> list[list[T]]:
-    """Group what is of nearly equal length, shortest first."""
+    """Group items of nearly equal length, shortest first."""
     groups: list[list[T]] = []
     for item in sorted(items, key=length):
         if groups and length(item) <= length(groups[-1][0]) * _EQUAL_LENGTH:

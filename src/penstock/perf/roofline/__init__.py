@@ -1,1 +1,1 @@
-"""Prices from first principles: bytes and FLOPs over what the hardware can do."""
+"""The roofline: latency from bytes and FLOPs over the hardware's bandwidth and peak."""

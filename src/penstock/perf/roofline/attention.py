@@ -1,18 +1,18 @@
-"""Attention proper: pairs of queries and keys while prompts are computed, reading the KV while decoding."""
+"""Seconds of attention without projections: query-key pairs in prefill, KV reads in decode."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """All layers of one model on one engine.
+    """Attention of all layers of one engine.
 
-    windows:               (tokens or None, layers that see so many)
-    flops_per_pair:        of one layer's heads
-    decode_flops_per_pair: the same for decoding: MLA works on the latent vectors themselves
-    kv_elements_per_token: of one layer
-    devices:               that share the heads
-    kv_shards:             devices that hold different parts of one sequence's KV
+    windows:               (window in tokens or None, number of such layers)
+    flops_per_pair:        FLOPs per (query, key) pair and layer, all heads
+    decode_flops_per_pair: the same in decode, where MLA works on latent vectors
+    kv_elements_per_token: KV elements per token and layer
+    devices:               devices over which the heads are split
+    kv_shards:             devices over which one sequence's KV is split
     """
 
     windows: tuple[tuple[int | None, int], ...]
@@ -26,11 +26,11 @@ class Attention:
     kv_bytes_per_s: float
 
     def prefill_s(self, pairs: float) -> float:
-        """Price so many (query, key) pairs, counted over the layers."""
+        """Seconds of `pairs` (query, key) pairs, summed over the layers."""
         return pairs * self.flops_per_pair / self.devices / self.flops_per_s
 
     def decode_s(self, queries: float, batch: float, context_tokens: float) -> float:
-        """Price reading the batch's KV once; MLA's arithmetic on latents can outweigh it."""
+        """Seconds to read the batch's KV once, or of the arithmetic if larger, as with MLA."""
         if batch <= 0:
             return 0.0
         tokens = 0.0
@@ -42,9 +42,9 @@ class Attention:
 
 
 def causal_pairs(new: int, cached: int, window: int | None) -> float:
-    """Count the keys that `new` queries after `cached` tokens see."""
+    """Count the keys attended by `new` queries after `cached` tokens."""
     end = cached + new
     if window is None or end <= window:
         return new * cached + new * (new + 1) / 2
-    growing = max(0, window - cached)  # queries that still see all that is before them
+    growing = max(0, window - cached)  # queries whose window covers all earlier tokens
     return growing * cached + growing * (growing + 1) / 2 + (new - growing) * window

@@ -1,4 +1,4 @@
-"""What devices send each other within an engine: all-reduces, exchanges of tokens between experts, hidden states."""
+"""Seconds of collectives within an engine: all-reduce, all-to-all of experts, pipeline hops."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from penstock.perf.model.shape import Moe
 from penstock.perf.roofline.factors import Factors
 
 _LOW_LATENCY_TOKENS = 256
-"""A device's tokens up to which an exchange takes the kernels that send every copy by itself."""
+"""Tokens per device up to which all-to-all uses the low-latency kernels, which send each copy separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Prices of one engine's. `row_bytes` are those of a token's hidden state, as it is sent between tensor-parallel devices."""
+    """Collectives of one engine. `row_bytes` is the size of one token's hidden state in an all-reduce."""
 
     hardware: Hardware
     factors: Factors
@@ -22,10 +22,10 @@ class Collectives:
     row_bytes: float
 
     def all_reduce_s(self, rows: float) -> float:
-        """Add up what each tensor-parallel device has of so many rows.
+        """Seconds of one all-reduce of `rows` hidden states over the tensor-parallel devices.
 
-        The cost depends on the size in three ways: a latency, a ramp while one kernel becomes several that wait for
-        each other, and the link.
+        The cost has three parts: a latency, a ramp while one kernel becomes several that wait for each other, and the
+        link.
 
         Source: all-reduces of TensorRT-LLM and vLLM that aiconfigurator measured on H100, H200 and GB200
         (`tests/data/all_reduce_tables.json`); the form is within a third of most of them, from 4 KiB to 256 MiB.
@@ -39,10 +39,10 @@ class Collectives:
         return factors.all_reduce_s + ramp_s + sent / link
 
     def all_to_all_s(self, moe: Moe, tokens: float) -> float:
-        """Send each of a device's tokens to its experts in 8 bits and back in 16; NVLink and network work at once.
+        """Seconds to send each device's tokens to their experts in 8 bits and back in 16 bits; NVLink and network overlap.
 
-        Few tokens cross the network once for each expert; many once for each NVLink domain that holds some of
-        their experts, to be handed on within it.
+        Few tokens cross the network once per expert. Many tokens cross once per NVLink domain with some of their experts
+        and are forwarded within it.
 
         Source: DeepEP (DeepSeek, 2025), its low-latency and its normal kernels.
         """
@@ -60,7 +60,7 @@ class Collectives:
         return 2 * self.factors.collective_s + max(within, across)
 
     def hop_s(self, rows: float) -> float:
-        """Send hidden states from one pipeline stage to the next."""
+        """Seconds to send `rows` hidden states to the next pipeline stage."""
         if self.parallel.pp == 1:
             return 0.0
         sent = rows * self.row_bytes / self.parallel.tp
@@ -68,6 +68,6 @@ class Collectives:
         return self.factors.collective_s + sent / link
 
     def _link_bytes_per_s(self, devices: int) -> float:
-        """Give the slowest link among so many neighbours."""
+        """Give the bandwidth of the slowest link among `devices` neighbours."""
         fits = devices <= self.hardware.scale_up_devices
         return self.hardware.scale_up_bytes_per_s if fits else self.hardware.scale_out_bytes_per_s

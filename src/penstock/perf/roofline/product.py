@@ -1,13 +1,13 @@
-"""A matrix product with weights: what of its price does not depend on the rows is worked out once."""
+"""A matrix product with weights; its constant parts are precomputed."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Rows times `params` weights, at up to `reached` of `flops_per_s`: half of that at `half_rows` rows.
+    """Rows times `params` weights, at up to the fraction `reached` of `flops_per_s`, and half of it at `half_rows` rows.
 
-    Reading the weights takes `traffic_s` meanwhile; `overlap` is the exponent of the smooth maximum of both.
+    Reading the weights takes `traffic_s`; `overlap` is the exponent of the smooth maximum of both times.
     """
 
     params: float
@@ -18,7 +18,7 @@ class Product:
     overlap: float
 
     def seconds(self, rows: float) -> float:
-        """Price the product of so many rows; nothing for none."""
+        """Seconds of the product of `rows` rows; 0 for 0 rows."""
         if rows <= 0 or self.params <= 0:
             return 0.0
         reached = self.reached * rows / (rows + self.half_rows)

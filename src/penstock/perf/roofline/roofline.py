@@ -1,9 +1,9 @@
-"""Prices from first principles: a model's bytes and FLOPs over what the hardware can do.
+"""The roofline: a model's bytes and FLOPs over the hardware's bandwidth and peak.
 
-Each matrix product takes the smooth maximum of its arithmetic and its weight traffic; attention, collectives
-and launches are added. One set of factors holds for all models and devices. Steps that only decode follow each other
-through a pipeline without a gap; one that carries prompts ends when the last of their micro-batches has left it. At a
-fixed batch a decode step is piecewise linear in context, which the simulator relies on.
+Each matrix product takes the smooth maximum of arithmetic and weight traffic; attention, collectives and launches are
+added. One set of factors serves all models and devices. Decode-only steps follow each other through a pipeline without a
+gap; a step with prompts ends when its last micro-batch has left the pipeline. At a fixed batch a decode step is
+piecewise linear in context, which the simulator relies on.
 """
 
 import heapq
@@ -26,7 +26,7 @@ from penstock.perf.roofline.product import Product
 
 @dataclass(slots=True)
 class Roofline:
-    """A `LatencyModel` of one engine. Stateless after construction."""
+    """A `LatencyModel` of one engine. Immutable after construction."""
 
     shape: ModelShape
     hardware: Hardware
@@ -35,26 +35,25 @@ class Roofline:
     kv_dtype: Dtype | None = None
     factors: Factors = field(default_factory=Factors)
     tokens_per_step: float = 1.0
-    """Tokens a decode step yields on average; above 1 with speculation."""
+    """Mean tokens per decode step and sequence; above 1 with speculative decoding."""
     draft_tokens: int | None = None
-    """Tokens that a step drafts for each sequence and verifies beside the one that is sure; None is the fewest that can
-    yield `tokens_per_step`. Each takes a further layer and the head to draft, as with multi-token prediction and EAGLE."""
+    """Tokens drafted and verified per step and sequence; None is the fewest that can yield `tokens_per_step`. Drafting a
+        token costs one more layer and the head, as with multi-token prediction and EAGLE."""
     expert_dtype: Dtype | None = None
-    """Of routed experts; None is `weight_dtype` where that is given, else the checkpoint's own, and what a model without
-    experts has."""
+    """Format of routed experts; None is `weight_dtype` if given, else the checkpoint's. Must be None without experts."""
     _attention: Attention = field(init=False, repr=False)
     _dense: Product = field(init=False, repr=False)
     """One dense layer."""
     _shared: Product = field(init=False, repr=False)
-    """What every token takes of one layer with experts."""
+    """The parts of one MoE layer that every token uses."""
     _head: Product = field(init=False, repr=False)
     _wide_bytes: float = field(init=False, repr=False)
     _layers: int = field(init=False, repr=False)
     _dense_layers: int = field(init=False, repr=False)
     _launches_s: float = field(init=False, repr=False)
-    """What a layer takes however few tokens there are."""
+    """Fixed seconds of a layer."""
     _bytes_per_s: float = field(init=False, repr=False)
-    """The memory's, as reached."""
+    """Reached memory bandwidth."""
     _collectives: Collectives = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +71,7 @@ class Roofline:
         self._prepare(self.weight_dtype, self.kv_dtype)
 
     def _prepare(self, dtype: Dtype, kv_dtype: Dtype) -> None:
-        """Work out what of each step's price is always the same."""
+        """Precompute the constant parts of step times."""
         shape, hardware, factors, tp = self.shape, self.hardware, self.factors, self.parallel.tp
         self._wide_bytes = self._wide.bytes
         self._layers, self._dense_layers = shape.layers, shape.layers - shape.moe_layers
@@ -155,7 +154,7 @@ class Roofline:
 
     @property
     def verified_tokens(self) -> int:
-        """Tokens that a decode step computes for each sequence."""
+        """Tokens computed per decode step and sequence."""
         assert self.draft_tokens is not None, "since construction"
         return 1 + self.draft_tokens
 
@@ -166,7 +165,7 @@ class Roofline:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens whose KV fits beside the weights; raises ConfigError when the weights alone do not fit."""
+        """Tokens of KV that fit beside the weights; raises ConfigError if the weights do not fit."""
         budget = self.hardware.memory_bytes * self.factors.memory_fraction
         weights = self.weight_bytes_per_device()
         if weights >= budget:
@@ -187,11 +186,11 @@ class Roofline:
         return self.mixed_step_s((), batch, context_tokens)
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """Price one step; see `LatencyModel.mixed_step_s`.
+        """Seconds of one step; see `LatencyModel.mixed_step_s`.
 
-        Sequences that decode are spread over as many micro-batches as a pipeline has stages: each starts its next token
-        when it leaves the last stage, so that nothing is idle and a token takes one pass. Prompts are cut into as many, or
-        go in one, whichever is sooner: of m micro-batches and p stages the last one leaves after m + p - 1 stages' times.
+        Decoding sequences are split into one micro-batch per pipeline stage: each starts its next token when it leaves the
+        last stage, so no stage idles and a token takes one pass. Prompts are split the same way or not at all, whichever is
+        sooner: of m micro-batches and p stages the last leaves after m + p - 1 stage times.
         """
         if not batch and not any(new for new, _ in chunks):
             return 0.0
@@ -206,7 +205,7 @@ class Roofline:
     def _pass_s(
         self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int, parts: int
     ) -> tuple[float, float]:
-        """Say what a micro-batch takes through the whole pipeline, and in one stage; prompts are cut into so many parts."""
+        """Give a micro-batch's seconds (through the pipeline, in one stage), with prompts split into `parts`."""
         news = [new for new, _ in chunks]
         queries = batch * self.verified_tokens
         pp, copies = self.parallel.pp, self.parallel.pp * self.parallel.dp
@@ -241,7 +240,7 @@ class Roofline:
     # ---- parts -------------------------------------------------------------------------------------------
 
     def weight_bytes_per_device(self) -> float:
-        """Weights on the fullest device; embeddings and head stay 16 bits wide."""
+        """Weight bytes on the fullest device; embeddings and head stay 16-bit."""
         assert self.weight_dtype is not None
         parallel, shape = self.parallel, self.shape
         body = shape.dense_params() / parallel.tp * self.weight_dtype.bytes
@@ -253,7 +252,7 @@ class Roofline:
         return body / parallel.pp + head * max(2.0, self._wide.bytes)
 
     def _experts_per_device(self) -> float:
-        """Experts of a layer that a device holds: whole ones, some twice where they do not come out even."""
+        """Experts of a layer per device, rounded up: some are replicated if they do not divide evenly."""
         assert self.shape.moe is not None
         ep, experts = self.parallel.ep, self.shape.moe.num_experts
         return math.ceil(experts / ep) if ep > 1 else experts / self.parallel.tp
@@ -265,15 +264,15 @@ class Roofline:
 
     @property
     def kv_copies(self) -> float:
-        """How many devices of a tensor-parallel group keep the same KV."""
+        """Devices of a tensor-parallel group that hold the same KV."""
         return self.parallel.tp / self._kv_shards()
 
     def _kv_shards(self) -> int:
-        """Devices that hold different parts of one sequence's KV; a KV head is not cut, a latent is copied."""
+        """Devices over which one sequence's KV is split: by KV head; MLA's latent is replicated."""
         return 1 if self.shape.mla is not None else min(self.parallel.tp, self.shape.kv_heads)
 
     def _product(self, params: float, dtype: Dtype, loaded_params: float | None = None) -> Product:
-        """Describe a product with `params` weights, of which `loaded_params` are read."""
+        """Make a product with `params` weights, of which `loaded_params` are read."""
         hardware, factors = self.hardware, self.factors
         loaded = params if loaded_params is None else loaded_params
         return Product(
@@ -286,7 +285,7 @@ class Roofline:
         )
 
     def _layers_s(self, rows: float, tokens: float) -> float:
-        """Price all layers but their attention proper: `rows` on the fullest copy, of `tokens` on all copies."""
+        """Seconds of all layers without attention, for `rows` tokens on the fullest data-parallel copy and `tokens` on all."""
         seconds = self._layers * self._each_layer_s(rows)
         seconds += self._dense_layers * self._dense.seconds(rows)
         if self.shape.moe is not None:
@@ -295,11 +294,11 @@ class Roofline:
         return seconds
 
     def _each_layer_s(self, rows: float) -> float:
-        """Price what layers with and without experts have: launches, hidden states, two all-reduces."""
+        """Seconds of the parts that dense and MoE layers share: launches, hidden states, two all-reduces."""
         return self._launches_s + self._activations_s(rows) + 2 * self._collectives.all_reduce_s(rows)
 
     def _draft_s(self, rows: float, tokens: float, context_tokens: float) -> float:
-        """Price drafting a token for each sequence: one more layer, the head, and the layer's KV."""
+        """Seconds to draft one token per sequence: one more layer, the head, and the layer's KV."""
         seconds = self._each_layer_s(rows) + self._head.seconds(rows)
         seconds += self._attention.decode_s(rows, rows, context_tokens) / self._layers
         if self.shape.moe is None:
@@ -307,20 +306,20 @@ class Roofline:
         return seconds + self._shared.seconds(rows) + self._experts_s(rows, tokens)
 
     def _experts_s(self, rows: float, tokens: float) -> float:
-        """Price one layer's routed experts: products with the experts that are hit, and the exchange of tokens.
+        """Seconds of one layer's routed experts: products with the experts hit, and the all-to-all.
 
-        Experts are equally likely, as load balancing aims at: of E experts, n tokens with k each hit
+        Experts are assumed equally likely: of E experts, n tokens with k each hit
         `E * (1 - (1 - k/E)^n)`.
         """
         moe, parallel = self.shape.moe, self.parallel
         assert moe is not None
         assert self.expert_dtype is not None
-        # With fewer expert devices than devices there are as many copies of the experts, each with its share.
+        # With fewer expert-parallel devices than devices, the experts are replicated, each copy with its share of tokens.
         share = parallel.ep / (parallel.tp * parallel.dp) if parallel.ep > 1 else rows / tokens
         group_tokens = tokens * share
         hit = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** group_tokens)
         pairs = group_tokens * moe.experts_per_token
-        # All hit experts of a device as one grouped product: rows an expert decide the efficiency.
+        # A device's experts are one grouped product: rows per expert decide its efficiency.
         params = hit * self.shape.expert_params()
         loaded = params / moe.num_experts * self._experts_per_device()
         params /= parallel.ep if parallel.ep > 1 else parallel.tp
@@ -330,7 +329,7 @@ class Roofline:
         return seconds
 
     def _fullest(self, prompts: Sequence[float]) -> float:
-        """Give the load of the fullest copy of the attention, which all wait for: each prompt goes to the emptiest."""
+        """Give the load of the fullest data-parallel copy, which the others wait for; each prompt goes to the emptiest copy."""
         copies = self.parallel.dp
         if copies == 1:
             return sum(prompts)
@@ -346,7 +345,7 @@ class Roofline:
         return moved / self._bytes_per_s
 
     def _prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Price the (query, key) pairs of all chunks in all layers, on the copy with the most."""
+        """Seconds of attention of all chunks and layers, on the data-parallel copy with the most."""
         pairs = 0.0
         for window, count in self._attention.windows:
             pairs += count * self._fullest([causal_pairs(new, cached, window) for new, cached in chunks])

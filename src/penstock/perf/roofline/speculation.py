@@ -1,8 +1,7 @@
-"""Prices of an engine that speculates, a token at a time.
+"""Speculative decoding as steps of one token.
 
-A step drafts, verifies and yields several tokens of each request. Whoever counts steps of one token each, as
-schedulers do, has them share its time: then every batch decodes as fast as it would, and nobody has to draw how many
-drafts are accepted.
+A real step drafts, verifies and yields several tokens per request. Schedulers count steps of one token; here each takes
+its share of a real step. Batches then decode at the real speed, without drawing the number of accepted drafts.
 """
 
 from collections.abc import Sequence
@@ -13,15 +12,15 @@ from penstock.perf.roofline.roofline import Roofline
 
 
 def price_per_token(roofline: Roofline) -> LatencyModel:
-    """Price an engine by steps that give each sequence one token, whatever its own steps yield."""
+    """Make a latency model whose decode steps yield one token per sequence."""
     return roofline if roofline.tokens_per_step == 1 else SpeculativeModel(roofline)
 
 
 class SpeculativeModel:
-    """A `LatencyModel` whose decode steps of one token are so many parts of a roofline's step. Stateless.
+    """A `LatencyModel` whose decode step is the roofline's divided by `tokens_per_step`. Immutable.
 
-    A step that also computes prompts gives one token, too, and of its decoding only that token's part is charged: over
-    a run the sums are right, and each such step is too short by at most the rest of a decode step.
+    A step with prompts also yields one token and is charged only that token's share of decoding. Sums over a run are
+    right; each such step is too short by at most the rest of a decode step.
     """
 
     def __init__(self, roofline: Roofline) -> None:
@@ -43,11 +42,11 @@ class SpeculativeModel:
         return self._step.prefill_batch_s(chunks)
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        """Give each sequence one token: a part of a step."""
+        """Seconds of one token per sequence: a share of the real step."""
         return self._part * self._step.decode_step_s(batch, context_tokens)
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """Compute prompts, and give each sequence one token."""
+        """Seconds of prompts and one token per sequence."""
         decode_s = self._step.decode_step_s(batch, context_tokens)
         return self._step.mixed_step_s(chunks, batch, context_tokens) - (1 - self._part) * decode_s
 

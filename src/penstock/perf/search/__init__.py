@@ -1,1 +1,1 @@
-"""Which layout of so many devices is worth most, ranked in closed form."""
+"""Searches the best layout of N devices with closed-form predictions."""

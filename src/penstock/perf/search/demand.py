@@ -1,20 +1,20 @@
-"""What is asked of a deployment."""
+"""The workload and targets of a search."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What every request asks, and how fast it must be answered."""
+    """Token counts of each request, and latency targets."""
 
     input_tokens: int
     output_tokens: int
     ttft_s: float
     itl_s: float
     percentile: float = 90.0
-    """Share of requests that must keep each, in percent."""
+    """Share of requests that must meet each target, in percent."""
 
     @property
     def context_tokens(self) -> float:
-        """Mean context of a sequence while it is decoded."""
+        """Mean context of a sequence during decode, in tokens."""
         return self.input_tokens + self.output_tokens / 2

@@ -1,7 +1,7 @@
-"""What requests see of a few workers that are alike, at a rate: queueing included, by the model's prices, in closed form.
+"""Closed-form TTFT and ITL of equal workers at a request rate, queueing included.
 
-One description holds for workers that run whole requests, for those that run prompts alone and for those that take
-prompts over: they differ in how many tokens of a prompt are computed there, and how many of an answer.
+One model covers aggregated, prefill and decode workers: they differ in how many prompt and output tokens of a request
+they compute (`Share`).
 """
 
 import math
@@ -14,53 +14,53 @@ from penstock.perf.search.demand import Demand
 from penstock.perf.search.queueing import wait_s
 
 _HOPELESS = 1e-5
-"""Below this part of what could be at best, a rate is none."""
+"""Rates below this fraction of the upper bound count as 0."""
 _PROMPTS_MAX = 16
-"""In one step, on each data-parallel rank."""
+"""Most prompts in one step on each data-parallel rank."""
 _PRECISION = 2e-3
-"""Of a largest rate, relative."""
+"""Relative precision of a largest rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a pool does of every request."""
+    """The part of each request that a pool computes."""
 
     new_tokens: int
-    """Prompt tokens computed here, of a request whose prompt is."""
+    """Prompt tokens computed here, if the prompt is computed here."""
     cached_tokens: int
-    """Prompt tokens whose KV is brought here."""
+    """Prompt tokens whose KV is transferred here."""
     answer_tokens: int
-    """Tokens generated here, one at a step of the whole batch."""
+    """Output tokens decoded here."""
     computed: float = 1.0
-    """Of the requests, those whose prompt is computed here."""
+    """Fraction of requests whose prompt is computed here."""
 
     @property
     def held_tokens(self) -> int:
-        """KV of a request that ends."""
+        """KV tokens of a request at its end."""
         return self.new_tokens + self.cached_tokens + self.answer_tokens
 
     @property
     def context_tokens(self) -> float:
-        """Mean context of a sequence while it is decoded."""
+        """Mean context of a sequence during decode, in tokens."""
         return self.new_tokens + self.cached_tokens + self.answer_tokens / 2
 
 
-def whole(demand: Demand) -> Share:
-    """Give the share of a worker that runs whole requests."""
+def aggregated_share(demand: Demand) -> Share:
+    """Make the share of an aggregated worker."""
     return Share(
         new_tokens=demand.input_tokens, cached_tokens=0, answer_tokens=demand.output_tokens - 1
-    )  # the prompt's last step yields the first token
+    )  # the last prefill step yields the first token
 
 
-def prompts(demand: Demand) -> Share:
-    """Give the share of a worker that runs prompts and hands them over."""
+def prefill_share(demand: Demand) -> Share:
+    """Make the share of a prefill worker."""
     return Share(new_tokens=demand.input_tokens, cached_tokens=0, answer_tokens=0)
 
 
-def answers(demand: Demand, block_size: int, local: float = 0.0) -> Share:
-    """Give the share of a worker that takes prompts over: a last, partial block is computed again.
+def decode_share(demand: Demand, block_size: int, local: float = 0.0) -> Share:
+    """Make the share of a decode worker: it recomputes the prompt's last, partial block.
 
-    `local` of the requests have their whole prompt computed here all the same.
+    The fraction `local` of requests is prefilled by the decode worker itself.
     """
     again = (demand.input_tokens - 1) % block_size + 1
     new = demand.input_tokens if local else again
@@ -74,25 +74,25 @@ def answers(demand: Demand, block_size: int, local: float = 0.0) -> Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """At the demand's percentile."""
+    """Latencies at the demand's percentile."""
 
     ttft_s: float
-    """From a request's arrival here until its prompt is computed."""
+    """Seconds from a request's arrival to the end of its prefill."""
     itl_s: float
-    """Between two tokens of a stream, mean over the stream; 0 where none are generated."""
+    """Mean seconds between two tokens of a stream; 0 for prefill workers."""
     kv_share: float
-    """Of a worker's KV, what running requests hold."""
+    """Fraction of a worker's KV held by running requests."""
     batch: float = 0.0
-    """Sequences that decode at once in a worker, on average."""
+    """Mean number of decoding sequences in a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Workers that are alike, each with an even part of the requests.
+    """Equal workers, each with an equal part of the requests.
 
-    model:            prices of one worker
-    workers:          how many
-    max_batch_tokens: tokens that a step computes at most on each data-parallel rank
+    model:            latency model of one worker
+    workers:          number of workers
+    max_batch_tokens: most tokens of a step on each data-parallel rank
     """
 
     model: Roofline
@@ -100,7 +100,7 @@ class Pool:
     max_batch_tokens: int
 
     def predict(self, share: Share, rate_per_s: float, percentile: float) -> Prediction | None:
-        """Say what requests see when so many come each second, to all workers together; None where that is too much."""
+        """Predict latencies at `rate_per_s` requests per second over all workers; None if they are overloaded."""
         each_per_s = rate_per_s / self.workers
         room = self._room(share)
         low, high = 0.0, 1.0
@@ -117,7 +117,7 @@ class Pool:
         return self._seen(share, state, percentile, room)
 
     def largest(self, share: Share, demand: Demand) -> tuple[float, Prediction] | None:
-        """Find the largest rate that keeps the demand's targets, and what requests see of it; None where none does."""
+        """Find the largest rate that meets the targets, and its prediction; None if no rate does."""
         room = self._room(share)
         low, high = 0.0, 1.0
         found = None
@@ -125,28 +125,28 @@ class Pool:
             middle = (low + high) / 2
             state = self._state(share, middle, room)
             seen = None if state is None else self._seen(share, state, demand.percentile, room)
-            if state is not None and seen is not None and keeps(seen, demand):
+            if state is not None and seen is not None and meets(seen, demand):
                 low, found = middle, (self.workers * state.each_per_s, seen)
             else:
                 high = middle
         return found
 
     def _seen(self, share: Share, state: "_State", percentile: float, room: float) -> Prediction | None:
-        """Say what requests see of a state; None where it cannot last."""
+        """Predict the latencies of a state; None if it is unstable."""
         if state.load >= 1:
             return None
         z = NormalDist().inv_cdf(percentile / 100)
         prompts_per_s, batch = state.each_per_s * share.computed, state.batch
         queue_s = wait_s(state.service_s, self.workers, state.load, percentile / 100)
         under_way_s = state.busy * state.mixed_s + (1 - state.busy) * state.decode_s
-        # Who waited is computed beside others who did.
+        # Requests that waited are prefilled together with others that waited.
         others_s = min(prompts_per_s * queue_s, state.others_max) * state.other_s
         ttft_s = queue_s + under_way_s + state.prompt_s + others_s
         crowd = batch + z * math.sqrt(batch) + prompts_per_s * ttft_s
         if crowd > room:
             return None
         unlucky = state.busy
-        if batch:  # prompts that come meanwhile, more than on average
+        if batch:  # prompts that arrive meanwhile, above their mean
             stream_s = share.answer_tokens * state.mean_s(state.busy)
             unlucky += z * state.prompt_s * math.sqrt(prompts_per_s / stream_s)
         return Prediction(
@@ -157,14 +157,14 @@ class Pool:
         )
 
     def _room(self, share: Share) -> float:
-        """Count the requests whose KV fits into a worker."""
+        """Count the requests whose KV fits into one worker."""
         return self.model.kv_capacity_tokens / share.held_tokens
 
     def _state(self, share: Share, level: float, fits: float) -> "_State | None":
-        """Describe a worker whose batch is this part of the requests that fit, or that spends this part of its time where it only computes prompts.
+        """Describe a worker at a load: `level` is the fraction of fitting requests in its batch, for prefill workers the busy fraction of time.
 
-        A worker's time goes into steps that carry prompt tokens and steps that do not; a stream gets a token from each. One
-        prompt a step while that is enough; else as many as come meanwhile, the price being linear in between.
+        A worker runs mixed steps (with prompt tokens) and decode steps; each yields one token per stream. A mixed step has
+        one prompt while that suffices, else all prompts that arrive during a step; time is linear in between.
         """
         model = price_per_token(self.model)
         batch = level * fits if share.answer_tokens else 0.0
@@ -182,13 +182,15 @@ class Pool:
         all_s = model.mixed_step_s([(chunk, cached)] * most, decoding, context) if most > 1 else one_s
         more_s = (all_s - one_s) / (most - 1) if most > 1 else 0.0
         decode_s = model.decode_step_s(decoding, context) if decoding else 0.0
-        steps = share.computed * pieces  # that carry its prompt, of each request
+        steps = share.computed * pieces  # mixed steps per request
         mixed_s = one_s
         if batch:
-            # batch = rate x tokens x mean step, and of a second the part rate x steps x mixed goes into mixed steps.
+            # batch = rate x tokens x mean step; mixed steps take the fraction rate x steps x mixed of the time.
             tokens = share.answer_tokens
             each_per_s = batch / decode_s / (tokens + batch * steps * (one_s / decode_s - 1))
-            if each_per_s * steps * one_s > 1:  # each step carries prompts: all that came during the last one
+            if (
+                each_per_s * steps * one_s > 1
+            ):  # every step is mixed: it has all prompts that arrived during the last one
                 each_per_s = batch / (tokens * (one_s - more_s) + batch * steps * more_s)
         else:
             each_per_s = level * most / (steps * all_s)
@@ -210,36 +212,36 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """A worker at some load."""
+    """A worker at a given load."""
 
     each_per_s: float
-    """Requests that it gets."""
+    """Requests per second."""
     batch: float
-    """Sequences that decode at once."""
+    """Decoding sequences."""
     mixed_s: float
-    """A step with prompt tokens."""
+    """Seconds of a mixed step."""
     decode_s: float
-    """One without; 0 where nothing is generated."""
+    """Seconds of a decode step; 0 for prefill workers."""
     prompt_s: float
-    """The steps of one prompt."""
+    """Seconds of one prompt's steps."""
     other_s: float
-    """What another prompt adds to them that is computed beside it."""
+    """Seconds that each further prompt in the same steps adds."""
     others_max: int
-    """How many there may be."""
+    """Most further prompts."""
     service_s: float
-    """What a prompt takes of a worker that computes as many at once as it may."""
+    """Seconds per prompt at the largest number of prompts per step."""
     busy: float
-    """Share of the time that goes into steps with prompt tokens."""
+    """Fraction of time in mixed steps."""
     load: float
-    """Share of what prompts can take of the worker at most."""
+    """Fraction of the worker's prefill capacity in use."""
 
     def mean_s(self, busy: float) -> float:
-        """Give the mean time of a step, where the share `busy` of the time goes into steps with prompts."""
+        """Give the mean step time if mixed steps take the fraction `busy` of the time."""
         if not self.decode_s:
             return self.mixed_s
         return 1 / (busy / self.mixed_s + (1 - busy) / self.decode_s)
 
 
-def keeps(prediction: Prediction, demand: Demand) -> bool:
-    """Say whether both targets are met."""
+def meets(prediction: Prediction, demand: Demand) -> bool:
+    """Tell whether a prediction meets both targets."""
     return prediction.ttft_s <= demand.ttft_s and prediction.itl_s <= demand.itl_s

@@ -1,20 +1,20 @@
-"""How long work waits for one of several servers that each take the same time for it: closed forms, to rank by."""
+"""Closed-form waiting time of a queue with several servers and constant service time."""
 
 import math
 
 
 def wait_s(service_s: float, servers: int, busy: float, share: float) -> float:
-    """Give the wait that a share of the arrivals stays below, where they come at random and join the shortest queue.
+    """Give a quantile of the waiting time for Poisson arrivals that join the shortest queue.
 
     Args:
-        service_s: what each takes, always the same.
-        servers: how many there are.
-        busy: share of the time that each of them works; infinity comes out from 1 on.
-        share: such as 0.9.
+        service_s: constant service time.
+        servers: number of servers.
+        busy: utilization; from 1 on the result is infinite.
+        share: the quantile, such as 0.9.
 
     Source: Sakasegawa (1977) for the odds of waiting, `busy ** (sqrt(2 (servers + 1)) - 1)`; halved mean for equal
-    service (Allen and Cunneen); an exponential tail. Exact to a few percent for one server; queues of their own that
-    the shortest is chosen of are nearly one queue.
+    service (Allen and Cunneen); an exponential tail. Exact to a few percent for one server; joining the shortest of several queues is nearly one
+    queue.
     """
     if busy >= 1:
         return math.inf

@@ -1,7 +1,7 @@
-"""Which workers to make of so many devices: tries parallelisms, counts and step sizes, whole requests and apart.
+"""Searches layouts of N devices: parallelisms, worker counts and step sizes, aggregated and disaggregated.
 
-Ranks by the largest rate that keeps the targets, as `penstock.perf.search.pool` predicts it: milliseconds a layout, so that
-all can be tried, and good enough to choose the few that a simulation is worth.
+Layouts are ranked by the largest rate that meets the targets, as `penstock.perf.search.pool` predicts it. A prediction
+takes milliseconds, so that all layouts are tried and the best few simulated.
 """
 
 import math
@@ -15,24 +15,32 @@ from penstock.perf.model.parallel import Parallel
 from penstock.perf.roofline.roofline import Roofline
 from penstock.perf.roofline.speculation import price_per_token
 from penstock.perf.search.demand import Demand
-from penstock.perf.search.pool import Pool, Prediction, Share, answers, keeps, prompts, whole
+from penstock.perf.search.pool import (
+    Pool,
+    Prediction,
+    Share,
+    aggregated_share,
+    decode_share,
+    meets,
+    prefill_share,
+)
 
 Price = Callable[[Parallel], Roofline]
 
 STEP_TOKENS = (
     64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16_384,
 )  # fmt: skip
-"""Values of `max_batch_tokens` that are tried."""
+"""Values of `max_batch_tokens` to try."""
 _SHARED_STEPS = (192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Of decode workers that compute prompts too."""
+"""Values to try for decode workers that also prefill."""
 _LOCAL = (0.02, 0.04, 0.07, 0.1, 0.13, 0.17, 0.21, 0.26, 0.33, 0.4)
-"""Parts of the prompts that decode workers may compute."""
+"""Fractions of prompts to try for prefill on decode workers."""
 _SHARED_LAYOUTS = 4
-"""So many of the best pairs are tried with decode workers that compute prompts."""
+"""Number of best pairs to try with prefill on decode workers."""
 _LOWERED = (1.0, 0.998, 0.995, 0.99, 0.98, 0.95)
-"""Parts of the rate at which two pools are joined, until one keeps the targets: a prediction is not smooth, as a batch is a whole number."""
+"""Fractions of the rate to try for a joined pair until the targets are met: predictions are not smooth, as batches are integers."""
 _EQUAL = 0.995
-"""Rates from this part of each other on are the same."""
+"""Rates within this ratio count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +59,13 @@ class RoleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What is made of the devices, at the largest rate that is predicted to keep the targets."""
+    """A use of the devices, with the largest rate predicted to meet the targets."""
 
     role_groups: tuple[RoleGroup, ...]
     rate_per_s: float
     prediction: Prediction
     local: float = 0.0
-    """Of the prompts, those that decode workers are taken to compute."""
+    """Fraction of prompts that decode workers prefill."""
 
     @property
     def devices(self) -> int:
@@ -65,13 +73,13 @@ class Layout:
 
     @property
     def is_disaggregated(self) -> bool:
-        """Whether prompts are computed on workers of their own."""
+        """Whether prefill and decode workers are separate."""
         return len(self.role_groups) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """One step size of a pool, at its largest rate."""
+    """A step size of a pool, with its largest rate."""
 
     max_batch_tokens: int
     rate_per_s: float
@@ -80,14 +88,14 @@ class _Found:
 
 @dataclass(kw_only=True)
 class LayoutSearch:
-    """All layouts of one model on so many devices, for one demand.
+    """All layouts of one model on N devices for one demand.
 
-    price:            of a worker
-    choices:          parallelisms of one
-    devices:          how many there are, of which some may be left over
-    demand:           what requests ask, and the targets
+    price:            makes the latency model of a worker
+    choices:          parallelisms of a worker
+    devices:          number of devices; a layout may leave some unused
+    demand:           workload and targets
     block_size:       tokens in a KV block
-    link_bytes_per_s: how fast KV moves from a prefill worker to a decode worker
+    link_bytes_per_s: bandwidth of KV transfers from a prefill to a decode worker
     """
 
     price: Price
@@ -96,20 +104,20 @@ class LayoutSearch:
     demand: Demand
     block_size: int
     link_bytes_per_s: Callable[[Parallel, Parallel], float]
-    _rathers: dict[Parallel, Demand] = field(default_factory=dict)
+    _decode_demands: dict[Parallel, Demand] = field(default_factory=dict)
     _known: dict[tuple[Share, Demand, Parallel, int], list[_Found]] = field(default_factory=dict)
 
     @cached_property
     def models(self) -> list[Roofline]:
-        """Prices of the workers that the weights and one request fit into."""
+        """Latency models of the parallelisms that hold the weights and one request."""
         return list(self._fitting())
 
     def aggregated(self) -> list[Layout]:
-        """Give workers that run whole requests, of each parallelism at each step size that keeps the targets, the best first."""
+        """Give aggregated layouts that meet the targets, for each parallelism and step size, best first."""
         layouts = []
         for model in self.models:
             workers = self.devices // model.parallel.devices
-            for found in self._each_size(model, workers, whole(self.demand), self.demand):
+            for found in self._each_size(model, workers, aggregated_share(self.demand), self.demand):
                 role_group = RoleGroup(
                     role=Role.AGGREGATED,
                     parallel=model.parallel,
@@ -124,12 +132,12 @@ class LayoutSearch:
         return ranked(layouts)
 
     def disaggregated(self) -> list[Layout]:
-        """Give prompts and answers on workers of their own, of each pair of parallelisms the best counts, the best first.
+        """Give disaggregated layouts, with the best worker counts for each pair of parallelisms, best first.
 
-        Decode workers that have time to spare compute some prompts themselves, as the router has them do.
+        Decode workers with spare time prefill some prompts, as the router decides at run time.
         """
         if self.demand.output_tokens < 2:
-            return []  # a prompt's worker sends the first token itself: nothing is left to hand over
+            return []  # the prefill worker sends the only token: no decode
         found = ranked(
             layout
             for prefill in self.models
@@ -145,8 +153,8 @@ class LayoutSearch:
         return ranked([*found, *more.values()])
 
     def kv_transfer_s(self, prefill: Parallel, decode: Parallel) -> float:
-        """Say how long a prompt's KV is on its way."""
-        share = answers(self.demand, self.block_size)
+        """Give the seconds of one prompt's KV transfer."""
+        share = decode_share(self.demand, self.block_size)
         kv_bytes = share.cached_tokens * self.models[0].kv_bytes_per_token
         return kv_bytes / self.link_bytes_per_s(prefill, decode)
 
@@ -158,15 +166,15 @@ class LayoutSearch:
                 if parallel.devices <= self.devices and model.kv_capacity_tokens >= needed:
                     yield model
             except ConfigError:
-                continue  # the weights do not fit, or cannot be spread so
+                continue  # the weights do not fit, or cannot be split this way
 
     def _pairs(self, prefill: Roofline, decode: Roofline) -> Iterator[Layout]:
-        """Yield the counts at which prompts and answers come closest to the same rate, from either side."""
+        """Yield the two worker counts at which the prefill and decode rates are closest."""
         size, other = prefill.parallel.devices, decode.parallel.devices
         low, high = 1, (self.devices - other) // size
         if high < 1:
             return
-        while low < high:  # the most prefill workers that are not more than enough
+        while low < high:  # the most prefill workers that do not exceed the decode rate
             middle = (low + high + 1) // 2
             first, second = self._both(prefill, decode, middle)
             if second is None or (first is not None and first.rate_per_s > second.rate_per_s):
@@ -182,8 +190,8 @@ class LayoutSearch:
         rest = self._rest(prefill.parallel, decode.parallel, count)
         if rest < 1:
             return None, None
-        rather = self._rather(decode.parallel)
-        return self._prompt_size(prefill, count), self._answer_size(decode, rest, rather)
+        targets = self._decode_demand(decode.parallel)
+        return self._prompt_size(prefill, count), self._answer_size(decode, rest, targets)
 
     def _layout(self, prefill: Roofline, decode: Roofline, count: int) -> Layout | None:
         first, second = self._both(prefill, decode, count)
@@ -195,7 +203,7 @@ class LayoutSearch:
         return self._join(*pools, rate_per_s, 0.0)
 
     def _with_local(self, one: Parallel, other: Parallel, count: int) -> Iterator[Layout]:
-        """Yield the layouts in which decode workers compute some prompts, each with the part that serves most."""
+        """Yield layouts with some prefill on decode workers, each at its best fraction."""
         rest = self._rest(one, other, count)
         if count < 1 or rest < 1:
             return
@@ -203,37 +211,37 @@ class LayoutSearch:
         first = self._prompt_size(prefill, count)
         if first is None:
             return
-        rather = self._rather(other)
+        targets = self._decode_demand(other)
         for tokens in _SHARED_STEPS:
             best = 0.0, 0.0
             for local in _LOCAL:
                 pool = Pool(decode, rest, tokens)
-                found = pool.largest(answers(self.demand, self.block_size, local), rather)
+                found = pool.largest(decode_share(self.demand, self.block_size, local), targets)
                 if found is None:
                     break
                 relieved_per_s = first.rate_per_s / (1 - local)
                 best = max(best, (min(relieved_per_s, found[0]), local))
                 if found[0] <= relieved_per_s:
-                    break  # more prompts would be too many for them
+                    break  # decode workers cannot prefill more
             if best[0] > first.rate_per_s:
                 layout = self._join(Pool(prefill, count, first.max_batch_tokens), pool, *best)
                 if layout is not None:
                     yield layout
 
     def _join(self, first: Pool, second: Pool, rate_per_s: float, local: float) -> Layout | None:
-        """Put a prefill and a decode pool together, the latter with a part of the prompts, at most at this rate; None where none keeps the targets."""
+        """Join a prefill and a decode pool, which prefills the fraction `local`, at a rate up to `rate_per_s`; None if no rate meets the targets."""
         for lowered in _LOWERED:
             layout = self._joined(first, second, lowered * rate_per_s, local)
-            if layout is not None and keeps(layout.prediction, self.demand):
+            if layout is not None and meets(layout.prediction, self.demand):
                 return layout
         return None
 
     def _joined(self, first: Pool, second: Pool, rate_per_s: float, local: float) -> Layout | None:
-        """Describe both pools at this rate; None where one is at its limit."""
+        """Make the layout of both pools at a rate; None if one is overloaded."""
         percentile = self.demand.percentile
         other = second.model.parallel
-        computed = first.predict(prompts(self.demand), (1 - local) * rate_per_s, percentile)
-        share = answers(self.demand, self.block_size, local)
+        computed = first.predict(prefill_share(self.demand), (1 - local) * rate_per_s, percentile)
+        share = decode_share(self.demand, self.block_size, local)
         generated = second.predict(share, rate_per_s, percentile)
         if computed is None or generated is None:
             return None
@@ -245,7 +253,7 @@ class LayoutSearch:
         )
         prediction = Prediction(
             ttft_s=max(computed.ttft_s, generated.ttft_s if local else 0.0),
-            itl_s=generated.itl_s + self.demand.itl_s - self._rather(other).itl_s,
+            itl_s=generated.itl_s + self.demand.itl_s - self._decode_demand(other).itl_s,
             kv_share=max(computed.kv_share, generated.kv_share),
             batch=generated.batch,
         )
@@ -255,25 +263,25 @@ class LayoutSearch:
         return next(model for model in self.models if model.parallel == parallel)
 
     def _rest(self, prefill: Parallel, decode: Parallel, count: int) -> int:
-        """Count the decode workers there is room for beside so many prefill workers."""
+        """Count the decode workers on the devices left by `count` prefill workers."""
         return (self.devices - count * prefill.devices) // decode.devices
 
-    def _rather(self, decode: Parallel) -> Demand:
-        """Give the targets of decode workers: a stream's hand-over, by the slowest link, is a part of the time between its tokens."""
-        if decode not in self._rathers:
+    def _decode_demand(self, decode: Parallel) -> Demand:
+        """Give the targets of decode workers: the KV transfer over the slowest link counts in the time between tokens."""
+        if decode not in self._decode_demands:
             delay_s = max(self.kv_transfer_s(model.parallel, decode) for model in self.models)
             itl_s = self.demand.itl_s - delay_s / (self.demand.output_tokens - 1)
-            self._rathers[decode] = replace(self.demand, itl_s=itl_s)
-        return self._rathers[decode]
+            self._decode_demands[decode] = replace(self.demand, itl_s=itl_s)
+        return self._decode_demands[decode]
 
     def _prompt_size(self, model: Roofline, workers: int) -> _Found | None:
-        """Find the smallest step at which prompts alone go about as fast as they can: it holds up the next ones least."""
-        close = self._close(model, workers, prompts(self.demand), self.demand)
+        """Find the smallest step of prefill workers with about the best rate: it delays the next prompts least."""
+        close = self._close(model, workers, prefill_share(self.demand), self.demand)
         return min(close, key=lambda each: each.max_batch_tokens, default=None)
 
     def _answer_size(self, model: Roofline, workers: int, demand: Demand) -> _Found | None:
-        """Find the largest step that keeps the target if a prompt is computed here after all."""
-        close = self._close(model, workers, answers(self.demand, self.block_size), demand)
+        """Find the largest step of decode workers that meets the target when they prefill a prompt."""
+        close = self._close(model, workers, decode_share(self.demand, self.block_size), demand)
 
         def keeps_target(found: _Found) -> bool:
             batch = math.ceil(found.prediction.batch)
@@ -289,7 +297,7 @@ class LayoutSearch:
         return min(close, key=lambda each: each.max_batch_tokens, default=None)
 
     def _close(self, model: Roofline, workers: int, share: Share, demand: Demand) -> list[_Found]:
-        """Give the step sizes whose largest rates are about the best."""
+        """Give the step sizes with about the best rate."""
         key = (share, demand, model.parallel, workers)
         if key not in self._known:
             found = list(self._each_size(model, workers, share, demand))
@@ -307,7 +315,7 @@ class LayoutSearch:
 
 
 def ranked(layouts: Iterable[Layout]) -> list[Layout]:
-    """Put the largest rate first; of equal ones the fewest devices, then the larger steps, which keep prompts shorter."""
+    """Sort by rate, largest first; equal rates by fewest devices, then by larger steps, which prefill faster."""
 
     def key(layout: Layout) -> tuple[float, int, Sequence[int]]:
         return (

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.search.demand import Demand
-from penstock.perf.search.pool import Pool, Share, answers, prompts, whole
+from penstock.perf.search.pool import Pool, Share, aggregated_share, decode_share, prefill_share
 from penstock.perf.search.queueing import wait_s
 
 DEMAND = Demand(input_tokens=1000, output_tokens=101, ttft_s=1.0, itl_s=0.04)
@@ -63,7 +63,7 @@ def test_more_work_than_time_has_no_end():
 def test_prompts_alone_by_hand():
     # A prompt takes 10 ms + 1,000 x 0.1 ms. At 5 a second the worker is busy 55 % of the time; 55 % wait, and of them 10 / 55
     # longer than 0.11 / (2 x 0.45) x ln 5.5. Half of a step is under way, as 55 % of arrivals find one of 0.11 s: 0.0605 s.
-    seen = Pool(Linear(), 1, 1000).predict(prompts(DEMAND), 5.0, 90.0)
+    seen = Pool(Linear(), 1, 1000).predict(prefill_share(DEMAND), 5.0, 90.0)
     assert seen.ttft_s == pytest.approx(0.11 / 0.9 * math.log(5.5) + 0.55 * 0.11 + 0.11, rel=1e-3)
     assert seen.itl_s == 0
 
@@ -71,7 +71,7 @@ def test_prompts_alone_by_hand():
 def test_answers_alone_by_hand():
     # A decode worker computes 40 tokens of each prompt again: 1,000 are 15 blocks of 64 and 40 more. n streams and a step of
     # 10 ms + n x 0.1 ms, or 14 ms + n x 0.1 ms where a prompt joins; n = rate x 100 x step.
-    share = answers(DEMAND, 64)
+    share = decode_share(DEMAND, 64)
     assert (share.new_tokens, share.cached_tokens, share.answer_tokens) == (40, 960, 100)
     seen = Pool(Linear(), 1, 512).predict(share, 10.0, 90.0)
     assert seen.batch == pytest.approx(10 * 100 * 0.0117, rel=0.02)
@@ -81,20 +81,20 @@ def test_answers_alone_by_hand():
 
 
 def test_a_prompt_of_whole_blocks_has_its_last_block_computed_again():
-    share = answers(Demand(input_tokens=128, output_tokens=2, ttft_s=1, itl_s=1), 64)
+    share = decode_share(Demand(input_tokens=128, output_tokens=2, ttft_s=1, itl_s=1), 64)
     assert (share.new_tokens, share.cached_tokens) == (64, 64)
 
 
 def test_prompts_beside_answers_make_steps_longer_by_their_part_of_the_time():
     pool = Pool(Linear(), 2, 250)
-    seen, idle = (pool.predict(whole(DEMAND), rate, 90.0) for rate in (6.0, 0.01))
+    seen, idle = (pool.predict(aggregated_share(DEMAND), rate, 90.0) for rate in (6.0, 0.01))
     assert idle.itl_s == pytest.approx(0.0101, rel=0.05)
     assert 0.02 < seen.itl_s < 0.0351  # a step with 240 prompt tokens takes 34 to 36 ms
     assert idle.ttft_s < seen.ttft_s
     assert 0 < seen.kv_share < 0.1
 
 
-@pytest.mark.parametrize("share", [whole(DEMAND), prompts(DEMAND), answers(DEMAND, 64)])
+@pytest.mark.parametrize("share", [aggregated_share(DEMAND), prefill_share(DEMAND), decode_share(DEMAND, 64)])
 @pytest.mark.parametrize("tokens", [64, 512, 4096])
 def test_the_largest_rate_keeps_the_targets_and_a_little_more_does_not(share, tokens):
     pool = Pool(Linear(), 3, tokens)
@@ -109,10 +109,10 @@ def test_the_largest_rate_keeps_the_targets_and_a_little_more_does_not(share, to
 
 def test_memory_bounds_the_streams():
     room = 20 * 1100
-    found = Pool(Linear(kv_capacity_tokens=room), 1, 512).largest(answers(DEMAND, 64), DEMAND)
+    found = Pool(Linear(kv_capacity_tokens=room), 1, 512).largest(decode_share(DEMAND, 64), DEMAND)
     assert found is not None
     assert found[1].batch < 20
-    assert Pool(Linear(kv_capacity_tokens=1100), 1, 512).predict(whole(DEMAND), 50.0, 90.0) is None
+    assert Pool(Linear(kv_capacity_tokens=1100), 1, 512).predict(aggregated_share(DEMAND), 50.0, 90.0) is None
 
 
 def test_no_step_has_more_tokens_than_it_may():

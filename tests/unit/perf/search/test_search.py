@@ -10,7 +10,7 @@ from penstock.perf.model.hardware import Dtype, find_hardware
 from penstock.perf.model.parallel import Parallel, parallelisms
 from penstock.perf.roofline.roofline import Roofline
 from penstock.perf.search.demand import Demand
-from penstock.perf.search.pool import Pool, whole
+from penstock.perf.search.pool import Pool, aggregated_share
 from penstock.perf.search.search import LayoutSearch
 
 DEMAND = Demand(input_tokens=1000, output_tokens=101, ttft_s=1.0, itl_s=0.03)
@@ -136,7 +136,7 @@ def test_weights_that_do_not_fit_are_not_tried():
     best = found.aggregated()[0]
     role_group = best.role_groups[0]
     seen = Pool(found.price(role_group.parallel), role_group.workers, role_group.max_batch_tokens).predict(
-        whole(found.demand), best.rate_per_s, 90.0
+        aggregated_share(found.demand), best.rate_per_s, 90.0
     )
     assert seen is not None
     for name in ("ttft_s", "itl_s", "kv_share"):
