@@ -16,8 +16,8 @@ except ModuleNotFoundError:
 with atheris.instrument_imports(include=["penstock"]):
     from penstock.core.descriptors import TransferOp
     from penstock.core.wire import encode
+    from penstock.transfer.link.grants import GrantRequest
     from penstock.transfer.link.metadata import TRANSFER_VERSION, AgentMetadata, encode_metadata
-    from penstock.transfer.transports.shm.grants import Ask
     from penstock.transfer.transports.tcp.frames import Get, PackedRanges, Push, Put, encode_frame
     from tests.support.wire_targets import TARGETS
 
@@ -32,8 +32,8 @@ def _seeds(target: str) -> list[bytes]:
     ]
     if target == "tcp_owner":
         return [len(data := encode_frame(frame)).to_bytes(2, "little") + data for frame in frames]
-    if target == "shm_owner":
-        ask = encode(Ask(number=1, region_id=1, read_key=b"k" * 8))
+    if target == "grants":
+        ask = encode(GrantRequest(transport="shm", keys={TransferOp.READ: {1: b"k" * 8}}))
         return [len(ask).to_bytes(4, "little") + ask]
     metadata = AgentMetadata(version=TRANSFER_VERSION, name="a", token=b"t" * 16, host=b"h" * 8)
     return [encode_metadata(metadata)]

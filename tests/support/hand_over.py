@@ -151,6 +151,9 @@ class _SlowChannel:
     def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
         return _SlowMove(self._inner.prepare(op, pairs, checksum=checksum), self._delay_s(pairs.total_bytes))
 
+    def forget(self, region_id: int) -> None:
+        self._inner.forget(region_id)
+
     async def close(self) -> None:
         await self._inner.close()
 

@@ -10,10 +10,12 @@ from collections.abc import Coroutine, Mapping
 
 import numpy as np
 
-from penstock.core.descriptors import Descriptors, MemoryKind, Region, TransferOp
+from penstock.core.descriptors import Descriptors, Granted, Keys, MemoryKind, Region, TransferOp
 from penstock.core.errors import PenstockError, ProtocolError
 from penstock.core.net.framing import FrameReader
+from penstock.seams import Transport
 from penstock.transfer.link.frames import STRANGER_FRAME_BYTES_MAX, link_codec
+from penstock.transfer.link.grants import Grants
 from penstock.transfer.link.metadata import decode_metadata
 from penstock.transfer.regions.regions import RegionTable
 from penstock.transfer.tcp_config import TcpConfig
@@ -95,13 +97,13 @@ class _Host:
         raise AssertionError("there are no streams to work on")
 
 
-class _HostOfStreams(_Host):
-    def __init__(self, table: RegionTable) -> None:
+class _GrantingHost(_Host):
+    def __init__(self, table: RegionTable, transport: Transport) -> None:
         super().__init__(table)
-        self.spawned: list[Coroutine[object, object, None]] = []
+        self._transport = transport
 
-    def spawn(self, work: Coroutine[object, object, None]) -> None:
-        self.spawned.append(work)
+    def transport(self, name: str) -> Transport | None:
+        return self._transport if name == self._transport.name else None
 
 
 class _Link:
@@ -121,6 +123,9 @@ class _Link:
         assert isinstance(answer, TcpFrame), "it sends what it cannot read"
         self._owner.answers.append(answer)
 
+    async def request(self, transport: str, keys: Keys, payload: bytes = b"") -> Granted:
+        raise AssertionError(f"{transport}: the owner asks for nothing")
+
     async def open_stream(self, transport: str) -> socket.socket:
         raise AssertionError(f"{transport}: the owner opens no streams")
 
@@ -139,21 +144,20 @@ def feed_tcp_owner(data: bytes) -> None:
     asyncio.run(main())
 
 
-def feed_shm_owner(data: bytes) -> None:
-    """Read what an admitted peer sends over the stream that grants memory."""
+def feed_grants(data: bytes) -> None:
+    """Read what an admitted peer sends over a stream that asks for memory."""
 
     async def main() -> None:
         owner = TcpOwner()
         transport = ShmTransport(threads=1, inline_bytes_max=0)
-        host = _HostOfStreams(owner.table)
+        host = _GrantingHost(owner.table, transport)
         await transport.start(host)
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
-            transport.accept(_Link(owner), ours)
-            await host.spawned[0]
+            await Grants(host, 1.0).serve(_Link(owner), ours)
         await transport.close()
 
     asyncio.run(main())
@@ -163,5 +167,5 @@ TARGETS = {
     "metadata": feed_metadata,
     "link": feed_link,
     "tcp_owner": feed_tcp_owner,
-    "shm_owner": feed_shm_owner,
+    "grants": feed_grants,
 }

@@ -9,14 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.core.descriptors import MemoryKind, RegionInfo
+from penstock.core.descriptors import MemoryKind, RegionInfo, TransferOp
 from penstock.core.errors import ErrorInfo
 from penstock.core.net.framing import LENGTH_BYTES, Goodbye, Ping, Pong
 from penstock.core.types.kv_layout import KvLayout, RankLayout
 from penstock.core.wire import encode
 from penstock.transfer.link import frames
+from penstock.transfer.link.grants import Grant, GrantRequest
 from penstock.transfer.link.metadata import AgentMetadata
-from penstock.transfer.transports.shm.grants import Ask, Grant
+from penstock.transfer.transports.shm.channel import MappedArena
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_transfer.json"
 CODEC = frames.link_codec()
@@ -54,8 +55,9 @@ PLAIN = {
         ),
         certificate=b"f" * 32,
     ),
-    "shm_ask": Ask(number=1, region_id=5, read_key=b"k" * 8, write_key=b"w" * 8),
-    "shm_grant": Grant(number=1, arena_bytes=4096, writable=True, has_fd=True, is_resident=True, error=ERROR),
+    "grant_request": GrantRequest(transport="shm", keys={TransferOp.READ: {5: b"k" * 8}}, payload=b"p"),
+    "grant": Grant(payload=b"p", has_descriptor=True, error=ERROR),
+    "mapped_arena": MappedArena(size_bytes=4096, writable=True, is_resident=True),
     "kv_layout": KvLayout(
         num_layers=2,
         num_kv_heads=2,
@@ -90,7 +92,10 @@ def from_bytes(name: str, data: bytes) -> object:
 def extended(value: object) -> object:
     """Add a field that nobody knows to every map of fields, at every depth."""
     if isinstance(value, dict):
-        known = {key: item if key in {"contacts", "ways"} else extended(item) for key, item in value.items()}
+        known = {
+            key: item if key in {"contacts", "keys", "ways"} else extended(item)
+            for key, item in value.items()
+        }
         return known | {"from_the_future": [1, {"a": None}]}
     return [extended(item) for item in value] if isinstance(value, list) else value
 

@@ -8,13 +8,14 @@ import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
-from penstock.core.descriptors import Region, TransferOp
-from penstock.core.errors import PeerLost, ProtocolError, TransferRefused
+from penstock.core.descriptors import Granted, Region, TransferOp
+from penstock.core.errors import PeerLost, TransferRefused
 from penstock.core.wire import encode
 from penstock.testing.loop import run_async
 from penstock.testing.transports.harness import Bytes, TwoAgents
@@ -29,8 +30,7 @@ from penstock.transfer import (
 )
 from penstock.transfer.regions import copies
 from penstock.transfer.transports.shm import transport as shm
-from penstock.transfer.transports.shm.channel import ShmWay
-from penstock.transfer.transports.shm.grants import Ask, Grant, GrantStream
+from penstock.transfer.transports.shm.channel import MappedArena, ShmWay
 from penstock.transfer.transports.shm.other_process import is_ending, why_untraceable
 from penstock.transfer.transports.shm.transport import ShmTransport
 
@@ -76,17 +76,6 @@ def mappings(access: str = "") -> int:
 def descriptors() -> int:
     gc.collect()  # what earlier tests left is closed now, and not while this one counts
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-@contextlib.asynccontextmanager
-async def streams():
-    ours, theirs = socket.socketpair()
-    for end in (ours, theirs):
-        end.setblocking(False)
-    with theirs:
-        stream = GrantStream(ours, takes_fds=True)
-        yield stream, theirs
-        stream.close()
 
 
 class TestMappings:
@@ -247,7 +236,7 @@ class TestLyingOwners:
 
         play(scenario)
 
-    @pytest.mark.parametrize("lie", [b"", b"\xc1", b"\x80", encode(Grant(number=1))])
+    @pytest.mark.parametrize("lie", [b"", b"\xc1", b"\x80", encode(MappedArena(size_bytes=1))])
     def test_a_way_that_is_none(self, lie):
         async def scenario(two: Arenas) -> None:
             info = msgspec.structs.replace(two.remote.info, ways={"shm": lie})
@@ -261,7 +250,7 @@ class TestLyingOwners:
         async def scenario(two: Arenas) -> None:
             fd = os.memfd_create("loose")
             os.ftruncate(fd, SIZE)
-            monkeypatch.setattr(shm.os, "open", lambda path, flags: os.dup(fd))
+            monkeypatch.setattr(Arena, "open", lambda *_, **__: os.dup(fd))
             before = mappings()
             with pytest.raises(TransferRefused, match="not sealed"):
                 await two.move()
@@ -270,22 +259,38 @@ class TestLyingOwners:
 
         play(scenario)
 
-    def test_a_stream_that_the_owner_closes_is_not_waited_for_long(self, monkeypatch):
+    @pytest.mark.parametrize("payload", [b"", b"\xc1", encode(MappedArena(size_bytes=2 * SIZE))])
+    def test_an_arena_that_is_described_wrongly(self, payload):
         async def scenario(two: Arenas) -> None:
             (transport,) = two.owner._transports.values()
-            for stream in transport._serving.values():
-                stream.close()
+            grant = transport.grant
+
+            async def lie(*arguments) -> Granted:
+                return Granted(payload, (await grant(*arguments)).descriptor)
+
+            transport.grant = lie
+            before = mappings()
+            with pytest.raises(TransferRefused, match="arena"):
+                await two.move()
+            assert mappings() == before
+
+        play(scenario)
+
+    def test_a_request_that_the_owner_does_not_answer_is_not_waited_for_long(self, monkeypatch):
+        async def scenario(two: Arenas) -> None:
+            async def close(_: object, connection: socket.socket) -> None:
+                connection.close()
+
+            two.owner.grants = SimpleNamespace(serve=close, check_room=id, lost=id, to=lambda _: ())
             with pytest.raises(PeerLost, match=r"agent owner is gone .*; connect again"):
                 await two.move()
 
-        monkeypatch.setattr("penstock.transfer.transports.shm.channel._LINK_ENDS_S", 0.01)
+        monkeypatch.setattr("penstock.transfer.link.links._LINK_ENDS_S", 0.01)
         play(scenario)
 
     def test_messages_that_are_none_end_the_link(self):
         async def scenario(two: Arenas) -> None:
-            (theirs,) = two.owner._transports.values()
-            (link,) = theirs._serving
-            link.send("shm", b"\xc1")
+            two.owner._connections.link_to("reader").send("shm", b"\xc1")
             await asyncio.sleep(0.01)
             with pytest.raises(PeerLost, match="transport shm"):
                 await two.move()
@@ -293,95 +298,18 @@ class TestLyingOwners:
         play(scenario)
 
 
-class TestStreams:
-    def test_a_descriptor_comes_with_its_message(self):
-        async def main() -> None:
-            before = descriptors()
-            async with streams() as (stream, theirs):
-                other = GrantStream(theirs, takes_fds=False)
-                with Arena.create(100) as arena:
-                    other.send(Grant(number=1))
-                    other.send(Grant(number=2, has_fd=True), arena.fd)
-                    other.send(Grant(number=3))
-                    got = [await stream.receive(Grant) for _ in range(3)]
-                    assert [grant.number for grant in got] == [1, 2, 3]
-                    with Arena.map(stream.take_fd(), 100) as mapped:
-                        mapped.array[5] = 1
-                        assert arena.array[5] == 1
-                with pytest.raises(ProtocolError, match="without the file descriptor"):
-                    stream.take_fd()
-                other.send(Grant(number=4, has_fd=True), 0)
-                await stream.receive(Grant)
-            assert descriptors() == before, "what nobody took is closed"
+def test_a_cancelled_request_leaves_no_descriptor():
+    async def scenario(two: Arenas) -> None:
+        handle = two.agent.post(READ, two.local.ranges(), two.remote.ranges(), two.peer)
+        await asyncio.sleep(0)  # it asks
+        handle.cancel()
+        with pytest.raises(TransferCancelled):
+            await handle.wait()
+        before = descriptors()
+        await two.move(WRITE)
+        assert descriptors() == before + FDS_OF_AN_ARENA, "and not the cancelled answer's"
 
-        run_async(main())
-
-    def test_descriptors_that_nobody_wants_are_closed(self):
-        async def main() -> None:
-            async with streams() as (stream, theirs):
-                owner = GrantStream(theirs, takes_fds=False)
-                before = descriptors()
-                for number in range(50):
-                    stream.send(Ask(number=number, region_id=1), 0)
-                    assert (await owner.receive(Ask)).number == number
-                assert descriptors() == before
-                for number in range(2):
-                    owner.send(Grant(number=number), 0)
-                with pytest.raises(ProtocolError, match="nobody asked for"):
-                    [await stream.receive(Grant) for _ in range(2)]
-                assert descriptors() == before
-
-        run_async(main())
-
-    def test_a_cancelled_question_does_not_spoil_the_next(self):
-        async def scenario(two: Arenas) -> None:
-            handle = two.agent.post(READ, two.local.ranges(), two.remote.ranges(), two.peer)
-            await asyncio.sleep(0)  # it asks
-            handle.cancel()
-            with pytest.raises(TransferCancelled):
-                await handle.wait()
-            before = descriptors()
-            await two.move(WRITE)
-            assert descriptors() == before + FDS_OF_AN_ARENA, "and not the cancelled answer's"
-
-        play(scenario)
-
-    @pytest.mark.parametrize("data", [b"\xff" * 4, b"\x01\0\0\0\xc1", b"\x01\0\0\0\x80"])
-    def test_garbage_is_refused(self, data):
-        async def main() -> None:
-            async with streams() as (stream, theirs):
-                theirs.send(data)
-                with pytest.raises(ProtocolError):
-                    await stream.receive(Ask)
-
-        run_async(main())
-
-    def test_a_message_in_pieces_is_put_together(self):
-        async def main() -> None:
-            async with streams() as (stream, theirs):
-                ask = Ask(number=1, region_id=2, read_key=b"k")
-                payload = encode(ask)
-                data = len(payload).to_bytes(4, "little") + payload
-                waiting = asyncio.ensure_future(stream.receive(Ask))
-                for byte in data:
-                    theirs.send(bytes([byte]))
-                    await asyncio.sleep(0)
-                assert await waiting == ask
-                theirs.close()
-                with pytest.raises(PeerLost):
-                    await stream.receive(Ask)
-                with pytest.raises(PeerLost):
-                    stream.send(ask)
-
-        run_async(main())
-
-    def test_who_does_not_read_is_given_up(self):
-        async def main() -> None:
-            async with streams() as (stream, _):
-                with pytest.raises(PeerLost):
-                    [stream.send(Grant(number=number)) for number in range(1_000_000)]
-
-        run_async(main())
+    play(scenario)
 
 
 class TestPrivateMemory:

@@ -22,7 +22,7 @@ from penstock.core.errors import (
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.tcp_config import TcpConfig
-from penstock.transfer.transports.quiet import ContainedTransport
+from penstock.transfer.transports.quiet import QuietTransport
 from penstock.transfer.transports.tcp.frames import (
     Contact,
     Done,
@@ -46,12 +46,11 @@ BOUNDS = TcpConfig(streams_per_peer_max=2, piece_bytes_max=MIB)
 CONFIG = TransferConfig(listen=("unix",), timeout_s=1.0)
 
 
-class Rogue(ContainedTransport):
+class Rogue(QuietTransport):
     """A transport `tcp` that says what a test has it say."""
 
     name = "tcp"
     checksums = False
-    setup_s = 0.0
 
     def __init__(self, contact=None):
         self.link = None
@@ -79,6 +78,8 @@ class Rogue(ContainedTransport):
 
     def cost(self, op):
         return TransferCost(start_s=1.0, range_s=0.0, bytes_per_s=1.0)
+
+    def forget(self, region_id): ...
 
     async def close(self):
         for stream in self._sockets:

@@ -4,7 +4,8 @@ A range is (region, offset, length) in bytes. An agent never reuses a region id,
 was deregistered cannot name a later region by mistake.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Self
@@ -210,6 +211,23 @@ class RangePairs:
 
     def __len__(self) -> int:
         return len(self.local)
+
+
+Keys = Mapping[TransferOp, Mapping[int, bytes]]
+"""What shows that regions were given: their keys by direction and region id."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Granted:
+    """What lets a peer reach memory by itself: the transport's own `payload`, and a file `descriptor` where one is needed."""
+
+    payload: bytes = b""
+    descriptor: int | None = None
+
+    def close(self) -> None:
+        """Close the descriptor; once."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from typing import Protocol
 from penstock.core.descriptors import (
     Access,
     Descriptors,
+    Granted,
+    Keys,
     RangePairs,
     Region,
     RegionInfo,
@@ -53,6 +55,24 @@ class Link(Protocol):
 
     def send(self, transport: str, payload: bytes) -> None:
         """Send a message to `receive` of the peer's transport of this name. Never blocks; does nothing on an ended link."""
+        ...
+
+    async def request(self, transport: str, keys: Keys, payload: bytes = b"") -> Granted:
+        """Ask the peer's transport of this name for what lets this side reach regions by itself (`grant`).
+
+        Args:
+            transport: its name.
+            keys: show that the regions were given; none for what needs no region.
+            payload: the transport's own.
+
+        Returns:
+            the answer; its descriptor is the caller's to close.
+
+        Raises:
+            TransferRefused: a region was not given for this, or is gone.
+            PeerLost: nobody answers.
+            TransferError: the peer's transport cannot answer.
+        """
         ...
 
     async def open_stream(self, transport: str) -> socket.socket:
@@ -153,6 +173,10 @@ class TransferChannel(Protocol):
         """
         ...
 
+    def forget(self, region_id: int) -> None:
+        """Let go of a region of the peer that was deregistered there; no move uses it any more."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -237,8 +261,18 @@ class Transport(Protocol):
         """Take ownership of a stream that the initiator of this link opened."""
         ...
 
+    async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
+        """Answer a `Link.request` of this link's initiator, who was given all regions of `keys` for their directions.
+
+        From then on it may be at these regions without this side's help, until it lets go of them.
+
+        Raises:
+            TransferError: it cannot be answered; the text says why.
+        """
+        ...
+
     def exposed_to(self, link: Link) -> Collection[int]:
-        """List regions that this link's initiator can access without this side's help, for example since it has mapped them."""
+        """List regions that this link's initiator can access without this side's help although none was granted."""
         ...
 
     def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:

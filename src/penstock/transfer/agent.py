@@ -20,6 +20,7 @@ from penstock.transfer.config import TransferConfig
 from penstock.transfer.counters import TransferCounters, add
 from penstock.transfer.default_transports import STORAGE, allowed, default_transports
 from penstock.transfer.link.connections import Connections
+from penstock.transfer.link.grants import Grants
 from penstock.transfer.link.identity import Identity
 from penstock.transfer.link.links import AgentLink
 from penstock.transfer.link.metadata import decode_metadata
@@ -71,8 +72,9 @@ class TransferAgent:
         self._table = RegionTable()
         self._notification_queue = NotificationQueue(name, self.config.notifications_max, self.counters)
         self.running = RunningTransfers(self.config, self.counters, self._notification_queue)
+        self.grants = Grants(self, self.config.connect_timeout_s)
         self._connections = Connections(self)
-        self._quarantine = Quarantine(name, self._transports)
+        self._quarantine = Quarantine(name, self._transports, self.grants)
         self._met = PeerTable(
             Peer(name, self.identity.token, None),
             self._connections,

@@ -171,6 +171,8 @@ class PeerTable:
             peer.infos.pop(region_id, None)
             gone = TransferRefused(f"region {region_id} of agent {peer.name} was deregistered there")
             await self._running.end_remote(peer, region_id, gone)
+            for route in peer.routes.values():
+                route.channel.forget(region_id)
 
     def _users(self, peer: Peer, link: AgentLink) -> "list[asyncio.Future[None]]":
         """List what may use memory of a peer that is forgotten."""

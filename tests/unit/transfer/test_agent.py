@@ -60,6 +60,8 @@ class _SlowChannel:
             raise self.transport.fault
         self.transport.moved += 1
 
+    def forget(self, region_id): ...
+
     async def close(self): ...
 
 

@@ -1,17 +1,15 @@
 """The simulated transport: moves no bytes, and takes the time that the network between two hosts would."""
 
 import asyncio
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from penstock.core.descriptors import Access, RangePairs, Region, RegionInfo, TransferCost, TransferOp
-from penstock.core.errors import PenstockError, ProtocolError, TransferRefused
 from penstock.perf.topology import Way
 from penstock.seams import Link, TransportHost
 from penstock.sim.world.network import SimNetwork
-from penstock.transfer.transports.quiet import ContainedTransport
+from penstock.transfer.transports.quiet import QuietTransport
 
 NAME = "wires"
 _CROSSINGS = 4
@@ -63,12 +61,11 @@ class SimTransports:
         self.received_bytes[target] += num_bytes
 
 
-class SimTransport(ContainedTransport):
+class SimTransport(QuietTransport):
     """A `seams.Transport` of one host. It takes any memory, and touches none."""
 
     name = NAME
     checksums = False
-    setup_s = 0.0
 
     def __init__(self, sim_transports: SimTransports, host: str) -> None:
         self._sim_transports = sim_transports
@@ -90,18 +87,6 @@ class SimTransport(ContainedTransport):
     ) -> "SimChannel":
         del link, regions
         return SimChannel(self._sim_transports, self._host, contact.decode())
-
-    def receive(self, link: Link, payload: bytes) -> None:
-        raise ProtocolError(
-            f"agent {link.peer}: {len(payload)} bytes for transport {NAME}, which says nothing"
-        )
-
-    def accept(self, link: Link, stream: socket.socket) -> None:
-        stream.close()
-        raise TransferRefused(f"agent {link.peer}: transport {NAME} uses no streams")
-
-    def lost(self, link: Link, error: PenstockError) -> None:
-        """Do nothing: the agent ends what is under way."""
 
     async def close(self) -> None: ...
 
@@ -129,6 +114,8 @@ class SimChannel:
         del checksum
         ends = (self._there, self._here) if op is TransferOp.READ else (self._here, self._there)
         return SimMove(self._sim_transports, ends, self._way, pairs.total_bytes)
+
+    def forget(self, region_id: int) -> None: ...
 
     async def close(self) -> None: ...
 

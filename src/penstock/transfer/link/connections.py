@@ -9,10 +9,12 @@ from itertools import count
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from penstock.core.descriptors import Granted
 from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.seams import Transport
 from penstock.transfer.config import IN_PROCESS, SAME_HOST, TransferConfig
+from penstock.transfer.link.grants import GRANTS, GrantRequest, Grants
 from penstock.transfer.link.handshake import ClientHandshake, ServerHandshake
 from penstock.transfer.link.identity import Identity
 from penstock.transfer.link.links import AgentLink, SocketLink
@@ -31,6 +33,7 @@ class Exchange(Protocol):
 
     config: TransferConfig
     identity: Identity
+    grants: Grants
 
     def transport(self, name: str) -> Transport | None: ...
 
@@ -173,6 +176,7 @@ class Connections:
                 link.close(f"it did not let go of region {region_id} within heartbeat_timeout_s")
         finally:
             del self._withdrawals[region_id], self._withdrawn[region_id]
+            self._agent.grants.revoke(region_id)
 
     # -- what links say -------------------------------------------------------------------------------------------
 
@@ -200,6 +204,9 @@ class Connections:
             if not waiting:
                 self._withdrawn[region_id].set()
 
+    async def link_requested(self, link: AgentLink, request: GrantRequest) -> Granted:
+        return await self._agent.grants.answer(link, request)
+
     def link_exposed(self, link: AgentLink) -> bool:
         return not link.initiated and self._agent.see_off(link)
 
@@ -207,6 +214,7 @@ class Connections:
         self._links = {link_id: known for link_id, known in self._links.items() if known is not link}
         for region_id in list(self._withdrawals):
             self.link_withdrawn_done(link, region_id)
+        self._agent.grants.lost(link)
         self._agent.lost(link, error)
 
     # -- what connects --------------------------------------------------------------------------------------------
@@ -240,9 +248,16 @@ class Connections:
         return link.stream_key
 
     def stream_came(self, link_id: int, transport: str, connection: socket.socket) -> None:
-        found = self._agent.transport(transport)
         link = self._links.get(link_id)
-        if found is None or link is None:
+        if link is None:
+            raise TransferRefused(f"a stream of link {link_id}, which has ended")
+        if transport == GRANTS:
+            self._agent.grants.check_room(link)
+            serving = self.create_task(self._agent.grants.serve(link, connection))
+            serving.add_done_callback(lambda _: connection.close())  # it may never have begun
+            return
+        found = self._agent.transport(transport)
+        if found is None:
             raise TransferRefused(f"a stream for transport {transport!r}, which this agent does not have")
         found.accept(link, connection)
 

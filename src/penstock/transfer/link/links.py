@@ -1,11 +1,20 @@
 """Links between agents: over a socket, or within one process. Both tell an agent the same things."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferRefused
+from penstock.core.descriptors import Granted, Keys
+from penstock.core.errors import (
+    PeerLost,
+    PenstockError,
+    ProtocolError,
+    TransferError,
+    TransferRefused,
+    from_info,
+)
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.framing import FrameCodec
 from penstock.transfer.config import TransferConfig
@@ -19,11 +28,13 @@ from penstock.transfer.link.frames import (
     WithdrawnDone,
     link_codec,
 )
+from penstock.transfer.link.grants import GRANTS, GrantRequest, request_over
 from penstock.transfer.link.last_end import LastEnd
 
 _WRITE_BUFFER_BYTES = 4 << 20
 _WRITE_BYTES_MAX = 64 << 20
 """With more than this to be written the peer is given up: it does not read."""
+_LINK_ENDS_S = 1.0
 _CODEC: FrameCodec[LinkFrame] = link_codec()
 
 StreamOpener = Callable[[str], Awaitable[socket.socket]]
@@ -56,6 +67,10 @@ class LinkHandler(Protocol):
         """The link has ended, on whichever side. Called once, if it was ever open."""
         ...
 
+    async def link_requested(self, link: "AgentLink", request: GrantRequest) -> Granted:
+        """Answer a peer of this process that asks for memory; see `Grants.answer`."""
+        ...
+
     def link_exposed(self, link: "AgentLink") -> bool:
         """Say whether the peer may use memory of this agent by itself. Asked before `link_lost`."""
         ...
@@ -83,6 +98,8 @@ class AgentLink(Protocol):
     def error(self) -> PenstockError | None: ...
 
     def send(self, transport: str, payload: bytes) -> None: ...
+
+    async def request(self, transport: str, keys: Keys, payload: bytes = b"") -> Granted: ...
 
     async def open_stream(self, transport: str) -> socket.socket: ...
 
@@ -176,6 +193,29 @@ class SocketLink:
 
     def withdraw_done(self, region_id: int) -> None:
         self.channel.send(WithdrawnDone(region_id=region_id))
+
+    async def request(self, transport: str, keys: Keys, payload: bytes = b"") -> Granted:
+        request = GrantRequest(
+            transport=transport, keys={op: dict(shown) for op, shown in keys.items()}, payload=payload
+        )
+        try:
+            with await self.open_stream(GRANTS) as connection:
+                answer, granted = await request_over(connection, request)
+        except (OSError, EOFError, PeerLost) as error:
+            with contextlib.suppress(TimeoutError):  # the link, which says why, ends at the same time
+                async with asyncio.timeout(_LINK_ENDS_S):
+                    await self.channel.closed.wait()
+            why = error.message if isinstance(error, PeerLost) else str(error)
+            raise PeerLost(
+                f"agent {self.peer} is gone or does not read: {why}; connect again once it is back"
+            ) from error
+        except ProtocolError as error:
+            raise TransferError(f"agent {self.peer}: {error.message}") from error
+        if answer.error is not None:
+            granted.close()
+            refused = from_info(answer.error)
+            raise refused if isinstance(refused, TransferError) else TransferError(refused.message)
+        return granted
 
     async def open_stream(self, transport: str) -> socket.socket:
         if self._open_stream is None:

@@ -4,7 +4,9 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+from penstock.core.descriptors import Granted, Keys
 from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferRefused
+from penstock.transfer.link.grants import GrantRequest
 from penstock.transfer.link.links import LinkHandler
 
 
@@ -46,6 +48,14 @@ class MemoryLink:
 
     def withdraw_done(self, region_id: int) -> None:
         self._tell(lambda link: link._handler.link_withdrawn_done(link, region_id))
+
+    async def request(self, transport: str, keys: Keys, payload: bytes = b"") -> Granted:
+        if self.error is not None or self._other is None:
+            raise PeerLost(f"agent {self.peer} is gone")
+        request = GrantRequest(
+            transport=transport, keys={op: dict(shown) for op, shown in keys.items()}, payload=payload
+        )
+        return await self._other._handler.link_requested(self._other, request)
 
     async def open_stream(self, transport: str) -> socket.socket:
         raise TransferRefused(

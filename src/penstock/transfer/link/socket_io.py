@@ -25,6 +25,19 @@ async def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
+async def receive_with_descriptor(connection: socket.socket) -> tuple[bytes, int | None]:
+    """Receive one byte over a unix socket, and the file descriptor that came with it; the caller closes it.
+
+    Raises:
+        EOFError: the other end closed before.
+    """
+    receive = partial(socket.recv_fds, connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    data, descriptors, _, _ = await _done(connection, receive, writes=False)
+    if not data:
+        raise EOFError("closed before an answer came")
+    return data, descriptors[0] if descriptors else None
+
+
 async def send_all(connection: socket.socket, data: bytes) -> None:
     """Send every byte."""
     while data:

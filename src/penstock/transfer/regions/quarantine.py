@@ -10,6 +10,7 @@ from weakref import WeakSet
 from penstock.core.errors import MemoryInUse
 from penstock.core.log import get_logger
 from penstock.seams import Transport
+from penstock.transfer.link.grants import Grants
 from penstock.transfer.link.links import AgentLink
 from penstock.transfer.regions.regions import Registration
 
@@ -22,13 +23,15 @@ _left_behind: list[Registration] = []
 class Quarantine:
     """That of one agent. Its event loop owns it."""
 
-    def __init__(self, owner: str, transports: Mapping[str, Transport]) -> None:
+    def __init__(self, owner: str, transports: Mapping[str, Transport], grants: Grants) -> None:
         """Hold nothing.
 
         Args:
             owner: the agent's name.
             transports: those that work here.
+            grants: what peers reach by themselves.
         """
+        self._grants = grants
         self._owner = owner
         self._transports = transports
         self._departing: dict[AgentLink, set[int]] = {}
@@ -50,9 +53,9 @@ class Quarantine:
         Returns:
             whether there is anything.
         """
-        exposed = {
-            region_id for transport in self._transports.values() for region_id in transport.exposed_to(link)
-        }
+        exposed = set(self._grants.to(link)).union(
+            *(transport.exposed_to(link) for transport in self._transports.values())
+        )
         if exposed and not link.gone.done():
             if link not in self._departing:
                 self._departing[link] = set()

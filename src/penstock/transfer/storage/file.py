@@ -238,6 +238,8 @@ class _FileChannel:
     def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
         return _FileMove(self._own, op, pairs, checksum=checksum)
 
+    def forget(self, region_id: int) -> None: ...
+
     async def close(self) -> None: ...
 
 

@@ -221,6 +221,8 @@ class _ObjectChannel:
     def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
         return _ObjectMove(self._own, op, pairs, checksum=checksum)
 
+    def forget(self, region_id: int) -> None: ...
+
     async def close(self) -> None: ...
 
 

@@ -114,6 +114,8 @@ class _MemoryChannel:
     def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
         return _MemoryMove(self, op, pairs, checksum=checksum)
 
+    def forget(self, region_id: int) -> None: ...
+
     async def close(self) -> None: ...
 
     def copy(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> CopyMove:

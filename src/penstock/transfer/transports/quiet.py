@@ -1,27 +1,16 @@
-"""What transports have in common that uses memory only while their moves run, or that say nothing over links."""
+"""What a transport is where it does not say otherwise: it says nothing to peers, uses no streams, and exposes no memory."""
 
 import asyncio
 import socket
 from collections.abc import Collection
 
+from penstock.core.descriptors import Granted, Keys
 from penstock.core.errors import PenstockError, ProtocolError, TransferRefused
 from penstock.seams import Link
 
 
-class ContainedTransport:
-    """The part of `seams.Transport` about memory that is used by others, for transports whose own side always moves the bytes."""
-
-    def exposed_to(self, link: Link) -> Collection[int]:
-        del link
-        return ()
-
-    def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
-        del user
-        return ()
-
-
-class QuietTransport(ContainedTransport):
-    """The part of `seams.Transport` about messages, for transports without any."""
+class QuietTransport:
+    """The part of `seams.Transport` about peers. Its own side moves the bytes, so no memory is exposed or lingers."""
 
     name: str
     setup_s = 0.0
@@ -34,6 +23,18 @@ class QuietTransport(ContainedTransport):
     def accept(self, link: Link, stream: socket.socket) -> None:
         stream.close()
         raise TransferRefused(f"agent {link.peer}: transport {self.name} uses no streams")
+
+    async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
+        del keys, payload
+        raise TransferRefused(f"agent {link.peer}: transport {self.name} grants nothing")
+
+    def exposed_to(self, link: Link) -> Collection[int]:
+        del link
+        return ()
+
+    def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
+        del user
+        return ()
 
     def lost(self, link: Link, error: PenstockError) -> None:
         """Do nothing: the agent ends what is under way."""

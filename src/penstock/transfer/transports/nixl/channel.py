@@ -3,12 +3,13 @@
 import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from penstock.core.descriptors import (
     Descriptors,
+    Granted,
     MemoryKind,
     OffsetArray,
     RangePairs,
@@ -20,28 +21,18 @@ from penstock.core.descriptors import (
 from penstock.core.errors import (
     ChecksumMismatch,
     PenstockError,
+    ProtocolError,
     TransferError,
     TransferRefused,
-    from_info,
 )
+from penstock.core.wire import Wire, encode
 from penstock.seams import Link, Move
 from penstock.transfer.regions.checksum import Sums as SumArray
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
-from penstock.transfer.transports.nixl.frames import (
-    Answer,
-    Asked,
-    Given,
-    Known,
-    Place,
-    Refused,
-    SumRanges,
-    Sums,
-    Want,
-    encode_frame,
-)
+from penstock.transfer.transports.nixl.frames import Given, Known, Place, SumRanges, decode
 from penstock.transfer.transports.nixl.thread import NONCE_BYTES, Flight, Handles, NixlThread, Plan, Rows, row
-from penstock.transfer.transports.questions import Questions
 
+_W = TypeVar("_W", bound=Wire)
 NAME = "nixl"
 KINDS = {MemoryKind.DRAM: "DRAM", MemoryKind.SHARED: "DRAM", MemoryKind.VRAM: "VRAM"}
 """NIXL's name of each kind of memory that it moves."""
@@ -118,7 +109,6 @@ class NixlChannel:
         self.remote_name = ""
         self._regions = regions
         self._cost = cost
-        self._questions: Questions[Answer] = Questions(link.peer)
         self._allowed: set[tuple[TransferOp, int]] = set()
         self._meeting = asyncio.Lock()
 
@@ -156,19 +146,10 @@ class NixlChannel:
 
     # -- for the transport ----------------------------------------------------------------------------------------
 
-    def answered(self, answer: Answer) -> None:
-        """Take an answer of the peer.
-
-        Raises:
-            ProtocolError: nobody asked.
-        """
-        self._questions.answered(answer.ask_id, answer)
-
     def fail(self, error: PenstockError) -> None:
         """The peer is gone: nothing more is waited for."""
         if not self.lost.done():
             self.lost.set_result(error)
-        self._questions.end(error)
 
     # -- for moves ------------------------------------------------------------------------------------------------
 
@@ -182,9 +163,8 @@ class NixlChannel:
             if self.remote_name:
                 return
             thread = await self.owner.thread()
-            known = await self._ask(Want(ask_id=self._questions.number(), op=TransferOp.READ, keys={}))
-            if not isinstance(known, Known):
-                raise self._wrong(known)
+            answer = await self.link.request(NAME, {})
+            known = _read(answer, Known, self.link.peer)
             name = await thread.call(lambda: thread.agent.loadRemoteMD(known.metadata).decode())
             try:
                 await self._probe(thread, name, known)
@@ -202,11 +182,9 @@ class NixlChannel:
         """
         await self.meet()
         async with self._meeting:
-            self._allowed = {pair for pair in self._allowed if pair[1] in self._regions}
             wanted = [region_id for region_id in region_ids if (op, region_id) not in self._allowed]
             if wanted:
-                keys = self._keys(wanted, op)
-                await self._load(Want(ask_id=self._questions.number(), op=op, keys=keys))
+                await self._load(op, self._keys(wanted, op))
                 self._allowed.update((op, region_id) for region_id in wanted)
 
     async def sum_there(self, ranges: Descriptors) -> SumArray:
@@ -220,10 +198,14 @@ class NixlChannel:
             part = slice(first, first + _SUM_RANGES)
             some = Descriptors(ranges.region_ids[part], ranges.offsets[part], ranges.lengths[part])
             keys = self._keys(distinct(some.region_ids), TransferOp.READ)
-            answer = await self._ask(SumRanges.of(self._questions.number(), keys, some))
-            if not isinstance(answer, Sums) or len(answer.sums) != 4 * len(some):
-                raise self._wrong(answer)
-            parts.append(np.frombuffer(answer.sums, "<u4"))
+            asked = encode(SumRanges.of(some))
+            answer = await self.link.request(NAME, {TransferOp.READ: keys}, asked)
+            answer.close()
+            if len(answer.payload) != 4 * len(some):
+                raise TransferError(
+                    f"agent {self.link.peer}: {len(answer.payload)} bytes of checksums for {len(some)} ranges"
+                )
+            parts.append(np.frombuffer(answer.payload, "<u4"))
         return np.concatenate(parts)
 
     def _keys(self, region_ids: Sequence[int], op: TransferOp) -> dict[int, bytes]:
@@ -262,26 +244,20 @@ class NixlChannel:
         if found.tobytes() != known.nonce:
             raise TransferError(f"NIXL reads other bytes at agent {self.link.peer} than there are")
 
-    async def _load(self, want: Want) -> None:
+    async def _load(self, op: TransferOp, keys: dict[int, bytes]) -> None:
         thread = await self.owner.thread()
-        given = await self._ask(want)
-        if not isinstance(given, Given) or given.places.keys() != want.keys.keys():
-            raise self._wrong(given)
+        answer = await self.link.request(NAME, {op: keys})
+        given = _read(answer, Given, self.link.peer)
+        if given.places.keys() != keys.keys():
+            raise TransferError(
+                f"agent {self.link.peer}: regions {sorted(given.places)} are no answer to {sorted(keys)}"
+            )
         await thread.call(lambda: thread.agent.loadRemoteMD(given.metadata))
-        self.places = {k: v for k, v in self.places.items() if k in self._regions} | given.places
+        self.places |= given.places
 
-    async def _ask(self, asked: Asked) -> Answer:
-        waiting = self._questions.ask(asked.ask_id)
-        self.link.send(NAME, encode_frame(asked))
-        answer = await waiting
-        if isinstance(answer, Refused):
-            raise from_info(answer.error)
-        return answer
-
-    def _wrong(self, answer: Answer) -> TransferError:
-        return TransferError(
-            f"agent {self.link.peer}: {type(answer).__name__} is no answer to what was asked"
-        )
+    def forget(self, region_id: int) -> None:
+        self.places.pop(region_id, None)
+        self._allowed -= {(op, region_id) for op in TransferOp}
 
 
 class NixlMove:
@@ -353,6 +329,19 @@ class NixlMove:
                 f" {int(there[index]):#x} at agent {self._channel.link.peer}: it was changed on the way, or somebody"
                 " writes there meanwhile"
             )
+
+
+def _read(answer: Granted, kind: type[_W], peer: str) -> _W:
+    """Read an answer of the peer.
+
+    Raises:
+        TransferError: it is none.
+    """
+    answer.close()
+    try:
+        return decode(answer.payload, kind, peer)
+    except ProtocolError as error:
+        raise TransferError(error.message) from error
 
 
 def cut(lengths: OffsetArray) -> tuple[Pieces, list[tuple[int, int]]]:

@@ -1,20 +1,14 @@
-"""What the `nixl` transports of two agents say to each other: the initiator asks, the owner of the memory answers."""
+"""What the `nixl` transports of two agents tell each other in requests for memory and their answers."""
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
-from penstock.core.descriptors import Descriptors, TransferOp
-from penstock.core.errors import ErrorInfo, ProtocolError
-from penstock.core.wire import Wire, encode, pack_hashes, unpack_hashes
+from penstock.core.descriptors import Descriptors
+from penstock.core.errors import ProtocolError
+from penstock.core.wire import Wire, pack_hashes, unpack_hashes
 
-
-class Want(Wire, frozen=True, tag="want"):
-    """Give access to these regions. `keys` show that they were given; one that names none asks for the agent."""
-
-    ask_id: int
-    op: TransferOp
-    keys: dict[int, bytes]
+_W = TypeVar("_W", bound=Wire)
 
 
 class Place(Wire, frozen=True):
@@ -25,37 +19,33 @@ class Place(Wire, frozen=True):
     device: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class Given(Wire, frozen=True, tag="given"):
-    """The answer to `Want`: NIXL's metadata of these regions, and where each begins there."""
+class Given(Wire, frozen=True):
+    """The answer to a request for regions: NIXL's metadata of these, and where each begins there."""
 
-    ask_id: int
     metadata: bytes
     places: dict[int, Place]
 
 
-class Known(Wire, frozen=True, tag="known"):
-    """The answer to a `Want` of the agent: its metadata, and random bytes that can be read there as a test."""
+class Known(Wire, frozen=True):
+    """The answer to a request without regions: metadata of NIXL's agent, and random bytes that can be read there as a test."""
 
-    ask_id: int
     metadata: bytes
     nonce: bytes
     address: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class SumRanges(Wire, frozen=True, tag="sum"):
-    """Sum these ranges; columns of little-endian uint64."""
+class SumRanges(Wire, frozen=True):
+    """The payload of a request to sum ranges; columns of little-endian uint64. The answer is a little-endian uint32 for each."""
 
-    ask_id: int
-    keys: dict[int, bytes]
     region_ids: bytes
     offsets: bytes
     lengths: bytes
 
     @classmethod
-    def of(cls, ask_id: int, keys: dict[int, bytes], ranges: Descriptors) -> "SumRanges":
+    def of(cls, ranges: Descriptors) -> "SumRanges":
         columns = (pack_hashes(column) for column in (ranges.region_ids, ranges.offsets, ranges.lengths))
         region_ids, offsets, lengths = columns
-        return cls(ask_id=ask_id, keys=keys, region_ids=region_ids, offsets=offsets, lengths=lengths)
+        return cls(region_ids=region_ids, offsets=offsets, lengths=lengths)
 
     @property
     def ranges(self) -> Descriptors:
@@ -74,37 +64,13 @@ class SumRanges(Wire, frozen=True, tag="sum"):
         )
 
 
-class Sums(Wire, frozen=True, tag="sums"):
-    """The answer to `SumRanges`: a little-endian uint32 for each range."""
-
-    ask_id: int
-    sums: bytes
-
-
-class Refused(Wire, frozen=True, tag="refused"):
-    """The answer to what cannot be done."""
-
-    ask_id: int
-    error: ErrorInfo
-
-
-Asked = Want | SumRanges
-Answer = Given | Known | Sums | Refused
-
-_decoder: msgspec.msgpack.Decoder[Asked | Answer] = msgspec.msgpack.Decoder(Asked | Answer)
-
-
-def decode_frame(payload: bytes, peer: str) -> Asked | Answer:
+def decode(payload: bytes, kind: type[_W], peer: str) -> _W:
     """Read what the peer's transport sent.
 
     Raises:
         ProtocolError: it is no such message.
     """
     try:
-        return _decoder.decode(payload)
+        return msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"agent {peer}: a message of {len(payload)} bytes for nixl: {error}") from error
-
-
-def encode_frame(frame: Asked | Answer) -> bytes:
-    return encode(frame)

@@ -7,7 +7,6 @@ NIXL's keys to memory only for regions whose keys the peer shows.
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,8 @@ import numpy as np
 from penstock.core.descriptors import (
     Access,
     Descriptors,
+    Granted,
+    Keys,
     MemoryKind,
     Region,
     RegionInfo,
@@ -26,35 +27,22 @@ from penstock.core.descriptors import (
 )
 from penstock.core.errors import (
     PenstockError,
-    ProtocolError,
     TransferError,
     TransferRefused,
 )
+from penstock.core.wire import encode
 from penstock.seams import Link, TransferChannel, TransportHost
 from penstock.transfer.regions.checksum import Sums as SumArray
 from penstock.transfer.regions.checksum import checksum_ranges
 from penstock.transfer.regions.quarantine import call_after
 from penstock.transfer.regions.regions import addresses_of, distinct
 from penstock.transfer.transports.nixl.channel import KINDS, NAME, NixlChannel
-from penstock.transfer.transports.nixl.frames import (
-    Answer,
-    Asked,
-    Given,
-    Known,
-    Place,
-    Refused,
-    SumRanges,
-    Sums,
-    Want,
-    decode_frame,
-    encode_frame,
-)
+from penstock.transfer.transports.nixl.frames import Given, Known, Place, SumRanges, decode
 from penstock.transfer.transports.nixl.thread import Flight, NixlThread, find_module, load_bindings, row
+from penstock.transfer.transports.quiet import QuietTransport
 
 _CONTACT = b"1"
 """The version of what the two sides say to each other."""
-_QUESTIONS_MAX = 256
-"""Of one link, unanswered."""
 _STRANGERS_MAX = 64
 """Agents that NIXL goes on knowing after their link has ended."""
 _READ, _WRITE = TransferOp.READ, TransferOp.WRITE
@@ -74,7 +62,7 @@ _COSTS = {
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-class NixlTransport:
+class NixlTransport(QuietTransport):
     """Both sides of transfers by NIXL."""
 
     name = NAME
@@ -100,8 +88,6 @@ class NixlTransport:
         self._opening: asyncio.Lock = asyncio.Lock()
         self._thread: NixlThread | None = None
         self._channels: dict[Link, NixlChannel] = {}
-        self._answering: dict[Link, int] = {}
-        self._given: dict[int, set[Link]] = {}  # who was given NIXL's keys to a region
         self._lingering: dict[Flight, tuple[Link, frozenset[int]]] = {}
         self._unauthenticated: dict[
             str, None
@@ -129,7 +115,6 @@ class NixlTransport:
     async def deregister(self, region_id: int) -> None:
         self.places.pop(region_id, None)
         self.failed.pop(region_id, None)
-        self._given.pop(region_id, None)
         if self._summing:
             await asyncio.wait(self._summing)
         thread = self._thread
@@ -167,29 +152,11 @@ class NixlTransport:
                 raise
         return channel
 
-    def receive(self, link: Link, payload: bytes) -> None:
-        frame = decode_frame(payload, link.peer)
-        if isinstance(frame, (Want, SumRanges)):
-            self._asked(link, frame)
-            return
-        channel = self._channels.get(link)
-        if channel is not None:
-            channel.answered(frame)
-
-    def accept(self, link: Link, stream: socket.socket) -> None:
-        stream.close()
-        raise TransferRefused(f"agent {link.peer}: transport nixl uses no streams")
-
     def lost(self, link: Link, error: PenstockError) -> None:
-        for given in self._given.values():
-            given.discard(link)
         channel = self._channels.get(link)
         if channel is not None:
             channel.fail(error)
             self.closed(channel)
-
-    def exposed_to(self, link: Link) -> Collection[int]:
-        return [region_id for region_id, given in self._given.items() if link in given]
 
     def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
         return [
@@ -256,39 +223,17 @@ class NixlTransport:
 
     # -- for peers ------------------------------------------------------------------------------------------------
 
-    def _asked(self, link: Link, asked: Asked) -> None:
-        if link.initiated:
-            raise ProtocolError(f"agent {link.peer}: asks for memory over a link that it did not open")
-        if self._answering.get(link, 0) >= _QUESTIONS_MAX:
-            raise ProtocolError(f"agent {link.peer}: more than {_QUESTIONS_MAX} questions at once")
-        assert self._host is not None, "started"
-        self._answering[link] = self._answering.get(link, 0) + 1
-        self._host.spawn(self._answer(link, asked))
-
-    async def _answer(self, link: Link, asked: Asked) -> None:
-        answer: Answer
-        try:
-            answer = await (self._give(link, asked) if isinstance(asked, Want) else self._sums(link, asked))
-        except PenstockError as error:
-            answer = Refused(ask_id=asked.ask_id, error=error.to_info())
-        finally:
-            left = self._answering.pop(link) - 1
-            if left:
-                self._answering[link] = left
-        link.send(NAME, encode_frame(answer))
-
-    async def _give(self, link: Link, want: Want) -> Given | Known:
-        region_ids = list(want.keys)
+    async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
+        """Answer a request: without regions for NIXL's agent, with ranges in `payload` for their checksums, else for NIXL's keys."""
+        if payload:
+            asked = decode(payload, SumRanges, link.peer)
+            return Granted(await self._sums(link, keys.get(_READ, {}), asked.ranges))
+        region_ids = [region_id for shown in keys.values() for region_id in shown]
+        thread = await self.thread()
         if not region_ids:
-            thread = await self.thread()
             whole = await thread.call(lambda: thread.export([thread.probe], has_agent=True))
             nonce = thread.nonce
-            return Known(ask_id=want.ask_id, metadata=whole, nonce=nonce.tobytes(), address=nonce.ctypes.data)
-        assert self._host is not None, "started"
-        nothing = np.zeros(len(region_ids), np.uint64)
-        ids = np.array(region_ids, np.uint64)
-        self._host.authorize(link.peer, want.keys, Descriptors(ids, nothing, nothing), want.op)
-        thread = await self.thread()
+            return Granted(encode(Known(metadata=whole, nonce=nonce.tobytes(), address=nonce.ctypes.data)))
 
         def export() -> bytes:
             described = [(region_id, self._registered.get(region_id)) for region_id in region_ids]
@@ -300,19 +245,15 @@ class NixlTransport:
 
         metadata = await thread.call(export)
         places = {region_id: self.places[region_id] for region_id in region_ids if region_id in self.places}
-        for region_id in places:
-            self._given.setdefault(region_id, set()).add(link)
-        return Given(ask_id=want.ask_id, metadata=metadata, places=places)
+        return Granted(encode(Given(metadata=metadata, places=places)))
 
-    async def _sums(self, link: Link, asked: SumRanges) -> Sums:
+    async def _sums(self, link: Link, keys: Mapping[int, bytes], ranges: Descriptors) -> bytes:
         assert self._host is not None, "started"
-        ranges = asked.ranges
-        self._host.authorize(link.peer, asked.keys, ranges, TransferOp.READ)
+        self._host.authorize(link.peer, keys, ranges, _READ)
         for region_id in distinct(ranges.region_ids):
             if self._host.region(region_id).kind is MemoryKind.VRAM:
                 raise TransferRefused(f"region {region_id}: no checksums of vram")
-        sums = await self.sum(ranges)
-        return Sums(ask_id=asked.ask_id, sums=sums.astype("<u4").tobytes())
+        return (await self.sum(ranges)).astype("<u4").tobytes()
 
     def _submit_region(self, thread: NixlThread, region_id: int, region: Region) -> None:
         def register() -> None:

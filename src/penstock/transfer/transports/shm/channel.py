@@ -1,7 +1,6 @@
 """One peer's memory as transport `shm` reaches it: mapped where it is in an arena, else by way of the kernel."""
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -29,10 +28,11 @@ from penstock.seams import Link, Move
 from penstock.transfer.regions.arena import Arena, expect_sealed
 from penstock.transfer.regions.copies import CopyMove, Mapped
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
-from penstock.transfer.transports.shm.grants import UNREADABLE, Ask, Grant, GrantStream
 from penstock.transfer.transports.shm.other_process import OtherProcess, is_ending
 
-_LINK_ENDS_S = 1.0
+NAME = "shm"
+UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""What msgpack that is none raises."""
 _WATCH_S = 0.05
 _COST = TransferCost(start_s=6e-6, range_s=2e-7, bytes_per_s=10e9)
 """As of a copy within a process; a little more, so that transport memory has those."""
@@ -47,6 +47,17 @@ class ShmWay(Wire, frozen=True):
 
     address: Address
     offset: int | None = None
+
+
+class MappedArena(Wire, frozen=True):
+    """The arena of a region that was granted; its descriptor comes beside it, open for writing too if `writable`.
+
+    The memory of an arena that `is_resident` was taken, so looking at all of it takes no more.
+    """
+
+    size_bytes: int
+    writable: bool = False
+    is_resident: bool = False
 
 
 class Shm(Protocol):
@@ -89,7 +100,6 @@ class ShmChannel:
         shm: Shm,
         link: Link,
         regions: Mapping[int, RegionInfo],
-        stream: GrantStream,
         untraceable: str | None,
     ) -> None:
         """Reach nothing yet.
@@ -98,19 +108,16 @@ class ShmChannel:
             shm: the transport.
             link: to the peer.
             regions: what it gave.
-            stream: where to ask for it.
             untraceable: why the peer's private memory cannot be reached, if so.
         """
         self.link = link
         self.shm = shm
         self._regions = regions
-        self._stream = stream
         self._untraceable = untraceable
         self._reachable: dict[int, _Reachable] = {}
         self._arenas: dict[tuple[int, int, bool], tuple[Arena, set[int]]] = {}  # with the regions in it
         self._numbers = count(1)
         self._asking = asyncio.Lock()
-        self._ended = asyncio.Event()
         self._copying: list[CopyMove] = []
         self._was_used = False
         self._watch: asyncio.TimerHandle | None = None
@@ -123,9 +130,7 @@ class ShmChannel:
             return f"{kind.value} is no memory of a process"
         for info in remote:
             way = self._way(info)
-            if self._untraceable is None or (
-                way.offset is not None and info.read_key and self._stream.sends_fds
-            ):
+            if self._untraceable is None or (way.offset is not None and info.read_key):
                 continue
             what = "private" if way.offset is None else "given without leave to map it for reading"
             return (
@@ -146,10 +151,8 @@ class ShmChannel:
 
     def end(self) -> None:
         """Let go of the peer's memory; what is under way keeps it until it has ended."""
-        self._ended.set()
         if self._watch is not None:
             self._watch.cancel()
-        self._stream.close()
         self._reachable.clear()
         for arena, _ in self._arenas.values():
             arena.close()
@@ -228,7 +231,7 @@ class ShmChannel:
 
     def _way(self, info: RegionInfo) -> ShmWay:
         try:
-            return msgspec.msgpack.decode(info.ways.get("shm", b""), type=ShmWay)
+            return msgspec.msgpack.decode(info.ways.get(NAME, b""), type=ShmWay)
         except UNREADABLE as error:
             raise TransferRefused(
                 f"agent {self.link.peer} did not register region {info.region_id} for transport shm"
@@ -239,62 +242,38 @@ class ShmChannel:
         if info is None:
             raise TransferRefused(f"region {region_id} of agent {self.link.peer} is gone")
         way = self._way(info)
-        number = next(self._numbers)
-        try:
-            grant = await self._answer(
-                Ask(
-                    number=number,
-                    region_id=region_id,
-                    read_key=info.read_key,
-                    write_key=info.write_key,
-                )
-            )
-        except PeerLost as error:
-            with contextlib.suppress(TimeoutError):  # the link, which says why, ends at the same time
-                async with asyncio.timeout(_LINK_ENDS_S):
-                    await self._ended.wait()
-            raise PeerLost(
-                f"agent {self.link.peer} is gone or does not read: {error.message}; connect again once it is back"
-            ) from error
-        if grant.error is not None:
-            raise TransferRefused(f"agent {self.link.peer}: {grant.error.message}")
-        if not grant.has_fd:
-            return _Reachable(number, way.address, info, None)
-        fd = self._stream.take_fd()
-        if way.offset is None:
-            os.close(fd)
-            return _Reachable(number, way.address, info, None)
-        arena = self._map(fd, grant, region_id)
+        keys = {op: {region_id: info.key(op)} for op in TransferOp if info.key(op)}
+        granted = await self.link.request(NAME, keys)
+        if granted.descriptor is None:
+            return _Reachable(next(self._numbers), way.address, info, None)
+        if way.offset is None or self._regions.get(region_id) is None:
+            granted.close()
+            return _Reachable(next(self._numbers), way.address, info, None)
+        arena = self._map(granted.descriptor, granted.payload, region_id)
         if not 0 <= way.offset <= arena.size_bytes - info.size_bytes:
             self.forget(region_id)
             raise TransferRefused(f"region {region_id} of agent {self.link.peer} ends outside of its arena")
-        return _Reachable(number, arena.address + way.offset, info, arena.array)
+        return _Reachable(next(self._numbers), arena.address + way.offset, info, arena.array)
 
-    async def _answer(self, ask: Ask) -> Grant:
-        self._stream.send(ask)
-        grant = await self._stream.receive(Grant)
-        while grant.number != ask.number:  # the answer to a question that was cancelled
-            if grant.has_fd:
-                os.close(self._stream.take_fd())
-            grant = await self._stream.receive(Grant)
-        return grant
-
-    def _map(self, fd: int, grant: Grant, region_id: int) -> Arena:
-        """Map an arena, or find where it is mapped already."""
+    def _map(self, fd: int, payload: bytes, region_id: int) -> Arena:
+        """Map an arena, or find where it is mapped already. Owns `fd`."""
         try:
-            expect_sealed(
-                fd, grant.arena_bytes
-            )  # first: of another file's descriptor nothing is asked, it may hang
+            given = msgspec.msgpack.decode(payload, type=MappedArena)
+            # first: of another file's descriptor nothing is asked, it may hang
+            expect_sealed(fd, given.size_bytes)
+        except UNREADABLE as error:
+            os.close(fd)
+            raise TransferRefused(f"agent {self.link.peer}: its arena cannot be read of: {error}") from error
         except BaseException:
             os.close(fd)
             raise
         status = os.fstat(fd)
-        key = status.st_dev, status.st_ino, grant.writable
+        key = status.st_dev, status.st_ino, given.writable
         known = self._arenas.get(key)
         if known is None:
-            arena = Arena.map(fd, grant.arena_bytes, writable=grant.writable)
+            arena = Arena.map(fd, given.size_bytes, writable=given.writable)
             self._arenas[key] = arena, {region_id}
-            if grant.is_resident:
+            if given.is_resident:
                 self.shm.touch(arena)
             return arena
         os.close(fd)
@@ -332,7 +311,7 @@ class _ShmMove:
 
     def _parts_for(self, reachable: list[_Reachable]) -> list[CopyMove]:
         """Give what is to be copied: by mapped memory, by way of the kernel, or some of both."""
-        numbers = [region.number for region in reachable]
+        numbers = [region.number for region in reachable]  # no reference, which would keep what they map
         if numbers == self._made_for:
             return self._parts
         ranges = self._pairs.remote

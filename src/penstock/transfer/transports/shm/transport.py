@@ -8,10 +8,8 @@ them, which is found out when agents meet; there the kernel's permission is the 
 initiator. Whose memory that is says the kernel (the process that listens at the other end), and not the metadata.
 """
 
-import os
 import secrets
-import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
@@ -22,23 +20,29 @@ from penstock.core.descriptors import (
     MAIN_MEMORY,
     Access,
     Descriptors,
+    Granted,
+    Keys,
     OffsetArray,
     Region,
     RegionInfo,
     TransferOp,
 )
-from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferError, TransferRefused
-from penstock.core.log import get_logger
+from penstock.core.errors import PenstockError, TransferError, TransferRefused
 from penstock.core.wire import Wire, encode
 from penstock.seams import Link, TransferChannel, TransportHost
 from penstock.transfer.regions.arena import Arena
 from penstock.transfer.regions.regions import addresses_of, distinct
-from penstock.transfer.transports.quiet import ContainedTransport
-from penstock.transfer.transports.shm.channel import Address, ShmChannel, ShmWay
-from penstock.transfer.transports.shm.grants import UNREADABLE, Ask, Grant, GrantStream
+from penstock.transfer.transports.quiet import QuietTransport
+from penstock.transfer.transports.shm.channel import (
+    NAME,
+    UNREADABLE,
+    Address,
+    MappedArena,
+    ShmChannel,
+    ShmWay,
+)
 from penstock.transfer.transports.shm.other_process import why_untraceable
 
-_log = get_logger()
 _NONCE_BYTES = 16
 _TOUCHED_BYTES_MAX = 16 << 30
 """Of an arena: about 1.5 s of CPU time, and 32 MiB of page tables. A larger one is touched where it is used."""
@@ -51,16 +55,10 @@ class _Contact(Wire, frozen=True):
     nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
 
 
-class _Gone(Wire, frozen=True):
-    """A region was deregistered: unmap its arena."""
-
-    region_id: int
-
-
-class ShmTransport(ContainedTransport):
+class ShmTransport(QuietTransport):
     """Copies between processes of one host."""
 
-    name = "shm"
+    name = NAME
     checksums = False
     setup_s = 0.025
     """What the first read took beyond later ones between two processes on two busy cores of an AMD EPYC, measured."""
@@ -78,8 +76,6 @@ class ShmTransport(ContainedTransport):
         self._toucher = ThreadPoolExecutor(1, thread_name_prefix="transfer-shm-touch")
         self._nonce = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), np.uint8)
         self._arenas: dict[int, Arena] = {}  # by region
-        self._told: dict[int, set[Link]] = {}  # who was granted a region
-        self._serving: dict[Link, GrantStream] = {}
         self._channels: dict[Link, ShmChannel] = {}
         self._host: TransportHost | None = None
 
@@ -100,8 +96,6 @@ class ShmTransport(ContainedTransport):
 
     async def deregister(self, region_id: int) -> None:
         self._arenas.pop(region_id, None)
-        for link in self._told.pop(region_id, ()):
-            link.send(self.name, encode(_Gone(region_id=region_id)))
 
     async def connect(
         self, link: Link | None, contact: bytes, regions: Mapping[int, RegionInfo]
@@ -118,52 +112,43 @@ class ShmTransport(ContainedTransport):
             found = msgspec.msgpack.decode(contact, type=_Contact)
         except UNREADABLE as error:
             raise TransferError(f"agent {link.peer}: its contact cannot be read: {error}") from error
-        stream = GrantStream(await link.open_stream(self.name), takes_fds=True)
         untraceable = why_untraceable(link.peer_pid, found.address, found.nonce)
-        channel = ShmChannel(self, link, regions, stream, untraceable)
+        channel = ShmChannel(self, link, regions, untraceable)
         self._channels[link] = channel
         return channel
 
-    def receive(self, link: Link, payload: bytes) -> None:
-        channel = self._channels.get(link)
-        if not link.initiated:
-            raise ProtocolError(f"agent {link.peer}: a message for transport shm, which asks over streams")
+    async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
+        """Open the arena of one region for who may read it; what may only be written is not mapped, as it could be read."""
+        del payload
+        region_ids = {region_id for shown in keys.values() for region_id in shown}
+        if len(region_ids) != 1:
+            raise TransferRefused(f"agent {link.peer}: asks for {len(region_ids)} regions; one at a time")
+        arena = self._arenas.get(region_ids.pop())
+        if arena is None or TransferOp.READ not in keys:
+            return Granted()
+        writable = TransferOp.WRITE in keys
         try:
-            gone = msgspec.msgpack.decode(payload, type=_Gone)
-        except UNREADABLE as error:
-            raise ProtocolError(f"agent {link.peer}, transport shm: {error}") from error
-        if channel is not None:
-            channel.forget(gone.region_id)
-
-    def accept(self, link: Link, stream: socket.socket) -> None:
-        if link in self._serving or self._host is None:
-            stream.close()
-            raise TransferRefused(f"agent {link.peer}: transport shm has a stream of this link already")
-        grants = self._serving[link] = GrantStream(stream, takes_fds=False)
-        self._host.spawn(self._serve(link, grants))
-
-    def exposed_to(self, link: Link) -> Collection[int]:
-        return [region_id for region_id, told in self._told.items() if link in told]
+            descriptor = arena.open(writable=writable)
+        except OSError as error:
+            raise TransferError(f"an arena cannot be opened: {error}") from error
+        return Granted(
+            encode(
+                MappedArena(size_bytes=arena.size_bytes, writable=writable, is_resident=arena.is_resident)
+            ),
+            descriptor,
+        )
 
     def lost(self, link: Link, error: PenstockError) -> None:
         del error
-        for told in self._told.values():
-            told.discard(link)
-        serving = self._serving.get(link)
-        if serving is not None:
-            serving.close()
         channel = self._channels.pop(link, None)
         if channel is not None:
             channel.end()
 
     async def close(self) -> None:
-        for serving in self._serving.values():
-            serving.close()
         for channel in self._channels.values():
             channel.end()
         self._channels.clear()
         self._arenas.clear()
-        self._told.clear()
         self.executor.shutdown(wait=False)
         self._toucher.shutdown(wait=False, cancel_futures=True)
 
@@ -182,50 +167,3 @@ class ShmTransport(ContainedTransport):
         """Forget a channel."""
         if self._channels.get(channel.link) is channel:
             del self._channels[channel.link]
-
-    async def _serve(self, link: Link, stream: GrantStream) -> None:
-        """Answer a peer's questions until it leaves."""
-        try:
-            while True:
-                ask = await stream.receive(Ask)
-                grant, fd = self._answer(link, ask, sends_fds=stream.sends_fds)
-                try:
-                    stream.send(grant, fd)
-                finally:
-                    if fd is not None:
-                        os.close(fd)
-        except PeerLost:
-            pass  # it left
-        except ProtocolError as error:
-            _log.warning("shm_stream_refused", peer=link.peer, error=error.message)
-        finally:
-            self._serving.pop(link, None)
-            stream.close()
-
-    def _answer(self, link: Link, ask: Ask, *, sends_fds: bool) -> tuple[Grant, int | None]:
-        """Decide, and open the arena for who may have it."""
-        assert self._host is not None
-        keys = ask.keys
-        writable = TransferOp.WRITE in keys
-        try:
-            for op, key in keys.items() or {TransferOp.READ: b""}.items():
-                self._host.authorize(link.peer, {ask.region_id: key}, Descriptors.of(ask.region_id, 0, 0), op)
-            arena, fd = self._arenas.get(ask.region_id), None
-            if arena is not None and sends_fds and TransferOp.READ in keys:
-                fd = arena.open(writable=writable)
-        except TransferError as error:
-            return Grant(number=ask.number, error=error.to_info()), None
-        except OSError as error:
-            failure = TransferError(f"the arena of region {ask.region_id} cannot be opened: {error}")
-            return Grant(number=ask.number, error=failure.to_info()), None
-        self._told.setdefault(ask.region_id, set()).add(link)
-        if arena is None or fd is None:
-            return Grant(number=ask.number), None
-        grant = Grant(
-            number=ask.number,
-            arena_bytes=arena.size_bytes,
-            writable=writable,
-            has_fd=True,
-            is_resident=arena.is_resident,
-        )
-        return grant, fd

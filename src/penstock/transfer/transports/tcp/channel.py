@@ -143,6 +143,8 @@ class TcpChannel:
         parts = cut(pairs, max(by_streams, by_bounds, 1), RANGES_MAX - 1)
         return LargeMove(self, op, [self._piece(op, part) for part in parts], checksum=checksum)
 
+    def forget(self, region_id: int) -> None: ...
+
     async def close(self) -> None:
         self.lost(PeerLost(f"agent {self.link.peer} was disconnected"))
 

@@ -14,14 +14,14 @@ from penstock.core.errors import PeerLost, PenstockError, TransferError, Transfe
 from penstock.core.wire import encode
 from penstock.seams import Link, TransferChannel, TransportHost
 from penstock.transfer.tcp_config import TcpConfig
-from penstock.transfer.transports.quiet import ContainedTransport
+from penstock.transfer.transports.quiet import QuietTransport
 from penstock.transfer.transports.tcp.channel import TcpChannel
 from penstock.transfer.transports.tcp.frames import INLINE_BYTES_MAX, TCP_VERSION, Contact, decode_frame
 from penstock.transfer.transports.tcp.server import TcpServer, TcpSession
 from penstock.transfer.transports.tcp.stream import StreamRoom
 
 
-class TcpTransport(ContainedTransport):
+class TcpTransport(QuietTransport):
     """Moves bytes over stream sockets: TCP, or unix sockets between processes of a host."""
 
     name = "tcp"
