@@ -11,7 +11,7 @@ EXPERIMENTS = Benches(
     {
         "cancel": (
             "benchmarks.processes.cancel",
-            "from a client's going away to its KV blocks being free",
+            "from a client's disconnect to its KV blocks being free",
         ),
         "deployments": (
             "benchmarks.simulated.deployments",
@@ -19,7 +19,7 @@ EXPERIMENTS = Benches(
         ),
         "disagg": (
             "benchmarks.disagg",
-            "streams beside long prompts: a prefill and a decode worker against two that do both, real processes",
+            "streams beside long prompts: a prefill and a decode worker against two aggregated ones, real processes",
         ),
         "engine": (
             "benchmarks.processes.engine",
@@ -27,19 +27,19 @@ EXPERIMENTS = Benches(
         ),
         "hashing": (
             "benchmarks.micro.hashing",
-            "token ids into block hashes, against the Python twin",
+            "token ids into block hashes, against the Python reference",
         ),
         "mock": (
             "benchmarks.processes.mock",
-            "the whole path but the model: requests per second through frontend, router and workers",
+            "everything but the model: requests per second through frontend, router and workers",
         ),
         "placements": (
             "benchmarks.simulated.placements",
-            "whole requests against prefill and decode apart on H100, simulated: the best of each by latency targets",
+            "aggregated against disaggregated workers on H100, simulated: the best layouts of each by latency targets",
         ),
         "plan": (
             "benchmarks.simulated.plan",
-            "what `penstock plan` takes, for four models",
+            "how long `penstock plan` takes, for four models",
         ),
         "policies": (
             "benchmarks.policies",
@@ -47,7 +47,7 @@ EXPERIMENTS = Benches(
         ),
         "pool": (
             "benchmarks.micro.pool",
-            "a request's work in the block pool, against the Python twin",
+            "a request's work in the block pool, against the Python reference",
         ),
         "profile": (
             "benchmarks.processes.profile",
@@ -55,7 +55,7 @@ EXPERIMENTS = Benches(
         ),
         "reshard": (
             "benchmarks.micro.reshard",
-            "listing the bytes that move between workers of different tensor parallelism and layout",
+            "planning KV transfers between workers of different tensor parallelism and layout",
         ),
         "router": (
             "benchmarks.micro.router",
@@ -63,7 +63,7 @@ EXPERIMENTS = Benches(
         ),
         "routers": (
             "benchmarks.simulated.routers",
-            "several frontends beside one on the same requests, simulated: how much later first tokens come",
+            "several frontends against one on the same requests, simulated: how much TTFT grows",
         ),
         "simulate": (
             "benchmarks.simulated.simulate",

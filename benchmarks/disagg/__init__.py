@@ -1,4 +1,4 @@
-"""Streams' latencies beside long prompts: a prefill and a decode worker against two that do both, as real processes."""
+"""Streams' latencies beside long prompts: a prefill and a decode worker against two aggregated workers, as real processes."""
 
 import argparse
 import importlib.util
@@ -31,8 +31,8 @@ _QUIET_PROMPTS, _QUICK_QUIET_PROMPTS = 6, 1
 _QUICK_CHUNKS = (WHOLE,)
 _PREFILL_SHARE = 0.55
 _PROMPT_TOKENS = (2100, 2600)
-# In the place of a chunk size: alone are the streams, without prompts; of strict no token may be late.
-_APART, _ALONE, _STRICT = 0, -1, -2
+# Used where aggregated sides have a chunk size: _ALONE runs streams without prompts, _STRICT allows no late token.
+_DISAGGREGATED, _ALONE, _STRICT = 0, -1, -2
 _RATIO_WANTED = 3.0
 
 
@@ -71,10 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="of the long prompts (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, prompts and moments (default 0)")
     add(
-        "--hand-over",
+        "--kv-transfer",
         type=int,
         metavar="N",
-        help="measure only what handing a prompt over takes, with N prompts one after the other and nothing beside them",
+        help="measure only KV transfers: N prompts one after the other, without other load",
     )
     add("--plot", type=Path, metavar="OUT", help="draw both sides into this SVG")
 
@@ -86,27 +86,30 @@ def run(options: argparse.Namespace) -> Report:
         ConfigError: the engine's packages are not installed, or an option makes no sense.
     """
     workload, quick = _workload(options), options.quick
-    if options.hand_over is not None:
-        return _only_hand_over(options, workload)
+    if options.kv_transfer is not None:
+        return _only_kv_transfer(options, workload)
     chunks = _QUICK_CHUNKS if quick else CHUNKS
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
-        flags = {_APART: disaggregated_flags(options.late_token_share), _STRICT: disaggregated_flags(0.0)}
+        flags = {
+            _DISAGGREGATED: disaggregated_flags(options.late_token_share),
+            _STRICT: disaggregated_flags(0.0),
+        }
         stage.set_load(
-            flags[_APART],
+            flags[_DISAGGREGATED],
             prefill_share=options.prefill_share,
             quiet_prompts=_QUICK_QUIET_PROMPTS if quick else _QUIET_PROMPTS,
         )
         sides = flags | {chunk: aggregated_flags(chunk) for chunk in (*chunks, WHOLE)}
         if not quick:  # which has no time for a limit
-            sides[_ALONE] = flags[_APART]
-        measured = stage.play(sides, _turns(options), without_prompts=_ALONE)
-    apart, together = measured[_APART], {chunk: measured[chunk] for chunk in chunks}
+            sides[_ALONE] = flags[_DISAGGREGATED]
+        measured = stage.run(sides, _turns(options), without_prompts=_ALONE)
+    disaggregated, aggregated = measured[_DISAGGREGATED], {chunk: measured[chunk] for chunk in chunks}
     moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
     memcpy = memcpy_bytes_per_s(moved_bytes)
-    level, alone = figures.point_of(_APART, apart), measured.get(_ALONE)
+    level, alone = figures.point_of(_DISAGGREGATED, disaggregated), measured.get(_ALONE)
     strict = figures.point_of(_STRICT, measured[_STRICT])
-    points = [figures.point_of(chunk, measured) for chunk, measured in together.items()]
+    points = [figures.point_of(chunk, measured) for chunk, measured in aggregated.items()]
     best = best_chunk(points, level.ttft_p99_ms)
     whole = figures.point_of(WHOLE, measured[WHOLE])
     rows = [Row("1 prefill, 1 decode, none late", strict), Row("the same, a few late", level)]
@@ -120,11 +123,11 @@ def run(options: argparse.Namespace) -> Report:
         _write_plot(options.plot, plot.draw(level, strict, points, best))
     found = (
         figures.strict(measured[_STRICT], best_chunk(points, strict.ttft_p99_ms))
-        | figures.compared(apart, together[best.chunk])
+        | figures.compared(disaggregated, aggregated[best.chunk])
         | {"chunk_aggregated": best.chunk}
         | figures.curve(points)
         | figures.of_side("aggregated_whole", measured[WHOLE])
-        | figures.hand_over(stage.quiet_hand_over_s, apart, moved_bytes, memcpy)
+        | figures.kv_transfer(stage.quiet_kv_transfer_s, disaggregated, moved_bytes, memcpy)
         | {
             "prefill_ms": figures.median(stage.quiet_ttft_s) * 1e3,
             "prompts_per_s": stage.rate_per_s,
@@ -137,11 +140,11 @@ def run(options: argparse.Namespace) -> Report:
         figures=found,
         samples=figures.samples_of(
             {
-                "disaggregated": apart,
+                "disaggregated": disaggregated,
                 "disaggregated_strict": measured[_STRICT],
                 "aggregated_whole": measured[WHOLE],
             }
-            | {f"aggregated_c{chunk}": side for chunk, side in together.items()}
+            | {f"aggregated_c{chunk}": side for chunk, side in aggregated.items()}
             | ({} if alone is None else {"alone": alone})
         ),
         limits={"memcpy_gb_per_s": memcpy / 1e9} | ({} if alone is None else figures.limits(best, alone)),
@@ -149,18 +152,18 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-def _only_hand_over(options: argparse.Namespace, workload: Workload) -> Report:
+def _only_kv_transfer(options: argparse.Namespace, workload: Workload) -> Report:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
         flags = disaggregated_flags(0.0)
-        stage.set_load(flags, prefill_share=options.prefill_share, quiet_prompts=options.hand_over)
+        stage.set_load(flags, prefill_share=options.prefill_share, quiet_prompts=options.kv_transfer)
     moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
     memcpy = memcpy_bytes_per_s(moved_bytes)
     return Report(
         name="disagg",
-        config={"disaggregated": flags, "prompts": options.hand_over, "seed": options.seed},
-        figures=figures.quiet_hand_over(stage.quiet_hand_over_s, moved_bytes, memcpy),
-        samples={"hand_over_s": stage.quiet_hand_over_s},
+        config={"disaggregated": flags, "prompts": options.kv_transfer, "seed": options.seed},
+        figures=figures.quiet_kv_transfer(stage.quiet_kv_transfer_s, moved_bytes, memcpy),
+        samples={"kv_transfer_s": stage.quiet_kv_transfer_s},
         limits={"memcpy_gb_per_s": memcpy / 1e9},
         problems=stage.problems,
     )
@@ -178,7 +181,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         ("--seconds", options.seconds),
         ("--turns", options.turns),
         ("--streams", options.streams),
-        ("--hand-over", options.hand_over),
+        ("--kv-transfer", options.kv_transfer),
     ):
         if value is not None and not value >= 1:
             raise ConfigError(f"{flag}: must be >= 1, got {value:g}")

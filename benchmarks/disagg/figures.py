@@ -1,6 +1,6 @@
-"""The figures of a report: both sides, the curve of the aggregated one, and what a hand-over costs.
+"""The figures of a report: both sides, the curve of the aggregated one, and what a KV transfer costs.
 
-A side has a `Measured` for each turn; of each figure the middle turn's counts.
+A side has a `Measured` for each turn; the figures are medians over the turns.
 """
 
 import statistics
@@ -21,17 +21,17 @@ Turns = Sequence[Measured]
 def point_of(chunk: int, turns: Turns) -> Point:
     return Point(
         chunk=chunk,
-        itl_p99_ms=_middle(turns, lambda turn: _ms(turn.itl_s, 99)),
-        itl_p999_ms=_middle(turns, lambda turn: _ms(turn.itl_s, 99.9)),
-        itl_max_ms=_middle(turns, lambda turn: _ms(turn.itl_s, 100)),
-        ttft_p99_ms=_middle(turns, lambda turn: _ms(turn.ttft_s, 99)),
-        output_tokens_per_s=_middle(turns, lambda turn: turn.output_tokens_per_s),
+        itl_p99_ms=_median(turns, lambda turn: _ms(turn.itl_s, 99)),
+        itl_p999_ms=_median(turns, lambda turn: _ms(turn.itl_s, 99.9)),
+        itl_max_ms=_median(turns, lambda turn: _ms(turn.itl_s, 100)),
+        ttft_p99_ms=_median(turns, lambda turn: _ms(turn.ttft_s, 99)),
+        output_tokens_per_s=_median(turns, lambda turn: turn.output_tokens_per_s),
     )
 
 
-def compared(apart: Turns, together: Turns) -> dict[str, float]:
-    """Give both sides' figures and their ratios; `together` is the aggregated workers' best."""
-    figures = of_side("aggregated", together) | of_side("disaggregated", apart)
+def compared(disaggregated: Turns, aggregated: Turns) -> dict[str, float]:
+    """Give both sides' figures and their ratios; `aggregated` is the aggregated workers' best."""
+    figures = of_side("aggregated", aggregated) | of_side("disaggregated", disaggregated)
     figures["itl_p99_ratio"] = figures["itl_p99_ms_aggregated"] / figures["itl_p99_ms_disaggregated"]
     figures["output_tokens_ratio"] = (
         figures["output_tokens_per_s_disaggregated"] / figures["output_tokens_per_s_aggregated"]
@@ -40,29 +40,29 @@ def compared(apart: Turns, together: Turns) -> dict[str, float]:
 
 
 def of_side(name: str, turns: Turns) -> dict[str, float]:
-    """Give what is told of one side."""
+    """Give the figures of one side."""
 
-    def middle(times: Callable[[Measured], Times], percentile: float) -> float:
-        return _middle(turns, lambda turn: _ms(times(turn), percentile))
+    def median_of(times: Callable[[Measured], Times], percentile: float) -> float:
+        return _median(turns, lambda turn: _ms(times(turn), percentile))
 
     itl, ttft = (lambda turn: turn.itl_s), (lambda turn: turn.ttft_s)
     return {
-        f"itl_p99_ms_{name}": middle(itl, 99),
-        f"output_tokens_per_s_{name}": _middle(turns, lambda turn: turn.output_tokens_per_s),
-        f"ttft_p99_ms_{name}": middle(ttft, 99),
-        f"itl_p50_ms_{name}": middle(itl, 50),
-        f"itl_p999_ms_{name}": middle(itl, 99.9),
-        f"itl_max_ms_{name}": middle(itl, 100),
-        f"itl_over_{_LATE_MS}ms_share_{name}": _middle(turns, lambda turn: _share_over(turn.itl_s, _LATE_MS)),
-        f"ttft_p50_ms_{name}": middle(ttft, 50),
-        f"prompts_itl_p99_ms_{name}": middle(lambda turn: turn.prompt_itl_s, 99),
+        f"itl_p99_ms_{name}": median_of(itl, 99),
+        f"output_tokens_per_s_{name}": _median(turns, lambda turn: turn.output_tokens_per_s),
+        f"ttft_p99_ms_{name}": median_of(ttft, 99),
+        f"itl_p50_ms_{name}": median_of(itl, 50),
+        f"itl_p999_ms_{name}": median_of(itl, 99.9),
+        f"itl_max_ms_{name}": median_of(itl, 100),
+        f"itl_over_{_LATE_MS}ms_share_{name}": _median(turns, lambda turn: _share_over(turn.itl_s, _LATE_MS)),
+        f"ttft_p50_ms_{name}": median_of(ttft, 50),
+        f"prompts_itl_p99_ms_{name}": median_of(lambda turn: turn.prompt_itl_s, 99),
         f"prompts_{name}": sum(len(turn.ttft_s) for turn in turns),
         f"prompts_waiting_at_end_{name}": sum(turn.waiting for turn in turns),
     }
 
 
 def strict(side: Turns, opponent: Point) -> dict[str, float]:
-    """Give the figures of the disaggregated side of which no token may be late, and its ratio to its own opponent."""
+    """Give the figures of the disaggregated side with an ITL budget of 0, and its ratio to the aggregated chunk size that is compared with it."""
     figures = of_side("disaggregated_strict", side)
     return {
         "itl_p99_ratio_strict": opponent.itl_p99_ms / figures["itl_p99_ms_disaggregated_strict"],
@@ -74,7 +74,7 @@ def strict(side: Turns, opponent: Point) -> dict[str, float]:
 
 def limits(best: Point, alone: Turns) -> dict[str, float]:
     """Give the ITL p99 of the streams without prompts, and how many times as low as the best chunk's it is."""
-    itl_p99_ms = _middle(alone, lambda turn: _ms(turn.itl_s, 99))
+    itl_p99_ms = _median(alone, lambda turn: _ms(turn.itl_s, 99))
     return {"itl_p99_ms_alone": itl_p99_ms, "itl_p99_ratio_alone": best.itl_p99_ms / itl_p99_ms}
 
 
@@ -86,32 +86,32 @@ def curve(points: Sequence[Point]) -> dict[str, float]:
     }
 
 
-def hand_over(
-    quiet_s: Sequence[float], apart: Turns, moved_bytes: int, memcpy_bytes_per_s: float
+def kv_transfer(
+    quiet_s: Sequence[float], disaggregated: Turns, moved_bytes: int, memcpy_bytes_per_s: float
 ) -> dict[str, float]:
-    """Give how much later second tokens come than further ones do, alone and beside streams."""
-    return quiet_hand_over(quiet_s, moved_bytes, memcpy_bytes_per_s) | {
-        "hand_over_ms_p50_loaded": _middle(apart, lambda turn: _ms(turn.hand_over_s, 50)),
-        "hand_over_ms_p99_loaded": _middle(apart, lambda turn: _ms(turn.hand_over_s, 99)),
+    """Give how much later second tokens come than further tokens, without load and beside streams."""
+    return quiet_kv_transfer(quiet_s, moved_bytes, memcpy_bytes_per_s) | {
+        "kv_transfer_ms_p50_loaded": _median(disaggregated, lambda turn: _ms(turn.kv_transfer_s, 50)),
+        "kv_transfer_ms_p99_loaded": _median(disaggregated, lambda turn: _ms(turn.kv_transfer_s, 99)),
     }
 
 
-def quiet_hand_over(
+def quiet_kv_transfer(
     quiet_s: Sequence[float], moved_bytes: int, memcpy_bytes_per_s: float
 ) -> dict[str, float]:
-    """Give the same of prompts beside which there was nothing, and what copying the KV by one thread takes."""
+    """Give the same without load, and the time in which one thread copies the KV."""
     quiet_ms, memcpy_ms = median(quiet_s) * 1e3, moved_bytes / memcpy_bytes_per_s * 1e3
     return {
-        "hand_over_ms": quiet_ms,
-        "hand_over_ms_p90": _ms(np.array(quiet_s), 90) if len(quiet_s) else 0.0,
-        "hand_over_bytes": moved_bytes,
-        "hand_over_memcpy_ms": memcpy_ms,
-        "hand_over_over_memcpy": quiet_ms / memcpy_ms,
+        "kv_transfer_ms": quiet_ms,
+        "kv_transfer_ms_p90": _ms(np.array(quiet_s), 90) if len(quiet_s) else 0.0,
+        "kv_transfer_bytes": moved_bytes,
+        "kv_transfer_memcpy_ms": memcpy_ms,
+        "kv_transfer_over_memcpy": quiet_ms / memcpy_ms,
     }
 
 
 def samples_of(sides: Mapping[str, Turns]) -> dict[str, list[float]]:
-    """Give the latencies of each side, all turns together; of many, every so-manieth in the order of their size."""
+    """Give the latencies of each side, all turns joined; of many, every n-th in sorted order."""
     return {
         f"{name}_{side}": _thinned(np.concatenate([getattr(turn, name) for turn in turns]))
         for side, turns in sides.items()
@@ -125,7 +125,7 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def _middle(turns: Turns, figure: Callable[[Measured], float]) -> float:
+def _median(turns: Turns, figure: Callable[[Measured], float]) -> float:
     return statistics.median(figure(turn) for turn in turns)
 
 

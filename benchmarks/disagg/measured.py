@@ -23,7 +23,7 @@ class Measured:
     itl_s: Times
     ttft_s: Times
     prompt_itl_s: Times
-    hand_over_s: Times
+    kv_transfer_s: Times
     output_tokens_per_s: float
     waiting: int
 
@@ -41,7 +41,7 @@ def measure(traffic: Traffic, logs: Mapping[str, Sequence[LoggedStep]]) -> Measu
         itl_s=_gaps(streams, begin_s, end_s),
         ttft_s=firsts - np.array([asked.due_s for asked in prompts]),
         prompt_itl_s=_gaps((times[asked.request_id] for asked in prompts), begin_s, end_s),
-        hand_over_s=_second_token_s(prompts, times),
+        kv_transfer_s=_second_token_s(prompts, times),
         output_tokens_per_s=within / (end_s - begin_s),
         waiting=int((firsts >= end_s).sum()),
     )
@@ -58,7 +58,7 @@ def measure_quiet(
 
 
 def token_times(steps: Iterable[LoggedStep]) -> dict[str, Times]:
-    """Give when each request's tokens came, in order: one worker's, and after a hand-over another one's."""
+    """Give when each request's tokens came, in order: those of the prefill worker, then those of the decode worker."""
     found: dict[str, list[float]] = {}
     for step in steps:
         for request_id, count in step.tokens:

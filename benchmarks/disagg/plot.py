@@ -10,7 +10,7 @@ from benchmarks.disagg.choice import Point
 
 _WIDTH, _HEIGHT = 300, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 34, 44
-_APART, _TOGETHER = "#2563eb", "#9ca3af"
+_DISAGGREGATED, _AGGREGATED = "#2563eb", "#9ca3af"
 _STYLE = "text{font:11px sans-serif;fill:#374151}.g{stroke:#e5e7eb}.t{font-weight:bold}"
 _ACROSS = "max_batch_tokens of 2 aggregated workers"
 _PANELS = (
@@ -52,12 +52,12 @@ class _Panel:
         return round(_HEIGHT - _BOTTOM - part * (_HEIGHT - _TOP - _BOTTOM), 1)
 
 
-def draw(apart: Point, strict: Point, points: Sequence[Point], best: Point) -> str:
+def draw(disaggregated: Point, strict: Point, points: Sequence[Point], best: Point) -> str:
     """Draw three panels; the aggregated workers' best chunk size has a full dot, and `strict`, of which no token may be late, dashes."""
     parts: list[str] = []
     for number, (field, title) in enumerate(_PANELS):
         values = [float(getattr(point, field)) for point in points]
-        level, strict_level = float(getattr(apart, field)), float(getattr(strict, field))
+        level, strict_level = float(getattr(disaggregated, field)), float(getattr(strict, field))
         panel = _Panel.around(number * _WIDTH, values, level, strict_level)
         parts += _frame(panel, title, [point.chunk for point in points])
         parts += _curve(panel, values, points.index(best))
@@ -92,9 +92,9 @@ def _frame(panel: _Panel, title: str, chunks: Sequence[int]) -> list[str]:
 def _curve(panel: _Panel, values: Sequence[float], best: int) -> list[str]:
     places = [(panel.x(index), panel.y(value)) for index, value in enumerate(values)]
     line = " ".join(f"{x},{y}" for x, y in places)
-    style = f'stroke="{_TOGETHER}" stroke-width="2"'
+    style = f'stroke="{_AGGREGATED}" stroke-width="2"'
     dots = [
-        f'<circle cx="{x}" cy="{y}" r="4" fill="{_TOGETHER if index == best else "#fff"}" {style}/>'
+        f'<circle cx="{x}" cy="{y}" r="4" fill="{_AGGREGATED if index == best else "#fff"}" {style}/>'
         for index, (x, y) in enumerate(places)
     ]
     return [f'<polyline points="{line}" fill="none" {style}/>', *dots]
@@ -110,4 +110,4 @@ def _level(panel: _Panel, value: float) -> list[str]:
 
 def _line(panel: _Panel, value: float, dashes: str = "none") -> str:
     y = panel.y(value)
-    return f'<line x1="{panel.begin}" x2="{panel.end}" y1="{y}" y2="{y}" stroke="{_APART}" stroke-width="2" stroke-dasharray="{dashes}"/>'
+    return f'<line x1="{panel.begin}" x2="{panel.end}" y1="{y}" y2="{y}" stroke="{_DISAGGREGATED}" stroke-width="2" stroke-dasharray="{dashes}"/>'

@@ -10,7 +10,7 @@ CHUNKS = (64, 128, 256, 512, 1024, 2048)
 _SHORT_TOKENS = 64
 """Decode workers compute such prompts themselves."""
 PROMPT_TOKENS_MIN = _SHORT_TOKENS + 1
-"""Shorter ones would not be handed over."""
+"""Shorter prompts would not be disaggregated."""
 PROMPT_TOKENS_MAX = 8000
 """With what is generated after them they fit the model."""
 WHOLE = 8192

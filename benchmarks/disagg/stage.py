@@ -29,7 +29,7 @@ class Stage:
     workload: Workload
     rate_per_s: float = 0.0
     quiet_ttft_s: list[float] = field(default_factory=list)
-    quiet_hand_over_s: list[float] = field(default_factory=list)
+    quiet_kv_transfer_s: list[float] = field(default_factory=list)
     role_changes_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -46,9 +46,9 @@ class Stage:
             traffic: Traffic = uvloop.run(self._ask_quietly(deployment, prefill_share, quiet_prompts))
             for role in (Role.DECODE, Role.PREFILL) * _ROLE_CHANGES:
                 self.role_changes_s.append(change_role(deployment.url, "prefill-1", role).took_s)
-        self.quiet_ttft_s, self.quiet_hand_over_s = measure_quiet(traffic, read_steps(steps))
+        self.quiet_ttft_s, self.quiet_kv_transfer_s = measure_quiet(traffic, read_steps(steps))
 
-    def play(
+    def run(
         self, sides: Mapping[int, Sequence[str]], turns: int, *, without_prompts: int
     ) -> dict[int, list[Measured]]:
         """Measure each side's flags once a turn, every other turn in the opposite order; each turn has prompts of its own.
@@ -65,10 +65,10 @@ class Stage:
             for side, flags in list(sides.items())[:: -1 if turn % 2 else 1]:
                 arrivals = [] if side == without_prompts else prompts
                 steps = self.directory / f"{turn}-{side}"
-                measured[side].append(self._play(workload, flags, steps, arrivals))
+                measured[side].append(self._run(workload, flags, steps, arrivals))
         return measured
 
-    def _play(
+    def _run(
         self, workload: Workload, flags: Sequence[str], steps: Path, arrivals: Sequence[Arrival]
     ) -> Measured:
         with deployed(self.model_dir, flags, steps) as deployment:
@@ -88,7 +88,7 @@ class Stage:
     async def _ask(self, deployment: Served, workload: Workload, arrivals: Sequence[Arrival]) -> Traffic:
         users = Users(deployment, workload, SIZES["vocab_size"])
         try:
-            await users.play(arrivals)
+            await users.run(arrivals)
         finally:
             users.close()
         self.problems += users.traffic.problems

@@ -73,7 +73,7 @@ class Users:
             raise Unavailable(f"no prompt was answered: {'; '.join(self.traffic.problems)}")
         return statistics.median(asked.ttft_s for asked in self.traffic.quiet)
 
-    async def play(self, arrivals: Sequence[Arrival]) -> None:
+    async def run(self, arrivals: Sequence[Arrival]) -> None:
         """Begin the streams, send each prompt when it is due, and wait for the last one's answer."""
         traffic = self.traffic
         async with self._streams(), asyncio.TaskGroup() as tasks:

@@ -20,8 +20,8 @@ class Arrival:
 class Workload:
     """Each stream's user asks again as soon as an answer ends; nobody waits for answers to long prompts.
 
-    Streams ask so little that it is no prompt worth handing over, and a step that computes it is hardly longer. Their answers
-    are short enough that what a step costs is the model's layers and not their contexts.
+    Streams' prompts are too short to be disaggregated, and hardly lengthen a step. Streams' answers are so short that a step's
+    time is that of the model's layers, not of attention.
     """
 
     streams: int

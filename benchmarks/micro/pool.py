@@ -26,8 +26,8 @@ _PREFIXES = 40
 _OUTPUT_BLOCKS = 4
 
 
-class _LruTwin(Lru):
-    """A policy that the native pool does not know, so that its twin runs."""
+class _LruReference(Lru):
+    """A policy that the native pool does not know, so that the Python reference runs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Take the CPU time of a full pool, where what is allocated has to be evicted first, and of its twin."""
+    """Take the CPU time of a full pool, in which each allocation evicts blocks, and of the Python reference."""
     if min(options.blocks) < 2:
         raise ConfigError(f"--blocks: must be >= 2, got {min(options.blocks)}")
     rounds, requests = (2, 40) if options.quick else (20, 100)
@@ -46,13 +46,14 @@ def run(options: argparse.Namespace) -> Report:
     figures: dict[str, float] = {}
     for blocks in options.blocks:
         prompts = list(_prompts(np.random.default_rng(options.seed), blocks, rounds * requests))
-        for name, eviction in (("pool", Lru()), ("pool_twin", _LruTwin())):
+        for name, eviction in (("pool", Lru()), ("pool_reference", _LruReference())):
             pool = BlockPool(_POOL_REQUESTS * blocks, block_size=64, eviction=eviction)
             seconds = _serve(pool, prompts, requests)
             samples[f"{name}_request_s_{blocks}_blocks"] = seconds
             figures[f"{name}_request_us_{blocks}_blocks"] = statistics.median(seconds) * 1e6
-        figures[f"pool_speedup_over_twin_{blocks}_blocks"] = (
-            figures[f"pool_twin_request_us_{blocks}_blocks"] / figures[f"pool_request_us_{blocks}_blocks"]
+        figures[f"pool_speedup_over_reference_{blocks}_blocks"] = (
+            figures[f"pool_reference_request_us_{blocks}_blocks"]
+            / figures[f"pool_request_us_{blocks}_blocks"]
         )
     return Report(
         name="pool",

@@ -1,4 +1,4 @@
-"""What is compared: cells of workload, deployment, load and trouble, and how often each is played."""
+"""Cells of workload, deployment, load and trouble, and how often each cell is run."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ TROUBLES = {
     "late-loads": Trouble(load_delay_s=0.2),
 }
 TROUBLED_LOAD = 80
-"""Troubles are played at this load."""
+"""Cells with trouble have this load."""
 
 
 @dataclass(frozen=True, slots=True)

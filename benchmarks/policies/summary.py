@@ -25,7 +25,7 @@ class Summary:
 
 
 def summarise(results: Results, subject: str) -> Summary:
-    """Compare `subject` with every other policy that was played.
+    """Compare `subject` with every other policy.
 
     Args:
         results: of all runs.
@@ -95,7 +95,7 @@ def _plain(means: Means) -> list[Cell]:
 
 
 def _best_single(means: Means, results: Results, subject: str) -> str | None:
-    """Name the baseline with the lowest geometric mean; only those that played in every cell take part."""
+    """Name the baseline with the lowest geometric mean; only baselines that ran in every cell count."""
     cells = _counted(means, results)
     if not cells:
         return None

@@ -1,4 +1,4 @@
-"""The workloads S, made up after a published setting, and M, a recorded trace; and how much of each could be reused."""
+"""The workloads S, synthetic after a published setting, and M, a recorded trace; and the share of each that a cache could reuse."""
 
 import math
 import random

@@ -17,7 +17,7 @@ def curves(
 ) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
     """Give tokens per second and device there is, and the layouts, for each target of tokens per second and user.
 
-    Each is the better of whole requests and prefill apart from decode; 0 and "" where neither reaches the target.
+    Each is the better of aggregated and disaggregated workers; 0 and "" where neither keeps the target.
     """
     samples = {"curve_tokens_per_s_per_user": [float(target) for target in targets]}
     layouts = {}

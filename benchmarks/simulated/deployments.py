@@ -122,7 +122,7 @@ class _Bench:
                 self._note(f"{system.name}_{name}_{kind}", system, best)
 
     def scale(self, system: System, scales: tuple[int, ...]) -> None:
-        """Give the goodput of whole requests by number of devices, where half of each prompt is one of some common prefixes."""
+        """Give the goodput of aggregated workers by number of devices; half of each prompt is one of 64 shared prefixes."""
         (role_group,) = self.best[system.name, "aggregated"].role_groups
         slo = _SLOS["interactive"]
         for devices in scales:

@@ -1,4 +1,4 @@
-"""Whole requests against prefill and decode apart: the best layout of each kind, simulated, by target and number of devices."""
+"""Aggregated against disaggregated workers: the best layout of each kind, simulated, by target and number of devices."""
 
 import argparse
 import math
@@ -87,7 +87,7 @@ class _Found:
     layouts: dict[str, list[str]] = field(default_factory=dict)
     """Of each target and kind, what was simulated, the best first."""
     rates: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    """By devices and targets in ms: requests a second and device, whole and apart."""
+    """By devices and targets in ms: requests per second and device, aggregated and disaggregated."""
     answers: list[Answer] = field(default_factory=list)
 
     def stricter(self, devices: int, demand: Demand) -> Iterator[Proposal]:
@@ -99,8 +99,8 @@ class _Found:
                 and asked.ttft_s <= demand.ttft_s
                 and asked.itl_s <= demand.itl_s
             ):
-                for apart in (False, True):
-                    best = answer.best_of(disaggregated=apart)
+                for is_disaggregated in (False, True):
+                    best = answer.best_of(disaggregated=is_disaggregated)
                     if best is not None and best.is_simulated:
                         yield best
 
@@ -110,29 +110,31 @@ class _Found:
         targets = round(1e3 * demand.ttft_s), round(1e3 * demand.itl_s)
         key = f"x{question.devices}_ttft{targets[0]}ms_itl{targets[1]}ms"
         rates = []
-        for kind, apart in (("aggregated", False), ("disaggregated", True)):
-            best = answer.best_of(disaggregated=apart)
+        for kind, is_disaggregated in (("aggregated", False), ("disaggregated", True)):
+            best = answer.best_of(disaggregated=is_disaggregated)
             rate = 0.0 if best is None else best.seen.rate_per_s / question.devices
             self.figures[f"{kind}_rps_per_gpu_{key}"] = rate
             self.layouts[f"{kind}_{key}"] = [
-                _say(proposal) for proposal in answer.proposals if proposal.layout.is_disaggregated is apart
+                _say(proposal)
+                for proposal in answer.proposals
+                if proposal.layout.is_disaggregated is is_disaggregated
             ]
             rates.append(rate)
-        whole, apart_rate = rates
-        if whole:
-            self.figures[f"ratio_{key}"] = apart_rate / whole
+        aggregated, disaggregated = rates
+        if aggregated:
+            self.figures[f"ratio_{key}"] = disaggregated / aggregated
             self.figures[f"ratio_slower_{key}"] = _ratio(question, SLOWER)
-        self.rates[question.devices, *targets] = whole, apart_rate
-        _tell(f"{key}: {whole:.3f} whole, {apart_rate:.3f} apart")
+        self.rates[question.devices, *targets] = aggregated, disaggregated
+        _tell(f"{key}: {aggregated:.3f} aggregated, {disaggregated:.3f} disaggregated")
 
     def samples(self) -> dict[str, list[float]]:
         """Give the sweeps over the time between tokens, at the main target for the first."""
         samples: dict[str, list[float]] = {}
-        for (devices, ttft_ms, itl_ms), (whole, apart) in sorted(self.rates.items()):
+        for (devices, ttft_ms, itl_ms), (aggregated, disaggregated) in sorted(self.rates.items()):
             if ttft_ms == round(1e3 * _MAIN.ttft_s):
                 samples.setdefault(f"itl_ms_x{devices}", []).append(itl_ms)
-                samples.setdefault(f"aggregated_rps_per_gpu_x{devices}", []).append(whole)
-                samples.setdefault(f"disaggregated_rps_per_gpu_x{devices}", []).append(apart)
+                samples.setdefault(f"aggregated_rps_per_gpu_x{devices}", []).append(aggregated)
+                samples.setdefault(f"disaggregated_rps_per_gpu_x{devices}", []).append(disaggregated)
         return samples
 
     def charts(self) -> Iterator[Chart]:
@@ -143,9 +145,9 @@ class _Found:
                 "70B fp8, 3,000 in and 150 out, over the target of TPOT in ms (p90), first token within 1 s",
                 np.array(samples[f"itl_ms_x{devices}"]),
                 [
-                    Line("whole requests", np.array(samples[f"aggregated_rps_per_gpu_x{devices}"]), 0),
+                    Line("aggregated", np.array(samples[f"aggregated_rps_per_gpu_x{devices}"]), 0),
                     Line(
-                        "prefill and decode apart",
+                        "disaggregated",
                         np.array(samples[f"disaggregated_rps_per_gpu_x{devices}"]),
                         1,
                     ),
@@ -170,18 +172,18 @@ def _ask(devices: int, demand: Demand) -> Question:
 
 
 def _ratio(question: Question, factors: Factors) -> float:
-    """Predict the ratio on engines of other factors, for which layouts are searched anew; 0 where whole requests have none."""
+    """Predict the ratio on engines of other factors, for which layouts are searched anew; 0 where no aggregated layout keeps the targets."""
     search = question.search()
 
     def price(parallel: Parallel) -> Roofline:
         return replace(question.price(parallel), factors=factors)
 
     search.price = price
-    whole, apart = (
+    aggregated, disaggregated = (
         max((layout.rate_per_s for layout in kind), default=0.0)
         for kind in (search.aggregated(), search.disaggregated())
     )
-    return apart / whole if whole else 0.0
+    return disaggregated / aggregated if aggregated else 0.0
 
 
 def _parts() -> Iterator[tuple[str, float]]:

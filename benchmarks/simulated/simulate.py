@@ -1,4 +1,4 @@
-"""Requests that the simulator plays per second of wall time, and where the time goes."""
+"""Requests that the simulator runs per second of wall time, and the files that take the time."""
 
 import argparse
 import cProfile
@@ -30,7 +30,7 @@ _CALM_PER_S = 0.2
 _SEED = 0
 _QUICK = {"trace": 300, "growing": 20, "output": 100, "scale": 500, "workers": 20}
 _TURNS = 3
-"""Of a machine that is not ours alone, the middle one of so many plays is told."""
+"""Each time is the median of so many runs, because other work may share the machine."""
 _PROFILED = 1000
 _PROFILE_LINES = 12
 _PACKAGE = Path(penstock.__file__).parent
@@ -55,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=100_000,
         metavar="N",
-        help="made-up requests on 8 and on 1000 workers (default %(default)s; 0 leaves them out)",
+        help="synthetic requests on 8 and on 1000 workers (default %(default)s; 0 leaves them out)",
     )
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Play the trace at three block sizes, then made-up requests: ever more, longer answers, many workers.
+    """Run the trace at three block sizes, then synthetic requests: more and more requests, longer answers, many workers.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -72,31 +72,31 @@ def run(options: argparse.Namespace) -> Report:
     sessions = list(trace_sessions(rows, seed=_SEED))
     figures: dict[str, float] = {}
     for block_size in _BLOCK_SIZES:
-        wall_s, cpu_s = _play(options.graph, sessions, f"block_size={block_size}")
+        wall_s, cpu_s = _time_runs(options.graph, sessions, f"block_size={block_size}")
         figures[f"simulate_requests_per_wall_s_b{block_size}"] = len(sessions) / wall_s
         figures[f"simulate_requests_per_cpu_s_b{block_size}"] = len(sessions) / cpu_s
     figures["simulate_peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     for requests in _GROWING:
-        made_up = _made_up(requests // _QUICK["growing"] if options.quick else requests)
-        _, cpu_s = _play(options.graph, made_up)
-        figures[f"simulate_cpu_s_per_request_n{requests}"] = cpu_s / len(made_up)
+        synthetic = _synthetic(requests // _QUICK["growing"] if options.quick else requests)
+        _, cpu_s = _time_runs(options.graph, synthetic)
+        figures[f"simulate_cpu_s_per_request_n{requests}"] = cpu_s / len(synthetic)
     for output_tokens in _OUTPUTS:
-        made_up = _made_up(
+        synthetic = _synthetic(
             _QUICK["output"] if options.quick else 2000, output_tokens=output_tokens, per_worker_s=_CALM_PER_S
         )
-        _, cpu_s = _play(options.graph, made_up)
-        figures[f"simulate_cpu_s_per_request_o{output_tokens}"] = cpu_s / len(made_up)
-    made_up = _made_up(_QUICK["output"] if options.quick else 5000)
-    wall_s, cpu_s = _clock(_apart(_plan(options.graph)), made_up, turns=_TURNS)
-    figures["simulate_requests_per_wall_s_apart"] = len(made_up) / wall_s
-    figures["simulate_requests_per_cpu_s_apart"] = len(made_up) / cpu_s
+        _, cpu_s = _time_runs(options.graph, synthetic)
+        figures[f"simulate_cpu_s_per_request_o{output_tokens}"] = cpu_s / len(synthetic)
+    synthetic = _synthetic(_QUICK["output"] if options.quick else 5000)
+    wall_s, cpu_s = _clock(_disaggregated(_plan(options.graph)), synthetic, turns=_TURNS)
+    figures["simulate_requests_per_wall_s_disaggregated"] = len(synthetic) / wall_s
+    figures["simulate_requests_per_cpu_s_disaggregated"] = len(synthetic) / cpu_s
     if options.scale_requests:
         for name, workers in _SCALES.items():
-            workers_played = min(workers, _QUICK["workers"]) if options.quick else workers
+            workers_run = min(workers, _QUICK["workers"]) if options.quick else workers
             requests = _QUICK["scale"] if options.quick else options.scale_requests
-            made_up = _made_up(requests, workers=workers_played)
-            wall_s, cpu_s = _play(
-                options.graph, made_up, f"roles.aggregated.replicas={workers_played}", turns=1
+            synthetic = _synthetic(requests, workers=workers_run)
+            wall_s, cpu_s = _time_runs(
+                options.graph, synthetic, f"roles.aggregated.replicas={workers_run}", turns=1
             )
             figures[name] = wall_s
             figures[name.replace("scale_s", "scale_cpu_s")] = cpu_s
@@ -115,29 +115,31 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-def _play(graph: str, sessions: list[Session], *changes: str, turns: int = _TURNS) -> tuple[float, float]:
-    """Give wall and CPU seconds of the middle one of so many runs."""
+def _time_runs(
+    graph: str, sessions: list[Session], *changes: str, turns: int = _TURNS
+) -> tuple[float, float]:
+    """Give wall and CPU seconds of the median run."""
     return _clock(_plan(graph, *changes), sessions, turns=turns)
 
 
 def _clock(deployment: Deployment, sessions: list[Session], *, turns: int) -> tuple[float, float]:
-    plays = []
+    runs = []
     for _ in range(turns):
         wall_s, cpu_s = perf_counter(), process_time()
         simulate(deployment, sessions, seed=_SEED)
-        plays.append((perf_counter() - wall_s, process_time() - cpu_s))
-    return sorted(plays)[turns // 2]
+        runs.append((perf_counter() - wall_s, process_time() - cpu_s))
+    return sorted(runs)[turns // 2]
 
 
 def _plan(graph: str, *changes: str) -> Deployment:
     return plan_deployment(load(graph, Overrides(list(changes))), beside=Path(graph).parent)
 
 
-def _apart(deployment: Deployment) -> Deployment:
-    """Have half of the workers compute prompts, all of them, and the others go on."""
+def _disaggregated(deployment: Deployment) -> Deployment:
+    """Make half of the workers prefill workers and the others decode workers; every prompt is disaggregated."""
     graph = deployment.graph
     whole = graph.roles.aggregated
-    assert whole is not None, "the workers of the bench do both"
+    assert whole is not None, "the bench's graph has aggregated workers"
     half = whole.model_copy(update={"replicas": whole.replicas // 2})
     settings = ["router.policy=least-loaded"]
     data = graph.model_dump(mode="json", exclude_unset=True)
@@ -145,10 +147,10 @@ def _apart(deployment: Deployment) -> Deployment:
     return plan_deployment(build(data, Overrides(settings)), beside=Path())
 
 
-def _made_up(
+def _synthetic(
     requests: int, *, workers: int = 8, output_tokens: int = 256, per_worker_s: float = _BUSY_PER_S
 ) -> list[Session]:
-    """Give each worker so many requests a second, half of whose prompt is shared; lengths leave arrivals as they are."""
+    """Make requests whose prompts share their first half; token counts do not change arrival times."""
     config = WorkloadConfig(
         requests=requests,
         rate_per_s=per_worker_s * workers,
@@ -161,7 +163,7 @@ def _made_up(
 
 
 def _profile(graph: str, sessions: list[Session]) -> dict[str, list[float]]:
-    """Say which files take the time: their share of it, the largest first."""
+    """Give the share of CPU time by file, the largest first."""
     deployment = _plan(graph)
     profiler = cProfile.Profile()
     profiler.enable()

@@ -22,7 +22,7 @@ from benchmarks.transfer.contenders import (
 from benchmarks.transfer.limits import Fio
 from benchmarks.transfer.nixl_peer import VARIANTS, NixlPeer
 from benchmarks.transfer.overheads import overheads
-from benchmarks.transfer.rounds import figures_of, limits_of, play
+from benchmarks.transfer.rounds import figures_of, limits_of, run_rounds
 from benchmarks.transfer.shapes import POOL_BYTES, SHAPES, SMALL
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError, PenstockError
@@ -79,12 +79,14 @@ async def _run(options: argparse.Namespace, python: Path) -> Report:
             Memcpy(),
             *await _peers(stack, python, variants, skipped),
         ]
-        samples = await play(moving, SHAPES, rounds, repeats)
+        samples = await run_rounds(moving, SHAPES, rounds, repeats)
         samples.update(
-            await play([one for one in moving if one.name != "memcpy"], (SMALL,), rounds, _SMALL_REPEATS)
+            await run_rounds(
+                [one for one in moving if one.name != "memcpy"], (SMALL,), rounds, _SMALL_REPEATS
+            )
         )
         stored = await _stored(stack, options.backends, directory, skipped)
-        samples.update(await play(stored, SHAPES, rounds, repeats))
+        samples.update(await run_rounds(stored, SHAPES, rounds, repeats))
         for one in moving:
             share = await one.idle_share(0.3 if options.quick else 3)
             if share is not None:

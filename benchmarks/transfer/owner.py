@@ -2,7 +2,7 @@
 
     python -m benchmarks.transfer.owner TRANSPORT LISTEN MEMORY
 
-It prints its metadata in hex; for each line of seconds on stdin it then tells the share of a core that it took meanwhile.
+It prints its metadata in hex; for each line of seconds on stdin the process prints the share of a core that it used during these seconds.
 """
 
 import asyncio

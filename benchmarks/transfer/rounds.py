@@ -21,7 +21,7 @@ _BESIDE = {
 }
 
 
-async def play(
+async def run_rounds(
     contenders: Sequence[Contender], shapes: Sequence[Shape], rounds: int, repeats: int
 ) -> Samples:
     """Have all contenders move each shape in turn, round after round, another one first each time.

@@ -9,7 +9,7 @@ from benchmarks import command
 pytestmark = pytest.mark.slow
 
 
-def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir, tmp_path, capsys):
+def test_a_quick_run_reports_both_sides_the_curve_and_the_kv_transfer(runtime_dir, tmp_path, capsys):
     out, plot = tmp_path / "disagg.json", tmp_path / "disagg.svg"
     assert command.main(["disagg", "--quick", "--json", str(out), "--plot", str(plot)]) == 0
     report = json.loads(out.read_text())
@@ -30,25 +30,25 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_hand_over(runtime_dir,
         assert len(report["samples"][f"itl_s_{side}"]) > 100
         assert len(report["samples"][f"ttft_s_{side}"]) == figures["prompts_aggregated"]
     assert figures["prompts_disaggregated"] == figures["prompts_aggregated"] >= 1
-    assert figures["hand_over_bytes"] > 10 << 20
-    assert figures["hand_over_memcpy_ms"] > 0
+    assert figures["kv_transfer_bytes"] > 10 << 20
+    assert figures["kv_transfer_memcpy_ms"] > 0
     assert figures["role_change_s"] > 0
     assert plot.read_text().startswith("<svg")
     assert report["config"]["prompt_tokens"][0] > 2000
     assert "1 prefill, 1 decode" in capsys.readouterr().out
 
 
-def test_a_hand_over_alone(runtime_dir, tmp_path):
+def test_a_kv_transfer_alone(runtime_dir, tmp_path):
     out = tmp_path / "disagg.json"
-    assert command.main(["disagg", "--hand-over", "2", "--json", str(out)]) == 0
+    assert command.main(["disagg", "--kv-transfer", "2", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
-    assert len(report["samples"]["hand_over_s"]) == 2
+    assert len(report["samples"]["kv_transfer_s"]) == 2
     assert report["figures"].keys() == {
-        "hand_over_ms",
-        "hand_over_ms_p90",
-        "hand_over_bytes",
-        "hand_over_memcpy_ms",
-        "hand_over_over_memcpy",
+        "kv_transfer_ms",
+        "kv_transfer_ms_p90",
+        "kv_transfer_bytes",
+        "kv_transfer_memcpy_ms",
+        "kv_transfer_over_memcpy",
     }
 
 
@@ -59,7 +59,7 @@ def test_a_hand_over_alone(runtime_dir, tmp_path):
         (["--late-token-share", "1"], "--late-token-share: must be >= 0 and < 1, got 1"),
         (["--streams", "0"], "--streams: must be >= 1, got 0"),
         (["--turns", "0"], "--turns: must be >= 1, got 0"),
-        (["--hand-over", "0"], "--hand-over: must be >= 1, got 0"),
+        (["--kv-transfer", "0"], "--kv-transfer: must be >= 1, got 0"),
         (["--seconds", "nan"], "--seconds: must be >= 1, got nan"),
         (
             ["--prompt-tokens", "64", "200"],

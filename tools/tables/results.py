@@ -16,15 +16,15 @@ def _engines() -> Iterator[list[str]]:
     yield [
         "`hash_tokens_per_s`, 8,192 tokens, block size 16, one core",
         of("hashing", "hash_tokens_per_s", ",.0f", 1e-6) + " million",
-        of("hashing", "hash_twin_tokens_per_s", ".2f", 1e-6) + " million, its Python twin",
-        of("hashing", "hash_speedup_over_twin", ",.0f"), "300 million", link("hashing"),
+        of("hashing", "hash_reference_tokens_per_s", ".2f", 1e-6) + " million, its Python reference",
+        of("hashing", "hash_speedup_over_reference", ",.0f"), "300 million", link("hashing"),
     ]  # fmt: skip
     for blocks, aim in ((190, "30 us"), (760, "")):
         yield [
             f"`pool_request_us_{blocks}_blocks`, CPU time, blocks evicted included",
             of("pool", f"pool_request_us_{blocks}_blocks", ",.0f") + " us",
-            of("pool", f"pool_twin_request_us_{blocks}_blocks", ",.0f") + " us, its Python twin",
-            of("pool", f"pool_speedup_over_twin_{blocks}_blocks", ".1f"), aim, link("pool"),
+            of("pool", f"pool_reference_request_us_{blocks}_blocks", ",.0f") + " us, its Python reference",
+            of("pool", f"pool_speedup_over_reference_{blocks}_blocks", ".1f"), aim, link("pool"),
         ]  # fmt: skip
     speed = of("engine", "engine_tokens_per_s_c32", ",.0f")
     yield [
@@ -82,7 +82,7 @@ def _simulator() -> Iterator[list[str]]:
         "3,000 with the native index", link("simulate"),
     ]  # fmt: skip
     yield [
-        f"`{rate}_apart`, every prompt disaggregated", of("simulate", f"{rate}_apart", ",.0f"), "", "", "", link("simulate"),
+        f"`{rate}_disaggregated`, every prompt disaggregated", of("simulate", f"{rate}_disaggregated", ",.0f"), "", "", "", link("simulate"),
     ]  # fmt: skip
     yield [
         "`simulate_scale_s`, 100,000 requests on 1,000 workers (8 workers)",
@@ -163,19 +163,19 @@ def _disagg() -> Iterator[list[str]]:
         ", ".join(text(v, ",.0f") for v in tokens[1]),
         ", ".join(text(ratio(a, b), ".2f") for a, b in zip(*tokens, strict=True)), "1", "as above",
     ]  # fmt: skip
-    moved = [[of(run.file, key, ".2g") for run in _THREE] for key in ("hand_over_ms", "hand_over_ms_p50_loaded", "hand_over_memcpy_ms")]  # fmt: skip
+    moved = [[of(run.file, key, ".2g") for run in _THREE] for key in ("kv_transfer_ms", "kv_transfer_ms_p50_loaded", "kv_transfer_memcpy_ms")]  # fmt: skip
     yield [
-        "`hand_over_ms`, 12 MB of KV, nothing beside it (`hand_over_ms_p50_loaded`: beside 12 streams), the same",
+        "`kv_transfer_ms`, 12 MB of KV, nothing beside it (`kv_transfer_ms_p50_loaded`: beside 12 streams), the same",
         f"{', '.join(moved[0])} ms ({', '.join(moved[1])})", f"{', '.join(moved[2])} ms, one thread's copy",
-        ", ".join(of(run.file, "hand_over_over_memcpy", ".0f") for run in _THREE), "", "as above",
+        ", ".join(of(run.file, "kv_transfer_over_memcpy", ".0f") for run in _THREE), "", "as above",
     ]  # fmt: skip
-    chosen = ("disagg_hand_over", "disagg_hand_over_before")
+    chosen = ("disagg_kv_transfer", "disagg_kv_transfer_before")
     moments, over = (
-        [of(name, key, ".2g") for name in chosen] for key in ("hand_over_ms", "hand_over_over_memcpy")
+        [of(name, key, ".2g") for name in chosen] for key in ("kv_transfer_ms", "kv_transfer_over_memcpy")
     )
     yield [
-        "`hand_over_ms`, prefill and decode worker chosen together, and one after the other, 60 prompts in turn",
-        f"{moments[0]} ms ({of(chosen[0], 'hand_over_ms_p90', '.2g')} at p90)", f"{moments[1]} ms, one after the other",
+        "`kv_transfer_ms`, prefill and decode worker chosen together, and one after the other, 60 prompts in turn",
+        f"{moments[0]} ms ({of(chosen[0], 'kv_transfer_ms_p90', '.2g')} at p90)", f"{moments[1]} ms, one after the other",
         f"{over[0]} times memcpy; {over[1]}", "2.5 ms: missed, [why](benchmark-methods.md#disaggregated-against-aggregated)",
         f"{link(chosen[0])}, {link(chosen[1])}",
     ]  # fmt: skip

@@ -53,7 +53,7 @@ def test_a_quick_run_of_pool_times_both_of_each_size(tmp_path):
     figures = json.loads(out.read_text())["figures"]
     assert figures.keys() == {
         f"{name}_{blocks}_blocks"
-        for name in ("pool_request_us", "pool_twin_request_us", "pool_speedup_over_twin")
+        for name in ("pool_request_us", "pool_reference_request_us", "pool_speedup_over_reference")
         for blocks in (4, 8)
     }
     with pytest.raises(ConfigError, match="--blocks: must be >= 2, got 1"):

@@ -101,7 +101,7 @@ class TestMeasured:
         assert measured.itl_s.tolist() == [1.5, 2.0]
         assert measured.ttft_s.tolist() == [1.0]
         assert measured.prompt_itl_s == pytest.approx([0.5, 0.1, 0.2])
-        assert measured.hand_over_s == pytest.approx([0.5 - 0.15])
+        assert measured.kv_transfer_s == pytest.approx([0.5 - 0.15])
         assert measured.output_tokens_per_s == pytest.approx(6 / 10)
         assert measured.waiting == 0
 
@@ -111,7 +111,7 @@ class TestMeasured:
         assert measured.waiting == 1
         assert sorted(measured.ttft_s) == [1.0, 2.0]
 
-    def test_quiet_prompts_tell_what_a_prompt_and_a_hand_over_take(self):
+    def test_quiet_prompts_tell_what_a_prompt_and_a_kv_transfer_take(self):
         traffic = Traffic(quiet=[Asked("a", due_s=1.0, ttft_s=0.5), Asked("lost", due_s=3.0, ttft_s=0.5)])
         logs = {
             "prefill-1": [step(1.5, a=1)],
@@ -130,7 +130,7 @@ class TestFigures:
         ones = np.ones(4)
         return [
             Measured(
-                itl_s=np.full(10, itl / 1e3), ttft_s=ones * itl, prompt_itl_s=ones, hand_over_s=ones * itl,
+                itl_s=np.full(10, itl / 1e3), ttft_s=ones * itl, prompt_itl_s=ones, kv_transfer_s=ones * itl,
                 output_tokens_per_s=tokens_per_s + itl, waiting=1,
             )
             for itl in itl_ms
@@ -179,12 +179,12 @@ class TestFigures:
         assert found["itl_s_aggregated_c64"] == [0.01] * 10 + [0.02] * 10
         assert found["itl_p99_ms_aggregated_c64_by_turn"] == pytest.approx([10, 20])
 
-    def test_a_hand_over_without_streams_is_held_against_a_copy(self):
-        found = figures.hand_over([0.004, 0.002, 0.003], self.side([5, 7, 6]), 1 << 20, 1 << 30)
-        assert found["hand_over_ms"] == 3
-        assert found["hand_over_ms_p50_loaded"] == 6000
-        assert found["hand_over_ms_p90"] == pytest.approx(3.8)
-        assert found["hand_over_over_memcpy"] == pytest.approx(3 / (1e3 / 1024))
+    def test_a_kv_transfer_without_streams_is_held_against_a_copy(self):
+        found = figures.kv_transfer([0.004, 0.002, 0.003], self.side([5, 7, 6]), 1 << 20, 1 << 30)
+        assert found["kv_transfer_ms"] == 3
+        assert found["kv_transfer_ms_p50_loaded"] == 6000
+        assert found["kv_transfer_ms_p90"] == pytest.approx(3.8)
+        assert found["kv_transfer_over_memcpy"] == pytest.approx(3 / (1e3 / 1024))
 
 
 def test_the_plot_is_xml_with_a_dot_for_each_chunk_and_the_best_one_full():
