@@ -77,16 +77,17 @@ class WorkerPoolMachine(RuleBasedStateMachine):
         self.members.remove(member)
         self.note(self.pool.remove(member))
         if not self.members:
-            assert len(self.pool) == self.pool.num_ready == 0
+            assert not len(self.pool)
+            assert not self.pool.has_ready
             self.pool = self.card = None
 
     @precondition(lambda self: self.members)
     @rule()
-    def elect(self):
-        self.note(self.pool.elect())
+    def choose_canonical(self):
+        self.note(self.pool.choose_canonical())
         staying = [m for m in self.members if m.listed and m.instance.state is InstanceState.READY]
-        votes = [m.identity for m in staying or self.members]
-        assert votes.count(identity(self.pool.card)) == max(map(votes.count, votes))
+        cards = [m.identity for m in staying or self.members]
+        assert cards.count(identity(self.pool.card)) == max(map(cards.count, cards))
         self.card = self.pool.card
 
     def put(self, member):
@@ -104,21 +105,21 @@ class WorkerPoolMachine(RuleBasedStateMachine):
             return
         self.pool.check()
         staying = [m for m in self.members if m.listed and m.instance.state is InstanceState.READY]
-        voters = staying or self.members
+        counted = staying or self.members
         if self.card is None:
-            self.card = voters[0].instance.card
-        elif all(m.instance.card != self.card for m in voters):
-            alike = [m for m in voters if m.identity == identity(self.card)]
-            self.card = (alike or voters)[0].instance.card
+            self.card = counted[0].instance.card
+        elif all(m.instance.card != self.card for m in counted):
+            alike = [m for m in counted if m.identity == identity(self.card)]
+            self.card = (alike or counted)[0].instance.card
         assert self.pool.card == self.card
         expected = [m.slot for m in self.members if m.condition is Condition.READY]
         assert np.flatnonzero(self.pool.ready).tolist() == sorted(expected)
         for adapter in "abc":
             holders = [m.slot for m in self.members if m.slot in expected and adapter in m.instance.adapters]
-            assert np.flatnonzero(self.pool.with_adapter(self.pool.ready, adapter)).tolist() == sorted(
+            assert np.flatnonzero(self.pool.adapters.among(self.pool.ready, adapter)).tolist() == sorted(
                 holders
             )
-            listed = self.pool.adapter_cards().get(adapter)
+            listed = self.pool.adapters.cards(self.pool.card).get(adapter)
             assert listed == (self.card.adapted(adapter) if holders else None)
         for member in self.members:
             assert member.matching == (member.identity == identity(self.card))
@@ -139,11 +140,11 @@ def test_adapters_past_the_bound_are_left_out_until_there_is_room():
         pool.put(member)
         pool.set_ready(member.slot, is_ready=True)
         pool.check()
-    assert [pool.with_adapter(pool.ready, name).tolist().count(True) for name in "abc"] == [1, 2, 0]
+    assert [pool.adapters.among(pool.ready, name).tolist().count(True) for name in "abc"] == [1, 2, 0]
     pool.remove(members[0])
     pool.put(members[2])
     pool.check()
-    assert np.flatnonzero(pool.with_adapter(pool.ready, "c")).tolist() == [2], (
+    assert np.flatnonzero(pool.adapters.among(pool.ready, "c")).tolist() == [2], (
         "b still takes one of two places"
     )
 

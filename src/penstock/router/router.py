@@ -125,7 +125,7 @@ class Router:
     ) -> NDArray[np.bool_] | None:
         """Say which of the workers that are ready may get a request; None where none may."""
         if request.adapter is not None:
-            ready = self.fleet.pools[request.model].with_adapter(ready, request.adapter)
+            ready = self.fleet.pools[request.model].adapters.among(ready, request.adapter)
         if exclude:
             ready = self._without(ready, exclude)
         if self._has_thresholds and np.count_nonzero(ready) > 1:
@@ -140,7 +140,7 @@ class Router:
         One that hands over to none of those that may go on would compute it for nothing.
         One whose blocks hold no more than it and a token would say that the answer ends there.
         """
-        if not pool.num_ready_prefill:
+        if not pool.has_ready_prefill:
             return None
         total = context.total_blocks
         holds = (total * context.block_size > context.request_tokens + 1) | (total == 0)
@@ -221,7 +221,7 @@ class Router:
     def has_ready(self, model: str) -> bool:
         """Say whether any worker of the model may get requests."""
         pool = self.fleet.pools.get(model)
-        return pool is not None and pool.num_ready > 0
+        return pool is not None and pool.has_ready
 
     def explain(self, request_id: str) -> Sequence[Explanation]:
         """Say why a request was sent where it was, each time it was, or each of an answer's choices.

@@ -121,10 +121,10 @@ class Fleet:
         if self._models is None:
             models: dict[str, ModelCard] = {}
             for pool in self.pools.values():
-                if pool.num_ready:
+                if pool.has_ready:
                     models.setdefault(pool.card.name, pool.card)
             for pool in self.pools.values():
-                for name, card in pool.adapter_cards().items():
+                for name, card in pool.adapters.cards(pool.card).items():
                     models.setdefault(name, card)
             self._models = MappingProxyType(models)
         return self._models
@@ -235,11 +235,11 @@ class Fleet:
     # -- membership
 
     def _on_synced(self) -> None:
-        """Take note that all that were there are known; who was named first counts for no more than others do."""
+        """Choose canonical cards by majority once discovery has listed every worker for the first time."""
         if not self._synced:
             self._synced = True
             for pool in self.pools.values():
-                for changed in pool.elect():
+                for changed in pool.choose_canonical():
                     self._note(changed)
         self._tell_soon()
 
@@ -363,7 +363,7 @@ class Fleet:
         self._show_drift()
 
     async def _tidy_up(self) -> None:
-        """Forget what is old, and give up on those who would answer by the ruling card."""
+        """Forget what is old, and choose canonical cards anew where no worker answers."""
         while True:
             await asyncio.sleep(FORGOTTEN_S / 3)
             now_s = asyncio.get_running_loop().time()
@@ -372,7 +372,7 @@ class Fleet:
                     self._note_drift(member)
             self.link_bandwidths.forget_unused(now_s)
             for pool in self.pools.values():
-                for changed in pool.elect_if_unanswered(now_s, self._config.no_worker_wait_s):
+                for changed in pool.choose_canonical_if_unanswered(now_s, self._config.no_worker_wait_s):
                     self._note(changed)
 
     def _show_drift(self) -> None:

@@ -155,7 +155,7 @@ class RequestQueue:
         """Say whether the workers that answer are to have a place soon enough; prompts that are being computed have theirs there."""
         pool, context = self._fleet.pools[candidates.request.model], candidates.context
         ready = pool.ready
-        if not pool.num_ready:
+        if not pool.has_ready:
             return True
         places = float(context.prices.batch_requests[ready].sum())
         present = int((context.running_requests + context.waiting_requests)[ready].sum())

@@ -337,7 +337,7 @@ class RoutingService:
         if model in self._fleet.pools:
             return self._fleet.pools[model].card
         for pool in self._fleet.pools.values():
-            if pool.has_adapter(model):
+            if model in pool.adapters:
                 return pool.card.adapted(model)
         known = ", ".join(sorted({*models, *self._fleet.pools})) or "none"
         raise RequestError(f"model {model!r}: no worker has it; known: {known}", http_status=404)
