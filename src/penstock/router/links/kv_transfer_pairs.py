@@ -1,13 +1,12 @@
 """Which workers of a model can read KV from which others, and why not.
 
-A pair fits where both keep KV alike and one can read the other's memory. What decides that is the same for nearly all
-workers of a deployment but for the host, of which only counts whether it is the same one. So it is worked out once for each
-two kinds of worker, on one host and on two, when somebody asks.
+A pair fits where both keep KV alike and the decode worker can reach the prefill worker's memory. Nearly all workers of a
+deployment agree in what decides that, except for the host, of which only counts whether both are on the same. So fitness is
+worked out once for each two kinds of worker, on one host and on two hosts, when first asked.
 """
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -45,19 +44,19 @@ class _Kind:
         return cls(msgspec.msgpack.encode((names, layout, ways)), names, layout, exchange)
 
 
-def _unfit(producer: _Kind, taker: _Kind, *, same_host: bool) -> str | None:
-    """Say why prompts cannot be handed over from one to the other; None if they can."""
-    (size_there, salt_there), (size_here, salt_here) = producer.identity, taker.identity
+def _unfit(source: _Kind, reader: _Kind, *, same_host: bool) -> str | None:
+    """Say why `reader` cannot read the KV of `source`; None if it can."""
+    (size_there, salt_there), (size_here, salt_here) = source.identity, reader.identity
     if size_there != size_here:
         return f"blocks of {size_there} tokens there, of {size_here} here"
     if salt_there != salt_here:
         return "other weights, number formats or engine: their cards have different salts"
-    unreachable = _unreachable(producer, taker, same_host=same_host)
-    return unreachable or _unlike(producer.layout, taker.layout)
+    unreachable = _unreachable(source, reader, same_host=same_host)
+    return unreachable or _unlike(source.layout, reader.layout)
 
 
-def _unreachable(producer: _Kind, taker: _Kind, *, same_host: bool) -> str | None:
-    here, there = taker.exchange, producer.exchange
+def _unreachable(source: _Kind, reader: _Kind, *, same_host: bool) -> str | None:
+    here, there = reader.exchange, source.exchange
     if here is None or there is None:
         return "one of the two moves no KV"
     if not same_host and "tcp" not in there.listens:
@@ -96,24 +95,18 @@ class Kinds:
 
     def decode_workers(self, source: int) -> NDArray[np.bool_]:
         """Mask (num_slots,) the workers that can read the KV of the worker in slot `source`."""
-        elsewhere, on_host = self.fits[:, self.numbers[source]]
+        return self._partners(source, self.fits[:, self.numbers[source]])
+
+    def prefill_workers(self, reader: int) -> NDArray[np.bool_]:
+        """Mask (num_slots,) the workers whose KV the worker in slot `reader` can read."""
+        return self._partners(reader, self.fits[:, :, self.numbers[reader]])
+
+    def _partners(self, slot: int, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        elsewhere, on_host = fits
         if (elsewhere == on_host).all():
             return np.asarray(elsewhere[self.numbers], dtype=np.bool_)
-        same_host = self.hosts == self.hosts[source]
+        same_host = self.hosts == self.hosts[slot]
         return np.asarray(np.where(same_host, on_host[self.numbers], elsewhere[self.numbers]), dtype=np.bool_)
-
-
-@dataclass(slots=True)
-class _Group:
-    """The workers of a kind: how many there are on each host, and one of them."""
-
-    kind: _Kind
-    first: Instance
-    hosts: Counter[bytes | None] = field(default_factory=Counter)
-
-    @property
-    def count(self) -> int:
-        return self.hosts.total()
 
 
 class KvTransferPairs:
@@ -126,7 +119,8 @@ class KvTransferPairs:
         self._numbers: NDArray[np.intp] | None = None  # (num_slots,) into these; None once somebody changed
         self._hosts: NDArray[np.intp] = np.zeros(1, dtype=np.intp)  # (num_slots,), likewise
         self._num_hosts = 0
-        self._groups: dict[tuple[bool, bytes], _Group] | None = None  # likewise
+        self._is_prefill: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise
+        self._is_decode: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise; aggregated workers too
         self._fits: NDArray[np.bool_] = np.zeros((2, 1, 1), dtype=np.bool_)  # on two hosts and on one
         self._all_fit = False  # each of these with each
         self._reasons: dict[
@@ -136,15 +130,15 @@ class KvTransferPairs:
     def put(self, slot: int, instance: Instance) -> None:
         """Take in a worker, or what discovery says anew about one."""
         self._workers[slot] = instance, _Kind.of(instance)
-        self._numbers = self._groups = None
+        self._numbers = None
 
     def remove(self, slot: int) -> None:
         """Forget a worker."""
         del self._workers[slot]
-        self._numbers = self._groups = None
+        self._numbers = None
 
     def kinds(self, num_slots: int) -> Kinds:
-        """Number the kinds of workers and their hosts; slots without a worker have the first ones. Not to be written to."""
+        """Number the kinds of workers and their hosts, from 0, as for free slots. Not to be written to."""
         if self._numbers is None or len(self._numbers) != num_slots:
             self._number(num_slots)
             assert self._numbers is not None, "just made"
@@ -161,7 +155,7 @@ class KvTransferPairs:
     def prefill_workers(
         self, ready: NDArray[np.bool_], decode_workers: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Mask those of `ready` (num_slots,) whose prompts one of `decode_workers` (num_slots,) can take over."""
+        """Mask the workers in `ready` (num_slots,) whose KV a worker in `decode_workers` (num_slots,) can read."""
         kinds = self.kinds(len(ready))
         numbers, hosts = kinds.numbers, kinds.hosts
         if self._all_fit and np.count_nonzero(decode_workers):
@@ -173,26 +167,24 @@ class KvTransferPairs:
         return np.asarray(ready & fits_by_host[hosts, numbers], dtype=np.bool_)
 
     def problem(self, slot: int) -> str | None:
-        """Say why the worker in this slot hands no prompt over, or takes none; None where it can, or nobody is there to."""
+        """Say why the worker in this slot transfers KV with no other; None where it can, or where it needs no other."""
+        kinds = self.kinds(max(self._workers) + 1 if self._numbers is None else len(self._numbers))
         instance, kind = self._workers[slot]
-        hands_over = instance.role is Role.PREFILL
-        others = [group for (other, _), group in self._grouped().items() if other is not hands_over]
-        if not others:
+        is_prefill = instance.role is Role.PREFILL
+        others = self._is_decode if is_prefill else self._is_prefill
+        count = np.count_nonzero(others)
+        if not count:
             return (
                 "no decode or aggregated worker of its model is there to go on with its prompts"
-                if hands_over
+                if is_prefill
                 else None
             )
-        host = _host(instance)
-        for group in others:
-            on_host = group.hosts[host]
-            for same_host, count in ((True, on_host), (False, group.count - on_host)):
-                if count and self._reason_between(kind, group.kind, hands_over, same_host=same_host) is None:
-                    return None
-        first = others[0].first
-        reason = self._reason_between(kind, others[0].kind, hands_over, same_host=_host(first) == host)
-        does = "go on with its prompts" if hands_over else "hand it prompts"
-        count = sum(group.count for group in others)
+        if (others & (kinds.decode_workers(slot) if is_prefill else kinds.prefill_workers(slot))).any():
+            return None
+        first, other = self._workers[int(others.argmax())]
+        source, reader = (kind, other) if is_prefill else (other, kind)
+        reason = self._reason(source, reader, same_host=_host(first) == _host(instance))
+        does = "go on with its prompts" if is_prefill else "hand it prompts"
         return f"none of {count} workers can {does}; {first.name}: {reason}"
 
     def check(self) -> None:
@@ -207,7 +199,8 @@ class KvTransferPairs:
                 )
 
     def _number(self, num_slots: int) -> None:
-        self._numbers, self._hosts = np.zeros(num_slots, dtype=np.intp), np.zeros(num_slots, dtype=np.intp)
+        self._numbers, self._hosts = np.zeros((2, num_slots), dtype=np.intp)
+        self._is_prefill, self._is_decode = np.zeros((2, num_slots), dtype=np.bool_)
         numbers: dict[bytes, int] = {}
         hosts: dict[bytes | None, int] = {}
         self._kinds = []
@@ -217,6 +210,8 @@ class KvTransferPairs:
                 self._kinds.append(kind)
             self._numbers[slot] = numbers[kind.key]
             self._hosts[slot] = hosts.setdefault(_host(instance), len(hosts))
+            of_role = self._is_prefill if instance.role is Role.PREFILL else self._is_decode
+            of_role[slot] = True
         self._num_hosts = max(len(hosts), 1)
         fits = [
             [
@@ -228,25 +223,12 @@ class KvTransferPairs:
         self._fits = np.array(fits, dtype=np.bool_).reshape(2, len(self._kinds), len(self._kinds))
         self._all_fit = bool(self._fits.all())
 
-    def _grouped(self) -> "dict[tuple[bool, bytes], _Group]":
-        """Group workers by whether they hand over, and by kind."""
-        if self._groups is None:
-            self._groups = {}
-            for instance, kind in self._workers.values():
-                key = instance.role is Role.PREFILL, kind.key
-                self._groups.setdefault(key, _Group(kind, instance)).hosts[_host(instance)] += 1
-        return self._groups
-
-    def _reason_between(self, one: _Kind, other: _Kind, hands_over: bool, *, same_host: bool) -> str | None:  # noqa: FBT001
-        producer, taker = (one, other) if hands_over else (other, one)
-        return self._reason(producer, taker, same_host=same_host)
-
-    def _reason(self, producer: _Kind, taker: _Kind, *, same_host: bool) -> str | None:
-        key = producer.key, taker.key, same_host
+    def _reason(self, source: _Kind, reader: _Kind, *, same_host: bool) -> str | None:
+        key = source.key, reader.key, same_host
         if key not in self._reasons:
             if len(self._reasons) >= _REASONS_MAX:
                 self._reasons.clear()
-            self._reasons[key] = _unfit(producer, taker, same_host=same_host)
+            self._reasons[key] = _unfit(source, reader, same_host=same_host)
         return self._reasons[key]
 
 
