@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from penstock.core.ids import WorkerId
 from penstock.core.routing_context import TOKEN_S_MIN
 from penstock.core.types.requests import Request
-from penstock.router.disagg.disagg import Comparison, DisaggDecision
+from penstock.router.disagg.disagg import DisaggDecision
 from penstock.router.policy.selector import Choice
 from penstock.seams import RoutingContext
 
@@ -56,8 +56,17 @@ class ScoredCandidates:
         return self.decision is not None and self.decision.comparison.is_remote
 
     @property
-    def comparison(self) -> Comparison | None:
-        return None if self.decision is None else self.decision.comparison
+    def whole_context(self) -> RoutingContext:
+        """The context of the whole request, on the workers that may answer it."""
+        return self.context if self.decision is None else self.decision.whole_context
+
+    def choices(self) -> list[tuple[RoutingContext, Choice]]:
+        """Give the workers to take: the prefill worker, if any, then the worker that answers; each with its context."""
+        first, decision = (self.context, self.choice), self.decision
+        if not self.is_disaggregated or decision is None or decision.rest is None:
+            return [first]
+        assert decision.rest_context is not None, "priced on it"
+        return [first, (decision.rest_context, decision.rest)]
 
     def waits_s(self) -> NDArray[np.float64]:
         """Give (num_slots,) seconds before its work would begin."""

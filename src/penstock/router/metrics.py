@@ -1,5 +1,6 @@
 """What the router and the dispatcher count, in a registry of the caller's."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -172,3 +173,16 @@ class RouterMetrics:
         """Decisions of a policy for a reason."""
         self.ended: Callable[[str], Counter] = cache(self.requests.labels)
         """Requests with an outcome."""
+
+    def show_prefill_worker(self, name: str, waiting_requests: int, oldest_wait_s: float) -> None:
+        """Show what waits at a prefill worker, in a series of its own."""
+        self.prefill_waiting_requests.labels(name).set(waiting_requests)
+        self.prefill_oldest_wait_s.labels(name).set(oldest_wait_s)
+
+    def forget_prefill_worker(self, name: str) -> None:
+        """Remove a prefill worker's series."""
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # files of several processes: no series can be removed
+            self.show_prefill_worker(name, 0, 0.0)
+        else:
+            self.prefill_waiting_requests.remove(name)
+            self.prefill_oldest_wait_s.remove(name)

@@ -16,10 +16,10 @@ from penstock.core.types.requests import Request
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.candidates import Plan, Route, ScoredCandidates
 from penstock.router.config import QueueConfig, RouterConfig
-from penstock.router.disagg.disagg import Comparison, decide, prompt_alone
+from penstock.router.disagg.disagg import decide, prompt_alone
 from penstock.router.disagg.pricing import DisaggPricing
 from penstock.router.explain.decisions import Decision, Decisions, Part
-from penstock.router.explain.explanation import Explanation, RouteReason
+from penstock.router.explain.explanation import RouteReason
 from penstock.router.explain.recorded import EVENT, RecordedDecision, record_context, record_inputs
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.worker_pool import WorkerPool
@@ -60,7 +60,7 @@ class Router:
         self._metrics = metrics
         self._turn = rng.randrange(1 << 16)  # frontends beside each other do not take turns in step
         self._prompt_turn = self._turn  # of its own: else who has two prefill workers would use one of them
-        self._decisions = Decisions(config.explain)
+        self.decisions = Decisions(config.explain)
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
     @cached_property
@@ -153,36 +153,24 @@ class Router:
         return None if candidates is None else self.take(candidates)
 
     def take(self, candidates: ScoredCandidates, *, again: bool = False) -> Plan:
-        """Take the cheapest of the scored candidates; `again` is in place of those taken before, which were counted."""
-        context, slot, decision = candidates.context, candidates.choice.slot, candidates.decision
-        first = self._part(context, candidates.choice)
-        decode = prompt = None
+        """Take the cheapest of the scored candidates; `again` replaces an earlier plan for the same request, which was counted."""
+        choices, decision = candidates.choices(), candidates.decision
+        cached = candidates.whole_context.overlap_blocks
+        parts = [self._part(context, choice, cached) for context, choice in choices]
         if decision is not None:
             self.disagg.taken(decision, candidates.tie, again=again)
-        if candidates.is_disaggregated and decision is not None and decision.rest is not None:
-            assert decision.rest_context is not None, "priced on it"
-            prompt, decode = first, self._part(decision.rest_context, decision.rest, decision.whole_context)
-            self._selector.chosen(context, slot)
-            self._selector.chosen(decision.rest_context, decode.slot)
-            self._prompt_turn += 1
-        else:
-            self._selector.chosen(context, slot)
+        for context, choice in choices:
+            self._selector.chosen(context, choice.slot)
         self._turn += 1
-        if self._decisions.keeps_any:
-            self._keep(candidates, decode or first, prompt)
+        self._prompt_turn += candidates.is_disaggregated
+        if self.decisions.keeps_any:
+            self._keep(candidates, parts)
         if self._log_below and mix(self._turn + self._prompt_turn) < self._log_below:
             self._record(candidates)
-        if candidates.comparison is not None and not again:
-            self._count(candidates.comparison, "remote" if candidates.is_disaggregated else "local")
-        route = self._route(context, slot)
+        routes = [self._route(context, choice.slot) for context, choice in choices]
         if not again:
-            metrics = self._metrics
-            metrics.decided(self._selector.policy.name, first.reason).inc()
-            metrics.prompt_tokens.inc(context.request_tokens)
-            metrics.expected_hit_tokens.inc(context.request_tokens - route.prefill_tokens)
-        if decode is None or decision is None or decision.rest_context is None:
-            return Plan(route)
-        return Plan(self._route(decision.rest_context, decode.slot), prefill=route)
+            self._count(candidates, parts[0].reason, routes[0])
+        return Plan(routes[-1], prefill=routes[0] if len(routes) > 1 else None)
 
     def _route(self, context: RoutingContext, slot: int) -> Route:
         overlap_blocks = int(context.overlap_blocks[slot])
@@ -197,43 +185,28 @@ class Router:
             blocks=context.request_blocks,
         )
 
-    def _count(self, comparison: Comparison, place: str) -> None:
-        """Count where a prompt is computed, and the seconds that were compared."""
-        self._metrics.prefills.labels(place).inc()
+    def _count(self, candidates: ScoredCandidates, reason: RouteReason, prompt: Route) -> None:
+        """Count a plan, where the prompt is computed, and the seconds that were compared."""
+        metrics, tokens = self._metrics, candidates.context.request_tokens
+        metrics.decided(self._selector.policy.name, reason).inc()
+        metrics.prompt_tokens.inc(tokens)
+        metrics.expected_hit_tokens.inc(tokens - prompt.prefill_tokens)
+        if candidates.decision is None:
+            return
+        comparison = candidates.decision.comparison
+        metrics.prefills.labels("remote" if comparison.is_remote else "local").inc()
         if comparison.remote is None or self._selector.unit == "none":
             return
-        parts = {
-            "local": comparison.local,
-            "prefill": comparison.prefill,
-            "decode": comparison.decode,
-            "link_setup": comparison.link_setup,
-        }
-        for name, seconds in parts.items():
+        for part in ("local", "prefill", "decode", "link_setup"):
+            seconds = getattr(comparison, part)
             if seconds is not None and math.isfinite(seconds):  # infinite where a policy rules a worker out
-                self._metrics.prefill_predicted_s.labels(name).inc(max(seconds, 0.0))
+                metrics.prefill_predicted_s.labels(part).inc(max(seconds, 0.0))
 
     def arrived(self, model: str) -> None:
         """Count a request, however often it is routed."""
         pool = self.fleet.pools.get(model)
         if pool is not None:
             pool.traffic.arrived(self._loop.time())
-
-    def has_ready(self, model: str) -> bool:
-        """Say whether any worker of the model may get requests."""
-        pool = self.fleet.pools.get(model)
-        return pool is not None and pool.has_ready
-
-    def explain(self, request_id: str) -> Sequence[Explanation]:
-        """Say why a request was sent where it was, each time it was, or each of an answer's choices.
-
-        Returns:
-            Oldest first; nothing where nothing is known of it any more.
-        """
-        return self._decisions.of(request_id, self._loop.time())
-
-    def latest(self, most: int) -> Sequence[Explanation]:
-        """Explain the latest decisions, oldest first."""
-        return self._decisions.latest(most, self._loop.time())
 
     def _on_failure(self, error: Exception) -> None:
         """Count and log that the policy failed, the first time where in its code."""
@@ -248,7 +221,7 @@ class Router:
 
     def check(self) -> None:
         """Raise AssertionError where too much is kept."""
-        self._decisions.check()
+        self.decisions.check()
         self.disagg.check()
 
     def _without(self, ready: NDArray[np.bool_], exclude: Collection[WorkerId]) -> NDArray[np.bool_]:
@@ -313,14 +286,11 @@ class Router:
             now_s=now_s,
         )
 
-    def _part(
-        self, context: RoutingContext, choice: Choice, before_move: RoutingContext | None = None
-    ) -> Part:
-        """Keep what a choice went by; `before_move` shows what was cached where before KV is moved, None for `context`."""
-        cached = before_move or context
+    def _part(self, context: RoutingContext, choice: Choice, cached: NDArray[np.int32]) -> Part:
+        """Keep the inputs of a choice; `cached` (num_slots,) are the blocks cached before any KV transfer."""
         return Part(
             slot=choice.slot,
-            reason=self._reason(context, choice.slot, cached.overlap_blocks),
+            reason=self._reason(context, choice.slot, cached),
             overlap_blocks=context.overlap_blocks,
             tier_blocks=context.tier_blocks,
             terms=choice.terms,
@@ -341,10 +311,10 @@ class Router:
             return RouteReason.NO_PREFIX
         return RouteReason.LONGEST_PREFIX if overlap == best else RouteReason.SHORTER_PREFIX
 
-    def _keep(self, candidates: ScoredCandidates, decode: Part, prompt: Part | None) -> None:
-        """Keep what a choice went by; of live columns that takes a copy."""
-        fleet, request, context = self.fleet, candidates.request, candidates.context
-        self._decisions.keep(
+    def _keep(self, candidates: ScoredCandidates, parts: Sequence[Part]) -> None:
+        """Keep the inputs of a plan for explanations; live columns are copied."""
+        fleet, request, context = self.fleet, candidates.request, candidates.whole_context
+        self.decisions.keep(
             Decision(
                 request_id=request.request_id,
                 model=request.model,
@@ -354,20 +324,18 @@ class Router:
                 request_blocks=context.request_blocks,
                 block_size=context.block_size,
                 decided_s=context.now_s,
-                decode=decode.kept(),
-                prompt=None if prompt is None else prompt.kept(),
-                answering=(
-                    context if candidates.decision is None else candidates.decision.whole_context
-                ).eligible.copy(),
+                decode=parts[-1].kept(),
+                prompt=parts[0].kept() if len(parts) > 1 else None,
+                answering=context.eligible.copy(),
                 conditions=fleet.slots.conditions.copy(),
                 slots=fleet.slots.now(),
                 excluded=frozenset(candidates.excluded),
-                comparison=candidates.comparison,
+                comparison=None if candidates.decision is None else candidates.decision.comparison,
             )
         )
 
     def _record(self, candidates: ScoredCandidates) -> None:
-        """Log all that a choice went by, for replays."""
+        """Log the inputs of a plan, for replays."""
         request, decision = candidates.request, candidates.decision
         slot, prefill_slot = (candidates.choice.slot, None) if decision is None else decision.slots
         workers = [None if member is None else member.instance.name for member in self.fleet.slots.now()]
@@ -380,7 +348,7 @@ class Router:
             prefill_slot=prefill_slot,
             tie=candidates.tie,
             workers=workers,
-            context=record_context(candidates.context if decision is None else decision.whole_context),
+            context=record_context(candidates.whole_context),
             inputs=None if decision is None else record_inputs(decision.inputs),
             sessions_max=self._config.sessions_max,
             session_idle_s=self._config.session_idle_s,

@@ -12,7 +12,7 @@ from penstock.router.dispatch.progress import Progress
 from penstock.router.dispatch.shared import Shared
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
-from penstock.router.workers.member import DeltaHandler
+from penstock.router.workers.member import Condition, DeltaHandler
 
 _EARLY_STEPS = 2
 """A prompt's and a first one that only decodes: a request that takes its worker down as it comes does so within them."""
@@ -48,8 +48,9 @@ class DecodeSide:
             block_hashes=request.block_hashes,
             transfer_id=self.transfer_id,
             prefill_worker=prefill.worker_id,
-            source=fleet.kv_source(prefill.slot),
+            source=fleet.slots.at(prefill.slot).kv_source,
         )
+        self._member = fleet.slots.at(route.slot)
         self._connection = fleet.submit(route.slot, prefetch, self)
         self._reservation = fleet.loads.reserve(
             route.slot, route.prefill_tokens, route.blocks, route.cached_tokens, is_expected=True
@@ -64,7 +65,7 @@ class DecodeSide:
             Overloaded: too much is on its way to it.
             RequestError: the request is larger than the plane carries.
         """
-        if not (self._is_open and self._fleet.is_ready(self.route.slot)):
+        if not (self._is_open and self._member.condition is Condition.READY):
             self.drop()
             raise WorkerLost("the decode worker takes nothing new any more; another one is chosen")
         self._close("used")
@@ -125,7 +126,8 @@ class Attempt:
         self.has_tokens = False
         self.early_steps = _EARLY_STEPS
         """Of the first steps that give it tokens, so many are still to come."""
-        self.has_begun = not fleet.announces(route.slot)
+        self._member = fleet.slots.at(route.slot)
+        self.has_begun = not self._member.instance.engine.announces
         """Whether its worker has said that it computes it; taken for granted where that one does not say so."""
         self._fleet = fleet
         self._request_id: RequestId = request.request_id
@@ -133,11 +135,6 @@ class Attempt:
         self._reservation = fleet.loads.reserve(
             route.slot, route.prefill_tokens, route.blocks, route.cached_tokens
         )
-
-    @property
-    def is_predicted(self) -> bool:
-        """Whether what its worker holds is a guess."""
-        return self._fleet.predicts(self.route.slot)
 
     @property
     def is_early(self) -> bool:
@@ -172,7 +169,7 @@ class Attempt:
 
     def compare(self, cached_tokens: int, block_size: int, metrics: RouterMetrics) -> None:
         """Count how far a guess of what the worker has cached was true."""
-        if self.is_predicted:
+        if self._member.is_predicted:
             guessed = self.route.overlap_blocks * block_size
             metrics.predicted_hit_tokens.inc(guessed)
             metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
@@ -190,7 +187,7 @@ class Attempt:
 
     def finish(self, progress: Progress) -> None:
         """Note that the worker has sent all of the answer."""
-        if self.is_predicted:
+        if self._member.is_predicted:
             self._fleet.answered(self.route.slot, progress.request())
 
     def abort(self) -> None:

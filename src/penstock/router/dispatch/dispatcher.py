@@ -142,11 +142,11 @@ class Dispatcher:
 
     def explain(self, request_id: str) -> Sequence[Explanation]:
         """Say why a request was sent where it was, each time, or each of an answer's choices; nothing where that is not known."""
-        return self._shared.router.explain(request_id)
+        return self._shared.router.decisions.of(request_id)
 
     def latest_decisions(self, most: int) -> Sequence[Explanation]:
         """Explain the latest routing decisions, oldest first."""
-        return self._shared.router.latest(most)
+        return self._shared.router.decisions.latest(most)
 
     async def change_role(self, worker: str, role: Role) -> RoleChanged:
         """Have a worker become one of another role; see `RoleChanges`."""

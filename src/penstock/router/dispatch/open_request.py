@@ -263,8 +263,8 @@ class OpenRequest:
 
     def _check_refusals(self) -> None:
         """Give up where every worker has refused."""
-        refusal = self._retry_state.last_refusal
-        if refusal is not None and self._shared.router.has_ready(self.request.model):
+        refusal, pool = self._retry_state.last_refusal, self._shared.fleet.pools.get(self.request.model)
+        if refusal is not None and pool is not None and pool.has_ready:
             raise Overloaded(
                 f"model {self.request.model}: every worker that is ready has refused this request; the last one:"
                 f" {refusal.message}",

@@ -1,5 +1,6 @@
 """The latest routing decisions, as arrays of what they went by: cheap to keep, explained when somebody asks."""
 
+import asyncio
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -215,13 +216,13 @@ class Decisions:
         while len(kept) > 1 and (len(kept) > config.decisions_max or self._num_bytes > config.bytes_max):
             self._forget(kept.popleft())
 
-    def of(self, request_id: str, now_s: float) -> tuple[Explanation, ...]:
-        """Explain the decisions about a request, oldest first: about one choice, or under an answer's id about all."""
-        return self._explained(list(self._by_id.get(request_id, ())), now_s)
+    def of(self, request_id: str) -> tuple[Explanation, ...]:
+        """Explain the decisions about a request, oldest first; an answer's id stands for all its choices."""
+        return self._explained(list(self._by_id.get(request_id, ())))
 
-    def latest(self, most: int, now_s: float) -> tuple[Explanation, ...]:
+    def latest(self, most: int) -> tuple[Explanation, ...]:
         """Explain the latest decisions, oldest first."""
-        return self._explained(list(self._kept)[-most:], now_s)
+        return self._explained(list(self._kept)[-most:])
 
     def check(self) -> None:
         """Raise AssertionError where more is kept than allowed, or miscounted, or not found."""
@@ -244,8 +245,8 @@ class Decisions:
             if not found:
                 del self._by_id[key]
 
-    def _explained(self, decisions: list[Decision], now_s: float) -> tuple[Explanation, ...]:
-        most = self._config.candidates_max
+    def _explained(self, decisions: list[Decision]) -> tuple[Explanation, ...]:
+        now_s, most = asyncio.get_running_loop().time(), self._config.candidates_max
         return tuple(decision.explain(now_s, most) for decision in decisions)
 
 

@@ -16,7 +16,6 @@ from penstock.core.types.events import EventMessage, KvEvent
 from penstock.core.types.load import KvRead, WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.router.config import RouterConfig
-from penstock.router.fleet.prefill_gauges import PrefillGauges
 from penstock.router.index.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
 from penstock.router.workers.loads import LoadTracker
@@ -40,7 +39,6 @@ class Connector:
         config: RouterConfig,
         metrics: RouterMetrics,
         rng: random.Random,
-        prefill_gauges: PrefillGauges,
         on_change: Callable[[Member], None],
         on_price_correction: Callable[[Member], None],
         on_arrivals: Callable[[Member, int], None],
@@ -55,7 +53,6 @@ class Connector:
             config: times and pauses.
             metrics: told of ends and failures.
             rng: for jitter.
-            prefill_gauges: shown what prefill workers report.
             on_change: called when a member was connected or lost, or could not be reached for the first time.
             on_drift: called when the factor of a member's `price_correction` has changed.
             on_arrivals: called with the number of requests that other routers have sent to a member.
@@ -71,7 +68,6 @@ class Connector:
         self._on_price_correction = on_price_correction
         self._on_arrivals = on_arrivals
         self._on_kv_reads = on_kv_reads
-        self._prefill_gauges = prefill_gauges
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -224,7 +220,7 @@ class Connector:
         if load.kv_reads:
             self._on_kv_reads(member, load.kv_reads)
         if member.noted is Condition.PREFILL_ONLY:
-            self._prefill_gauges.note(member.instance.name, load)
+            self._metrics.show_prefill_worker(member.instance.name, load.waiting_requests, load.oldest_wait_s)
 
     def _detach(self, member: Member, error: WorkerLost) -> None:
         """Forget what only the connection kept true, and end what ran on it."""

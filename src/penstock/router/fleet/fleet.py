@@ -14,7 +14,6 @@ from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Instance, InstancePut, InstanceRemoved, WatchSynced
-from penstock.core.types.kv_exchange import KvSource
 from penstock.core.types.load import KvRead
 from penstock.core.types.location import Location
 from penstock.core.types.requests import Prefetch, Request
@@ -22,7 +21,6 @@ from penstock.router.config import RouterConfig
 from penstock.router.fleet.card_files import fetch_file
 from penstock.router.fleet.change_notifier import ChangeNotifier
 from penstock.router.fleet.connector import Connector
-from penstock.router.fleet.prefill_gauges import PrefillGauges
 from penstock.router.fleet.slots import WorkerSlots
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.indexer import Indexer
@@ -69,7 +67,6 @@ class Fleet:
         """Told of slots, and of KV that was read."""
         self.pools: dict[str, WorkerPool] = {}
         """By model; those without any worker are not there."""
-        self._prefill_gauges = PrefillGauges(metrics)
         self._connector = Connector(
             plane,
             self._indexer,
@@ -77,7 +74,6 @@ class Fleet:
             config=config,
             metrics=metrics,
             rng=rng,
-            prefill_gauges=self._prefill_gauges,
             on_change=self._note_connection,
             on_price_correction=self._note_drift,
             on_arrivals=self._note_arrivals,
@@ -153,28 +149,10 @@ class Fleet:
         """
         member = self.slots.at(slot)
         connection = self._connector.submit(member, request)
-        if isinstance(request, Request) and self.predicts(slot):
+        if isinstance(request, Request) and member.is_predicted:
             self._indexer.sent(slot, request.block_hashes)
         member.requests[request.request_id] = handler
         return connection
-
-    def kv_source(self, slot: int) -> KvSource:
-        """Say how a worker's KV is read; an empty one where it offers none."""
-        exchange = self.slots.at(slot).instance.exchange
-        return KvSource() if exchange is None or exchange.source is None else exchange.source
-
-    def is_ready(self, slot: int) -> bool:
-        """Say whether a worker may get whole requests."""
-        member = self.slots.get(slot)
-        return member is not None and member.condition is Condition.READY
-
-    def predicts(self, slot: int) -> bool:
-        """Tell whether what a worker holds is guessed from what was sent there, as it sends no KV events."""
-        return not self.slots.at(slot).instance.engine.kv_events
-
-    def announces(self, slot: int) -> bool:
-        """Tell whether a worker says when it begins to compute a request."""
-        return self.slots.at(slot).instance.engine.announces
 
     def answered(self, slot: int, request: Request) -> None:
         """Guess that a worker also holds the blocks of its answer: those of `request`, which has its tokens."""
@@ -401,7 +379,7 @@ class Fleet:
                 self._counts[changed] += by
                 self._metrics.workers.labels(changed).set(self._counts[changed])
         if member.noted is Condition.PREFILL_ONLY:
-            self._prefill_gauges.forget(member.instance.name)
+            self._metrics.forget_prefill_worker(member.instance.name)
         member.noted = condition
         self.slots.note(member, condition)
 
@@ -415,7 +393,7 @@ class Fleet:
             self.loads.load(slot),
             self.loads.reserved(slot),
             indexed_blocks=self.tree.held_blocks(slot),
-            predicted=self.predicts(slot),
+            predicted=member.is_predicted,
             mismatch=pool.mismatch(member),
             kv_transfer_problem=pool.pairs.problem(slot),
         )

@@ -282,11 +282,11 @@ class RoutingService:
 
     def explain(self, request_id: str) -> Sequence[Explanation]:
         """Say why a request's server was named; nothing where that is not known any more."""
-        return self._router.explain(request_id)
+        return self._router.decisions.of(request_id)
 
     def latest_decisions(self, most: int) -> Sequence[Explanation]:
         """Explain the latest decisions, oldest first."""
-        return self._router.latest(most)
+        return self._router.decisions.latest(most)
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree."""

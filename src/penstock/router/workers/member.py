@@ -11,6 +11,7 @@ from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Instance, InstanceState, Role
+from penstock.core.types.kv_exchange import KvSource
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta
 from penstock.router.workers.loads import Reserved
@@ -80,6 +81,17 @@ class Member:
     @property
     def identity(self) -> tuple[int, bytes]:
         return identity(self.instance.card)
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether what the worker holds is guessed from what was sent there, as it sends no KV events."""
+        return not self.instance.engine.kv_events
+
+    @property
+    def kv_source(self) -> KvSource:
+        """How the worker's KV is read; empty where it offers none."""
+        exchange = self.instance.exchange
+        return KvSource() if exchange is None or exchange.source is None else exchange.source
 
     @property
     def condition(self) -> Condition:

@@ -212,7 +212,7 @@ def test_decisions_are_found_by_request_and_by_answer_without_looking_at_others(
         assert found("chat-a-1") == ["chat-a-1"]
         assert found("plain") == ["plain"]
         assert found("chat") == found("chat-a-") == found("") == [], "that is nobody's id"
-        decisions = dispatcher._shared.router._decisions
+        decisions = dispatcher._shared.router.decisions
         kept, decisions._kept = decisions._kept, None  # whoever scans them fails
         assert found("chat-b") == ["chat-b-0"]
         decisions._kept = kept

@@ -5,7 +5,7 @@ from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.router.config import RetryConfig
 from penstock.router.retries.quarantine import Quarantine
-from penstock.router.retries.retries import RetryBudget
+from penstock.router.retries.retry_guard import RetryBudget
 
 
 def request(*token_ids: int, model: str = "m", salt: bytes = b"") -> Request:

@@ -99,7 +99,7 @@ def test_a_prompt_that_is_sent_again_elsewhere_costs_both_workers():
             await asyncio.sleep(0.01)
             progress = Progress(asked(99), shared.fleet.pools["tiny"].card, shared.hash_key)
             candidates = shared.router.score(progress.request())
-            assert candidates.comparison.setting == "late_token_share"
+            assert candidates.decision.comparison.setting == "late_token_share"
             slot, lost_s, decision = candidates.choice.slot, [], candidates.decision
             _, cost_s = decision.inputs.override.late(
                 decision.whole_context, decision.whole, WorkerSelector(make_policy("kv"))

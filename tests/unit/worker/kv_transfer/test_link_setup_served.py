@@ -161,14 +161,14 @@ def test_only_what_is_sent_takes_something_off():
         progress = Progress(asked, shared.fleet.pools["tiny"].card, shared.hash_key)
         for _ in range(50):
             candidates = shared.router.score(progress.request())
-            assert candidates.comparison.link_setup == pytest.approx(SETUP_S - PREFILL_S)
+            assert candidates.decision.comparison.link_setup == pytest.approx(SETUP_S - PREFILL_S)
             credit = shared.router.disagg.link_setup.credit(candidates.decision, candidates.tie)
             assert credit.seconds > 0
         shared.router.take(candidates, again=True)
-        charged_s = shared.router.score(progress.request()).comparison.link_setup
+        charged_s = shared.router.score(progress.request()).decision.comparison.link_setup
         assert charged_s == pytest.approx(SETUP_S - PREFILL_S), "it was counted before"
         shared.router.take(candidates)
-        left_s = shared.router.score(progress.request()).comparison.link_setup
+        left_s = shared.router.score(progress.request()).decision.comparison.link_setup
         assert left_s == pytest.approx(SETUP_S - PREFILL_S - credit.seconds)
 
     async def scene(_cluster, dispatcher):
