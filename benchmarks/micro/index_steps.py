@@ -111,7 +111,7 @@ async def _snapshot_steps(chains: HashArray) -> dict[str, float]:
 
 
 def _pair_step() -> float:
-    """Find out who can hand prompts over to whom, each worker on a host of its own."""
+    """Find out which workers can transfer KV to which others, each worker on a host of its own."""
     longest, found = _Longest(), KvTransferPairs()
     engine = EngineInfo(
         block_size=_BLOCK_SIZE, total_blocks=1, context_length=16, max_batch_tokens=1, max_running_requests=1

@@ -70,7 +70,7 @@ async def joined(site, role, **fields):
     await site.until(is_gone)
 
 
-async def handed_over(site):
+async def transferred(site):
     """Count the prompts that were computed elsewhere."""
     async with site.http.get(f"{site.url}/metrics") as response:
         lines = (await response.text()).splitlines()
@@ -118,10 +118,10 @@ def test_other_blocks_or_weights_are_not_used_and_say_so(deploy, other_weights):
                 joined(site, Role.PREFILL, **fields) as one,
                 joined(site, Role.DECODE, **fields) as two,
             ):
-                before = await handed_over(site)
+                before = await transferred(site)
                 for number in range(3):
                     during[f"{case} {number}"] = await ask(site, f"{case} {number}")
-                assert await handed_over(site) == before + 3
+                assert await transferred(site) == before + 3
                 await did_nothing(site, one, two)
                 workers = await site.workers()
                 for name in (one, two):
@@ -139,9 +139,9 @@ def test_who_shares_no_transport_is_handed_nothing_and_says_so(deploy):
         during = {}
 
         async def ask_and_compare(prompt, *, remote):
-            before = await handed_over(site)
+            before = await transferred(site)
             during[prompt] = await ask(site, prompt)
-            assert await handed_over(site) == before + remote
+            assert await transferred(site) == before + remote
 
         async with joined(site, Role.PREFILL, worker=by("tcp")) as name:
             await ask_and_compare("prefill", remote=1)

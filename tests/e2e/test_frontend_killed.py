@@ -1,4 +1,4 @@
-"""The frontend is killed while the paged engine's real KV is handed over: workers stop, let go of all of it, and go on exactly."""
+"""The frontend is killed while the paged engine's real KV is transferred: workers stop, let go of all of it, and go on exactly."""
 
 import asyncio
 import os

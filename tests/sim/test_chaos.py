@@ -80,15 +80,15 @@ def test_streams_survive_where_hosts_hold_what_devices_gave_up(exact):
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["step by step", "jumping"])
-def test_streams_survive_where_prompts_are_handed_over(exact):
+def test_streams_survive_where_prompts_are_transferred(exact):
     """Prefill and decode workers die, stop and are cut off alike."""
-    handed_over = moved_bytes = 0
+    transfers = moved_bytes = 0
     for seed in range(10):
         result = run_trial(seed, Trial(prefillers=2, exact=exact))
         assert result.outcomes.total() == Trial().clients
-        handed_over += result.handed_over
+        transfers += result.kv_transfers
         moved_bytes += result.moved_bytes
-    assert handed_over > 100
+    assert transfers > 100
     assert moved_bytes > 10e6
 
 

@@ -40,7 +40,7 @@ from penstock.worker.kv_transfer.reader import Reader
 from penstock.worker.kv_transfer.reservations import BlockReservations
 from penstock.worker.worker import Worker
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import (
+from tests.support.kv_transfer import (
     BLOCK_SIZE,
     PRICES,
     SlowTransport,

@@ -1,4 +1,4 @@
-"""A prompt handed over between engines of other tensor parallelism, over sockets and shared memory instead of within a loop."""
+"""A KV transfer between engines of other tensor parallelism, over sockets and shared memory instead of within a loop."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import BLOCK_SIZE, tiny_laid_out_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import BLOCK_SIZE, tiny_laid_out_engine, tiny_request, whole_answer
 
 MODEL = KvLayout(
     num_layers=3, num_kv_heads=4, head_dim=4, dtype="float16", element_bytes=2, block_size=BLOCK_SIZE

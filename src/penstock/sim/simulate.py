@@ -81,7 +81,7 @@ class Recording:
     sent_s: "array[float]" = field(default_factory=lambda: array("d"))
     first_token_s: "array[float]" = field(default_factory=lambda: array("d"))
     second_token_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Of those that were handed over, NaN of the others."""
+    """Of disaggregated requests, NaN of the others."""
     last_token_s: "array[float]" = field(default_factory=lambda: array("d"))
     output_tokens: "array[int]" = field(default_factory=lambda: array("q"))
     prompt_tokens: "array[int]" = field(default_factory=lambda: array("q"))
@@ -248,8 +248,9 @@ class _Player:
         recording = self._recording
         recording.sent_s.append(sent_s - self._start_s)
         recording.first_token_s.append(first_s - self._start_s)
-        apart_s = second_s if stream.hand_overs else None
-        recording.second_token_s.append(math.nan if apart_s is None else apart_s - self._start_s)
+        if second_s is None or not stream.kv_transfers:
+            second_s = math.nan
+        recording.second_token_s.append(second_s - self._start_s)
         recording.last_token_s.append(last_s - self._start_s)
         recording.output_tokens.append(stream.output_tokens)
         recording.prompt_tokens.append(num_tokens(request.token_ids))

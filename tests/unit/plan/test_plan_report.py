@@ -91,7 +91,7 @@ def test_both_kinds_are_compared(answer):
     assert describe(alone).endswith("whole requests: none keeps the targets on so many devices")
 
 
-def test_where_answers_are_one_token_nothing_is_handed_over(answer):
+def test_where_answers_are_one_token_nothing_is_transferred(answer):
     whole = [proposal for proposal in answer.proposals if not proposal.layout.is_disaggregated]
     demand = replace(answer.question.demand, output_tokens=1)
     one = replace(answer, proposals=whole, question=replace(answer.question, demand=demand))

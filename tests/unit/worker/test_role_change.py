@@ -10,14 +10,14 @@ from penstock.core.wire import unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
-from tests.support import hand_over_scene
+from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster, memory_transport
 from tests.support.hand_engine import HandEngine
-from tests.support.hand_over import PRICES, meet_late, tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import PRICES, meet_late, tiny_engine, tiny_request, whole_answer
 
 
 def play(scene, names=("p0", "d0"), *, engine=tiny_engine, **options):
-    hand_over_scene.play(scene, names, engine=lambda _name: engine(), **options)
+    kv_transfer_scene.play(scene, names, engine=lambda _name: engine(), **options)
 
 
 def prefilled(cluster, name):
@@ -53,7 +53,7 @@ def test_an_idle_worker_is_back_soon_and_keeps_what_it_has_cached():
     play(scene)
 
 
-def test_workers_of_a_deployment_without_roles_begin_to_hand_over():
+def test_workers_of_a_deployment_without_roles_begin_to_transfer_kv():
     async def scene(cluster, dispatcher):
         expected = await whole_answer(dispatcher, tiny_request("a"))
         await dispatcher.change_role("a0", Role.PREFILL)

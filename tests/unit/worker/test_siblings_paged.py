@@ -12,7 +12,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.testing.loop import run_async
 from tests.support.cluster import MemoryCluster, small_card
-from tests.support.hand_over import PRICES, tiny_request
+from tests.support.kv_transfer import PRICES, tiny_request
 
 pytest.importorskip("torch")
 

@@ -35,7 +35,7 @@ def test_draining_is_announced_then_refuses_then_ends():
     play(scene)
 
 
-def test_what_outlasts_the_drain_is_handed_over():
+def test_what_outlasts_the_drain_goes_elsewhere():
     async def scene(stage: Stage) -> None:
         sink = stage.sink()
         stage.worker.submit(make_request("a"), sink)

@@ -53,7 +53,7 @@ class OpenRequest:
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.hand_overs = 0  # times a worker computed its prompt for another one to go on with
+        self.kv_transfers = 0  # times a worker computed its prompt for another one to go on with
         self._retry_state = RetryState(request, shared.retry_guard)
         self._has_waited = False
 
@@ -158,7 +158,7 @@ class OpenRequest:
             attempt.compare(delta.cached_tokens, progress.block_size, self._shared.metrics)
         if delta.finish_reason is FinishReason.PREFILLED:
             progress.add(msgspec.structs.replace(delta, finish_reason=None, kv=None))
-            self._hand_over(attempt, progress, delta.kv)
+            self._go_on_decoding(attempt, progress, delta.kv)
             self.wake()
             return
         progress.add(delta)
@@ -352,9 +352,9 @@ class OpenRequest:
         else:
             self.fail(error)
 
-    def _hand_over(self, attempt: Attempt, progress: Progress, handle: KvHandle | None) -> None:
+    def _go_on_decoding(self, attempt: Attempt, progress: Progress, handle: KvHandle | None) -> None:
         """Go on at the decode worker: the prompt is computed, and its first token is here. Where that one cannot, plan anew."""
-        self.hand_overs += 1
+        self.kv_transfers += 1
         self._attempt = None
         self._shared.retry_guard.isolation.leave(self)
         assert attempt.decode is not None, "its prompt is computed for somebody"

@@ -100,7 +100,7 @@ class TrialResult:
     migrations: int = 0
     streamed_tokens: int = 0
     onboarded_tokens: int = 0
-    handed_over: int = 0
+    kv_transfers: int = 0
     """Prompts that one worker computed for another one."""
     moved_bytes: int = 0
     """Of KV, between workers."""
@@ -316,7 +316,7 @@ class _Client:
         check_now(self._cluster)
         result.outcomes[outcome] += 1
         result.migrations += stream.migrations
-        result.handed_over += stream.hand_overs
+        result.kv_transfers += stream.kv_transfers
         result.streamed_tokens += witness.received
 
 

@@ -29,7 +29,7 @@ def make_report(
     `tenants`, by name where requests have one, each with `requests`, `failed`, `ttft_s` and `prompt_token_share` and
     `output_token_share`, parts of what was completed;
     `roles`, by name: what its workers did, queues and KV use over time where samples were taken; `kv_transfer`, how many
-    prompts were computed apart (`remote`) or not (`local`), the bytes moved for it, the time from first to second
+    prompts were disaggregated (`remote`) or not (`local`), the bytes moved for it, the time from first to second
     token of those, and what went wrong, None without prefill workers;
     `gpu_hours`; `tokens_per_joule` and `usd_per_million_tokens`, of
     output tokens, at the power and price of the hardware's entry. `wall` is about this run and not repeatable.

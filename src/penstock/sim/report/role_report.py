@@ -58,21 +58,21 @@ def _mean_and_max(values: NDArray[np.float64]) -> dict[str, float | None]:
 
 
 def report_kv_transfer(recording: Recording, deployment: Deployment) -> dict[str, Any] | None:
-    """Sum up what was handed over; None where nothing can be."""
+    """Sum up the KV transfers; None where there can be none."""
     if len(deployment.answering) == len(deployment.role_groups):
         return None
     second_s = np.asarray(recording.second_token_s) - np.asarray(recording.first_token_s)
-    is_handed = np.isfinite(second_s)
+    is_remote = np.isfinite(second_s)
     by_role = recording.counters.values()
     failures: dict[str, int] = {}
     for counters in by_role:
         for code, times in counters.failures.items():
             failures[code] = failures.get(code, 0) + times
     return {
-        "remote": int(is_handed.sum()),
-        "local": len(second_s) - int(is_handed.sum()),
+        "remote": int(is_remote.sum()),
+        "local": len(second_s) - int(is_remote.sum()),
         "bytes": sum(counters.received_bytes for counters in by_role),
-        "second_token_s": percentiles(second_s[is_handed]),
+        "second_token_s": percentiles(second_s[is_remote]),
         "failures": dict(sorted(failures.items())),
         "expired": sum(counters.expired for counters in by_role),
         "refused": sum(counters.refused for counters in by_role),

@@ -69,7 +69,7 @@ _FIGURES = (
     _Figure("peak memory", ("wall", "peak_rss_bytes"), "MB"),
 )
 _OF_HAND_OVER = (
-    _Figure("computed apart", ("kv_transfer", "remote"), "prompts"),
+    _Figure("disaggregated", ("kv_transfer", "remote"), "prompts"),
     _Figure("computed where answered", ("kv_transfer", "local"), "prompts"),
     _Figure("KV moved for it", ("kv_transfer", "bytes"), "GB"),
     *(

@@ -64,7 +64,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What a simulated deployment is made of. Where one role is PREFILL, all hand prompts over."""
+    """What a simulated deployment is made of. Where one role is PREFILL, all transfer KV."""
 
     card: ModelCard
     workers: Mapping[Role, WorkerSpec]
@@ -174,7 +174,7 @@ class SimCluster:
         return running
 
     def _agent(self, host: str) -> TransferAgent | None:
-        """Make what moves KV of a host's worker; nothing where prompts are not handed over."""
+        """Make what moves KV of a host's worker; nothing where no KV is transferred."""
         if Role.PREFILL not in self.spec.workers:
             return None
         config = self.spec.worker.kv_transfer.transfer.model_copy(

@@ -84,7 +84,7 @@ class EnginePartialBlocks(EngineCase):
                 await probe.run(make_request("other", self.prompt(8 * size, 5), max_tokens=size))
                 np.testing.assert_array_equal(block_bytes(probe.engine, probe.info)[kept], before)
                 probe.engine.unpin([kept])
-                probe.submit(_handed_over("late", self.prompt(2 * size + 1, 7)))
+                probe.submit(_transferred("late", self.prompt(2 * size + 1, 7)))
                 await probe.finish()
                 assert probe.engine.load().active_blocks <= 1
                 await probe.run(make_request("next", self.prompt(3, 8), max_tokens=1))
@@ -95,7 +95,7 @@ class EnginePartialBlocks(EngineCase):
 
     async def _first_token(self, probe: EngineProbe, prompt: list[int]) -> tuple[list[int], BlockId | None]:
         """Compute a prompt as a prefill worker does: its token, and the block past its full ones, held."""
-        request = _handed_over(f"prompt{len(probe.answers)}", prompt)
+        request = _transferred(f"prompt{len(probe.answers)}", prompt)
         probe.submit(request)
         while (
             request.request_id not in probe.answers or probe.answers[request.request_id].finish_reason is None
@@ -105,5 +105,5 @@ class EnginePartialBlocks(EngineCase):
         return probe.answers[request.request_id].token_ids, kept
 
 
-def _handed_over(name: str, prompt: list[int]) -> Request:
+def _transferred(name: str, prompt: list[int]) -> Request:
     return structs.replace(make_request(name, prompt, max_tokens=1), prefill_only=True)

@@ -308,7 +308,7 @@ def test_what_was_transferred_goes_before_prompts_that_a_decode_worker_computes_
     scheduler.assume(role, SchedulerConfig(max_batch_tokens=16))
     scheduler.submit(make_request("own", prompt(300, 100)))
     step(scheduler)
-    scheduler.submit(make_request("handed over", prompt(81)))  # all but its last token is here
+    scheduler.submit(make_request("transferred", prompt(81)))  # all but its last token is here
     plan, _ = step(scheduler)
-    expected = [("own", 15, False), ("handed over", 1, True)] if goes_first else [("own", 16, False)]
+    expected = [("own", 15, False), ("transferred", 1, True)] if goes_first else [("own", 16, False)]
     assert rows(scheduler, plan) == expected

@@ -95,7 +95,7 @@ def test_a_slow_link_costs_time_between_tokens():
     assert search(2).kv_transfer_s(Parallel(), Parallel()) == pytest.approx(960e3 / 1e12)
 
 
-def test_one_token_leaves_nothing_to_hand_over():
+def test_one_token_leaves_nothing_to_transfer():
     only_first = replace(DEMAND, output_tokens=1)
     assert search(8, only_first).disaggregated() == []
     assert search(8, only_first).aggregated()

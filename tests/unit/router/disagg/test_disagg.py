@@ -58,12 +58,12 @@ def late(found):
 
 
 def saved_s():
-    """Say what a hand-over over a link that is there saves."""
+    """Say what a KV transfer over an open link saves."""
     comparison = decided(None).comparison
     return comparison.local - comparison.remote
 
 
-def test_without_a_charge_it_is_handed_over():
+def test_without_a_charge_it_is_transferred():
     found = decided(None)
     assert found.comparison.is_remote
     assert (found.comparison.link_setup, credit(found)) == (0.0, None)

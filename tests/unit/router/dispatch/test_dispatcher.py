@@ -423,7 +423,7 @@ def test_who_loses_worker_after_worker_is_blamed_even_after_a_token_of_each():
     play(scene, num_workers=3)
 
 
-def test_who_gets_nowhere_for_too_long_ends_where_workers_hand_over():
+def test_who_gets_nowhere_for_too_long_ends_where_workers_stop():
     async def scene(setting: Setting) -> None:
         async with setting.dispatcher.open(make_request()) as stream:
             reading = asyncio.ensure_future(anext(stream))

@@ -16,7 +16,7 @@ from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
 
 NUM_INNOCENTS = 6
 

@@ -10,7 +10,7 @@ from penstock.core.wire import unpack_tokens
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
 
 TOKENS = 300
 SMALL = PlaneConfig(window_tokens=8, stream_bytes_max=1024, connection_bytes_max=1 << 20)

@@ -1,4 +1,4 @@
-"""Decisions about prompts computed apart, made again from their log lines: where, by whom, and who goes on."""
+"""Disaggregation decisions, made again from their log lines: where, by whom, and who goes on."""
 
 import asyncio
 import io
@@ -16,7 +16,7 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.explain.replay import Replay
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 
 POLICIES = [
     "kv",
@@ -83,7 +83,7 @@ def test_both_workers_of_a_request_are_chosen_again(policy, lines):
     kinds = {name[0] for name in (one.worker for one in replayed)}
     assert kinds == {"p", "d"}
     (pair,) = [one.worker for one in replayed if one.request_id == "r0"]
-    assert [name[0] for name in pair.split("/")] == ["p", "d"], "a long prompt is computed apart"
+    assert [name[0] for name in pair.split("/")] == ["p", "d"], "a long prompt is disaggregated"
     assert [one.worker[0] for one in replayed if one.request_id == "r5"] == ["d"], "three tokens are not"
 
 

@@ -25,7 +25,7 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.hand_engine import HandEngine
-from tests.support.hand_over import tiny_engine
+from tests.support.kv_transfer import tiny_engine
 from tests.support.scene import HASHES, PROMPT, make_request, play, settle, stored, view
 
 

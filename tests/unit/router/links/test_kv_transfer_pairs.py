@@ -1,4 +1,4 @@
-"""Who can hand prompts over to whom, by what workers say of themselves."""
+"""Which workers can transfer KV to which others, by what workers say of themselves."""
 
 import msgspec
 import numpy as np

@@ -74,7 +74,7 @@ def test_it_is_kv_with_one_more_term_that_makes_others_dearer():
     terms, plain = policy.terms(context), kv.terms(context)
     np.testing.assert_array_equal(terms[:-1], plain)
     session = dict(zip(policy.term_names, terms, strict=True))["session"]
-    assert session[1] == 0, "its worker costs what kv says: hand-overs are held against that"
+    assert session[1] == 0, "its worker costs what kv says: disaggregation is held against that"
     assert min(session[0], session[2]) > 0
     assert policy.costs(context).argmin() == 1
     stranger = make_context(worker_ids=IDS, session="b", running_requests=[0, 99, 0])

@@ -16,7 +16,7 @@ from penstock.router.config import QueueConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import PRICES, TIMING, tiny_request
+from tests.support.kv_transfer import PRICES, TIMING, tiny_request
 
 WORKERS, PLACES, TOKENS = 2, 4, 200
 ANSWER_S = TOKENS * 0.01

@@ -14,9 +14,9 @@ from penstock.router.policy.policies import make_policy
 from penstock.router.policy.selector import WorkerSelector
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
-from tests.support.hand_over_scene import beside_streams
-from tests.support.hand_over_scene import play as play_scene
+from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer_scene import beside_streams
+from tests.support.kv_transfer_scene import play as play_scene
 
 PROMPTS, PROMPT_TOKENS = 16, 60  # one chunk, and so one step
 STREAMS = {"streams": 5, "prompt_tokens": 3}
@@ -33,7 +33,7 @@ def play(scene, names=("p0", "d0"), **options):
 
 
 def router(steps, **config):
-    """Every prompt is computed apart but for so many that may make streams late in a window."""
+    """Every prompt is disaggregated but for so many that may make streams late in a window."""
     share = steps * STEP_S / (WINDOW_S - steps * PROMPT_S)
     disagg = DisaggConfig(remote_tokens_min=4, local_tokens_max=1, late_token_share=share, kv_transfer_s=0.0)
     return RouterConfig(policy="kv", disagg=disagg, **config)

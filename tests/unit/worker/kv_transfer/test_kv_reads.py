@@ -12,7 +12,7 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.kv_transfer.reads import KvReads
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import PRICES, SlowTransport, tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import PRICES, SlowTransport, tiny_engine, tiny_request, whole_answer
 
 BYTES_PER_S = 1e5
 """As the topology has it: the 64 bytes of a block take less than a tenth of what computing its 4 tokens does."""

@@ -1,4 +1,4 @@
-"""Prompts handed over from prefill to decode workers: whole deployments on virtual time, whose KV is checked on every step."""
+"""KV transfers from prefill to decode workers: whole deployments on virtual time, whose KV is checked on every step."""
 
 import asyncio
 
@@ -10,12 +10,12 @@ from penstock.core.types.instances import Role
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.worker.config import KvTransferConfig, WorkerConfig
-from tests.support import hand_over_scene
+from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import VOCAB, meet_late
-from tests.support.hand_over import tiny_engine as engine
-from tests.support.hand_over import tiny_request as request
-from tests.support.hand_over import whole_answer as answer
+from tests.support.kv_transfer import VOCAB, meet_late
+from tests.support.kv_transfer import tiny_engine as engine
+from tests.support.kv_transfer import tiny_request as request
+from tests.support.kv_transfer import whole_answer as answer
 
 
 async def expected(asked):
@@ -26,7 +26,7 @@ async def expected(asked):
 
 
 def play(scene, names=("p0", "d0"), *, kv_bytes=64, kv_blocks=200, **options):
-    hand_over_scene.play(scene, names, engine=lambda _name: engine(kv_blocks, kv_bytes), **options)
+    kv_transfer_scene.play(scene, names, engine=lambda _name: engine(kv_blocks, kv_bytes), **options)
 
 
 @pytest.mark.parametrize("kv_bytes", [64, 0])
@@ -58,7 +58,7 @@ def test_what_the_decode_worker_has_is_not_fetched():
     play(scene)
 
 
-def test_an_answer_of_one_token_is_not_handed_over():
+def test_an_answer_of_one_token_is_not_transferred():
     async def scene(cluster, dispatcher):
         asked = request("a", max_tokens=1)
         assert await answer(dispatcher, asked) == await expected(asked)
@@ -186,7 +186,7 @@ def test_seconds_decide_where_a_prompt_is_computed(length, is_remote):
             assert (decision.prefill.worker, decision.worker) == ("p0" if is_remote else None, "d0")
             assert [one.worker for one in decision.prefill.candidates] == ["p0"] * is_remote
 
-        await hand_over_scene.beside_streams(dispatcher, ask, streams=12)
+        await kv_transfer_scene.beside_streams(dispatcher, ask, streams=12)
 
     play(scene, router=router)
 
@@ -214,7 +214,7 @@ def test_prompts_too_long_for_decode_workers_are_computed_apart_whatever_that_ta
 def test_where_tokens_have_to_come_at_a_pace_a_prompt_that_holds_streams_up_is_computed_apart(
     targets, is_remote
 ):
-    """With a hand-over that costs more than what the streams there lose is else worth."""
+    """With a KV transfer that costs more than what the streams there lose is else worth."""
     router = RouterConfig(disagg=DisaggConfig(remote_tokens_min=4, kv_transfer_s=0.1))
 
     async def scene(_cluster, dispatcher):
@@ -223,7 +223,7 @@ def test_where_tokens_have_to_come_at_a_pace_a_prompt_that_holds_streams_up_is_c
             (first, *_) = dispatcher.explain("a")
             assert first.prefill.remote is is_remote
 
-        await hand_over_scene.beside_streams(dispatcher, ask, streams=3)
+        await kv_transfer_scene.beside_streams(dispatcher, ask, streams=3)
 
     play(scene, router=router)
 

@@ -1,4 +1,4 @@
-"""Real KV of every model family, handed over by chunk: answers are those of one worker, token for token."""
+"""Real KV of every model family, transferred by chunk: answers are those of one worker, token for token."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.testing.loop import run_async
 from tests.support.cluster import MemoryCluster, small_card
-from tests.support.hand_over import PRICES, check_nothing_is_held, tiny_request, whole_answer
+from tests.support.kv_transfer import PRICES, check_nothing_is_held, tiny_request, whole_answer
 
 pytest.importorskip("torch")
 

@@ -1,4 +1,4 @@
-"""What can go wrong while a prompt is handed over, one thing at a time, and what is left of it."""
+"""What can go wrong while KV moves, one thing at a time, and what is left of it."""
 
 import asyncio
 import itertools
@@ -13,8 +13,8 @@ from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.queue.request_queue import Ticket
 from penstock.worker.config import KvTransferConfig, WorkerConfig
-from tests.support import hand_over_scene
-from tests.support.hand_over import (
+from tests.support import kv_transfer_scene
+from tests.support.kv_transfer import (
     VOCAB,
     SlowTransport,
     tiny_engine,
@@ -26,7 +26,7 @@ BLOCKS = 12  # of a prompt of 50 tokens
 
 
 def play(scene, names=("p0", "d0"), *, policy="least-loaded", read_s=0.0, kv_blocks=None, config=None):
-    hand_over_scene.play(
+    kv_transfer_scene.play(
         scene,
         names,
         router=RouterConfig(policy=policy, disagg=DisaggConfig(remote_tokens_min=1)),
@@ -61,7 +61,7 @@ def test_a_worker_that_does_both_fetches_too():
     play(scene, ("p0", "a0"))
 
 
-def test_who_is_refused_by_one_decode_worker_is_handed_over_to_another():
+def test_who_is_refused_by_one_decode_worker_goes_to_another():
     async def scene(cluster, dispatcher):
         cluster.worker("d0")._registration.refusal = Overloaded("full", retry_after_s=1.0)
         for number in range(4):
@@ -112,7 +112,7 @@ def test_a_request_is_counted_once(length):
 
 
 @pytest.mark.parametrize("read_s", [0.0, 2.0])
-def test_who_leaves_while_his_prompt_is_handed_over_leaves_nothing_held(read_s):
+def test_who_leaves_while_his_prompt_is_transferred_leaves_nothing_held(read_s):
     async def scene(cluster, dispatcher):
         async with dispatcher.open(tiny_request("a")) as stream:
             await anext(stream)
@@ -270,7 +270,7 @@ def test_no_more_wait_for_their_kv_than_may():
     assert caught.group_contains(Overloaded, match="fetches_max")
 
 
-def test_a_last_token_of_a_context_is_no_hand_over():
+def test_a_last_token_of_a_context_is_no_kv_transfer():
     async def scene(cluster, dispatcher):
         for length, tokens in ((398, 2), (399, 1)):
             ids = pack_tokens([1 + index % (VOCAB - 1) for index in range(length)])

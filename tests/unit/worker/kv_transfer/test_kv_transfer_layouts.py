@@ -1,4 +1,4 @@
-"""Prompts handed over between engines whose KV lies otherwise: tensor parallelism, layers and their order."""
+"""KV transfers between engines whose KV lies otherwise: tensor parallelism, layers and their order."""
 
 import asyncio
 from itertools import product
@@ -13,7 +13,7 @@ from penstock.core.types.kv_layout import KvLayout
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import (
+from tests.support.kv_transfer import (
     BLOCK_SIZE,
     check_nothing_is_held,
     tiny_engine,

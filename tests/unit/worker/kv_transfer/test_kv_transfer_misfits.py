@@ -1,4 +1,4 @@
-"""Workers that cannot hand prompts over to each other: not used for that, and `workers()` says why."""
+"""Workers that cannot transfer KV to each other: not used for that, and `workers()` says why."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.transfer import TransferAgent, TransferConfig
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.hand_engine import HandEngine
-from tests.support.hand_over import (
+from tests.support.kv_transfer import (
     BLOCK_SIZE,
     PRICES,
     tiny_engine,
@@ -113,7 +113,7 @@ def test_tensor_parallelism_may_differ():
     play(scene)
 
 
-def test_without_a_transport_in_common_nothing_is_handed_over():
+def test_without_a_transport_in_common_nothing_is_transferred():
     async def scene(cluster, dispatcher):
         for name, role, transport in (("p", Role.PREFILL, "shm"), ("d", Role.DECODE, "tcp")):
             config = TransferConfig(listen=("memory",), transports=(transport,))
@@ -129,7 +129,7 @@ def test_without_a_transport_in_common_nothing_is_handed_over():
     play(scene)
 
 
-def test_an_engine_that_gives_no_kv_is_not_handed_over_to():
+def test_an_engine_that_gives_no_kv_gets_no_kv_transfer():
     async def scene(cluster, dispatcher):
         await cluster.start("p", tiny_engine(), role=Role.PREFILL)
         await cluster.start("a", HandEngine(), role=Role.AGGREGATED)

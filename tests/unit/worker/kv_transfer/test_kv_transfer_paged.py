@@ -14,7 +14,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.testing.loop import run_async
 from tests.support.cluster import MemoryCluster, small_card
-from tests.support.hand_over import PRICES, check_nothing_is_held, tiny_request
+from tests.support.kv_transfer import PRICES, check_nothing_is_held, tiny_request
 
 pytest.importorskip("torch")
 

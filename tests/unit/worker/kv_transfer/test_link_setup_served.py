@@ -10,13 +10,13 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.disagg.link_setup import LinkCredit, LinkSetup
 from penstock.router.dispatch.progress import Progress
 from penstock.transfer.transports.memory import MemoryTransport
-from tests.support.hand_over import PRICES, tiny_engine, tiny_request, whole_answer
-from tests.support.hand_over_scene import beside_streams, play
+from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer_scene import beside_streams, play
 
 SETUP_S = 2.0
 PREDICTED = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4))
 FORCED = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4, local_tokens_max=1))
-"""Every prompt is computed apart."""
+"""Every prompt is disaggregated."""
 PROMPT_TOKENS = 60  # one chunk
 PREFILL_S = PRICES.prefill_step_s + PROMPT_TOKENS * (PRICES.prefill_token_s + PRICES.decode_step_s / 64)
 """What such a prompt takes to compute: its link is set up meanwhile."""
@@ -55,7 +55,7 @@ async def ask(dispatcher, number, length=PROMPT_TOKENS):
 
 
 async def ask_until_remote(dispatcher, most):
-    """Give what was decided of requests until the first one that is handed over, and how long that took."""
+    """Give what was decided of requests until the first one that is disaggregated, and how long that took."""
     decided = []
     for number in range(most):
         explained, took_s = await ask(dispatcher, number)

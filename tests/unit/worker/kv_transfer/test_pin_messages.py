@@ -9,8 +9,8 @@ from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.types.requests import KvHandle, Prefetch
 from penstock.core.wire import encode
 from penstock.worker.kv_transfer.pin_messages import PIN_MESSAGES, PinFollow
-from tests.support import hand_over_scene
-from tests.support.hand_over import tiny_request, whole_answer
+from tests.support import kv_transfer_scene
+from tests.support.kv_transfer import tiny_request, whole_answer
 from tests.support.worker_stage import Sink
 
 NO_IDS = (b"", bytes(15), bytes(17), bytes(1 << 19))
@@ -35,7 +35,7 @@ def test_who_follows_what_is_no_transfer_id_is_not_remembered():
         await asyncio.sleep(0.1)
         assert list(producer.exports._early) == [bytes(16)]
 
-    hand_over_scene.play(scene)
+    kv_transfer_scene.play(scene)
 
 
 def test_hashes_that_are_none_end_nobody_elses_connection():
@@ -63,4 +63,4 @@ def test_hashes_that_are_none_end_nobody_elses_connection():
         assert sink.error("b") == "invalid_request_error"
         worker.disconnected(sink)
 
-    hand_over_scene.play(scene)
+    kv_transfer_scene.play(scene)

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 from penstock.core.errors import Overloaded
 from penstock.core.types.instances import Role
 from penstock.router.config import DisaggConfig, QueueConfig, RouterConfig
-from tests.support import hand_over_scene
-from tests.support.hand_over import (
+from tests.support import kv_transfer_scene
+from tests.support.kv_transfer import (
     PRICES,
     tiny_engine,
     tiny_request,
@@ -33,7 +33,7 @@ def play(scene, names=("p0", "d0"), *, queue=None, policy="kv", decode=PRICES, *
     async def measured(cluster, dispatcher):
         await scene(cluster, dispatcher, registry)
 
-    hand_over_scene.play(
+    kv_transfer_scene.play(
         measured, names, router=router, registry=registry, prices={Role.DECODE: decode}, **options
     )
 

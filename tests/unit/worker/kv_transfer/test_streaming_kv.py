@@ -17,16 +17,16 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from penstock.worker.kv_transfer.pin_messages import PinGrown
 from penstock.worker.kv_transfer.reader import Growth
-from tests.support import hand_over_scene
+from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_over import (
+from tests.support.kv_transfer import (
     PRICES,
     SlowTransport,
     tiny_engine,
     tiny_request,
     whole_answer,
 )
-from tests.support.hand_over_scene import ALWAYS
+from tests.support.kv_transfer_scene import ALWAYS
 
 CHUNK = 16
 STEP_S = 0.01 + CHUNK * 1e-3
@@ -39,7 +39,7 @@ EARLY_BLOCKS = LENGTH // CHUNK * CHUNK // 4
 
 def play(scene, names=("p0", "d0"), *, stream=True, byte_s=0.0, kv_blocks=None, router=ALWAYS, **limits):
     limits = {"pinned_share_max": 1.0} | limits
-    hand_over_scene.play(
+    kv_transfer_scene.play(
         scene,
         names,
         router=router,
@@ -322,7 +322,7 @@ def test_no_more_are_begun_than_may_wait_for_their_kv():
     play(scene, fetches_max=1)
 
 
-def test_past_its_share_of_the_blocks_a_prompt_is_handed_over_whole():
+def test_past_its_share_of_the_blocks_a_prompt_is_transferred_whole():
     async def scene(cluster, dispatcher):
         async with asyncio.TaskGroup() as group:
             for seed in (1, 2):

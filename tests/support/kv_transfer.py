@@ -1,4 +1,4 @@
-"""What tests of hand-overs share: small engines whose KV is checked on every step, and transfers that take their time."""
+"""What tests of KV transfers share: small engines whose KV is checked on every step, and transfers that take their time."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -105,9 +105,9 @@ def check_nothing_is_held(worker: Worker, engine: BatchedEngine) -> None:
     load = engine.load()
     assert load.active_blocks == 0, "blocks are held"
     assert load.failed_steps == 0, "steps failed, as those do that read KV of another prefix"
-    hand_over = worker.kv_transfer
-    if hand_over is not None:
-        hand_over.check_idle()
+    kv_transfer = worker.kv_transfer
+    if kv_transfer is not None:
+        kv_transfer.check_idle()
 
 
 def meet_late(worker: Worker, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""A deployment whose workers hand prompts over to each other, on virtual time: where tests of hand-overs play."""
+"""A deployment with prefill and decode workers on virtual time, for tests of KV transfers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.transfer.transports.memory import MemoryTransport
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, memory_transport
-from tests.support.hand_over import PRICES, check_nothing_is_held, tiny_engine, tiny_request
+from tests.support.kv_transfer import PRICES, check_nothing_is_held, tiny_engine, tiny_request
 
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
-"""Every prompt is computed apart while some prefill worker can."""
+"""Every prompt is disaggregated while some prefill worker can."""
 _ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
 _REPORTED_S = 0.2
 """By then workers have told of what they run."""
