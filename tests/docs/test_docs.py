@@ -113,6 +113,13 @@ def anchors(page: Path) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in headings}
 
 
+def test_the_files_of_the_architecture_page_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", page)
+    assert len(named) > 40
+    assert [name for name in named if not (ROOT / "src" / "penstock" / name).exists()] == []
+
+
 def test_every_metric_of_the_router_is_in_its_reference() -> None:
     registry = CollectorRegistry()
     RouterMetrics(registry)
