@@ -7,12 +7,12 @@ import pytest
 from penstock.testing.transports.storage_harness import OwnStorage
 from penstock.testing.transports.transport import TransportSuite
 from penstock.transfer import ObjectRegion
-from penstock.transfer.storage.object import ObjectTransport
+from penstock.transfer.storage.object import ObjectStorage
 
 
 def _own_objects(url: str, size_bytes: int) -> OwnStorage:
     return OwnStorage(
-        ObjectTransport(requests=4, request_timeout_s=10, retries=0),
+        ObjectStorage(requests=4, request_timeout_s=10, retries=0),
         ObjectRegion(url, size_bytes, prefix="kv", object_bytes=1 << 20),
     )
 

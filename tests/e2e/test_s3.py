@@ -26,7 +26,7 @@ from penstock.testing.loop import run_async
 from penstock.testing.transports.storage_harness import OwnStorage
 from penstock.testing.transports.transport import TransportSuite
 from penstock.transfer import ObjectRegion, Registration, TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.storage.object import ObjectTransport
+from penstock.transfer.storage.object import ObjectStorage
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +159,7 @@ class _Storing:
 async def _storing(
     region: ObjectRegion, *, request_timeout_s: float = 10, retries: int = 3
 ) -> AsyncIterator[_Storing]:
-    transport = ObjectTransport(requests=4, request_timeout_s=request_timeout_s, retries=retries)
+    transport = ObjectStorage(requests=4, request_timeout_s=request_timeout_s, retries=retries)
     async with TransferAgent("a", TransferConfig(listen=()), transports=[transport]) as agent:
         memory = np.random.default_rng(1).integers(0, 256, region.size_bytes, np.uint8)
         yield _Storing(agent, memory, region)
@@ -176,7 +176,7 @@ class TestObjectTransportOnS3(TransportSuite):
 
     @staticmethod
     def harness(size_bytes: int) -> OwnStorage:
-        transport = ObjectTransport(requests=4, request_timeout_s=20, retries=3)
+        transport = ObjectStorage(requests=4, request_timeout_s=20, retries=3)
         region = _region(
             TestObjectTransportOnS3.server.url, size_bytes=size_bytes, prefix=f"suite{size_bytes}"
         )

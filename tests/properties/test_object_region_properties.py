@@ -11,7 +11,7 @@ from penstock.core.errors import ChecksumMismatch
 from penstock.testing.loop import run_async
 from penstock.transfer import ObjectRegion, TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.storage.block_sums import BLOCK_BYTES
-from penstock.transfer.storage.object import ObjectTransport
+from penstock.transfer.storage.object import ObjectStorage
 
 obstore = pytest.importorskip("obstore")
 
@@ -56,7 +56,7 @@ def test_what_is_read_is_what_was_written(script: list[tuple[str, list[tuple[int
 
 async def _life(store: object, memory: np.ndarray, model: _Model, turns: Any) -> bool:
     """Do what one agent does; says whether there is more for another one."""
-    transport = ObjectTransport(requests=3, request_timeout_s=10, retries=0)
+    transport = ObjectStorage(requests=3, request_timeout_s=10, retries=0)
     async with TransferAgent("a", TransferConfig(listen=()), transports=[transport]) as agent:
         local = agent.register(memory)
         remote = agent.register(ObjectRegion(store, SIZE, object_bytes=OBJECT_BYTES))

@@ -59,7 +59,7 @@ class TcpOwner:
             MemoryKind.DRAM, _GIVEN_BYTES, "given", self.memory.ctypes.data + _GIVEN_BYTES, owner=self.memory
         )
         transport = MemoryTransport(threads=1, inline_bytes_max=0)
-        registration = self.table.register(region, {transport.name: transport}, {})
+        registration = self.table.register(region, {transport.name: transport}, {}, {})
         self.region_id = registration.region_id
         self.keys = {op: registration.key(op) for op in TransferOp}
         room = StreamRoom(1, 1.0)

@@ -23,7 +23,7 @@ from penstock.doctor.host import inspect_host
 from penstock.doctor.memories import PROCESS_KINDS, STORAGE_KINDS, Memories
 from penstock.doctor.neighbour import NETWORKED, neighbour
 from penstock.doctor.probe import Figures, measure
-from penstock.seams import Transport
+from penstock.seams import Storage, Transport
 from penstock.transfer import MemoryKind, Peer, Registration, RemoteRegion, TransferAgent, TransferConfig
 from penstock.transfer.default_transports import default_transports
 
@@ -76,7 +76,7 @@ class Examination:
         self._memories = memories
         self._others = others
 
-    async def try_transport(self, transport: Transport) -> None:
+    async def try_transport(self, transport: Transport | Storage) -> None:
         """Find out what one transport does here."""
         name = transport.name
         async with TransferAgent("doctor", transports=[transport]) as agent:
@@ -133,7 +133,8 @@ class Examination:
 
 
 async def examine(
-    directory: Path, transports: Callable[[TransferConfig], Iterable[Transport]] = default_transports
+    directory: Path,
+    transports: Callable[[TransferConfig], Iterable[Transport | Storage]] = default_transports,
 ) -> Findings:
     """Try everything.
 

@@ -21,7 +21,7 @@ from penstock.seams.request_plane import (
     WorkerSink,
 )
 from penstock.seams.routing import ExplainedPolicy, HistoryPolicy, RoutingPolicy
-from penstock.seams.transfer import Link, Move, TransferChannel, Transport, TransportHost
+from penstock.seams.transfer import Link, Move, RangeMover, Storage, TransferChannel, Transport, TransportHost
 
 __all__ = [
     "Announcing",
@@ -39,6 +39,7 @@ __all__ = [
     "Move",
     "PlaneServer",
     "PriceColumns",
+    "RangeMover",
     "Registration",
     "RequestDispatcher",
     "RequestPlane",
@@ -47,6 +48,7 @@ __all__ = [
     "RoleAware",
     "RoutingContext",
     "RoutingPolicy",
+    "Storage",
     "TransferChannel",
     "Transport",
     "TransportHost",

@@ -3,13 +3,14 @@
 import asyncio
 import socket
 from collections.abc import Collection, Coroutine, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.core.descriptors import (
     Access,
     Descriptors,
     Granted,
     Keys,
+    MemoryKind,
     RangePairs,
     Region,
     RegionInfo,
@@ -152,8 +153,8 @@ class Move(Protocol):
         ...
 
 
-class TransferChannel(Protocol):
-    """One transport to one peer, over a link that this agent initiated; or to this agent's own memory."""
+class RangeMover(Protocol):
+    """Moves ranges between this agent's memory and something else: a peer's memory, its own, or its storage."""
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         """Say why it cannot move bytes between these regions; None if it can."""
@@ -172,6 +173,10 @@ class TransferChannel(Protocol):
             checksum: whether to verify the bytes and raise `ChecksumMismatch`.
         """
         ...
+
+
+class TransferChannel(RangeMover, Protocol):
+    """One transport to one peer, over a link that this agent initiated; or to this agent's own memory."""
 
     def forget(self, region_id: int) -> None:
         """Let go of a region of the peer that was deregistered there; no move uses it any more."""
@@ -288,4 +293,49 @@ class Transport(Protocol):
 
     async def close(self) -> None:
         """Release everything. Safe after a failed `start`, and twice."""
+        ...
+
+
+@runtime_checkable
+class Storage(RangeMover, Protocol):
+    """Moves bytes between this agent's main memory and storage of its own, such as files. No peer has any part in it.
+
+    An agent has one of each kind and calls it from its event loop only.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> MemoryKind:
+        """What its regions are."""
+        ...
+
+    @property
+    def checksums(self) -> bool:
+        """Whether checksums are on where the caller does not say."""
+        ...
+
+    def start(self, host: TransportHost) -> None:
+        """Know the agent."""
+        ...
+
+    def register(self, region_id: int, region: Region) -> None:
+        """Open a region of its kind; never blocks.
+
+        Raises:
+            TransferError: it cannot be opened; the text says why.
+        """
+        ...
+
+    async def deregister(self, region_id: int) -> None:
+        """Close a region of its kind; its agent has ended what used it."""
+        ...
+
+    def lingering(self, region_id: int) -> Collection["asyncio.Future[None]"]:
+        """List what has ended for the caller and yet may use this region, as it cannot be taken back. Each is done when it does not."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything. Safe twice."""
         ...

@@ -15,10 +15,10 @@ from penstock.core.errors import (
     TransferRefused,
 )
 from penstock.core.log import get_logger
-from penstock.seams import Transport
+from penstock.seams import Storage, Transport
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.counters import TransferCounters, add
-from penstock.transfer.default_transports import STORAGE, allowed, default_transports
+from penstock.transfer.default_transports import allowed, default_transports
 from penstock.transfer.link.connections import Connections
 from penstock.transfer.link.grants import Grants
 from penstock.transfer.link.identity import Identity
@@ -29,6 +29,7 @@ from penstock.transfer.peer_table import PeerTable
 from penstock.transfer.posting.handle import TransferHandle
 from penstock.transfer.posting.peer import Peer
 from penstock.transfer.posting.prepared import PreparedTransfer
+from penstock.transfer.posting.routes import Route
 from penstock.transfer.posting.running import RunningTransfers
 from penstock.transfer.regions.buffers import region_of
 from penstock.transfer.regions.pairs import pair_ranges
@@ -52,14 +53,14 @@ class TransferAgent:
         name: str,
         config: TransferConfig | None = None,
         *,
-        transports: Iterable[Transport] | None = None,
+        transports: Iterable[Transport | Storage] | None = None,
     ) -> None:
         """Do nothing yet.
 
         Args:
             name: what peers call it; unique among the agents that meet.
             config: bounds and times.
-            transports: to use instead of all that are built in.
+            transports: with storage among them, to use instead of all that are built in.
         """
         self.name = name
         self.config = config or TransferConfig()
@@ -68,13 +69,13 @@ class TransferAgent:
         """The latest refusals of what others asked of this agent."""
         self.identity = Identity(name, self.config)
         made = default_transports(self.config) if transports is None else transports
-        self._transports = allowed(made, self.config.transports)
+        self._transports, self._storage = allowed(made, self.config.transports)
         self._table = RegionTable()
         self._notification_queue = NotificationQueue(name, self.config.notifications_max, self.counters)
         self.running = RunningTransfers(self.config, self.counters, self._notification_queue)
         self.grants = Grants(self, self.config.connect_timeout_s)
         self._connections = Connections(self)
-        self._quarantine = Quarantine(name, self._transports, self.grants)
+        self._quarantine = Quarantine(name, self._transports, self._storage, self.grants)
         self._met = PeerTable(
             Peer(name, self.identity.token, None),
             self._connections,
@@ -101,9 +102,14 @@ class TransferAgent:
                     self._met.unavailable[transport.name] = error.message
                     del self._transports[transport.name]
                     await transport.close()
+            for storage in self._storage.values():
+                storage.start(self)
             self._addresses = self._connections.open(self.config.listen, self._tasks)
             await self._met.find_ways(
                 self._met.own, {name: t.contact() for name, t in self._transports.items()}
+            )
+            self._met.own.routes.update(
+                {name: Route(name, storage, storage) for name, storage in self._storage.items()}
             )
         except BaseException:
             await self.close()
@@ -129,8 +135,8 @@ class TransferAgent:
         self._connections.close()
         for peer in peers:
             await peer.close_ways()
-        for transport in self._transports.values():
-            await transport.close()
+        for one in self._parts():
+            await one.close()
         self._met.let_go()
         for task in self._connections.tasks:
             task.cancel()
@@ -154,7 +160,7 @@ class TransferAgent:
         """
         region = memory if isinstance(memory, Region) else region_of(memory, name)
         registration = self._table.register(
-            region, self._transports, self.unavailable, name=name, access=access
+            region, self._transports, self._storage, self.unavailable, name=name, access=access
         )
         self._met.own.infos[registration.region_id] = registration.info
         return registration
@@ -178,6 +184,9 @@ class TransferAgent:
         """What was deregistered while somebody who does not answer could use it, and is not free yet."""
         return self._quarantine.held
 
+    def _parts(self) -> list[Transport | Storage]:
+        return [*self._transports.values(), *self._storage.values()]
+
     async def _withdraw(self, registration: Registration) -> None:
         region_id = registration.region_id
         self._table.remove(registration)
@@ -185,8 +194,8 @@ class TransferAgent:
         gone = TransferRefused(f"region {region_id} of agent {self.name} was deregistered")
         await self.running.end_local(region_id, gone)
         await self._connections.withdraw(region_id)
-        for transport in self._transports.values():
-            await transport.deregister(region_id)
+        for one in self._parts():
+            await one.deregister(region_id)
 
     def query(self, region: Registration | RemoteRegion) -> Mapping[str, object]:
         """Say what is known of a region: kind, size, whether it is still registered, transports, transfers under way.
@@ -263,7 +272,7 @@ class TransferAgent:
     @property
     def transport_names(self) -> tuple[str, ...]:
         """Those that may reach other agents: that work here, or before it is entered, that it will try."""
-        return tuple(name for name in self._transports if name not in STORAGE)
+        return tuple(self._transports)
 
     def setup_s(self, name: str) -> float:
         """Say what one of these takes to reach another agent for the first time, in seconds."""

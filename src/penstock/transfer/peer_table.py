@@ -6,7 +6,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from penstock.core.errors import PeerLost, TransferError, TransferRefused
-from penstock.seams import Transport
+from penstock.seams import Storage, Transport
 from penstock.transfer.link.links import AgentLink
 from penstock.transfer.link.metadata import AgentMetadata
 from penstock.transfer.posting.peer import Peer
@@ -172,7 +172,8 @@ class PeerTable:
             gone = TransferRefused(f"region {region_id} of agent {peer.name} was deregistered there")
             await self._running.end_remote(peer, region_id, gone)
             for route in peer.routes.values():
-                route.channel.forget(region_id)
+                if not isinstance(route.channel, Storage):
+                    route.channel.forget(region_id)
 
     def _users(self, peer: Peer, link: AgentLink) -> "list[asyncio.Future[None]]":
         """List what may use memory of a peer that is forgotten."""

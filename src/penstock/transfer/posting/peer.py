@@ -2,11 +2,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.core.descriptors import Descriptors, Region, RegionInfo, TransferOp
+from penstock.core.descriptors import Descriptors, MemoryKind, Region, RegionInfo, TransferOp
 from penstock.core.errors import PeerLost, TransferRefused
 from penstock.transfer.link.links import AgentLink
 from penstock.transfer.posting.routes import Route
 from penstock.transfer.regions.regions import RemoteRegion, distinct, expect_inside
+
+_STORED = {
+    MemoryKind.FILE: "files of agent {} are reached by itself only; read its memory instead",
+    MemoryKind.OBJECT: "object stores of agent {} are reached by itself only; register the same one here",
+}
 
 
 class Peer:
@@ -106,6 +111,12 @@ class Peer:
         """Find the transports that can move between these, and why the others cannot."""
         able: list[Route] = []
         refusals = dict(self.unreachable)
+        if self.link is not None:
+            refusals |= {
+                kind.value: _STORED[kind].format(self.name)
+                for kind in dict.fromkeys(info.kind for info in remote)
+                if kind in _STORED
+            }
         for route in self.routes.values():
             refusal = route.channel.refusal(op, local, remote)
             if refusal is None:

@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.descriptors import TransferOp
-from penstock.seams import TransferChannel, Transport
+from penstock.seams import Storage, TransferChannel, Transport
 from penstock.transfer.posting.speeds import Speeds
 
 _REST_S, _REST_S_MAX = 1.0, 60.0
@@ -18,11 +18,11 @@ _NEVER_S = float("inf")
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """A transport that reaches the peer, and what was learned of it."""
+    """A transport that reaches the peer, or storage of the agent itself, and what was learned of it."""
 
     name: str
-    channel: TransferChannel
-    transport: Transport
+    channel: TransferChannel | Storage
+    transport: Transport | Storage
     speeds: Speeds = field(default_factory=Speeds)
     rests_until_s: float = 0.0
     is_set_up: bool = field(init=False)

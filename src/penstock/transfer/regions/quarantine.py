@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from penstock.core.errors import MemoryInUse
 from penstock.core.log import get_logger
-from penstock.seams import Transport
+from penstock.seams import Storage, Transport
 from penstock.transfer.link.grants import Grants
 from penstock.transfer.link.links import AgentLink
 from penstock.transfer.regions.regions import Registration
@@ -23,17 +23,21 @@ _left_behind: list[Registration] = []
 class Quarantine:
     """That of one agent. Its event loop owns it."""
 
-    def __init__(self, owner: str, transports: Mapping[str, Transport], grants: Grants) -> None:
+    def __init__(
+        self, owner: str, transports: Mapping[str, Transport], storage: Mapping[str, Storage], grants: Grants
+    ) -> None:
         """Hold nothing.
 
         Args:
             owner: the agent's name.
             transports: those that work here.
+            storage: likewise.
             grants: what peers reach by themselves.
         """
         self._grants = grants
         self._owner = owner
         self._transports = transports
+        self._parts: list[Transport | Storage] = [*transports.values(), *storage.values()]
         self._departing: dict[AgentLink, set[int]] = {}
         self._held: dict[int, Registration] = {}
         self._freed: WeakSet[Registration] = WeakSet()
@@ -106,9 +110,7 @@ class Quarantine:
         self._freed.add(self._held.pop(region_id))
 
     def _users(self, region_id: int) -> list["asyncio.Future[None]"]:
-        lingering = [
-            user for transport in self._transports.values() for user in transport.lingering(region_id)
-        ]
+        lingering = [user for one in self._parts for user in one.lingering(region_id)]
         departing = [link.gone for link, exposed in self._departing.items() if region_id in exposed]
         return [user for user in (*departing, *lingering) if not user.done()]
 

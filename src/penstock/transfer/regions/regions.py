@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from penstock.core.descriptors import (
+    MAIN_MEMORY,
     Access,
     Descriptors,
     MemoryKind,
@@ -18,7 +19,7 @@ from penstock.core.descriptors import (
     TransferOp,
 )
 from penstock.core.errors import TransferError, TransferRefused
-from penstock.seams import Transport
+from penstock.seams import Storage, Transport
 from penstock.transfer.regions.ranges import check_bounds
 
 _KEY_BYTES = 8
@@ -150,6 +151,7 @@ class RegionTable:
         self,
         region: Region,
         transports: Mapping[str, Transport],
+        storage: Mapping[str, Storage],
         unavailable: Mapping[str, str],
         *,
         name: str = "",
@@ -162,6 +164,7 @@ class RegionTable:
             name: how peers find it; "" for the region's own.
             access: what peers may do with it; None for all that the memory lets them.
             transports: those that work here, by name.
+            storage: likewise.
             unavailable: why others do not.
 
         Raises:
@@ -185,11 +188,19 @@ class RegionTable:
                 continue
             if way is not None:
                 ways[by] = way
-        if not ways:
+        is_reached = bool(ways) or (bool(storage) and region.kind in MAIN_MEMORY)
+        for by, kept in storage.items():
+            if kept.kind is region.kind:
+                try:
+                    kept.register(region_id, region)
+                    is_reached = True
+                except TransferError as error:
+                    why.append(f"{by}: {error.message}")
+        if not is_reached:
             reasons = "; ".join(why or (f"{by}: {text}" for by, text in unavailable.items()))
             raise TransferRefused(
                 f"region of {region.size_bytes} bytes, {region.kind.value}: no transport has any use for it"
-                f" ({reasons or ', '.join(transports)})"
+                f" ({reasons or ', '.join((*transports, *storage))})"
             )
         read_key, write_key = secrets.token_bytes(_KEY_BYTES), secrets.token_bytes(_KEY_BYTES)
         registration = Registration(region_id, region, name or region.name, access, read_key, write_key, ways)

@@ -1,17 +1,16 @@
-"""Transport `file`: between this agent's memory and its own files. See `penstock.transfer.storage.slab` for what a file is.
+"""Storage `file`: between this agent's memory and its own files. See `penstock.transfer.storage.slab` for what a file is.
 
 A peer that wants what is in a file reads this agent's memory; its file is not its peers' business.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.descriptors import (
     MAIN_MEMORY,
-    Access,
     MemoryKind,
     RangePairs,
     Region,
@@ -19,16 +18,15 @@ from penstock.core.descriptors import (
     TransferCost,
     TransferOp,
 )
-from penstock.core.errors import ConfigError, TransferError, TransferRefused
+from penstock.core.errors import ConfigError, TransferRefused
 from penstock.core.log import get_logger
-from penstock.seams import Link, Move, TransferChannel, TransportHost
+from penstock.seams import Move, TransportHost
 from penstock.transfer.regions.quarantine import call_after
 from penstock.transfer.regions.regions import addresses_of, distinct
 from penstock.transfer.storage.block_sums import BLOCK_BYTES
 from penstock.transfer.storage.extents import Extents
 from penstock.transfer.storage.io_threads import Bounce, IoThreads, Job
 from penstock.transfer.storage.slab import Disk, Slab
-from penstock.transfer.transports.quiet import QuietTransport
 
 _log = get_logger()
 _GRACE_S = 0.1
@@ -102,10 +100,11 @@ class _OpenFile:
             self.found.close()
 
 
-class FileTransport(QuietTransport):
+class FileStorage:
     """Reads and writes slabs, each on a few threads that all transfers share."""
 
     name = "file"
+    kind = MemoryKind.FILE
     checksums = True
 
     def __init__(self, *, threads: int, io_bytes: int, disk: Disk = os) -> None:
@@ -123,17 +122,13 @@ class FileTransport(QuietTransport):
         self._num_threads = threads
         self._jobs: dict[Job, frozenset[int]] = {}  # under way, with the regions that they use
 
-    async def start(self, host: TransportHost) -> None:
+    def start(self, host: TransportHost) -> None:
         self.host = host
 
-    def contact(self) -> bytes:
-        return b""
-
-    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
+    def register(self, region_id: int, region: Region) -> None:
         """Have a thread open the file, since a disk may hang in any call; transfers wait for that, and fail as it failed."""
-        del access  # no peer reaches it
         if not isinstance(region, FileRegion):
-            return b"" if region.kind in MAIN_MEMORY else None
+            raise TransferRefused("a region of kind file has to be a FileRegion")
         opened = _OpenFile(region, IoThreads(self._num_threads, self.io_bytes, "transfer-file"))
         try:
             asyncio.get_running_loop()
@@ -145,7 +140,6 @@ class FileTransport(QuietTransport):
             )
             opened.opening.done.add_done_callback(lambda _: _tell_failure(opened))
         self.files[region_id] = opened
-        return b""
 
     async def deregister(self, region_id: int) -> None:
         """Close a file once nothing is at it, which takes no longer here than a disk that works."""
@@ -166,23 +160,30 @@ class FileTransport(QuietTransport):
         except TimeoutError:
             _log.error("slab_hangs", path=str(opened.region.path), waited_s=_CLOSE_S)
 
-    async def connect(
-        self, link: Link | None, contact: bytes, regions: Mapping[int, RegionInfo]
-    ) -> TransferChannel:
-        del contact, regions
-        if link is not None:
-            raise TransferError(
-                f"files of agent {link.peer} are reached by itself only; read its memory instead"
-            )
-        return _FileChannel(self)
-
-    def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
-        return [job.done for job, region_ids in self._jobs.items() if user in region_ids]
+    def lingering(self, region_id: int) -> Collection["asyncio.Future[None]"]:
+        return [job.done for job, used in self._jobs.items() if region_id in used]
 
     async def close(self) -> None:
         async with asyncio.TaskGroup() as group:
             for region_id in list(self.files):
                 group.create_task(self.deregister(region_id))
+
+    def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
+        del op
+        for region in local:
+            if region.kind not in MAIN_MEMORY:
+                return f"storage file moves between files and main memory, and the local side is {region.kind.value}"
+        for info in remote:
+            if info.region_id not in self.files:
+                return f"region {info.region_id}, {info.kind.value}, is no file that this agent has open"
+        return None
+
+    def cost(self, op: TransferOp) -> TransferCost:
+        del op
+        return _COST
+
+    def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
+        return _FileMove(self, op, pairs, checksum=checksum)
 
     # -- for moves --------------------------------------------------------------------------------------------------
 
@@ -217,36 +218,10 @@ class FileTransport(QuietTransport):
                 raise job.error
 
 
-class _FileChannel:
-    def __init__(self, own: FileTransport) -> None:
-        self._own = own
-
-    def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
-        del op
-        for region in local:
-            if region.kind not in MAIN_MEMORY:
-                return f"transport file moves between files and main memory, and the local side is {region.kind.value}"
-        for info in remote:
-            if info.region_id not in self._own.files:
-                return f"region {info.region_id}, {info.kind.value}, is no file that this agent has open"
-        return None
-
-    def cost(self, op: TransferOp) -> TransferCost:
-        del op
-        return _COST
-
-    def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
-        return _FileMove(self._own, op, pairs, checksum=checksum)
-
-    def forget(self, region_id: int) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 class _FileMove:
     """Its I/Os, worked out once."""
 
-    def __init__(self, own: FileTransport, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
+    def __init__(self, own: FileStorage, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
         host = own.host
         assert host is not None, "prepared before the start"
         self._own = own

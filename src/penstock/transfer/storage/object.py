@@ -1,11 +1,11 @@
-"""Transport `object`: between this agent's memory and its regions in an object store (S3, GCS, Azure, a directory).
+"""Storage `object`: between this agent's memory and its regions in an object store (S3, GCS, Azure, a directory).
 
 A region is cut into objects of 1 MiB or more, several blocks to an object, so that a store sees few large requests.
 A write of all of an object puts it; a write of a part gets it first, changes it and puts it back.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -14,7 +14,6 @@ import numpy as np
 
 from penstock.core.descriptors import (
     MAIN_MEMORY,
-    Access,
     MemoryKind,
     RangePairs,
     Region,
@@ -26,17 +25,15 @@ from penstock.core.errors import (
     ChecksumMismatch,
     ConfigError,
     PenstockError,
-    TransferError,
     TransferRefused,
 )
-from penstock.seams import Link, Move, TransferChannel, TransportHost
+from penstock.seams import Move, TransportHost
 from penstock.transfer.regions.regions import addresses_of, distinct
 from penstock.transfer.storage.block_sums import BLOCK_BYTES
 from penstock.transfer.storage.bucket import Bucket
 from penstock.transfer.storage.extents import Extents
 from penstock.transfer.storage.io_threads import IoThreads
 from penstock.transfer.storage.stored_object import StoredObject, head_bytes
-from penstock.transfer.transports.quiet import QuietTransport
 
 OBJECT_BYTES_MIN = 1 << 20
 _COST = TransferCost(start_s=2e-2, range_s=1e-5, bytes_per_s=2e8)
@@ -107,10 +104,11 @@ class ObjectRegion(Region):
         object.__setattr__(self, "options", dict(options or {}))
 
 
-class ObjectTransport(QuietTransport):
+class ObjectStorage:
     """Gets and puts objects, so many at once for all transfers together."""
 
     name = "object"
+    kind = MemoryKind.OBJECT
     checksums = True
 
     def __init__(self, *, requests: int, request_timeout_s: float, retries: int) -> None:
@@ -129,16 +127,12 @@ class ObjectTransport(QuietTransport):
         self._request_timeout_s = request_timeout_s
         self._retries = retries
 
-    async def start(self, host: TransportHost) -> None:
+    def start(self, host: TransportHost) -> None:
         self.host = host
 
-    def contact(self) -> bytes:
-        return b""
-
-    def register(self, region_id: int, region: Region, access: Access) -> bytes | None:
-        del access  # no peer reaches it
+    def register(self, region_id: int, region: Region) -> None:
         if not isinstance(region, ObjectRegion):
-            return b"" if region.kind in MAIN_MEMORY else None
+            raise TransferRefused("a region of kind object has to be an ObjectRegion")
         bucket = Bucket(
             region.store,
             region.options,
@@ -146,22 +140,32 @@ class ObjectTransport(QuietTransport):
             retries=self._retries,
         )
         self.regions[region_id] = _OpenRegion(region, bucket)
-        return b""
 
     async def deregister(self, region_id: int) -> None:
-        self.regions.pop(
-            region_id, None
-        )  # its agent has ended the transfers that used it, and peers have none
+        self.regions.pop(region_id, None)
 
-    async def connect(
-        self, link: Link | None, contact: bytes, regions: Mapping[int, RegionInfo]
-    ) -> TransferChannel:
-        del contact, regions
-        if link is not None:
-            raise TransferError(
-                f"object stores of agent {link.peer} are reached by itself only; register the same one here"
-            )
-        return _ObjectChannel(self)
+    def lingering(self, region_id: int) -> Collection["asyncio.Future[None]"]:
+        del region_id
+        return ()
+
+    def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
+        del op
+        for region in local:
+            if region.kind not in MAIN_MEMORY:
+                return f"it moves between object stores and main memory, and the local side is {region.kind.value}"
+        for info in remote:
+            if info.region_id not in self.regions:
+                return (
+                    f"region {info.region_id}, {info.kind.value}, is no object store that this agent has open"
+                )
+        return None
+
+    def cost(self, op: TransferOp) -> TransferCost:
+        del op
+        return _COST
+
+    def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
+        return _ObjectMove(self, op, pairs, checksum=checksum)
 
     async def close(self) -> None:
         self.regions.clear()
@@ -198,34 +202,6 @@ class _OpenRegion:
             yield
 
 
-class _ObjectChannel:
-    def __init__(self, own: ObjectTransport) -> None:
-        self._own = own
-
-    def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
-        del op
-        for region in local:
-            if region.kind not in MAIN_MEMORY:
-                return f"it moves between object stores and main memory, and the local side is {region.kind.value}"
-        for info in remote:
-            if info.region_id not in self._own.regions:
-                return (
-                    f"region {info.region_id}, {info.kind.value}, is no object store that this agent has open"
-                )
-        return None
-
-    def cost(self, op: TransferOp) -> TransferCost:
-        del op
-        return _COST
-
-    def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> Move:
-        return _ObjectMove(self._own, op, pairs, checksum=checksum)
-
-    def forget(self, region_id: int) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Touched:
     """An object that a list touches: in `extents`, from `first` to before `end`."""
@@ -240,7 +216,7 @@ class _Touched:
 class _ObjectMove:
     """Which objects it touches, worked out once."""
 
-    def __init__(self, own: ObjectTransport, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
+    def __init__(self, own: ObjectStorage, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
         self._own = own
         self._op = op
         self._checksum = checksum

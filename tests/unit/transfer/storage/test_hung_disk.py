@@ -12,7 +12,7 @@ from penstock.core.errors import ChecksumMismatch, DeadlineExceeded, MemoryInUse
 from penstock.testing.loop import run_async
 from penstock.transfer import Arena, FileRegion, TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.storage.bucket import _settings
-from penstock.transfer.storage.file import FileTransport
+from penstock.transfer.storage.file import FileStorage
 from penstock.transfer.storage.io_threads import IoThreads
 from penstock.transfer.storage.slab import SUMS_SUFFIX, Slab
 
@@ -51,7 +51,7 @@ def play(scenario, tmp_path: Path) -> None:
 
     async def main() -> None:
         config = TransferConfig(listen=(), heartbeat_timeout_s=0.2)
-        transport = FileTransport(threads=2, io_bytes=65_536, disk=disk)
+        transport = FileStorage(threads=2, io_bytes=65_536, disk=disk)
         with Arena.create(SIZE) as arena:
             try:
                 async with TransferAgent("a", config, transports=[transport]) as agent:

@@ -11,7 +11,7 @@ import pytest
 from penstock.core.errors import ChecksumMismatch, ConfigError, TransferError, TransferRefused
 from penstock.testing.loop import run_async
 from penstock.transfer import ObjectRegion, TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.storage.object import ObjectTransport
+from penstock.transfer.storage.object import ObjectStorage
 from penstock.transfer.storage.stored_object import head_bytes
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ class _Calls:
 
 def _play(region: ObjectRegion, scenario: Callable[[TransferAgent, Any, Any], Awaitable[None]]) -> None:
     async def main() -> None:
-        transport = ObjectTransport(requests=4, request_timeout_s=5, retries=0)
+        transport = ObjectStorage(requests=4, request_timeout_s=5, retries=0)
         async with TransferAgent("a", TransferConfig(listen=()), transports=[transport]) as agent:
             memory = np.arange(4 * MIB, dtype=np.uint32).view(np.uint8)[: 4 * MIB]
             await scenario(agent, agent.register(memory), agent.register(region))
