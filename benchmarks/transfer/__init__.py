@@ -132,7 +132,9 @@ async def _peers(
         ]
     except FileNotFoundError:
         _skip(
-            skipped, "nixl", f"no peer at {python}, so no ratios; docs/benchmarks.md says how to install one"
+            skipped,
+            "nixl",
+            f"no peer at {python}, so no ratios; docs/benchmark-methods.md says how to install one",
         )
         return []
 

@@ -27,7 +27,7 @@ _NAMED = {
 """What reports call a policy, newer ones first."""
 _ABLATIONS = {
     "kv": "kv",
-    "without hold": "kv-without-hold",
+    "without the request queue": "kv-without-hold",
     "queue": "kv-without-queue",
     "kv_wait": "kv-without-kv_wait",
     "prefill": "kv-without-prefill",
@@ -36,7 +36,7 @@ _ABLATIONS = {
     "queue_externality": "kv-without-queue_externality",
     "kv_pressure": "kv-without-kv_pressure",
     "product": "product",
-    "product, held": "product-with-hold",
+    "product with it": "product-with-hold",
 }
 LOADS = (30, 60, 80, 95, 110)
 _MODELS = {"70b-fp8": "70B", "8b-bf16": "8B"}

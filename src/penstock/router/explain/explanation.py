@@ -1,4 +1,4 @@
-"""Why a request went where it went, in words and numbers for people; docs/routing.md says what each field is.
+"""Why a request went where it went, in words and numbers for people; docs/routing-reference.md says what each field is.
 
 Kept decisions are arrays; only what is asked for becomes one of these.
 """
