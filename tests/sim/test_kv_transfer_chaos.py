@@ -149,7 +149,7 @@ class KvTransferTrial:
             stack.enter_context(mock.patch.object(KvExports, "make", arriving_late))
             if self.is_silent:
                 stack.enter_context(mock.patch.object(EngineDriver, "forget"))
-                stack.enter_context(mock.patch.object(KvTransfer, "_let_go"))
+                stack.enter_context(mock.patch.object(KvTransfer, "_release"))
             await stack.enter_async_context(self.cluster)
             for name in ROLES:
                 await self.start(name)
@@ -297,9 +297,9 @@ class KvTransferTrial:
     def note(self, name):
         assert not self.cluster.engine(name).load().failed_steps, f"{name}: read KV of another prefix"
         kv_transfer = self.cluster.worker(name).kv_transfer
-        self.ended["fetched"] += kv_transfer.fetched_blocks
+        self.ended["fetched"] += kv_transfer.incoming.fetched_blocks
         self.ended["prefetched"] += kv_transfer.incoming.early_blocks
-        for code, times in kv_transfer.failures.items():
+        for code, times in kv_transfer.incoming.failures.items():
             self.ended[code] += times
 
     def check_contents(self, name):
@@ -490,7 +490,7 @@ def piece_under_the_name_of_the_next():
 
 
 @mutant
-def tail_that_is_claimed_and_let_go():
+def partial_block_that_is_claimed_and_released():
     """An engine lets the block with a prompt's last tokens go although somebody has claimed it."""
     with mock.patch.object(PartialBlocks, "claim", lambda self, request_id: self._kept.get(request_id)):
         yield

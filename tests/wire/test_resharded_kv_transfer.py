@@ -32,7 +32,11 @@ def test_blocks_of_two_ranks_become_those_of_four(transport):
             await dispatcher.looked()
             tokens, *_ = await whole_answer(dispatcher, tiny_request("a", 50, 5))
             kv_transfer = cluster.worker("d").kv_transfer
-            assert (len(tokens), kv_transfer.failures, kv_transfer.fetched_blocks) == (5, {}, 12)
+            assert (len(tokens), kv_transfer.incoming.failures, kv_transfer.incoming.fetched_blocks) == (
+                5,
+                {},
+                12,
+            )
             assert kv_transfer.exchange.transports == (transport,)
             assert cluster.engine("d").load().prefilled_tokens == 1
 

@@ -39,7 +39,7 @@ class Counters:
             counters.preemptions += load.preemptions
             counters.received_bytes += cluster.sim_transports.received_bytes[worker.host]
             if kv_transfer is not None:
-                counters.failures.update(kv_transfer.failures)
+                counters.failures.update(kv_transfer.incoming.failures)
                 counters.expired += kv_transfer.exports.expired
                 counters.refused += kv_transfer.exports.refused
         return counters

@@ -1,1 +1,1 @@
-"""Floor 4: one Worker drives any engine and serves it to frontends."""
+"""Floor 4: a worker, which drives one engine of any kind and serves it to frontends."""

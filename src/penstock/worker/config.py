@@ -1,4 +1,4 @@
-"""Settings of a worker process, whatever its engine."""
+"""Settings of a worker process with any engine."""
 
 import pydantic
 
@@ -8,40 +8,40 @@ from penstock.transfer.config import TransferConfig
 
 
 class KvTransferConfig(Config):
-    """How prefilled prompts go from worker to worker."""
+    """How KV moves from prefill to decode workers."""
 
     pin_ttl_s: float = pydantic.Field(default=30.0, gt=0)
-    """How long a prefilled prompt's blocks are held for the worker that goes on; after that it computes them again."""
+    """Time that a prefill worker keeps a prompt's blocks pinned for the decode worker; after that the decode worker recomputes them."""
     pinned_share_max: float = pydantic.Field(default=0.5, gt=0, le=1)
-    """The part of a worker's blocks that may be held so, or for prompts that are still being computed elsewhere; beyond it prompts go without their KV, or
-    are fetched when they are done."""
+    """Share of a worker's blocks that KV transfers may pin or reserve. Beyond it a prefill worker exports no KV, and a decode worker reads KV only once its
+    request has arrived."""
     stream_kv: bool | None = None
-    """Whether blocks move while their prompt is still being computed: true refuses an engine that cannot, null does it where the engine can."""
+    """Whether blocks move while their prompt is still being computed. true: refuse an engine that cannot; null: if the engine can."""
     fetches_max: int = pydantic.Field(default=1024, ge=1)
-    """Requests of a worker that may wait for their KV, or for room for it; more are refused. Prompts that are still being computed elsewhere count too."""
+    """Requests of a decode worker that may wait for KV or for free blocks, including prompts still being computed by prefill workers; more are refused."""
     transfer: TransferConfig = pydantic.Field(default_factory=TransferConfig)
-    """How blocks move."""
+    """Transports and limits of the transfer agent."""
 
 
 class WorkerConfig(Config):
     load_interval_s: float = pydantic.Field(default=0.05, gt=0)
-    """Shortest time between two load reports; a worker that becomes busy or idle says so at once."""
+    """Shortest time between two load reports; a worker that becomes busy or idle reports at once."""
     load_refresh_s: float = pydantic.Field(default=1.0, gt=0)
-    """Longest time between two load reports of a busy worker; sooner where requests came, went on to decode or ended."""
+    """Longest time between two load reports of a busy worker; sooner if requests arrived, began to decode or ended."""
     drain_notice_s: float = pydantic.Field(default=0.1, ge=0)
-    """How long a draining worker still accepts requests, until every frontend knows."""
+    """Time that a draining worker still accepts requests, so that every frontend learns of it first."""
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)
-    """How long requests under way may go on once the worker drains; then they are handed to other workers."""
+    """Time that running requests of a draining worker may take to finish; then they migrate to other workers."""
     kv_events: bool = True
-    """Tell routers what the prefix cache holds, where the engine does; without, they guess it from what they sent."""
+    """Send KV events to routers, if the engine emits them; without, routers predict the prefix cache from the requests they sent."""
     events: EventConfig = pydantic.Field(default_factory=EventConfig)
-    """What is kept of the KV events for those who follow them."""
+    """Bounds of the KV event log."""
     kv_transfer: KvTransferConfig = pydantic.Field(default_factory=KvTransferConfig)
     """Between prefill and decode workers."""
     own_cores: bool = False
-    """Keep each worker's engine that computes on a CPU to a core of its own, and the deployment's other processes off the cores of decode
-    workers, where they have others. Threads that compute are then not moved about; what else runs on their core makes them wait."""
+    """Pin each worker's engine that computes on a CPU to its own core, and keep the deployment's other processes off the cores of decode
+    workers if other cores are free. Compute threads then stay on one core, but wait for whatever else runs there."""
     step_log: str | None = pydantic.Field(default=None, min_length=1)
-    """Directory into which each worker writes when its engine's steps yielded tokens, a line a step in `NAME.steps.jsonl`; None: none."""
+    """Directory for step logs: each worker writes a line per step that yielded tokens to `NAME.steps.jsonl`. None: no logs."""
     step_log_bytes_max: int = pydantic.Field(default=256 << 20, ge=1)
-    """Bytes of a worker's file there; further steps are not written."""
+    """Size limit of a worker's step log; further steps are not written."""

@@ -1,4 +1,4 @@
-"""A worker's requests at its engine: started at once or once their KV has come; ended, or continued by a decode worker."""
+"""Runs a worker's requests on its engine, aggregated or with KV transfer from or to another worker."""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -21,28 +21,28 @@ Fail = Callable[[RequestId, PenstockError], None]
 
 
 class EngineDriver:
-    """Runs a worker's requests on its engine, wherever their prompts were computed. One event loop owns it."""
+    """Submits requests to the engine, at once or when their KV has arrived. One event loop owns it."""
 
     def __init__(self, engine: Engine, on_failure: Fail) -> None:
-        """Begin without KV transfer.
+        """Make a driver without KV transfer.
 
         Args:
-            engine: the worker's.
-            on_failure: hears of a request that was taken, and that the engine refused when its KV had come.
+            engine: the worker's engine.
+            on_failure: called for an accepted request that the engine refuses once its KV has arrived.
         """
         self.kv_transfer: KvTransfer | None = None
-        """Moves KV to and from other workers; None where KV is not transferred."""
+        """Moves KV to and from other workers; None without KV transfer."""
         self.context_length = 0
-        """Of the model as it is served; prompts that reach it are not disaggregated."""
+        """Context length served; a prompt that fills it is not disaggregated."""
         self._engine = engine
         self._on_failure = on_failure
 
     async def prepare(self, role: Role) -> None:
-        """See to it that this worker can be of a role; it goes on as what it is.
+        """Start what a role needs, without changing to it yet.
 
         Raises:
-            RequestError: it cannot (409).
-            ConfigError: what moves KV cannot be started.
+            RequestError: the worker cannot take this role (409).
+            ConfigError: KV transfer cannot be started.
         """
         if role is Role.AGGREGATED:
             return
@@ -59,9 +59,9 @@ class EngineDriver:
         await self.kv_transfer.begin()
 
     def assume(self, role: Role, info: EngineInfo) -> EngineInfo:
-        """Work as a worker of this role from now on; nothing runs. Gives `info` as it is in this role."""
+        """Change the engine's role while no request runs; return `info` with the batch limits of this role."""
         if self.kv_transfer is not None:
-            self.kv_transfer.incoming.give_way()
+            self.kv_transfer.incoming.yield_blocks()
         if not isinstance(self._engine, RoleAware):
             return info
         other = self._engine.assume(role)
@@ -71,38 +71,42 @@ class EngineDriver:
 
     @property
     def exchange(self) -> KvExchange | None:
-        """How others reach this worker's KV, and it theirs; None where KV is not transferred."""
+        """KV transfer capabilities to register; None without KV transfer."""
         return None if self.kv_transfer is None else self.kv_transfer.exchange
 
     def announce(self, listener: Callable[[Sequence[RequestId]], None], info: EngineInfo) -> EngineInfo:
-        """Have a listener hear whom a step is the first to compute, where the engine says so. Gives `info` with whether it does."""
+        """Pass `listener` to an `Announcing` engine; return `info` with `announces` set accordingly."""
         if not isinstance(self._engine, Announcing):
             return info
         self._engine.announce(listener)
         return msgspec.structs.replace(info, announces=True)
 
     def submit(self, request: Request, owner: Hashable) -> None:
-        """Have a request of an owner's computed: at once, or once the KV that it brings a handle of is here.
+        """Start a request: at once, or with a KV handle once its KV has been read.
+
+        Args:
+            request: as it arrived.
+            owner: its frontend.
 
         Raises:
-            PenstockError: the engine does not take it.
-            Overloaded: too many wait for their KV.
+            PenstockError: the engine refuses it.
+            Overloaded: `kv_transfer.fetches_max` requests wait for KV.
         """
         if request.kv is not None and self.kv_transfer is not None:
             self.kv_transfer.incoming.fetch(request, owner, self._start_fetched)
             return
-        self.forget(request.request_id, owner)  # it brings no handle: what was begun for one is of no use
+        self.forget(request.request_id, owner)  # without a handle, a prefetch for it is of no use
         self._start(request)
-        if request.prefill_only and self.kv_transfer is not None and self._goes_on(request):
+        if request.prefill_only and self.kv_transfer is not None and self._continues(request):
             self.kv_transfer.expect(request, owner)
 
     def prefetch(self, prefetch: Prefetch, owner: Hashable) -> None:
-        """Fetch KV for a request that is about to come from this owner, if that can be."""
+        """Start to read KV for a request that this owner will send, if KV can be transferred."""
         if self.kv_transfer is not None:
             self.kv_transfer.prefetch(prefetch, owner)
 
     def abort(self, request_id: RequestId, owner: Hashable) -> None:
-        """Stop whatever goes on for a request of an owner's."""
+        """Stop an owner's request and its KV transfers."""
         if self.kv_transfer is None:
             self._engine.abort(request_id)
             return
@@ -112,26 +116,26 @@ class EngineDriver:
         self.kv_transfer.forget(request_id, owner)
 
     def forget(self, request_id: RequestId, owner: Hashable) -> None:
-        """Forget a request that its owner gave up, prefilled or prefetched."""
+        """Release what KV transfers hold for a request that its owner dropped, prefilled here or prefetched."""
         if self.kv_transfer is not None:
             self.kv_transfer.forget(request_id, owner)
 
-    def disown(self, owner: Hashable) -> None:
-        """Hear that an owner of requests is gone, and goes on with none."""
+    def drop_owner(self, owner: Hashable) -> None:
+        """Release what KV transfers hold for all requests of an owner that has disconnected."""
         if self.kv_transfer is not None:
-            self.kv_transfer.disown(owner)
+            self.kv_transfer.drop_owner(owner)
 
     def prefilling(self, request: Request) -> None:
-        """Hear that a part of a request's prompt was computed: its KV may move from now on."""
+        """Note that a chunk of a request's prompt was computed; its blocks may be read from now on."""
         if request.prefill_only and self.kv_transfer is not None:
             self.kv_transfer.grow(request)
 
-    def told(self, delta: Delta, request: Request, owner: Hashable) -> Delta:
-        """Say what an engine's delta means to the request: the end of a prompt may be a KV transfer."""
+    def finish_prefill(self, delta: Delta, request: Request, owner: Hashable) -> Delta:
+        """Turn the last delta of a prefill-only request into `PREFILLED` with a `KvHandle`; return other deltas unchanged."""
         if not request.prefill_only or delta.finish_reason is None:
             return delta
         kv_transfer = self.kv_transfer
-        if delta.finish_reason is not FinishReason.LENGTH or not self._goes_on(request):
+        if delta.finish_reason is not FinishReason.LENGTH or not self._continues(request):
             if kv_transfer is not None:
                 kv_transfer.forget(request.request_id, owner)
             return delta
@@ -139,41 +143,45 @@ class EngineDriver:
         return msgspec.structs.replace(delta, finish_reason=FinishReason.PREFILLED, kv=handle)
 
     async def wait_until_read(self) -> None:
-        """Wait until nobody has to read anything here any more; time limits of the exports bound it."""
+        """Wait until no exported blocks are pinned any more; `pin_ttl_s` bounds it."""
         if self.kv_transfer is not None:
             await self.kv_transfer.exports.none_left.wait()
 
     def stepped(self, load: WorkerLoad) -> None:
-        """Hear that the engine has done a step, which left this load."""
+        """Note that the engine has finished a step with this load."""
         if self.kv_transfer is not None:
             self.kv_transfer.stepped(load.preemptions)
 
     def load(self, load: WorkerLoad | None = None) -> WorkerLoad:
-        """Give the engine's load, or the one that a step left, with the requests whose KV is on its way as waiting, and how KV transfers went."""
+        """Return the engine's load with KV transfer figures; requests that wait for KV count as waiting.
+
+        Args:
+            load: the load after a step; None: ask the engine.
+        """
         load = load or self._engine.load()
         if self.kv_transfer is None:
             return load
         return msgspec.structs.replace(
             load,
             waiting_requests=load.waiting_requests + len(self.kv_transfer),
-            kv_reads=self.kv_transfer.kv_reads,
-            kv_failures=sum(self.kv_transfer.failures.values()),
+            kv_reads=self.kv_transfer.reads.latest,
+            kv_failures=sum(self.kv_transfer.incoming.failures.values()),
             kv_expired=self.kv_transfer.exports.expired,
             kv_refused=self.kv_transfer.exports.refused,
         )
 
     def check(self) -> None:
-        """Raise AssertionError where the parts disagree."""
+        """Raise AssertionError if the state is inconsistent."""
         if self.kv_transfer is not None:
             self.kv_transfer.check()
 
-    def _goes_on(self, request: Request) -> bool:
-        """Say whether there may be more to come after its first token."""
+    def _continues(self, request: Request) -> bool:
+        """Say whether more tokens may follow the first one."""
         first = request.num_emitted + 1
         return request.sampling.max_tokens > first and num_tokens(request.token_ids) + 1 < self.context_length
 
     def _start(self, request: Request) -> None:
-        """Give a request to the engine; of a prefill-only one, its prompt and one token."""
+        """Submit a request to the engine; limit a prefill-only one to one token."""
         if request.prefill_only:
             first = msgspec.structs.replace(request.sampling, max_tokens=request.num_emitted + 1)
             request = msgspec.structs.replace(request, sampling=first)
@@ -181,7 +189,7 @@ class EngineDriver:
             self._engine.submit(request)
         except PenstockError:
             raise
-        except Exception as error:  # an engine's bug must not take the others' requests along
+        except Exception as error:  # a bug of the engine must not end other requests
             _log.exception("engine_submit_failed", request_id=request.request_id)
             raise EngineError(
                 f"request {request.request_id}: the engine could not take it: {error!r}"

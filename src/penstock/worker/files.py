@@ -11,13 +11,13 @@ _log = get_logger()
 
 
 class ModelFiles:
-    """Gives the files a card lists, and no others, whatever a peer asks for."""
+    """Reads the files that a card lists, and no others."""
 
     def __init__(self, directory: Path, files: Iterable[CardFile]) -> None:
         self._paths = {file.sha256: directory / file.name for file in files}
 
     def read(self, sha256: str) -> bytes | None:
-        """Return a file's content; None if the card lists none of this hash, or it has changed since."""
+        """Return a file's content; None if the card has no file of this hash, or the file has changed since."""
         path = self._paths.get(sha256)
         if path is None:
             return None

@@ -1,7 +1,7 @@
-"""Whose requests a worker has, and what each frontend is told of the others'.
+"""Connected frontends, their requests, and what each frontend learns of the others' requests.
 
-A worker counts a waiting prompt whole: what of it is cached shows when it runs. The router that sent it has looked
-that up. So what routers expect is kept here until the first token, and each of them is told the sum of the others'.
+The worker itself does not know how much of a waiting prompt is cached, but the router that sent it looked that up. So each
+request's expected prefill work is kept here until its first token, and each router is told the sum of the others'.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from penstock.seams import FrontendSink
 
 @dataclass(slots=True)
 class Prefill:
-    """Prompt tokens to compute, and the pairs of one of them and one that it attends to."""
+    """Prefill work: prompt tokens to compute, and pairs of such a token with a token that it attends to."""
 
     tokens: int = 0
     pairs: int = 0
@@ -36,9 +36,11 @@ class Prefill:
 
 @dataclass(slots=True, eq=False)
 class Frontend:
-    """One connection. `sent` counts its requests, refused ones included, `taken` those that were not refused.
+    """One connected frontend.
 
-    `prefill` is the sum of what its requests have to compute before their first tokens.
+    sent:    requests and prefetches that it sent, refused ones included
+    taken:   requests accepted
+    prefill: prefill work left for its requests without a first token
     """
 
     sink: FrontendSink
@@ -50,7 +52,7 @@ class Frontend:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request. `prefill` is what its router expects it to compute, None once it has a token."""
+    """An accepted request. `prefill` is the work that its router expects; None after the first token."""
 
     request: Request
     frontend: Frontend
@@ -59,54 +61,50 @@ class Running:
 
 
 class Frontends:
-    """The frontends that are connected, and their requests that have not ended. One event loop owns it."""
+    """The connected frontends and their unfinished requests. One event loop owns it."""
 
     def __init__(self, now_s: Callable[[], float] | None = None) -> None:
-        """Begin with none; `now_s` gives the time, None for the event loop's."""
+        """Make an empty set; `now_s` is the clock, None: the event loop's."""
         self.idle = asyncio.Event()
         """Set while there is no request."""
+        self.all: tuple[Frontend, ...] = ()
+        """The connected frontends."""
         self.idle.set()
         self.requests: dict[RequestId, Running] = {}
         self._by_sink: dict[FrontendSink, Frontend] = {}
         self._prefill = Prefill()
         self._taken = 0
         self._clock = now_s
-        self._everybody: tuple[Frontend, ...] = ()
-        self._waiting: dict[
-            RequestId, float
-        ] = {}  # since when (loop time), those without a token, oldest first
+        self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival time, oldest first
 
     def __len__(self) -> int:
         return len(self._by_sink)
 
     @cached_property
     def _now_s(self) -> Callable[[], float]:
-        """What tells the time; the loop is asked for once, as asking takes a system call, half a microsecond."""
+        """The clock. The loop is looked up once: the lookup takes a system call, half a microsecond."""
         return self._clock or asyncio.get_running_loop().time
 
     def connect(self, sink: FrontendSink) -> Frontend:
         self._by_sink[sink] = frontend = Frontend(sink)
-        self._everybody = tuple(self._by_sink.values())
+        self.all = tuple(self._by_sink.values())
         return frontend
 
     def at(self, sink: FrontendSink) -> Frontend:
         return self._by_sink[sink]
 
     def connected(self, sink: FrontendSink) -> Frontend | None:
-        """Give who is behind a connection, None where it has ended."""
+        """Return the frontend of a connection; None if the connection has ended."""
         return self._by_sink.get(sink)
 
-    def everybody(self) -> tuple[Frontend, ...]:
-        return self._everybody
-
     def disconnect(self, sink: FrontendSink) -> Frontend | None:
-        """Let a frontend go; its requests are still to be forgotten, each."""
+        """Remove a frontend; the caller must `forget` each of its requests."""
         frontend = self._by_sink.pop(sink, None)
-        self._everybody = tuple(self._by_sink.values())
+        self.all = tuple(self._by_sink.values())
         return frontend
 
     def take(self, request: Request, frontend: Frontend) -> Running:
-        """Keep a request of a frontend's until it is forgotten."""
+        """Add an accepted request, until it is forgotten."""
         prefill = _expected(request)
         self.requests[request.request_id] = running = Running(request, frontend, prefill)
         frontend.requests.add(request.request_id)
@@ -119,7 +117,7 @@ class Frontends:
         return running
 
     def prefilled(self, running: Running) -> None:
-        """Expect no more computing of its prompt: it has its first token, or has ended. Safe twice."""
+        """Drop a request's prefill work: it has its first token, or has ended. Safe twice."""
         prefill, running.prefill = running.prefill, None
         if prefill is not None:
             running.frontend.prefill.subtract(prefill)
@@ -127,7 +125,7 @@ class Frontends:
             del self._waiting[running.request.request_id]
 
     def forget(self, request_id: RequestId) -> Running | None:
-        """Let a request go that has ended, in whatever way; returns None for one that is not there."""
+        """Remove a request that has ended; None if it is unknown."""
         running = self.requests.pop(request_id, None)
         if running is not None:
             self.prefilled(running)
@@ -138,8 +136,8 @@ class Frontends:
                 self.idle.set()
         return running
 
-    def tell_begun(self, request_ids: Sequence[RequestId]) -> None:
-        """Tell each frontend which of its requests the step that comes is the first to compute."""
+    def announce(self, request_ids: Sequence[RequestId]) -> None:
+        """Send each frontend an empty delta for its requests that the next step computes for the first time."""
         parts: dict[Frontend, list[Delta]] = {}
         for request_id in request_ids:
             running = self.requests.get(request_id)
@@ -149,9 +147,9 @@ class Frontends:
             frontend.sink.push(deltas)
 
     def unknown_arrivals(self, request: Request, frontend: Frontend) -> int:
-        """Count the requests of others that its router did not know of when it chose this worker.
+        """Count requests of other frontends that the request's router did not know of when it chose this worker.
 
-        0 where it does not say what it knew, and while no prompt of others is left to compute.
+        0 if the request does not say what its router knew, or no prompt of another frontend is left to compute.
         """
         known = request.known_peer_arrivals
         if known is None or self._prefill.tokens == frontend.prefill.tokens:
@@ -159,7 +157,7 @@ class Frontends:
         return self._taken - frontend.taken - known
 
     def load_for(self, frontend: Frontend, load: WorkerLoad) -> WorkerLoad:
-        """Put into a load what is this frontend's, and what is its peers'."""
+        """Complete a load report with the figures for this frontend and of its peers."""
         return msgspec.structs.replace(
             load,
             accepted_requests=frontend.sent,
@@ -172,8 +170,8 @@ class Frontends:
         )
 
     def check(self) -> None:
-        """Raise AssertionError where sums and requests disagree."""
-        assert self._everybody == tuple(self._by_sink.values()), "everybody: those who are connected"
+        """Raise AssertionError if sums and requests disagree."""
+        assert self.all == tuple(self._by_sink.values()), "all: the connected frontends"
         by_frontend = {r: f for f in self._by_sink.values() for r in f.requests}
         assert by_frontend == {r: running.frontend for r, running in self.requests.items()}, (
             "requests: each belongs to the frontend that sent it, which is connected"
@@ -194,7 +192,7 @@ class Frontends:
 
 
 def _expected(request: Request) -> Prefill:
-    """Say what a request's router expects it to compute: at least one token."""
+    """Return the prefill work that a request's router expects: at least one token."""
     prompt = num_tokens(request.token_ids)
     cached = min(max(request.expected_cached_tokens, 0), prompt - 1)
     tokens = prompt - cached

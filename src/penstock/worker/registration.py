@@ -1,4 +1,4 @@
-"""Whether a worker takes requests, in which role, and what discovery says of that."""
+"""A worker's entry in discovery: its role, whether it takes requests, draining and role changes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,13 +14,13 @@ from penstock.worker.engine_driver import EngineDriver
 from penstock.worker.frontends import Frontends
 
 _TELL_AGAIN_S = 1.0
-"""So long after a registry could not be reached it is told again of a worker that is back."""
+"""Delay before an update that the registry could not take is sent again."""
 
 _log = get_logger()
 
 
 class WorkerRegistration:
-    """One worker's entry in discovery: registered, changed, draining, withdrawn. One event loop owns it."""
+    """One worker's entry in discovery. One event loop owns it."""
 
     def __init__(
         self,
@@ -30,18 +30,18 @@ class WorkerRegistration:
         driver: EngineDriver,
         end_all: Callable[[PenstockError], None],
     ) -> None:
-        """Say nothing yet.
+        """Make an entry; `register` publishes it.
 
         Args:
-            instance: what the worker is at first.
-            config: how long draining may take.
-            frontends: those with requests here.
+            instance: the worker at start.
+            config: times of draining.
+            frontends: connected frontends and their requests.
             driver: runs these requests on the engine.
-            end_all: ends every request with an error that has its frontend go on elsewhere.
+            end_all: ends every request with a retryable error, so that it migrates to another worker.
         """
         self.instance = instance
         self.refusal: PenstockError | None = None
-        """Why it takes no requests; None while it does."""
+        """Why the worker takes no requests; None while it does."""
         self._config = config
         self._frontends = frontends
         self._driver = driver
@@ -50,7 +50,7 @@ class WorkerRegistration:
         self._changing_to: Role | None = None
 
     async def register(self, discovery: Discovery) -> None:
-        """Be found.
+        """Publish the entry.
 
         Raises:
             Unavailable: the registry cannot be reached.
@@ -59,26 +59,26 @@ class WorkerRegistration:
         _log.info("worker_registered", worker=self.instance.name, address=self.instance.address)
 
     async def withdraw(self) -> None:
-        """Be found no more. Safe twice."""
+        """Remove the entry. Safe twice."""
         if self._registration is not None:
             await self._registration.close()
 
     async def leave(self) -> None:
-        """Take nothing new, wait until nobody needs this worker, hand the rest to other workers."""
+        """Drain: refuse new requests, wait for running ones and for exported KV, migrate the rest to other workers."""
         try:
             await self._say_draining()
         except Unavailable as error:
             _log.warning("drain_not_announced", worker=self._name, error=error.message)
-        await self._drain(self._nobody_needs_it, "stops")
+        await self._drain(self._wait_until_unused, "stops")
         _log.info("worker_drained", worker=self._name)
 
     async def change(self, role: Role) -> None:
-        """Drain as in `leave`, and come back in another role; what is loaded stays loaded, and what is offered can be had.
+        """Drain requests and register again in another role. The model stays loaded, and exported KV stays readable.
 
         Raises:
-            RequestError: it cannot become one (409).
-            WorkerLost: its engine died meanwhile.
-            Unavailable: the registry cannot be reached, so that nobody would know.
+            RequestError: the worker cannot take this role (409).
+            WorkerLost: the engine died meanwhile.
+            Unavailable: the registry cannot be reached.
         """
         self.check_change(role)
         self._changing_to = role
@@ -107,10 +107,10 @@ class WorkerRegistration:
             self._changing_to = None
 
     def check_change(self, role: Role) -> None:
-        """Refuse a change that cannot be, or not now.
+        """Check that the role may be changed now.
 
         Raises:
-            RequestError: why (409).
+            RequestError: another change is in progress, the worker drains, or it has this role already (409).
         """
         if self._changing_to is not None:
             raise _conflict(f"{self._name} is becoming {self._changing_to} already; wait until it has")
@@ -125,7 +125,7 @@ class WorkerRegistration:
         return f"worker {self.instance.name}"
 
     async def _say_draining(self) -> None:
-        """Have routers send nothing new.
+        """Register as draining, so that routers send no new requests.
 
         Raises:
             Unavailable: the registry cannot be reached.
@@ -136,7 +136,7 @@ class WorkerRegistration:
         await self._registration.update(self.instance)
 
     async def _say_ready(self) -> None:
-        """Have routers send requests again; a registry that is away is told when it is back."""
+        """Register as ready; retry until the registry can be reached."""
         assert self._registration is not None, "registered"
         while True:
             try:
@@ -148,10 +148,14 @@ class WorkerRegistration:
                 return
 
     async def _drain(self, quiet: Callable[[], Awaitable[object]], does: str) -> PenstockError:
-        """Take nothing from when every router knows, wait until it is quiet, hand the rest to other workers.
+        """Refuse new requests after `drain_notice_s`, wait for `quiet`, then migrate the rest to other workers.
+
+        Args:
+            quiet: waits until the worker is idle.
+            does: what the worker does next, for the error of migrated requests.
 
         Returns:
-            what those are refused with that come now.
+            the error that new requests are refused with.
         """
         await asyncio.sleep(self._config.drain_notice_s)
         refusal = Overloaded(
@@ -164,7 +168,7 @@ class WorkerRegistration:
                 await quiet()
         except TimeoutError:
             left = tuple(self._frontends.requests.items())
-            _log.warning("requests_handed_over", worker=self._name, requests=len(left))
+            _log.warning("requests_migrated", worker=self._name, requests=len(left))
             self._end_all(
                 Unavailable(f"{self._name} {does}, after {self._config.drain_timeout_s:g} s of draining")
             )
@@ -172,7 +176,7 @@ class WorkerRegistration:
                 self._driver.abort(request_id, running.frontend)
         return refusal
 
-    async def _nobody_needs_it(self) -> None:
+    async def _wait_until_unused(self) -> None:
         await self._frontends.idle.wait()
         await self._driver.wait_until_read()
 

@@ -1,8 +1,8 @@
-"""When a worker tells its load.
+"""When a worker sends load reports.
 
-What it tells changes slowly while a batch only decodes, and at once when a request comes, gets its first token or
-ends. So changes in what runs are told soon, and the rest now and then: a frontend of a thousand workers hears a
-thousand reports a second from a busy fleet, and not one for each step of each.
+The load changes slowly while a batch only decodes, and jumps when a request arrives, gets its first token or ends. So jumps
+are reported soon and the rest once a second: a frontend of a thousand busy workers receives a thousand reports a second, not
+one per engine step.
 """
 
 import asyncio
@@ -15,53 +15,52 @@ from penstock.worker.config import WorkerConfig
 
 
 class LoadReports:
-    """Decides when the load is sent. One event loop owns it.
+    """Decides when load reports are sent. One event loop owns it.
 
-    A worker that becomes busy or idle says so at once; any other change in what runs is told `load_interval_s` after
-    the last report, or at once if that is long ago; a busy worker where nothing changes reports every `load_refresh_s`.
-    Idle ones are silent. What other frontends could not know otherwise is told with the loop's next turn (`hurry`).
+    A worker that becomes busy or idle reports at once. Any other change of the running requests is reported
+    `load_interval_s` after the last report, or at once if that has passed. A busy worker without changes reports every
+    `load_refresh_s`, an idle one not at all. With several frontends, a new request is reported in the loop's next turn
+    (`hurry`), since the other frontends cannot know of it.
     """
 
     def __init__(
         self, config: WorkerConfig, read: Callable[[], WorkerLoad], send: Callable[[WorkerLoad], None]
     ) -> None:
-        """Send nothing yet.
+        """Make an idle reporter.
 
         Args:
-            config: the times.
-            read: gives the load as it is now.
-            send: takes it to every frontend.
+            config: the intervals.
+            read: returns the current load.
+            send: sends a load to every frontend.
         """
         self.accepted = 0
-        """Requests that came so far, refused ones included; the worker counts them."""
+        """Requests and prefetches received so far, refused ones included; the worker counts them."""
         self._interval_s, self._refresh_s = config.load_interval_s, config.load_refresh_s
         self._read = read
         self._send = send
         self._sent_s = float("-inf")
-        self._told = (0, 0, 0, 0)
+        self._sent = (0, 0, 0, 0)  # what ran as of the last report
         self._was_busy = False
-        self._due_s = math.inf  # when to report at the latest
+        self._due_s = math.inf  # latest time of the next report
         self._timer: asyncio.Handle | None = None
-        self._rings_s = (
-            math.inf
-        )  # when the timer rings; uvloop gives a plain Handle for a moment that has come
+        self._rings_s = math.inf  # when the timer fires; uvloop's Handle does not tell
         self._hurried: asyncio.Handle | None = None
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that owns it, asked for once: asking takes a system call, half a microsecond."""
+        """The event loop, looked up once: the lookup takes a system call, half a microsecond."""
         return asyncio.get_running_loop()
 
     def note(self, load: WorkerLoad | None = None) -> None:
-        """See whether there is something to tell, after a step or a request that came or went.
+        """Report now or later if the load has changed; called after a step, and when a request arrives or ends.
 
         Args:
-            load: as the step left it; None to read it.
+            load: the load after the step; None: read it.
         """
         load = load or self._read()
         if _is_busy(load) is not self._was_busy:
             self._report(load)
-        elif self._what_runs(load) != self._told:
+        elif self._what_runs(load) != self._sent:
             due_s = self._sent_s + self._interval_s
             if self._loop.time() >= due_s:
                 self._report(load)
@@ -69,7 +68,7 @@ class LoadReports:
                 self._arm(due_s)
 
     def hurry(self) -> None:
-        """Report once what comes in this turn of the loop is taken."""
+        """Report in the next turn of the loop, once for all requests of this turn."""
         if self._hurried is None:
             self._hurried = self._loop.call_soon(self._report)
 
@@ -81,10 +80,10 @@ class LoadReports:
         self._disarm()
 
     def _report(self, load: WorkerLoad | None = None) -> None:
-        """Send the load; it is read unless that was done this moment."""
+        """Send a load; None: read it."""
         load = load or self._read()
         self._sent_s = self._loop.time()
-        self._told = self._what_runs(load)
+        self._sent = self._what_runs(load)
         self._was_busy = _is_busy(load)
         self._due_s = math.inf
         if self._hurried is not None:
@@ -95,7 +94,7 @@ class LoadReports:
         self._send(load)
 
     def _arm(self, due_s: float) -> None:
-        """Report by then. A timer that is set for earlier stays: it finds out when it rings, and is set anew."""
+        """Report by `due_s`. A timer set for an earlier time stays; it is set again when it fires too early."""
         if due_s < self._due_s:
             self._due_s = due_s
         if self._timer is None or self._rings_s > self._due_s:
@@ -120,5 +119,5 @@ class LoadReports:
 
 
 def _is_busy(load: WorkerLoad) -> bool:
-    """Say whether a request is there, or an aborted one's blocks wait for the step under way to end."""
+    """Say whether there is a request, or blocks of an aborted one that the current step still uses."""
     return bool(load.running_requests or load.waiting_requests or load.active_blocks)

@@ -1,4 +1,4 @@
-"""What a worker can tell of a request by itself, before its engine sees it."""
+"""Checks of a request that need no engine."""
 
 import math
 from collections.abc import Collection
@@ -12,17 +12,17 @@ _HASH_BYTES = 16
 
 
 def check_request(request: Request, info: EngineInfo, adapters: Collection[str], worker: str) -> None:
-    """Refuse what cannot be served here.
+    """Refuse a request that cannot be served here.
 
     Args:
-        request: as it came.
-        info: what the worker's engine says of itself.
-        adapters: that it has.
-        worker: its name, for people.
+        request: as it arrived.
+        info: the engine's info.
+        adapters: the worker's LoRA adapters.
+        worker: the worker's name, for error texts.
 
     Raises:
-        RequestError: it is wrong for every worker of this model.
-        Unavailable: it is wrong for this one.
+        RequestError: the request is invalid for every worker of this model.
+        Unavailable: another worker may be able to serve it.
     """
     if request.deadline_s is not None and math.isnan(request.deadline_s):
         raise RequestError("deadline_s: must be a number of seconds, or none, got nan")

@@ -1,4 +1,4 @@
-"""When tokens came out of an engine, in a file: latencies measured where they arise, before network and frontend."""
+"""A log of the times at which an engine yielded tokens: latencies without network and frontend."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +18,9 @@ _SUFFIX = ".steps.jsonl"
 
 
 class LoggedStep(Wire, frozen=True):
-    """One line: `at_s` by a clock that all processes of a host share, and how many tokens each request got then.
+    """One line: the time of a step and the number of tokens of each request in it.
 
-    `at_s` is finer than the event loop's time, which comes in whole milliseconds.
+    `at_s` is a clock that all processes of a host share; the event loop's has a resolution of milliseconds only.
     """
 
     at_s: float
@@ -34,10 +34,10 @@ class StepLog:
     """A worker's file. One event loop owns it."""
 
     def __init__(self, path: Path, bytes_max: int) -> None:
-        """Begin the file anew.
+        """Create or truncate the file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self.path = path
         self._file = path.open("wb")
@@ -45,10 +45,10 @@ class StepLog:
 
     @classmethod
     def open(cls, directory: str, name: str, bytes_max: int) -> Self:
-        """Begin a worker's file in a directory, which is made.
+        """Create a worker's file in a directory, which is created if missing.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the file cannot be written.
         """
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class StepLog:
             ) from error
 
     def note(self, step: Step) -> None:
-        """Write a line of a step that yielded tokens; nothing more once the file is as long as it may be."""
+        """Write a line for a step that yielded tokens, unless the file has reached its size limit."""
         tokens = tuple(
             (delta.request_id, num_tokens(delta.token_ids)) for delta in step.deltas if delta.token_ids
         )
@@ -78,10 +78,10 @@ class StepLog:
 
 
 def read_steps(directory: Path) -> dict[str, list[LoggedStep]]:
-    """Give what workers wrote into a directory, by their names.
+    """Read all step logs of a directory; worker name -> steps.
 
     Raises:
-        msgspec.DecodeError: a file is none of theirs.
+        msgspec.DecodeError: a file is no step log.
     """
     return {
         path.name.removesuffix(_SUFFIX): list(_lines(path)) for path in sorted(directory.glob("*" + _SUFFIX))

@@ -1,7 +1,7 @@
-"""Drives one engine: takes requests from frontends, gives each of them its deltas step by step, ends well.
+"""The worker: takes requests from frontends, runs them on one engine, sends each frontend its deltas step by step.
 
-Everything an engine does not have to know is here, once for all engines: registration, whose request is whose,
-KV events, load reports, deadlines, draining and death.
+Everything that is the same for all engines is here: registration, which frontend sent which request, KV events, load
+reports, deadlines, draining, and the death of the engine.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What a worker is called, and where it runs."""
+    """Name, id, role and location of a worker."""
 
     worker_id: WorkerId
     name: str
@@ -73,23 +73,22 @@ class Worker:
         config: WorkerConfig | None = None,
         agent: TransferAgent | None = None,
     ) -> None:
-        """Start nothing yet; `run` does.
+        """Make a worker; `run` starts it.
 
         Args:
             engine: not started; the worker starts and closes it.
-            discovery: where to register; its owner closes it.
+            discovery: where to register; the caller closes it.
             plane: where to listen.
-            identity: the worker's name and number.
-            card: the model as a frontend has to know it; a smaller context of the engine's is put in.
-            read_file: gives a card's file by its content hash, such as `ModelFiles.read`; called in a thread.
-            prices: what the engine's work takes, for routers; None where nobody can tell.
-            adapters: LoRA adapters that the engine runs requests with.
+            identity: name, id, role and location.
+            card: model card for frontends; its context length is lowered to the engine's.
+            read_file: reads a file of the card by its content hash, for example `ModelFiles.read`; called in a thread.
+            prices: seconds of the engine's work, for routers; None if unknown.
+            adapters: LoRA adapters of the engine.
             config: times and bounds.
-            agent: not entered; moves KV to and from other workers, once that is needed. None where prompts are never handed
-                over.
+            agent: moves KV to and from other workers, not entered; None without KV transfer.
 
         Raises:
-            ConfigError: its role asks for moving the engine's KV, which cannot be moved.
+            ConfigError: the role needs KV transfer, but the engine does not expose its KV blocks.
         """
         self.config = config or WorkerConfig()
         self.publisher = EventPublisher(self.config.events)
@@ -120,18 +119,18 @@ class Worker:
         self._step_log: StepLog | None = None
 
     async def run(self) -> None:
-        """Start the engine and serve until `stop`; then finish what is under way and withdraw.
+        """Start the engine and serve until `stop`; then drain and withdraw from discovery.
 
         Raises:
             ConfigError: the model or a setting cannot work, or the step log cannot be written.
             Unavailable: the registry cannot be reached.
-            EngineError: the engine died; its requests were handed to other workers, and this one is withdrawn.
+            EngineError: the engine died; its requests migrated to other workers, and this worker is withdrawn.
         """
         config = self.config
         if config.step_log is not None:
             self._step_log = StepLog.open(config.step_log, self._identity.name, config.step_log_bytes_max)
         try:
-            info = self._driver.announce(self._frontends.tell_begun, await self._engine.start())
+            info = self._driver.announce(self._frontends.announce, await self._engine.start())
             if not config.kv_events:
                 info = msgspec.structs.replace(info, kv_events=False)
             self._info = info = self._driver.assume(self._identity.role, info)
@@ -156,7 +155,7 @@ class Worker:
                     self.config,
                     self._frontends,
                     self._driver,
-                    self._hand_over,
+                    self._end_all,
                 )
                 stack.push_async_callback(registration.withdraw)
                 await registration.register(self._discovery)
@@ -168,12 +167,12 @@ class Worker:
             await self._engine.close()
 
     def stop(self) -> None:
-        """Begin to drain; `run` returns once that is done. Call it from the event loop; safe twice."""
+        """Start to drain; `run` returns when that is done. Call it from the event loop; safe twice."""
         self._stopping.set()
 
     @property
     def instance(self) -> Instance | None:
-        """As registered; None before that."""
+        """The instance as registered; None before that."""
         return None if self._registration is None else self._registration.instance
 
     # -- WorkerService
@@ -189,8 +188,8 @@ class Worker:
             self._check(request, frontend)
             self._driver.submit(request, frontend)
         except PenstockError as error:
-            self._driver.forget(request.request_id, frontend)  # what was begun for it
-            if isinstance(error, StaleRoute):  # what it did not know comes before its request
+            self._driver.forget(request.request_id, frontend)  # its prefetch
+            if isinstance(error, StaleRoute):  # the load that the router did not know goes before the error
                 self._push_load_to(frontend, self._driver.load())
             self._push_error(frontend, request.request_id, error)
             return
@@ -229,7 +228,7 @@ class Worker:
         if frontend is not None:
             for request_id in tuple(frontend.requests):
                 self._abort(self._frontends.requests[request_id])
-            self._driver.disown(frontend)
+            self._driver.drop_owner(frontend)
 
     def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
         return self.publisher.events_after(sequence)
@@ -256,7 +255,7 @@ class Worker:
             self._role_change = self._group.create_task(self._change_role(registration, role, answer))
 
     def check(self) -> None:
-        """Raise AssertionError where the parts disagree; for tests and simulations."""
+        """Raise AssertionError if the state is inconsistent; for tests and simulations."""
         self._frontends.check()
         self.publisher.check()
         self._driver.check()
@@ -319,13 +318,13 @@ class Worker:
             answer(None)
 
     async def _consume_steps(self, registration: WorkerRegistration) -> None:
-        """Hand out what the engine yields, until it dies or this is cancelled."""
+        """Process the engine's steps until it dies or this is cancelled."""
         problem: Exception | None = None
         try:
-            # Cancelling arrives inside the iterator, as the body never waits: it cleans up by itself.
+            # The body never awaits, so a cancellation arrives inside the iterator, which cleans up.
             async for step in self._engine.steps():
                 self._on_step(step)
-        except Exception as error:  # noqa: BLE001 - the engine's own failure, of any kind, ends the worker
+        except Exception as error:  # noqa: BLE001 - any error of the engine ends the worker
             problem = error
             _log.exception("engine_died", worker=self._name, requests=len(self._frontends.requests))
         else:
@@ -333,13 +332,13 @@ class Worker:
         refusal = WorkerLost(f"the engine ended: {problem!r}" if problem else "the engine ended by itself")
         refusal.__cause__ = problem
         registration.refusal = refusal
-        self._hand_over(refusal)
+        self._end_all(refusal)
 
     def _on_step(self, step: Step) -> None:
-        """Send each frontend its part of a step at once."""
+        """Send each frontend its deltas of a step in one frame."""
         if self._step_log is not None:
             self._step_log.note(step)
-        # Read before blocks of prompts are held for others: that is no work left.
+        # Read before blocks are pinned for export: pinned blocks are no load.
         load = self._driver.load(step.load)
         parts: dict[Frontend, list[Delta]] = {}
         for delta in step.deltas:
@@ -350,13 +349,13 @@ class Worker:
                 self._frontends.prefilled(running)
             if delta.finish_reason is not None or delta.error is not None:
                 self._frontends.forget(delta.request_id)
-            told = self._driver.told(delta, running.request, running.frontend)
-            parts.setdefault(running.frontend, []).append(told)
+            sent = self._driver.finish_prefill(delta, running.request, running.frontend)
+            parts.setdefault(running.frontend, []).append(sent)
         for request_id in step.prefilling:
             running = self._frontends.requests.get(request_id)
             if running is not None:
                 self._driver.prefilling(running.request)
-        # Deltas go last: whoever sees an answer end, and asks at once again, is routed by what it left behind.
+        # Deltas go last: a client that sends its next turn at once is routed by the KV events and load of this step.
         assert self._info is not None, "started"
         if self._info.kv_events:
             self.publisher.publish(step.events)
@@ -365,8 +364,8 @@ class Worker:
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)
 
-    def _hand_over(self, error: PenstockError) -> None:
-        """End every request with an error that has its frontend go on elsewhere."""
+    def _end_all(self, error: PenstockError) -> None:
+        """End every request with a retryable error, so that it migrates to another worker."""
         for request_id in tuple(self._frontends.requests):
             running = self._frontends.forget(request_id)
             if running is not None:
@@ -374,7 +373,7 @@ class Worker:
 
     @property
     def kv_transfer(self) -> KvTransfer | None:
-        """What moves KV between this worker and others, once started; None where KV is not transferred."""
+        """KV transfer, once started; None without KV transfer."""
         return self._driver.kv_transfer
 
     @property
@@ -388,7 +387,7 @@ class Worker:
             raise self._registration.refusal
         running = self._frontends.requests.get(request.request_id)
         if running is not None:
-            if running.frontend is frontend:  # it could not tell one's deltas from the other's: both end
+            if running.frontend is frontend:  # the frontend could not tell the deltas of both apart: end both
                 self._abort(running)
             raise RequestError(
                 f"request_id: {request.request_id} is under way already; give each request its own",
@@ -420,7 +419,7 @@ class Worker:
             self._reports.note()
 
     def _fail(self, request_id: RequestId, error: PenstockError) -> None:
-        """End a request that had been taken."""
+        """End an accepted request with an error."""
         running = self._frontends.forget(request_id)
         if running is not None:
             self._push_error(running.frontend, request_id, error)
@@ -435,8 +434,8 @@ class Worker:
     # -- load
 
     def _push_load(self, load: WorkerLoad) -> None:
-        for frontend in self._frontends.everybody():
-            frontend.sink.push_load(self._frontends.load_for(frontend, load))
+        for frontend in self._frontends.all:
+            self._push_load_to(frontend, load)
 
     def _push_load_to(self, frontend: Frontend, load: WorkerLoad) -> None:
         frontend.sink.push_load(self._frontends.load_for(frontend, load))

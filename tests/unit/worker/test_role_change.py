@@ -59,7 +59,9 @@ def test_workers_of_a_deployment_without_roles_begin_to_transfer_kv():
         await dispatcher.change_role("a0", Role.PREFILL)
         assert await whole_answer(dispatcher, tiny_request("b", seed=1))
         assert prefilled(cluster, "a1") <= 3 + 50
-        assert cluster.worker("a1").kv_transfer.fetched_blocks == 12, "who never was told has begun by itself"
+        assert cluster.worker("a1").kv_transfer.incoming.fetched_blocks == 12, (
+            "who never was told has begun by itself"
+        )
         await dispatcher.change_role("a0", Role.AGGREGATED)
         assert (await whole_answer(dispatcher, tiny_request("c")))[0] == expected[0]
 
@@ -123,7 +125,7 @@ def test_offers_outlive_the_change():
             assert len(cluster.worker("p0").kv_transfer.exports) == 1
             async for _ in stream:
                 pass
-        assert cluster.worker("d0").kv_transfer.fetched_blocks == 75
+        assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == 75
 
     play(scene)
 

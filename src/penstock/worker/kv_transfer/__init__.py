@@ -1,4 +1,4 @@
-"""KV from one worker to another: blocks exported, pulled, and held until they were read.
+"""KV transfer between workers: a prefill worker pins and exports blocks, a decode worker reads them.
 
-Written once for all engines; the engine only names its blocks and their memory.
+Written once for all engines; an engine only provides block ids and their memory.
 """

@@ -1,4 +1,4 @@
-"""A prefill worker's side of KV transfers: prompts are pinned as they are computed, and their decode workers are told."""
+"""The prefill worker's side of KV transfers: blocks are pinned as they are computed, and decode workers are notified."""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -24,12 +24,12 @@ _log = get_logger()
 Tell = Callable[[str, PinGrown | PinHeld], None]
 """Sends a message to the agent of this name."""
 Followers = dict[str, int]
-"""Read ids of the agents that follow a transfer, by agent."""
+"""Agents subscribed to a transfer -> their read ids."""
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt for another worker: under way until its last token is computed. It is pinned at most once meanwhile."""
+    """A prompt to export. It is under way until its last token is computed, and pinned at most once until then."""
 
     request_id: RequestId
     transfer_id: bytes
@@ -41,7 +41,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Early:
-    """Followers of a transfer whose prompt has not arrived; `timer` ends their wait."""
+    """Followers of a transfer whose request has not arrived; `timer` ends their wait."""
 
     timer: asyncio.TimerHandle
     followers: Followers = field(default_factory=dict)
@@ -49,9 +49,14 @@ class _Early:
 
 @dataclass(slots=True)
 class _Export:
-    """Pinned blocks of one prompt. More of `hashes` follow until it `is_whole`; `num_counted` blocks count against the bound.
+    """The pin of one prompt.
 
-    Followers know the first `num_told` of `block_ids`. `tail` is the block with the `tail_tokens` past the full ones, or none: it has no hash, and only the handle names it.
+    hashes:      (n, 2) uint64 of all full blocks of the prompt
+    block_ids:   blocks pinned so far; grows to n until `is_whole`
+    num_counted: blocks that count against `pinned_share_max`
+    num_told:    leading `block_ids` that followers know
+    tail:        the pinned partial block, or empty; it has no hash
+    tail_tokens: tokens in the partial block
     """
 
     prompt: _Prompt
@@ -66,7 +71,7 @@ class _Export:
 
 
 class KvExports:
-    """The prompts that this worker has prefilled for others, or does. One event loop owns it."""
+    """Prompts that this worker prefills for decode workers. One event loop owns it."""
 
     def __init__(
         self,
@@ -77,21 +82,21 @@ class KvExports:
         *,
         tell: Tell,
     ) -> None:
-        """Export nothing yet.
+        """Make an empty set.
 
         Args:
-            engine: a started one.
-            info: what it said of itself.
+            engine: started.
+            info: the engine's info.
             prefill_worker: this worker.
-            config: how much is held, and for how long.
-            tell: reaches those that follow.
+            config: how many blocks may be pinned, and for how long.
+            tell: sends messages to followers.
         """
         self.expired = 0
         """Exports that no decode worker read in time."""
         self.refused = 0
-        """Prompts that went without their KV, as too much was held."""
+        """Prompts without a KV handle, since too many blocks were pinned."""
         self.none_left = asyncio.Event()
-        """Set while nothing is held."""
+        """Set while nothing is pinned."""
         self.none_left.set()
         self._engine = engine
         self._partial_blocks = engine if isinstance(engine, KvPartialBlocks) else None
@@ -103,24 +108,24 @@ class KvExports:
         self._held: dict[PinId, _Export] = {}
         self._held_blocks = 0
         self._pins: dict[RequestId, PinId] = {}
-        self._prompts: dict[RequestId, _Prompt] = {}  # those under way
-        self._transfers: dict[bytes, _Prompt] = {}  # those under way or pinned, by transfer id
+        self._prompts: dict[RequestId, _Prompt] = {}  # under way
+        self._transfers: dict[bytes, _Prompt] = {}  # under way or pinned, by transfer id
         self._early: dict[bytes, _Early] = {}  # by transfer id
 
     def __len__(self) -> int:
         return len(self._held)
 
     def expect(self, request: Request, owner: Hashable) -> None:
-        """Know a prompt that has arrived and will be offered to another worker.
+        """Register a prefill-only request that was submitted to the engine.
 
         Args:
-            request: as it came.
-            owner: for whom, until `disown`.
+            request: as it arrived.
+            owner: its frontend; `drop_owner` drops its requests.
         """
         self._prompts[request.request_id] = self._prompt(request, owner)
 
     def follow(self, transfer_id: bytes, agent: str, read_id: int) -> None:
-        """Tell an agent of a transfer's blocks, and of those to come; its prompt may not have arrived yet."""
+        """Notify an agent of a transfer's blocks, now and as they are computed; the request may arrive later."""
         prompt = self._transfers.get(transfer_id)
         if prompt is not None:
             prompt.followers[agent] = read_id
@@ -138,7 +143,10 @@ class KvExports:
         early.followers[agent] = read_id
 
     def grow(self, request: Request) -> None:
-        """Pin what is computed by now of a prompt under way, and tell its followers. One that was unpinned waits for its end."""
+        """Pin the blocks computed so far of a prompt under way, and notify followers.
+
+        A prompt whose pin was withdrawn is pinned again only by `make`, at its end.
+        """
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return
@@ -150,16 +158,16 @@ class KvExports:
             self._extend(prompt.pin_id)
 
     def make(self, request: Request, owner: Hashable, regions: KvRegions, agent: bytes) -> KvHandle | None:
-        """Pin the blocks of a prompt that was computed this moment, the last one full or not, and tell its followers.
+        """Pin all blocks of a prompt whose last step has just ended, and notify followers.
 
         Args:
-            request: as it came.
-            owner: for whom, until `disown`.
-            regions: of the engine's memory.
-            agent: metadata that gives them.
+            request: as it arrived.
+            owner: its frontend.
+            regions: the engine's registered memory.
+            agent: metadata of this worker's agent.
 
         Returns:
-            None where nothing can be held.
+            the handle for the decode worker; None if no blocks could be pinned.
         """
         prompt = self._prompts.pop(request.request_id, None) or self._prompt(request, owner)
         prompt.is_under_way = False
@@ -172,11 +180,11 @@ class KvExports:
         return self._handle(pin_id, regions, agent)
 
     def holds(self, pin_id: PinId) -> bool:
-        """Say whether all blocks that an offer was said to have have been held since."""
+        """Say whether a pin still exists; then all blocks ever announced for it have been pinned since."""
         return pin_id in self._held
 
-    def take_back(self, pin_id: PinId) -> None:
-        """Unpin an offer's blocks: they were read, or are not wanted. No error where they are not pinned (any more)."""
+    def unpin(self, pin_id: PinId) -> None:
+        """Unpin an export's blocks: they were read, or are not needed. No error if they are not pinned any more."""
         export = self._held.pop(pin_id, None)
         if export is None:
             return
@@ -190,7 +198,7 @@ class KvExports:
             self.none_left.set()
 
     def forget(self, request_id: RequestId, owner: Hashable) -> None:
-        """Let the blocks of a request go that its owner does not go on with; no error where there are none."""
+        """Unpin the blocks of a request that its owner has dropped; no error if there are none."""
         prompt = self._prompts.get(request_id)
         if prompt is not None and prompt.owner is owner:
             del self._prompts[request_id]
@@ -201,28 +209,28 @@ class KvExports:
         if pin_id is not None and self._held[pin_id].prompt.owner is owner:
             self._withdraw(pin_id)
 
-    def disown(self, owner: Hashable) -> None:
-        """Let everything go that was held for an owner."""
+    def drop_owner(self, owner: Hashable) -> None:
+        """Unpin all blocks of an owner's requests."""
         for request_id in [request_id for request_id, one in self._prompts.items() if one.owner is owner]:
             self.forget(request_id, owner)
         for pin_id in [pin_id for pin_id, export in self._held.items() if export.prompt.owner is owner]:
             self._withdraw(pin_id)
 
-    def give_way(self) -> None:
-        """Let prompts go that are still being computed: the memory is needed for just that."""
+    def yield_blocks(self) -> None:
+        """Unpin prompts that are still being computed, since the engine ran out of blocks to compute them."""
         for pin_id in [pin_id for pin_id, export in self._held.items() if not export.is_whole]:
             self._withdraw(pin_id)
 
     def close(self) -> None:
-        """Let everything go."""
+        """Unpin everything."""
         for pin_id in list(self._held):
-            self.take_back(pin_id)
+            self.unpin(pin_id)
         for early in self._early.values():
             early.timer.cancel()
         self._early.clear()
 
     def check(self) -> None:
-        """Raise AssertionError where the sum is wrong."""
+        """Raise AssertionError if the state is inconsistent."""
         assert self.none_left.is_set() == (not self._held), "set exactly while nothing is held"
         assert self._blocks_left >= 0, "no more than its share"
         assert self._held_blocks == sum(export.num_counted for export in self._held.values())
@@ -242,10 +250,10 @@ class KvExports:
         assert known == {id(prompt) for prompt in self._transfers.values()}, "transfers: those of prompts"
 
     def check_idle(self) -> None:
-        """Raise AssertionError where something of a request is left."""
+        """Raise AssertionError if anything of a request is left."""
         assert not self._held, f"pins {list(self._held)} are left"
-        assert not self._prompts, f"{list(self._prompts)} are still taken to be computed"
-        assert not self._early, f"{len(self._early)} transfers are followed that nobody began"
+        assert not self._prompts, f"{list(self._prompts)} are still expected to end"
+        assert not self._early, f"{len(self._early)} transfers are followed whose requests never arrived"
 
     def _prompt(self, request: Request, owner: Hashable) -> _Prompt:
         early = self._early.pop(request.transfer_id, None)
@@ -262,7 +270,7 @@ class KvExports:
             del self._transfers[prompt.transfer_id]
 
     def _pin(self, request: Request, prompt: _Prompt) -> PinId | None:
-        """Pin what there is of a prompt; None where that is nothing, or too much."""
+        """Pin the blocks computed so far; None if there are none, or the prompt exceeds `pinned_share_max`."""
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)
         if len(hashes) > self._blocks_left:
             return None
@@ -278,11 +286,11 @@ class KvExports:
 
     @property
     def _blocks_left(self) -> int:
-        """Blocks that may be held beside those that are."""
+        """Blocks that may still be pinned."""
         return int(self._config.pinned_share_max * self._info.total_blocks) - self._held_blocks
 
-    def _hold_tail(self, request: Request, export: _Export) -> None:
-        """Hold the tokens past the full blocks, where the engine gives them and all blocks before them are held."""
+    def _claim_partial_block(self, request: Request, export: _Export) -> None:
+        """Pin the partial last block, if the engine supports that and all full blocks are pinned."""
         if (
             self._partial_blocks is None
             or len(export.block_ids) < len(export.hashes)
@@ -297,7 +305,7 @@ class KvExports:
             self._held_blocks += 1
 
     def _extend(self, pin_id: PinId, ended: Request | None = None) -> None:
-        """Hold what there is now of a prompt: all of it, where its request has `ended`."""
+        """Pin the blocks computed since; with `ended`, the request has just ended and the pin is whole."""
         export, is_whole = self._held[pin_id], ended is not None
         more = self._engine.pin(export.hashes[len(export.block_ids) :])
         if not (more or is_whole):
@@ -309,7 +317,7 @@ class KvExports:
         if ended is not None:
             self._held_blocks -= export.num_counted - len(export.block_ids)
             export.num_counted = len(export.block_ids)
-            self._hold_tail(ended, export)
+            self._claim_partial_block(ended, export)
         self._tell_grown(pin_id)
 
     def _handle(self, pin_id: PinId, regions: KvRegions, agent: bytes) -> KvHandle:
@@ -334,13 +342,13 @@ class KvExports:
         export.num_told = len(export.block_ids)
 
     def _withdraw(self, pin_id: PinId) -> None:
-        """Take an offer back, and tell those that follow it."""
+        """Unpin an export and notify its followers."""
         prompt = self._held[pin_id].prompt
-        self.take_back(pin_id)
+        self.unpin(pin_id)
         self._end(prompt, pin_id)
 
     def _end(self, prompt: _Prompt, pin_id: PinId = _NO_PIN) -> None:
-        """Tell a prompt's followers that nothing (more) comes of the transfer."""
+        """Tell a prompt's followers that no more blocks come."""
         self._tell_end(prompt.followers, pin_id)
         prompt.followers = {}
         self._forget_transfer(prompt)
@@ -356,7 +364,7 @@ class KvExports:
 
     def _expire(self, pin_id: PinId) -> None:
         self.expired += 1
-        _log.warning("kv_offer_expired", pin_id=pin_id, ttl_s=self._config.pin_ttl_s)
+        _log.warning("kv_export_expired", pin_id=pin_id, ttl_s=self._config.pin_ttl_s)
         self._withdraw(pin_id)
 
 

@@ -1,8 +1,8 @@
-"""A decode worker's side of KV transfers: it reads a prompt's blocks piece by piece, then its request joins the batch.
+"""The decode worker's side of KV transfers: it reads a prompt's blocks piece by piece, then submits its request.
 
-A transfer begins with the router's `Prefetch`, while the prompt waits or is computed elsewhere, or else with the request
-itself, whose handle names the blocks. Each piece is read, confirmed by the prefill worker and published before the next
-one. What does not come is computed here: slower, never wrong.
+A transfer begins with the router's `Prefetch`, while the prefill worker computes the prompt, or else with the request, whose
+handle names the blocks. Each piece is read, confirmed by the prefill worker and published before the next one. Blocks that do
+not arrive are computed here: slower, never wrong.
 """
 
 import asyncio
@@ -35,10 +35,15 @@ Submit = Callable[[Request], None]
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """One prompt's KV on its way. Its task holds blocks for it until it is cancelled, or nobody came for them in time.
+    """The KV transfer of one prompt. `task` keeps its blocks pinned until it is cancelled or `pin_ttl_s` has passed.
 
-    `held` are these, None while there is no room; the first `num_read` of the reserved ones are read and published. `tail`
-    is a block with the tokens past the full ones, if that was read too. `has_come` is set once the request is here. `is_over` is set once nothing more will be read; `error` says why not all was.
+    hashes:   (n, 2) uint64 of the prompt's full blocks
+    has_come: set once the request has arrived
+    held:     pinned and reserved blocks; None while too few are free
+    num_read: leading reserved blocks that are read and published
+    tail:     the partial block, if it was read
+    is_over:  set once nothing more will be read
+    error:    why not everything was read
     """
 
     request_id: RequestId
@@ -57,24 +62,24 @@ class Incoming:
     error: PenstockError | None = None
     task: asyncio.Task[None] | None = None
 
-    def come(self, handle: KvHandle, block_size: int) -> None:
-        """Note that the request is here, and take its handle's word for where the blocks are."""
+    def arrive(self, handle: KvHandle, block_size: int) -> None:
+        """Note that the request has arrived; its handle names all blocks."""
         self.growth.complete(handle, block_size)
         self.has_come.set()
 
     def take_tail(self) -> list[BlockId]:
-        """Hand `tail` over to the caller, who holds it from now on."""
+        """Pass the partial block and its pin to the caller."""
         tail, self.tail = self.tail, []
         return tail
 
-    def let_go(self) -> None:
-        """Stop it, and give up what it holds; what has been published stays in the cache."""
+    def stop(self) -> None:
+        """Cancel the transfer and unpin its blocks; published ones stay in the prefix cache."""
         if self.task is not None:
             self.task.cancel()
 
 
 class IncomingTransfers:
-    """Those of one worker. Its event loop owns them."""
+    """The incoming KV transfers of one decode worker. One event loop owns it."""
 
     def __init__(
         self,
@@ -82,41 +87,41 @@ class IncomingTransfers:
         info: EngineInfo,
         config: KvTransferConfig,
         *,
-        meet: Callable[[KvSource], Awaitable[Peer]],
+        connect: Callable[[KvSource], Awaitable[Peer]],
         reader: Reader,
         reservations: BlockReservations,
         release: Callable[[Origin, KvHandle], None],
         is_early: bool,
     ) -> None:
-        """Read nothing yet.
+        """Make an empty set.
 
         Args:
-            engine: a started one.
-            info: what it said of itself.
+            engine: started.
+            info: the engine's info.
             config: times and bounds.
-            meet: connects to a prefill worker's agent.
-            reader: reads from it.
+            connect: connects to a prefill worker's agent.
+            reader: reads the blocks.
             reservations: the engine's blocks for incoming KV.
-            release: tells a prefill worker that its blocks are not needed any more.
-            is_early: whether blocks are read while their prompt is computed.
+            release: tells a prefill worker to unpin the blocks of a handle.
+            is_early: whether blocks are read while their prompt is being computed.
         """
         self.fetched_blocks = self.early_blocks = 0
-        """Blocks that came, and those of them that came while their prompt was still computed."""
+        """Blocks read, and how many of them while their prompt was being computed."""
         self.failures: dict[str, int] = {}
-        """Why prompts were computed again, by the error's code."""
+        """Requests whose prompt was computed again, by error code."""
         self.early_failures: dict[str, int] = {}
-        """Why transfers ended before their request came, by the error's code."""
+        """Transfers that failed before their request arrived, by error code."""
         self._engine = engine
         self._partial_blocks = engine if isinstance(engine, KvPartialBlocks) else None
         self._info = info
         self._config = config
-        self._meet = meet
+        self._connect = connect
         self._reader = reader
         self._reservations = reservations
         self._release = release
         self._is_early = is_early
-        self._expected: dict[tuple[RequestId, Hashable], Incoming] = {}  # whose requests have not come
-        self._fetches: dict[RequestId, asyncio.Task[None]] = {}  # for requests that have
+        self._expected: dict[tuple[RequestId, Hashable], Incoming] = {}  # requests that have not arrived
+        self._fetches: dict[RequestId, asyncio.Task[None]] = {}  # requests that have arrived
         self._under_way: set[Incoming] = set()
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -128,25 +133,25 @@ class IncomingTransfers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Give everything up; no request is submitted any more."""
+        """Cancel all transfers; their requests are not submitted."""
         assert self._tasks is not None, "entered"
         for task in self._fetches.values():
             task.cancel()
         for one in self._under_way:
-            one.let_go()
+            one.stop()
         tasks, self._tasks = self._tasks, None
         await tasks.__aexit__(None, None, None)
 
     def expect(self, prefetch: Prefetch, owner: Hashable) -> None:
-        """Read a prompt's blocks as soon as there are any; it replaces an older transfer of the same request.
+        """Start to read a prompt's blocks as they are computed; replaces an older transfer of the same request.
 
         Args:
-            prefetch: what a router says.
-            owner: of the request, until `disown`.
+            prefetch: the router's message.
+            owner: its frontend; `drop_owner` drops its transfers.
 
         Raises:
-            Overloaded: as many are expected as may be.
-            ProtocolError: its hashes are none.
+            Overloaded: `fetches_max` transfers exist.
+            ProtocolError: the block hashes are malformed.
         """
         self.drop(prefetch.request_id, owner)
         if len(prefetch.block_hashes) % _HASH_BYTES:
@@ -170,28 +175,28 @@ class IncomingTransfers:
         self._begin(one)
 
     def fetch(self, request: Request, owner: Hashable, submit: Submit) -> None:
-        """Bring what a request's handle names into the engine's cache, then submit it; whatever happens, it is submitted.
+        """Read the blocks of a request's handle into the prefix cache, then submit it, also if reading failed.
 
-        `cancel` prevents that.
+        `cancel` prevents the submit.
 
         Raises:
-            Overloaded: too many wait already.
+            Overloaded: `fetches_max` requests wait for KV.
         """
-        assert request.kv is not None, "what has no handle is submitted at once"
+        assert request.kv is not None, "a request without a handle is submitted at once"
         assert self._tasks is not None, "entered"
         one = self._claim(request, owner, request.kv)
         if one is None:
             self._check_bound(len(self._fetches))
             one = self._by_handle(request, owner, request.kv)
             self._begin(one)
-        one.come(request.kv, self._info.block_size)
+        one.arrive(request.kv, self._info.block_size)
         task = self._fetches[request.request_id] = self._tasks.create_task(
             self._fetch(one, request, request.kv, submit)
         )
-        task.add_done_callback(lambda _: one.let_go())  # also where it is cancelled before it began
+        task.add_done_callback(lambda _: one.stop())  # also if it is cancelled before it began
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Give a fetch up; returns whether there was one."""
+        """Cancel a request's fetch; return whether there was one."""
         task = self._fetches.pop(request_id, None)
         if task is None:
             return False
@@ -199,29 +204,29 @@ class IncomingTransfers:
         return True
 
     def drop(self, request_id: RequestId, owner: Hashable) -> None:
-        """Give up what was begun for an owner's request that does not come; no error where there is nothing."""
+        """Stop the transfer of an owner's request that will not arrive; no error if there is none."""
         one = self._expected.pop((request_id, owner), None)
         if one is not None:
-            one.let_go()
+            one.stop()
 
-    def disown(self, owner: Hashable) -> None:
-        """Give up everything of an owner's whose request has not come."""
+    def drop_owner(self, owner: Hashable) -> None:
+        """Stop all transfers of an owner's requests that have not arrived."""
         for request_id, its_owner in list(self._expected):
             if its_owner is owner:
                 self.drop(request_id, owner)
 
-    def give_way(self) -> None:
-        """Give up what is held for requests that have not come: what runs needs the memory."""
+    def yield_blocks(self) -> None:
+        """Stop transfers that hold blocks for requests that have not arrived, since running requests need the blocks."""
         for (request_id, owner), one in list(self._expected.items()):
             if one.held is not None:
                 self.drop(request_id, owner)
 
     def check(self) -> None:
-        """Raise AssertionError where the parts disagree."""
+        """Raise AssertionError if the state is inconsistent."""
         assert self._under_way.issuperset(self._expected.values()), "what is expected is under way"
 
     def check_idle(self) -> None:
-        """Raise AssertionError where anything is left."""
+        """Raise AssertionError if a transfer is left."""
         assert not self._fetches, f"{list(self._fetches)} are still fetched"
         assert not self._under_way, f"{[one.request_id for one in self._under_way]} are still held"
 
@@ -235,14 +240,14 @@ class IncomingTransfers:
             )
 
     def _claim(self, request: Request, owner: Hashable, handle: KvHandle) -> Incoming | None:
-        """Give the transfer that was begun for a request; None where there is none, or of a pin that has ended."""
+        """Take the transfer that a `Prefetch` began for a request; None if there is none, or it has failed or differs."""
         one = self._expected.pop((request.request_id, owner), None)
         if one is None:
             return None
         is_same = (one.transfer_id, one.prefill_worker) == (request.transfer_id, handle.prefill_worker)
         if is_same and one.growth.pin_id in (None, handle.pin_id) and one.growth.error is None:
             return one
-        one.let_go()
+        one.stop()
         return None
 
     def _by_handle(self, request: Request, owner: Hashable, handle: KvHandle) -> Incoming:
@@ -252,7 +257,7 @@ class IncomingTransfers:
         return Incoming(request.request_id, owner, request.transfer_id, *source, hashes, Growth(len(hashes)))
 
     async def _fetch(self, one: Incoming, request: Request, handle: KvHandle, submit: Submit) -> None:
-        """Wait until its KV is here, or is known not to come, and submit a request."""
+        """Wait until a request's transfer is over, and submit the request."""
         try:
             async with asyncio.timeout(handle.ttl_s):
                 await one.is_over.wait()
@@ -270,11 +275,11 @@ class IncomingTransfers:
                 effect="computed again",
             )
         if self._fetches.get(request.request_id) is not asyncio.current_task():
-            return  # given up meanwhile; by now its id may be another's
+            return  # cancelled meanwhile; another request may have this id by now
         del self._fetches[request.request_id]
         submit(msgspec.structs.replace(request, kv=None))
         for block_id in one.take_tail():
-            assert self._partial_blocks is not None, "it was made room for"
+            assert self._partial_blocks is not None, "a block was reserved for it"
             self._partial_blocks.lend_partial_block(
                 request.request_id, block_id, handle.num_tokens % self._info.block_size
             )
@@ -285,25 +290,25 @@ class IncomingTransfers:
         assert self._tasks is not None, "entered"
         self._under_way.add(one)
         one.task = self._tasks.create_task(self._run(one))
-        # one that is cancelled before it began does not get as far as tidying up
+        # a callback, since a task that is cancelled before it began runs no `finally`
         one.task.add_done_callback(lambda _: self._end(one))
 
     async def _run(self, one: Incoming) -> None:
         try:
-            await self._bring(one)
+            await self._read_all(one)
         except PenstockError as error:
             self._fail(one, error)
-        except Exception as error:  # noqa: BLE001 - a bug, or a handle that is none, is this prompt's fate alone
+        except Exception as error:  # noqa: BLE001 - a bug or a malformed handle fails this prompt alone
             _log.exception("kv_fetch_failed", request_id=one.request_id)
             self._fail(one, EngineError(f"{type(error).__name__}: {error}; see the log"))
         else:
             one.is_over.set()
-            await asyncio.sleep(self._config.pin_ttl_s)  # what is held is held for the request
+            await asyncio.sleep(self._config.pin_ttl_s)  # keep the blocks pinned for the request
 
-    async def _bring(self, one: Incoming) -> None:
-        """Read and publish all that comes, as soon as it does."""
+    async def _read_all(self, one: Incoming) -> None:
+        """Read and publish all blocks, as they become known."""
         growth, is_named = one.growth, one.has_come.is_set()
-        one.origin = Origin(one.prefill_worker, one.source, await self._meet(one.source))
+        one.origin = Origin(one.prefill_worker, one.source, await self._connect(one.source))
         if is_named:
             await self._read_next(one, one.origin)
         else:
@@ -316,17 +321,17 @@ class IncomingTransfers:
             await self._read(one, one.held, one.origin)
 
     async def _read_next(self, one: Incoming, origin: Origin) -> None:
-        """Wait for more blocks, and read these if there is room."""
+        """Wait for more blocks to become known, and read them if blocks can be reserved."""
         await self._reader.next_blocks(origin.peer, one.growth)
         if one.held is None:
-            one.held = self._hold_early(one)
+            one.held = self._try_hold(one)
         num_known = -1
         while one.held is not None and num_known < len(one.growth.block_ids):
             num_known = len(one.growth.block_ids)
             await self._read(one, one.held, origin)
 
-    def _hold_early(self, one: Incoming) -> HeldBlocks | None:
-        """Hold room for all of a prompt, or nothing where somebody waits for room or too much is held for prompts under way."""
+    def _try_hold(self, one: Incoming) -> HeldBlocks | None:
+        """Reserve blocks for a whole prompt; None if a request waits for blocks, or early transfers hold `pinned_share_max`."""
         growth = one.growth
         if not growth.is_whole and not (self._is_early and len(growth.block_ids)):
             return None
@@ -335,10 +340,10 @@ class IncomingTransfers:
             held = sum(len(other.hashes) for other in self._under_way if other.held is not None)
             if held + len(hashes) > int(self._config.pinned_share_max * self._info.total_blocks):
                 return None
-        return self._reservations.hold_early(hashes)
+        return self._reservations.try_hold(hashes)
 
     async def _read(self, one: Incoming, held: HeldBlocks, origin: Origin) -> None:
-        """Read the blocks that there are and were not read before, and publish them."""
+        """Read and publish the known blocks that were not read before."""
         (here, reserved), growth = held, one.growth
         sources = growth.block_ids
         start, end = len(here) + one.num_read, len(sources)
@@ -368,12 +373,12 @@ class IncomingTransfers:
             _log.debug("kv_not_prefetched", request_id=one.request_id, error=error.message)
 
     def _end(self, one: Incoming) -> None:
-        """Give back what one held that is over."""
+        """Release everything that an ended transfer holds."""
         self._under_way.discard(one)
         self._engine.unpin(one.take_tail())
         key = one.request_id, one.owner
         if self._expected.get(key) is one:
             del self._expected[key]
         if one.held is not None:
-            self._reservations.let_go(one.held)
+            self._reservations.release(one.held)
         one.is_over.set()

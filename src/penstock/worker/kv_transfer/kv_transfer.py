@@ -1,8 +1,8 @@
-"""KV transfers between workers, once for all engines: a prefill worker exports blocks, a decode worker reads them.
+"""KV transfers between workers, for all engines: a prefill worker exports blocks, a decode worker reads them.
 
-The decode worker reads one-sided, only what its own cache lacks, beside its batch. Then it asks the prefill worker whether
-the blocks were pinned all the time; if they were not, or anything else went wrong, it computes the prompt itself: slower,
-never wrong.
+The decode worker reads one-sided, while its batch runs, and only blocks that its own cache lacks. Then it asks the prefill
+worker whether the blocks were pinned all the time. If not, or if anything else fails, the decode worker computes the prompt
+itself: slower, never wrong.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv_exchange import KvExchange, KvSource
-from penstock.core.types.load import KvRead
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import encode
 from penstock.seams import KvBlocks
@@ -35,6 +34,7 @@ from penstock.worker.kv_transfer.pin_messages import (
     PinRead,
 )
 from penstock.worker.kv_transfer.reader import Origin, Reader
+from penstock.worker.kv_transfer.reads import KvReads
 from penstock.worker.kv_transfer.regions import KvRegions
 from penstock.worker.kv_transfer.reservations import BlockReservations
 
@@ -42,9 +42,9 @@ _log = get_logger()
 
 
 class KvTransfer:
-    """One worker's side of all KV transfers, either way. Enter it once its engine has started; its event loop owns it.
+    """One worker's KV transfers in both directions. Enter it after the engine's start; one event loop owns it.
 
-    It costs nothing until it `begin`s: by itself with the first handle, or when it is told to, so as to make offers.
+    The transfer agent starts with `begin`: called at start by prefill and decode workers, else by the first transfer.
     """
 
     def __init__(
@@ -56,20 +56,20 @@ class KvTransfer:
         agent: TransferAgent,
         config: KvTransferConfig,
     ) -> None:
-        """Move nothing yet.
+        """Make an idle object; `begin` starts it.
 
         Args:
-            engine: a started one.
-            info: what it said of itself.
-            worker_id: this worker's.
-            agent: not entered; this enters it when it begins, and closes it.
+            engine: started.
+            info: the engine's info.
+            worker_id: this worker.
+            agent: not entered; `begin` enters it, and leaving this context closes it.
             config: times and bounds.
 
         Raises:
-            ConfigError: blocks are to move while a prompt is computed, and the engine cannot do that.
+            ConfigError: `stream_kv` is true, but the engine cannot export blocks chunk by chunk.
         """
         self.streams_kv = info.kv_by_chunk if config.stream_kv is None else config.stream_kv
-        """Whether blocks move while their prompt is computed."""
+        """Whether blocks move while their prompt is being computed."""
         if self.streams_kv and not info.kv_by_chunk:
             raise ConfigError(
                 "worker.kv_transfer.stream_kv: this engine gives a prompt's blocks only once all of it is computed; leave it"
@@ -86,19 +86,19 @@ class KvTransfer:
             engine,
             info,
             config,
-            meet=self._meet,
+            connect=self._connect,
             reader=self._reader,
             reservations=self._reservations,
-            release=self._let_go,
+            release=self._release,
             is_early=self.streams_kv,
         )
         self._preemptions = 0  # as of the last step
-        self._home = asyncio.TaskGroup()
-        self._living: asyncio.Task[None] | None = None
+        self._tasks = asyncio.TaskGroup()
+        self._agent_task: asyncio.Task[None] | None = None
         self._has_begun: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
-        await self._home.__aenter__()
+        await self._tasks.__aenter__()
         await self.incoming.__aenter__()
         return self
 
@@ -109,20 +109,19 @@ class KvTransfer:
             await self.incoming.__aexit__(None, None, None)
         finally:
             self.exports.close()
-            if self._living is not None:
-                self._living.cancel()
-            await self._home.__aexit__(None, None, None)
+            if self._agent_task is not None:
+                self._agent_task.cancel()
+            await self._tasks.__aexit__(None, None, None)
 
     async def begin(self) -> None:
-        """Register the engine's memory and listen, so that KV can be exported. Safe twice.
+        """Start the agent: register the engine's KV memory and listen. Safe twice.
 
         Raises:
-            ConfigError: the agent cannot listen as it should, or the engine's memory is not what its layout says, or no
-                transport has any use for it.
+            ConfigError: the agent cannot listen, the memory does not match the engine's layout, or no transport reaches it.
         """
         if self._has_begun is None:
             self._has_begun = asyncio.get_running_loop().create_future()
-            self._living = self._home.create_task(self._live(self._has_begun))
+            self._agent_task = self._tasks.create_task(self._run_agent(self._has_begun))
         await asyncio.shield(self._has_begun)
 
     def __len__(self) -> int:
@@ -130,7 +129,7 @@ class KvTransfer:
 
     @property
     def exchange(self) -> KvExchange:
-        """How others reach this worker's KV, and it theirs."""
+        """This worker's KV transfer capabilities, to register."""
         names = self._regions.transports or self._agent.transport_names
         return KvExchange(
             transports=names,
@@ -142,121 +141,114 @@ class KvTransfer:
         )
 
     @property
-    def kv_reads(self) -> tuple[KvRead, ...]:
-        """What was read of others' KV, of the last few of them."""
-        return self._reader.reads.latest
-
-    @property
-    def fetched_blocks(self) -> int:
-        """Blocks that came from others, before or after their request did."""
-        return self.incoming.fetched_blocks
-
-    @property
-    def failures(self) -> dict[str, int]:
-        """Why prompts were computed again, by the error's code."""
-        return self.incoming.failures
+    def reads(self) -> KvReads:
+        """Totals of KV reads from prefill workers."""
+        return self._reader.reads
 
     def expect(self, request: Request, owner: Hashable) -> None:
-        """Know a prompt that was submitted to the engine and will be exported to a decode worker."""
+        """Register a prefill-only request that was submitted to the engine."""
         if self._metadata:
             self.exports.expect(request, owner)
 
     def grow(self, request: Request) -> None:
-        """Export what is computed by now of a prompt under way, where that is done."""
+        """Export the blocks computed so far of a prompt under way, if `streams_kv`."""
         if self.streams_kv:
             self.exports.grow(request)
 
     def export(self, request: Request, owner: Hashable) -> KvHandle | None:
-        """Hold the blocks of a prompt that was computed this moment; None where nothing can be held."""
+        """Pin the blocks of a prompt whose last step has just ended; None if none can be pinned."""
         if not self._metadata:
-            return None  # it has not begun: nobody could reach them
+            return None  # the agent has not started: no peer could reach the blocks
         return self.exports.make(request, owner, self._regions, self._metadata)
 
     def prefetch(self, prefetch: Prefetch, owner: Hashable) -> None:
-        """Read what there will be of a prompt, if there is room for it; its request finds it here."""
+        """Start to read a prompt's KV as it is computed, for a request that will follow."""
         try:
             self.incoming.expect(prefetch, owner)
         except Overloaded as error:
             _log.debug("kv_not_prefetched", request_id=prefetch.request_id, error=error.message)
-        except ProtocolError as error:  # its request comes all the same
+        except ProtocolError as error:  # the request itself will follow anyway
             _log.warning("kv_not_prefetched", request_id=prefetch.request_id, error=error.message)
 
     def forget(self, request_id: RequestId, owner: Hashable) -> None:
-        """Let go of all that is held for an owner's request that does not go on; no error where nothing is."""
+        """Release everything held for an owner's request that does not continue; no error if there is nothing."""
         self.exports.forget(request_id, owner)
         self.incoming.drop(request_id, owner)
 
-    def disown(self, owner: Hashable) -> None:
-        """Let go of all that is held for an owner that is gone."""
-        self.exports.disown(owner)
-        self.incoming.disown(owner)
+    def drop_owner(self, owner: Hashable) -> None:
+        """Release everything held for an owner that is gone."""
+        self.exports.drop_owner(owner)
+        self.incoming.drop_owner(owner)
 
     def stepped(self, preemptions: int = 0) -> None:
-        """Hear that the engine may have given blocks back, and how often it had too few since it started."""
+        """Note that the engine may have freed blocks; `preemptions` counts since its start.
+
+        After a preemption, blocks that are pinned for unfinished prompts are released.
+        """
         if preemptions > self._preemptions:
             self._preemptions = preemptions
-            self.exports.give_way()
-            self.incoming.give_way()
-        self._reservations.given_back()
+            self.exports.yield_blocks()
+            self.incoming.yield_blocks()
+        self._reservations.blocks_freed()
 
     def check(self) -> None:
-        """Raise AssertionError where the parts disagree."""
+        """Raise AssertionError if the state is inconsistent."""
         self.exports.check()
         self.incoming.check()
 
     def check_idle(self) -> None:
-        """Raise AssertionError where something of a request is left; for one that has had none for a while."""
+        """Raise AssertionError if anything of a request is left; for a worker that has been idle for a while."""
         self.exports.check_idle()
         self._reader.check_idle()
         self.incoming.check_idle()
         self._reservations.check_idle()
 
-    async def _meet(self, source: KvSource) -> Peer:
+    async def _connect(self, source: KvSource) -> Peer:
         """Connect to a prefill worker's agent."""
         await self.begin()
         return await self._agent.connect(source.agent)
 
-    def _let_go(self, origin: Origin, handle: KvHandle) -> None:
-        """Tell a prefill worker that its blocks are not wanted (any more); if that fails, time does it."""
+    def _release(self, origin: Origin, handle: KvHandle) -> None:
+        """Tell a prefill worker to unpin a handle's blocks; if that fails, `pin_ttl_s` ends the pin."""
         try:
             self._agent.send_notification(origin.peer, encode(PinRead(pin_id=handle.pin_id)))
         except PenstockError as error:
-            _log.debug("pin_not_given_back", peer=origin.peer.name, error=error.message)
+            _log.debug("pin_not_released", peer=origin.peer.name, error=error.message)
 
-    # -- what peers say
+    # -- messages of peers
 
-    async def _live(self, has_begun: "asyncio.Future[None]") -> None:
-        """Enter the agent, hear what peers say until this is cancelled, and close it."""
+    async def _run_agent(self, has_begun: "asyncio.Future[None]") -> None:
+        """Enter the agent, process notifications until this is cancelled, and close the agent."""
         try:
             async with self._agent:
                 self._regions.register(self._engine.kv_memory(), self._agent)
                 self._metadata = self._agent.metadata()
                 has_begun.set_result(None)
                 await self._listen()
-        except MemoryInUse as error:  # a reader that was stopped: the process ends, and its memory with it
+        except MemoryInUse as error:  # a reader does not answer; the memory goes when this process ends
             _log.warning("kv_memory_still_in_use", error=error.message)
         except PenstockError as error:
             if has_begun.done():
                 raise
-            self._has_begun = None  # the next one may try again
+            self._has_begun = None  # the next call may try again
             has_begun.set_exception(error)
-            has_begun.exception()  # whoever asked for it may have gone
+            has_begun.exception()  # marks it as retrieved: the caller may have gone
         finally:
             has_begun.cancel()
 
     async def _listen(self) -> None:
         async for name, payload in self._agent.notifications():
             try:
-                self._hear(name, PIN_MESSAGES.decode(payload))
+                self._receive(name, PIN_MESSAGES.decode(payload))
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
                 _log.warning("notification_skipped", peer=name, error=str(error))
-            except Exception:  # noqa: BLE001 - what one peer says ends no request of another's
+            except Exception:  # noqa: BLE001 - a message of one peer must not fail requests of another
                 _log.exception("notification_failed", peer=name)
 
-    def _hear(self, name: str, message: PinMessage) -> None:
+    def _receive(self, name: str, message: PinMessage) -> None:
         match message:
             case PinRead(pin_id=pin_id):
-                self.exports.take_back(pin_id)
+                self.exports.unpin(pin_id)
             case PinCheck(pin_id=pin_id, read_id=read_id):
                 is_held = self.exports.holds(pin_id)
                 self._tell(name, PinHeld(pin_id=pin_id, was_held=is_held, read_id=read_id))
@@ -271,4 +263,4 @@ class KvTransfer:
         try:
             self._agent.send_notification(agent, encode(message))
         except PenstockError as error:
-            _log.debug("reader_not_told", peer=agent, error=error.message)
+            _log.debug("follower_not_notified", peer=agent, error=error.message)

@@ -1,4 +1,4 @@
-"""What the two workers of a KV transfer say to each other about pinned blocks, as notifications of their transfer agents."""
+"""Messages between the two workers of a KV transfer about pinned blocks, sent as notifications of their transfer agents."""
 
 from typing import Annotated
 
@@ -12,16 +12,19 @@ TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_len
 
 
 class PinFollow(Wire, frozen=True, tag="pin_follow"):
-    """To a prefill worker: tell of the blocks of this transfer's prompt as they are computed."""
+    """To a prefill worker: subscribe to the blocks of this transfer's prompt as they are computed."""
 
     transfer_id: TransferId
     read_id: int
 
 
 class PinGrown(Wire, frozen=True, tag="pin_grown"):
-    """To a follower: the pin's blocks from its `first` on, packed little-endian uint32. No more come once it `is_whole`.
+    """To a subscriber: more blocks of a pin.
 
-    With `tail_tokens`, the last of these blocks is the partial one past the full blocks.
+    first:       index in the prompt of the first of `block_ids`
+    block_ids:   packed little-endian uint32
+    is_whole:    no more blocks follow
+    tail_tokens: if not 0, the last of `block_ids` is the partial block after the full ones, with so many tokens
     """
 
     pin_id: PinId
@@ -33,14 +36,17 @@ class PinGrown(Wire, frozen=True, tag="pin_grown"):
 
 
 class PinCheck(Wire, frozen=True, tag="pin_check"):
-    """To a prefill worker: some of the pin's blocks were read; were they pinned until now? `PinHeld` answers."""
+    """To a prefill worker: blocks were read; were they pinned until now? `PinHeld` answers."""
 
     pin_id: PinId
     read_id: int
 
 
 class PinHeld(Wire, frozen=True, tag="pin_held"):
-    """Whether the blocks were pinned until now. Unasked for, and False: the transfer that is followed has ended."""
+    """To a decode worker: whether the blocks were pinned until now.
+
+    Sent without a `PinCheck`, and False, when a transfer that is subscribed to has ended.
+    """
 
     pin_id: PinId
     was_held: bool
@@ -48,7 +54,7 @@ class PinHeld(Wire, frozen=True, tag="pin_held"):
 
 
 class PinRead(Wire, frozen=True, tag="pin_read"):
-    """To a prefill worker: the blocks were read, or are not wanted; it unpins them. No answer."""
+    """To a prefill worker: unpin the blocks; they were read, or are not needed. No answer."""
 
     pin_id: PinId
 

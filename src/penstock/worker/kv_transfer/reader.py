@@ -1,4 +1,4 @@
-"""Reads other workers' blocks, and hears from these whether the blocks were held until that was done, and of more of them."""
+"""Reads KV blocks of prefill workers, and confirms with each that the blocks were pinned until the read was done."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ from penstock.worker.kv_transfer.regions import KvRegions
 
 _ID_BYTES = 4
 _LOOK_S = 0.1
-"""So often a reader looks whether the prefill worker that owes it an answer is still there."""
+"""Interval of checks that a prefill worker which owes an answer is still connected."""
 _FOLLOW_LOOK_S = 1.0
-"""The same while a prompt is computed, or waits for that: many may wait, and for long."""
+"""The same while waiting for a prompt to be computed; longer, since many may wait for long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A prefill worker whose agent is connected, and how its KV is read."""
+    """A prefill worker with a connected agent, and its KV memory."""
 
     worker_id: WorkerId
     source: KvSource
@@ -37,7 +37,15 @@ class Origin:
 
 @dataclass(slots=True)
 class Growth:
-    """What is known of a pin that grows to at most `num_blocks_max` blocks, and perhaps a partial one past these, `tail`."""
+    """The known blocks of a prefill worker's growing pin.
+
+    num_blocks_max: full blocks of the prompt
+    block_ids:      (n,) uint32, known so far
+    tail:           (0 or 1,) uint32, the partial block
+    is_whole:       no more blocks follow
+    error:          why no more will come
+    news:           set when anything has changed
+    """
 
     num_blocks_max: int
     pin_id: PinId | None = None
@@ -48,9 +56,9 @@ class Growth:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, message: PinGrown) -> None:
-        """Take what the prefill worker says; what makes no sense is its failure."""
+        """Add the blocks of a message; a malformed message fails the transfer."""
         if self.is_whole:
-            return  # the handle came first
+            return  # the handle arrived first
         if len(message.block_ids) % _ID_BYTES:
             self.fail(
                 ProtocolError(
@@ -75,7 +83,7 @@ class Growth:
         self.news.set()
 
     def complete(self, handle: KvHandle, block_size: int) -> None:
-        """Take a handle's word for the whole prompt, whatever was said before."""
+        """Replace the known blocks by those of the request's handle, which names the whole prompt."""
         self.news.set()
         if len(handle.block_ids) % _ID_BYTES:
             self.error = ProtocolError(
@@ -90,26 +98,26 @@ class Growth:
         self.is_whole = True
 
     def fail(self, error: PenstockError) -> None:
-        """Take note that no more will come; no matter once it is whole."""
+        """Note that no more blocks will come; ignored once all are known."""
         if not self.is_whole:
             self.error = error
             self.news.set()
 
 
 class Reader:
-    """One worker's. Its event loop owns it."""
+    """Reads KV for one decode worker. One event loop owns it."""
 
     def __init__(self, agent: TransferAgent, regions: KvRegions) -> None:
-        """Read nothing yet.
+        """Make an idle reader.
 
         Args:
             agent: moves the bytes.
-            regions: where they belong.
+            regions: this worker's KV memory.
         """
         self._agent = agent
         self._regions = regions
         self.reads = KvReads()
-        """What came, whether or not it had been held."""
+        """Totals of what was read, including blocks whose pin had expired."""
         self._read_ids = count(1)
         self._answers: dict[tuple[str, int], asyncio.Future[bool]] = {}
         self._followed: dict[tuple[str, int], Growth] = {}
@@ -117,19 +125,19 @@ class Reader:
     async def read(
         self, origin: Origin, pin_id: PinId, targets: Sequence[BlockId], sources: HashArray
     ) -> None:
-        """Copy blocks, and hear from the prefill worker that they were pinned until that was done.
+        """Read blocks, and confirm with the prefill worker that they were pinned until the read was done.
 
         Args:
             origin: the prefill worker.
-            pin_id: its pin of them.
-            targets: (n,) blocks of this worker's, held to be written.
-            sources: (n,) blocks of the prefill worker's, uint32.
+            pin_id: its pin of the blocks.
+            targets: (n,) reserved blocks of this worker.
+            sources: (n,) uint32, blocks of the prefill worker.
 
         Raises:
-            TransferError: the bytes did not come.
-            PinExpired: they came, and may be anything.
+            TransferError: the bytes did not arrive.
+            PinExpired: the bytes arrived, but may belong to another prompt.
         """
-        read_id = next(self._read_ids)  # an answer to somebody else who reads the same is not for this one
+        read_id = next(self._read_ids)  # several reads of one pin get separate answers
         peer, done = origin.peer, encode(PinCheck(pin_id=pin_id, read_id=read_id))
         key = peer.name, read_id
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
@@ -146,10 +154,10 @@ class Reader:
 
     @contextmanager
     def following(self, peer: Peer, transfer_id: bytes, growth: Growth) -> Iterator[None]:
-        """Have a prefill worker tell of a transfer's blocks, as they come.
+        """Subscribe to a transfer's blocks at a prefill worker, while the context lasts; `growth` collects them.
 
         Raises:
-            PeerLost: there is no link to it.
+            PeerLost: there is no link to the prefill worker.
         """
         read_id = next(self._read_ids)
         self._followed[peer.name, read_id] = growth
@@ -160,16 +168,16 @@ class Reader:
             del self._followed[peer.name, read_id]
 
     async def next_blocks(self, peer: Peer, growth: Growth) -> None:
-        """Wait until something is said of a pin that this was not called for yet, however long that takes.
+        """Wait, without a timeout, until `growth` has changed since the last call.
 
         Raises:
-            PinExpired: its blocks are pinned no longer.
+            PinExpired: the blocks are not pinned any more.
             PeerLost: the prefill worker is gone.
-            ProtocolError: what it says makes no sense.
+            ProtocolError: the prefill worker sent a malformed message.
         """
         while not growth.news.is_set():
             peer.check_alive()
-            # `wait_for` of Python 3.11 loses a cancellation that comes with the news
+            # `wait_for` of Python 3.11 loses a cancellation that arrives together with the event
             with suppress(TimeoutError):
                 async with asyncio.timeout(_FOLLOW_LOOK_S):
                     await growth.news.wait()
@@ -178,13 +186,13 @@ class Reader:
             raise growth.error
 
     def grown(self, peer: str, message: PinGrown) -> None:
-        """Take what a producer says of a pin; of one that nobody follows (any more) it is no error."""
+        """Process a prefill worker's message; ignored if nothing follows that pin any more."""
         growth = self._followed.get((peer, message.read_id))
         if growth is not None:
             growth.add(message)
 
     def answered(self, peer: str, answer: PinHeld) -> None:
-        """Take a producer's answer; one that nobody waits for (any more) is no error."""
+        """Process a prefill worker's answer; ignored if nothing waits for it any more."""
         key = peer, answer.read_id
         waiting, growth = self._answers.get(key), self._followed.get(key)
         if waiting is not None and not waiting.done():
@@ -193,23 +201,23 @@ class Reader:
             growth.fail(PinExpired(f"{peer} has given up pinning the prompt before all of it was computed"))
 
     def check_idle(self) -> None:
-        """Raise AssertionError where an answer is still waited for."""
+        """Raise AssertionError if a read or subscription is left."""
         assert not self._answers, f"{list(self._answers)} are still waited for"
         assert not self._followed, f"{list(self._followed)} are still followed"
 
     async def _move(
-        self, peer: Peer, producer: WorkerId, ranges: tuple[Descriptors, Descriptors], done: bytes
+        self, peer: Peer, prefill_worker: WorkerId, ranges: tuple[Descriptors, Descriptors], done: bytes
     ) -> None:
-        """Read ranges, tell the producer that this is done, and count what it took."""
+        """Read ranges, notify the prefill worker with `done`, and count bytes and seconds."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         moving = self._agent.post(TransferOp.READ, *ranges, peer, notify=done)
         await moving.complete()
         moved = moving.telemetry
-        self.reads.add(producer, moved.backend, moved.num_bytes, loop.time() - began_s)
+        self.reads.add(prefill_worker, moved.backend, moved.num_bytes, loop.time() - began_s)
 
     async def _or_lost(self, peer: Peer, answer: "asyncio.Future[bool]") -> bool:
-        """Wait for a producer's answer for as long as there is a producer."""
+        """Wait for the prefill worker's answer while it is connected."""
         while not answer.done():
             peer.check_alive()
             await asyncio.wait([answer], timeout=_LOOK_S)

@@ -1,4 +1,4 @@
-"""A worker's KV memory as others reach it, and which bytes of theirs make up its own blocks."""
+"""A worker's registered KV memory, and the byte ranges of a prefill worker's blocks that make up its own."""
 
 from collections.abc import Sequence
 
@@ -15,20 +15,20 @@ from penstock.transfer import Access, TransferAgent
 from penstock.transfer.reshard.moves import ReshardPlan, mismatch, plan, region_bytes
 
 _PLANS_MAX = 64
-"""Layouts of others whose plans are kept: one for each kind of producer."""
+"""Layouts of prefill workers whose reshard plans are cached."""
 _decoder = msgspec.msgpack.Decoder(KvLayout)
 
 
 class KvRegions:
-    """Every rank's regions of one engine. One event loop owns it.
+    """The KV regions of one engine. One event loop owns it.
 
     Attributes:
-        ids: of the regions once they are registered, of each rank in the layout's order.
-        transports: those by which others can reach every region.
+        ids: region ids by rank, in the layout's order; empty before `register`.
+        transports: transports that reach every region.
     """
 
     def __init__(self, info: EngineInfo) -> None:
-        """Register nothing yet; `info` is what the engine said of itself."""
+        """Make unregistered regions; `info` is the engine's info."""
         self._info = info
         self._layout = info.kv_layout
         self._plans: dict[bytes, ReshardPlan] = {}
@@ -37,18 +37,16 @@ class KvRegions:
         self.transports: tuple[str, ...] = ()
 
     def register(self, memory: Sequence[Sequence[object]], agent: TransferAgent) -> None:
-        """Make an engine's memory known to an entered agent.
+        """Register an engine's KV memory with an entered agent.
 
         Raises:
-            ConfigError: it is not what the engine's layout says, or no transport has any use for it.
+            ConfigError: the memory does not match the engine's layout, or no transport reaches it.
         """
         self._check(memory)
         try:
             registered = [
                 [
-                    agent.register(
-                        region, f"kv-{rank}-{index}", access=Access.READ
-                    )  # others fetch, none pushes
+                    agent.register(region, f"kv-{rank}-{index}", access=Access.READ)
                     for index, region in enumerate(regions)
                 ]
                 for rank, regions in enumerate(memory)
@@ -68,25 +66,25 @@ class KvRegions:
             )
 
     def source(self, agent: bytes) -> KvSource:
-        """Say how others read this worker's KV, by the agent with this metadata."""
+        """Describe how to read this worker's KV; `agent` is its agent's metadata."""
         return KvSource(agent=agent, layout=self._encoded, regions=self.ids)
 
     def ranges(
         self, source: KvSource, source_blocks: ArrayLike, target_blocks: ArrayLike
     ) -> tuple[Descriptors, Descriptors] | None:
-        """List what makes up blocks of this worker: ranges here, and those of a prefill worker, one for one.
+        """List the byte ranges to read so that blocks of a prefill worker become blocks of this worker.
 
         Args:
-            source: of the prefill worker.
-            source_blocks: (n,) its block ids.
-            target_blocks: (n,) this worker's; block i of the source becomes block i of these.
+            source: the prefill worker's KV memory.
+            source_blocks: (n,) block ids of the prefill worker.
+            target_blocks: (n,) block ids of this worker; source block i is read into target block i.
 
         Returns:
-            None where neither of the two keeps memory for KV: nothing has to be moved.
+            ranges here and ranges at the prefill worker, one for one; None if neither engine has KV memory (mocks).
 
         Raises:
-            TransferRefused: the prefill worker's blocks cannot become this worker's; the text says why.
-            TransferError: the source makes no sense.
+            TransferRefused: the two layouts cannot be converted; the text says why.
+            TransferError: `source` is malformed.
         """
         if self._layout is None and not source.layout:
             return None

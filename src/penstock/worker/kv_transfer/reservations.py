@@ -1,4 +1,4 @@
-"""Block reservations for incoming KV: a prompt's cached blocks, pinned, and reserved ones for the rest."""
+"""Blocks for incoming KV: a prompt's cached blocks are pinned, and blocks for the rest are reserved."""
 
 import asyncio
 
@@ -9,24 +9,24 @@ from penstock.core.wire import HashArray
 from penstock.seams import KvBlocks
 
 HeldBlocks = tuple[list[BlockId], list[BlockId]]
-"""A prompt's leading blocks that are here, and the reserved ones for the rest."""
+"""(pinned leading blocks that are cached here, blocks reserved for the rest)."""
 
 
 class BlockReservations:
-    """One engine's reservations. Its event loop owns it. A waiting request holds no blocks, so that two cannot deadlock."""
+    """One engine's reservations. One event loop owns it. A request that waits holds no blocks, so two cannot deadlock."""
 
     def __init__(self, engine: KvBlocks, info: EngineInfo) -> None:
-        """Hold nothing; `info` is what the engine said of itself."""
+        """Make an empty set; `info` is the engine's info."""
         self._engine = engine
         self._info = info
-        self._turn = asyncio.Lock()  # whose turn it is to wait
+        self._turn = asyncio.Lock()  # held by the first waiter; others queue for it
         self._freed = asyncio.Event()
 
     async def hold(self, hashes: HashArray) -> HeldBlocks:
-        """Hold what is here of a prompt, and room for what is not; waits in turn while what runs needs the room.
+        """Pin a prompt's cached blocks and reserve blocks for the rest; wait, first come first served, until enough are free.
 
         Raises:
-            TransferError: there is never as much.
+            TransferError: the engine has fewer blocks in all.
         """
         held = list(self._engine.pin(hashes))
         if len(held) == len(hashes):
@@ -38,27 +38,27 @@ class BlockReservations:
                 await self._freed.wait()
             return taken
 
-    def hold_early(self, hashes: HashArray) -> HeldBlocks | None:
-        """Hold the same for a prompt that is still being computed; None where somebody waits whose prompt is, or there is no room.
+    def try_hold(self, hashes: HashArray) -> HeldBlocks | None:
+        """Do the same without waiting; None if too few blocks are free, or a request waits in `hold`.
 
         Raises:
-            TransferError: there is never as much.
+            TransferError: the engine has fewer blocks in all.
         """
         return None if self._turn.locked() else self._try_to_hold(hashes)
 
-    def let_go(self, held: HeldBlocks) -> None:
-        """Give up both; what has been published stays cached while there is room."""
+    def release(self, held: HeldBlocks) -> None:
+        """Unpin the blocks; published ones stay in the prefix cache until they are evicted."""
         here, reserved = held
         self._engine.unpin(reserved)
         self._engine.unpin(here)
         self._freed.set()
 
-    def given_back(self) -> None:
-        """Hear that the engine may have given blocks back."""
+    def blocks_freed(self) -> None:
+        """Note that the engine may have freed blocks."""
         self._freed.set()
 
     def check_idle(self) -> None:
-        """Raise AssertionError where somebody waits."""
+        """Raise AssertionError if a request waits."""
         assert not self._turn.locked(), "somebody still waits for room"
 
     def _try_to_hold(self, hashes: HashArray) -> HeldBlocks | None:

@@ -430,7 +430,7 @@ def test_who_gets_nowhere_for_too_long_ends_where_workers_stop():
             for number in range(4):
                 await asyncio.sleep(4.0)
                 name = setting.holder()
-                setting.cluster.worker(name)._hand_over(Unavailable("stopping"))
+                setting.cluster.worker(name)._end_all(Unavailable("stopping"))
                 setting.engines[name].requests.clear()
                 await setting.add(f"another-{number}")
             with pytest.raises(Unavailable, match="failed again and again for 12 s"):

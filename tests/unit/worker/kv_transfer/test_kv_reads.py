@@ -41,7 +41,7 @@ def test_a_link_that_is_slower_than_was_said_keeps_prompts_where_they_are_answer
             for number in range(6):
                 await whole_answer(dispatcher, tiny_request(f"r{number}", LENGTH, 3, seed=number))
                 remote.append(dispatcher.explain(f"r{number}")[0].prefill.remote)
-            (read,) = cluster.worker("d").kv_transfer.kv_reads
+            (read,) = cluster.worker("d").kv_transfer.reads.latest
             assert read.prefill_worker == cluster.worker("p").instance.worker_id
             assert (read.transport, read.num_bytes / read.seconds) == ("memory", pytest.approx(bytes_per_s))
             seen = {view.name: view.load for view in dispatcher.workers()}
@@ -65,7 +65,7 @@ def test_totals_by_prefill_worker_and_the_latest_of_them_are_told():
     )
 
 
-def test_producers_are_forgotten_past_a_bound():
+def test_prefill_workers_are_forgotten_past_a_bound():
     reads = KvReads()
     for number in range(257):
         reads.add(WorkerId(number), "shm", 100, 0.5)

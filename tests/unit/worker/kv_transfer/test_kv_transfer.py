@@ -42,8 +42,8 @@ def test_an_answer_is_the_same_as_from_one_worker(length, kv_bytes):
         assert prefill.generated_tokens == 1
         assert decode.generated_tokens == 19
         assert decode.prefilled_tokens == (length + 1 if length < 4 else 1), "nothing is computed again"
-        assert cluster.worker("d0").kv_transfer.fetched_blocks == length // 4
-        assert cluster.worker("d0").kv_transfer.failures == {}
+        assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == length // 4
+        assert cluster.worker("d0").kv_transfer.incoming.failures == {}
 
     play(scene, kv_bytes=kv_bytes)
 
@@ -52,7 +52,7 @@ def test_what_the_decode_worker_has_is_not_fetched():
     async def scene(cluster, dispatcher):
         await answer(dispatcher, request("a", 40))
         await answer(dispatcher, request("b", 60))
-        assert cluster.worker("d0").kv_transfer.fetched_blocks == 15
+        assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == 15
         assert cluster.engine("p0").load().prefix_hit_tokens == 40
 
     play(scene)
@@ -132,7 +132,7 @@ def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_
                 tokens += unpack_tokens(delta.token_ids).tolist()
         assert tokens == (await expected(asked))[0]
         assert cluster.engine("d0").load().prefilled_tokens == 51
-        assert cluster.worker("d0").kv_transfer.failures == {"deadline_exceeded": 1}
+        assert cluster.worker("d0").kv_transfer.incoming.failures == {"deadline_exceeded": 1}
 
     play(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pin_ttl_s=1)))
 
@@ -149,7 +149,7 @@ def test_a_prefill_worker_that_drains_stays_until_its_blocks_were_read():
             async for delta in stream:
                 tokens += unpack_tokens(delta.token_ids).tolist()
         assert tokens == (await expected(asked))[0]
-        assert cluster.worker("d0").kv_transfer.failures == {}
+        assert cluster.worker("d0").kv_transfer.incoming.failures == {}
         await asyncio.sleep(1)
         assert "p0" not in cluster.names
 

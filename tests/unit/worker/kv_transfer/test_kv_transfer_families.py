@@ -62,9 +62,9 @@ async def answers(checkpoint, roles):
         found += await asyncio.gather(*(whole_answer(dispatcher, request) for request in again))
         kv_transfer = cluster.worker("w1").kv_transfer if len(roles) > 1 else None
         if kv_transfer is not None:
-            assert kv_transfer.fetched_blocks >= LENGTH // BLOCK_SIZE
+            assert kv_transfer.incoming.fetched_blocks >= LENGTH // BLOCK_SIZE
             assert kv_transfer.incoming.early_blocks > 0, "some came while their prompts were computed"
-            assert kv_transfer.failures == {}
+            assert kv_transfer.incoming.failures == {}
             assert cluster.engine("w1").load().prefilled_tokens <= BLOCK_SIZE * len(found)
             await asyncio.sleep(0.5)  # the last word that blocks were read
             for name in cluster.names:

@@ -37,7 +37,7 @@ def play(scene, names=("p0", "d0"), *, policy="least-loaded", read_s=0.0, kv_blo
 
 
 def fetched(cluster, name):
-    return cluster.worker(name).kv_transfer.fetched_blocks
+    return cluster.worker(name).kv_transfer.incoming.fetched_blocks
 
 
 def exports(cluster, name="p0"):
@@ -67,7 +67,7 @@ def test_who_is_refused_by_one_decode_worker_goes_to_another():
         for number in range(4):
             await whole_answer(dispatcher, tiny_request(f"r{number}", seed=number))
         assert fetched(cluster, "d1") == 4 * BLOCKS
-        assert cluster.worker("d1").kv_transfer.failures == {}
+        assert cluster.worker("d1").kv_transfer.incoming.failures == {}
         assert cluster.engine("p0").load().prefilled_tokens <= 4 * 55, "no prompt was computed twice"
 
     play(scene, ("p0", "d0", "d1"))
@@ -151,7 +151,7 @@ def test_those_that_wait_for_room_do_not_hold_each_others():
             for seed in (1, 2):
                 group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", 120, 2, seed=seed)))
         assert asyncio.get_running_loop().time() - begin_s < 5
-        assert cluster.worker("d0").kv_transfer.failures == {}
+        assert cluster.worker("d0").kv_transfer.incoming.failures == {}
 
     play(scene, kv_blocks={"d0": 42})
 
@@ -187,7 +187,7 @@ def test_a_handle_that_is_none_harms_nobody_else():
         cluster.worker("p0").kv_transfer.exports = Exporting()
         tokens, *_ = await whole_answer(dispatcher, tiny_request("a"))
         assert len(tokens) == 20
-        assert cluster.worker("d0").kv_transfer.failures == {"protocol_error": 1}
+        assert cluster.worker("d0").kv_transfer.incoming.failures == {"protocol_error": 1}
         assert cluster.worker("d0")._driver.load().kv_failures == 1
         assert "d0" in cluster.names
 
@@ -225,7 +225,7 @@ def test_two_that_read_the_same_are_told_apart():
         await asyncio.sleep(1)
         assert [one.request_id for one in submitted] == ["a", "again"]
         assert fetched(cluster, "d0") == BLOCKS
-        assert kv_transfer.failures == {"pin_expired": 1}
+        assert kv_transfer.incoming.failures == {"pin_expired": 1}
 
     play(scene, read_s=lambda: next(delays_s))
 
@@ -336,7 +336,7 @@ def test_who_waits_for_room_longer_than_its_handle_lasts_is_computed_where_it_is
         await asyncio.sleep(0.2)
         waiting = asyncio.ensure_future(whole_answer(dispatcher, asked))
         await asyncio.sleep(0.8)
-        assert cluster.worker("d0").kv_transfer.failures == {"deadline_exceeded": 1}
+        assert cluster.worker("d0").kv_transfer.incoming.failures == {"deadline_exceeded": 1}
         assert exports(cluster) == 0
         assert not running.done()
         tokens, *_ = await waiting
@@ -359,7 +359,7 @@ def test_a_producer_that_dies_before_it_has_answered_is_not_waited_for():
             cluster.kill("p0")
             async with asyncio.timeout(1):
                 await second
-            assert cluster.worker("d0").kv_transfer.failures == {"peer_lost": 1}
+            assert cluster.worker("d0").kv_transfer.incoming.failures == {"peer_lost": 1}
 
     play(scene)
 

@@ -88,8 +88,8 @@ def test_an_answer_is_exact_whatever_the_layouts(source, target):
             await dispatcher.looked()
             found = [(await whole_answer(dispatcher, one))[0] for one in asked]
             kv_transfer = cluster.worker("d").kv_transfer
-            assert kv_transfer.failures == {}
-            assert kv_transfer.fetched_blocks == 50 // 4 + 70 // 4 + 60 // 4 - 50 // 4
+            assert kv_transfer.incoming.failures == {}
+            assert kv_transfer.incoming.fetched_blocks == 50 // 4 + 70 // 4 + 60 // 4 - 50 // 4
             assert cluster.engine("d").load().prefilled_tokens == 3, "the first token of each"
             for one in asked:
                 hashes = block_hashes(one.token_ids, BLOCK_SIZE)

@@ -144,7 +144,7 @@ def test_preempted_requests_answer_as_one_worker_with_plenty_of_room_does(checkp
         del start
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(tell(dispatcher, request(number))) for number in range(len(LENGTHS))]
-        assert cluster.worker("d").kv_transfer.fetched_blocks > 0
+        assert cluster.worker("d").kv_transfer.incoming.fetched_blocks > 0
         return [task.result() for task in asked], cluster.engine("d").load()
 
     answers, load = play(checkpoint, scene, p=prefill, d=decode)
@@ -172,12 +172,12 @@ def test_a_prefix_that_only_one_side_has_is_used_there(checkpoint, side):
             await start(cluster, new)
             await asyncio.sleep(0.1)
             other = cluster.worker(new if side == "prefill" else "d0").kv_transfer
-            fetched = other.fetched_blocks
+            fetched = other.incoming.fetched_blocks
             found.append(await tell(dispatcher, one))
             has = 66 // BLOCK_SIZE
-            assert other.fetched_blocks - fetched == (12 if side == "prefill" else 12 - has)
+            assert other.incoming.fetched_blocks - fetched == (12 if side == "prefill" else 12 - has)
             assert found[-1].cached_tokens == (has * BLOCK_SIZE if side == "prefill" else 0)
-            assert other.failures == {}
+            assert other.incoming.failures == {}
         return found
 
     apart = play(checkpoint, scene, p0=PLENTY, d0=PLENTY)
@@ -203,7 +203,7 @@ def test_in_16_bits_kv_is_equal_to_the_byte_and_logprobs_are_close(checkpoint, d
         del start
         answers = await asyncio.gather(*(tell(dispatcher, request(number)) for number in numbers))
         if "d" in cluster.names:
-            assert cluster.worker("d").kv_transfer.failures == {}
+            assert cluster.worker("d").kv_transfer.incoming.failures == {}
             for number in numbers:
                 here, there = (kv_bytes(cluster, name, request(number)) for name in ("d", "p"))
                 assert len(here) == LENGTHS[number] // BLOCK_SIZE

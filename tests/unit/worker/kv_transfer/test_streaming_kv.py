@@ -112,9 +112,9 @@ def test_the_answer_is_that_of_one_worker_and_no_block_is_read_twice():
     async def scene(cluster, dispatcher):
         assert await whole_answer(dispatcher, asked) == await expected(asked)
         arrived = kv_transfer(cluster)
-        assert arrived.fetched_blocks == BLOCKS
+        assert arrived.incoming.fetched_blocks == BLOCKS
         assert arrived.incoming.early_blocks == EARLY_BLOCKS
-        assert arrived.failures == arrived.incoming.early_failures == {}
+        assert arrived.incoming.failures == arrived.incoming.early_failures == {}
         (decision,) = dispatcher.explain("a")
         assert (decision.prefill.worker, decision.worker) == ("p0", "d0")
         assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
@@ -144,7 +144,7 @@ def test_the_router_prices_what_is_left_to_move():
 def test_without_it_all_moves_at_the_end():
     async def scene(cluster, dispatcher):
         await whole_answer(dispatcher, tiny_request("a", LENGTH))
-        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
         assert kv_transfer(cluster).incoming.early_blocks == 0
         assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
 
@@ -165,7 +165,7 @@ def test_what_the_decode_worker_has_is_not_read():
     async def scene(cluster, dispatcher):
         await whole_answer(dispatcher, tiny_request("a", 60))
         await whole_answer(dispatcher, tiny_request("b", LENGTH))
-        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
 
     play(scene)
 
@@ -216,8 +216,8 @@ def test_a_prefill_worker_that_dies_leaves_what_was_confirmed():
                 tokens += unpack_tokens(delta.token_ids).tolist()
         assert tokens == (await expected(asked))[0]
         arrived = kv_transfer(cluster)
-        assert 0 < arrived.fetched_blocks < BLOCKS
-        assert cluster.engine("d0").load().prefix_hit_tokens == 4 * arrived.fetched_blocks
+        assert 0 < arrived.incoming.fetched_blocks < BLOCKS
+        assert cluster.engine("d0").load().prefix_hit_tokens == 4 * arrived.incoming.fetched_blocks
 
     play(scene)
 
@@ -235,7 +235,7 @@ def test_a_decode_worker_that_dies_while_it_reads_is_not_missed():
                 tokens += unpack_tokens(delta.token_ids).tolist()
         assert tokens == (await expected(asked))[0]
         (left,) = {"d0", "d1"} - {begun}
-        assert kv_transfer(cluster, left).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster, left).incoming.fetched_blocks == BLOCKS
         assert cluster.engine("p0").load().prefilled_tokens <= LENGTH + 5, (
             "it was planned anew, and P has it cached"
         )
@@ -259,7 +259,9 @@ def test_what_another_one_computed_again_is_held_no_longer_where_it_was():
             async for _ in stream:
                 pass
         assert (
-            kv_transfer(cluster).failures == kv_transfer(cluster).incoming.early_failures == {"peer_lost": 1}
+            kv_transfer(cluster).incoming.failures
+            == kv_transfer(cluster).incoming.early_failures
+            == {"peer_lost": 1}
         )
         assert cluster.engine("d0").load().prefilled_tokens > LENGTH
 
@@ -275,7 +277,7 @@ def test_who_drains_meanwhile_is_not_sent_the_request():
             async for _ in stream:
                 pass
         (left,) = {"d0", "d1"} - {begun}
-        assert kv_transfer(cluster, left).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster, left).incoming.fetched_blocks == BLOCKS
         assert begun not in cluster.names
 
     play(scene, ("p0", "d0", "d1"))
@@ -294,7 +296,7 @@ def test_who_refuses_the_request_itself_loses_it_to_another():
             async for _ in stream:
                 pass
         (left,) = {"d0", "d1"} - {begun}
-        assert kv_transfer(cluster, left).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster, left).incoming.fetched_blocks == BLOCKS
         assert cluster.engine("p0").load().prefilled_tokens <= LENGTH + 5, (
             "it was planned anew, and P has it cached"
         )
@@ -349,7 +351,7 @@ def test_a_decode_worker_without_room_tries_again_and_holds_nothing():
         assert held(cluster, "d0") < BLOCKS
         await running
         await found
-        assert kv_transfer(cluster).fetched_blocks == 20 + BLOCKS
+        assert kv_transfer(cluster).incoming.fetched_blocks == 20 + BLOCKS
         assert kv_transfer(cluster).incoming.early_blocks > 20 + 20
 
     play(scene, kv_blocks={"d0": 60})
@@ -366,8 +368,8 @@ def test_a_preemption_ends_what_was_only_expected(side):
             assert held(cluster, "d0") == 0, "who reads is told"
             async for _ in stream:
                 pass
-        assert kv_transfer(cluster).fetched_blocks == BLOCKS
-        assert kv_transfer(cluster).failures == {}
+        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
+        assert kv_transfer(cluster).incoming.failures == {}
 
     play(scene)
 
@@ -388,7 +390,7 @@ def test_an_offer_that_ends_before_its_prompt_does_is_made_anew_at_its_end():
     async def scene(cluster, dispatcher):
         await whole_answer(dispatcher, tiny_request("a", LENGTH))
         assert kv_transfer(cluster, "p0").exports.expired == 1
-        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
         assert sum(kv_transfer(cluster).incoming.early_failures.values()) == 1
 
     play(scene, pin_ttl_s=STEP_S * 0.9)
@@ -405,7 +407,7 @@ def test_a_decode_worker_that_does_not_do_it_is_not_asked_to():
         )
         await asyncio.sleep(0.1)
         await whole_answer(dispatcher, tiny_request("a", LENGTH))
-        assert worker.kv_transfer.fetched_blocks == BLOCKS
+        assert worker.kv_transfer.incoming.fetched_blocks == BLOCKS
         assert worker.kv_transfer.incoming.early_blocks == 0
 
     play(scene, ("p0",))
@@ -553,7 +555,7 @@ def test_who_takes_nothing_new_reads_nothing_early():
             registration.refusal = None
             async for _ in stream:
                 pass
-        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
         assert kv_transfer(cluster).incoming.early_blocks == 0
 
     play(scene)
@@ -602,7 +604,7 @@ def test_who_follows_a_prompt_that_is_computed_already_hears_of_all_of_it():
         exports.follow(b"t", "d0", 1)
         ((_, grown),) = told
         assert (grown.pin_id, grown.is_whole, grown.block_ids) == (handle.pin_id, True, handle.block_ids)
-        exports.disown("owner")
+        exports.drop_owner("owner")
         assert len(exports) == 0
         exports.check()
 
@@ -632,6 +634,6 @@ def test_a_decode_worker_holds_nothing_while_the_prompt_waits_for_its_prefill_wo
             assert held(cluster, "d0") == 0
             assert cluster.worker("d0")._driver.load().waiting_requests == 1
         assert len(waiting.result()[0]) == 20
-        assert kv_transfer(cluster).fetched_blocks == BLOCKS
+        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
 
     play(scene)
