@@ -64,9 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--late-token-share",
         type=float,
-        default=LATE_TOKEN_SHARE,
         metavar="P",
-        help="of the disaggregated side, which is measured with 0 as well (default %(default)s)",
+        help=f"of the disaggregated side, which is measured with 0 as well (default {LATE_TOKEN_SHARE:g}; 0 with --quick)",
     )
     add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="of the long prompts (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, prompts and moments (default 0)")
@@ -91,19 +90,25 @@ def run(options: argparse.Namespace) -> Report:
     chunks = _QUICK_CHUNKS if quick else CHUNKS
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
-        flags = {
-            _DISAGGREGATED: disaggregated_flags(options.late_token_share),
+        flags = disaggregated_flags(_late_token_share(options))
+        sides = {
+            _DISAGGREGATED: flags,
             _STRICT: disaggregated_flags(0.0),
+            **{chunk: aggregated_flags(chunk) for chunk in (*chunks, WHOLE)},
         }
-        stage.set_load(
-            flags[_DISAGGREGATED],
+        if quick:  # the deployment that sets the load is measured as the disaggregated and as the strict side
+            del sides[_DISAGGREGATED], sides[_STRICT]
+        else:
+            sides[_ALONE] = flags
+        first = stage.set_load(
+            flags,
             prefill_share=options.prefill_share,
             quiet_prompts=_QUICK_QUIET_PROMPTS if quick else _QUIET_PROMPTS,
+            then_measure=quick,
         )
-        sides = flags | {chunk: aggregated_flags(chunk) for chunk in (*chunks, WHOLE)}
-        if not quick:  # which has no time for a limit
-            sides[_ALONE] = flags[_DISAGGREGATED]
         measured = stage.run(sides, _turns(options), without_prompts=_ALONE)
+    if first is not None:
+        measured |= {_DISAGGREGATED: [first], _STRICT: [first]}
     disaggregated, aggregated = measured[_DISAGGREGATED], {chunk: measured[chunk] for chunk in chunks}
     moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
     memcpy = memcpy_bytes_per_s(moved_bytes)
@@ -175,7 +180,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock[engine]`")
     if not 0 < options.prefill_share < 1:
         raise ConfigError(f"--prefill-share: must be > 0 and < 1, got {options.prefill_share:g}")
-    if not 0 <= options.late_token_share < 1:
+    if not 0 <= (options.late_token_share or 0.0) < 1:
         raise ConfigError(f"--late-token-share: must be >= 0 and < 1, got {options.late_token_share:g}")
     for flag, value in (
         ("--seconds", options.seconds),
@@ -200,6 +205,13 @@ def _workload(options: argparse.Namespace) -> Workload:
     )
 
 
+def _late_token_share(options: argparse.Namespace) -> float:
+    """Give the share of tokens that may be late; a quick run allows none, so that one deployment serves both sides."""
+    if options.quick:
+        return 0.0
+    return LATE_TOKEN_SHARE if options.late_token_share is None else float(options.late_token_share)
+
+
 def _turns(options: argparse.Namespace) -> int:
     return int(options.turns or (_QUICK_TURNS if options.quick else _TURNS))
 
@@ -215,7 +227,7 @@ def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, 
         "turns": _turns(options),
         "prefill_share": options.prefill_share,
         "arrivals": workload.arrivals,
-        "disaggregated": disaggregated_flags(options.late_token_share),
+        "disaggregated": disaggregated_flags(_late_token_share(options)),
         "disaggregated_strict": disaggregated_flags(0.0),
         "aggregated": aggregated_flags(chunks[0]),
         "chunks": list(chunks),

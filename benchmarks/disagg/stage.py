@@ -33,20 +33,32 @@ class Stage:
     role_changes_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def set_load(self, flags: Sequence[str], *, prefill_share: float, quiet_prompts: int) -> None:
-        """Find out what a prompt takes while there is nothing else, and change roles.
+    def set_load(
+        self, flags: Sequence[str], *, prefill_share: float, quiet_prompts: int, then_measure: bool = False
+    ) -> Measured | None:
+        """Measure prompts without other load, which sets the rate of prompts, and role changes.
 
         Args:
             flags: of `penstock serve`, with one prefill worker.
             prefill_share: of its time that it is to compute prompts.
             quiet_prompts: how many are asked.
+            then_measure: measure the same deployment under load, as `run` would with a deployment of its own.
+
+        Returns:
+            What was measured under load.
         """
+        loaded: Traffic | None = None
         steps = self.directory / "quiet"
         with deployed(self.model_dir, flags, steps) as deployment:
             traffic: Traffic = uvloop.run(self._ask_quietly(deployment, prefill_share, quiet_prompts))
             for role in (Role.DECODE, Role.PREFILL) * _ROLE_CHANGES:
                 self.role_changes_s.append(change_role(deployment.url, "prefill-1", role).took_s)
-        self.quiet_ttft_s, self.quiet_kv_transfer_s = measure_quiet(traffic, read_steps(steps))
+            if then_measure:
+                prompts = self.workload.long_prompts(self.rate_per_s)
+                loaded = uvloop.run(self._ask(deployment, self.workload, prompts))
+        logs = read_steps(steps)
+        self.quiet_ttft_s, self.quiet_kv_transfer_s = measure_quiet(traffic, logs)
+        return None if loaded is None else measure(loaded, logs)
 
     def run(
         self, sides: Mapping[int, Sequence[str]], turns: int, *, without_prompts: int

@@ -13,16 +13,19 @@ USER_TOKENS_PER_S = (10, 20, 30, 50, 75, 90, 100, 125, 150)
 
 
 def curves(
-    targets: tuple[int, ...] = USER_TOKENS_PER_S,
+    targets: tuple[int, ...] = USER_TOKENS_PER_S, devices_max: int | None = None
 ) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
-    """Give tokens per second and device there is, and the layouts, for each target of tokens per second and user.
+    """Give tokens per second and device, and the layouts, for each target of tokens per second and user.
 
     Each is the better of aggregated and disaggregated workers; 0 and "" where neither keeps the target.
+    Systems of more than `devices_max` devices are left out.
     """
     samples = {"curve_tokens_per_s_per_user": [float(target) for target in targets]}
     layouts = {}
     for workload, (input_tokens, output_tokens) in WORKLOADS.items():
         for system in CALCULATED:
+            if devices_max is not None and system.devices > devices_max:
+                continue
             points = _curve(system, input_tokens, output_tokens, targets)
             samples[f"curve_{workload}_{system.name}_tokens_per_s_per_gpu"] = [value for value, _ in points]
             layouts[f"curve_{workload}_{system.name}"] = [text for _, text in points]

@@ -4,6 +4,7 @@ import argparse
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.simulated.curves import TTFT_S, USER_TOKENS_PER_S, curves
 from benchmarks.simulated.goodput import Search
@@ -34,6 +35,7 @@ _SEARCH = Search(precision=0.06, step=1.12, requests_min=1000)
 _QUICK_EFFORT = Effort(requests=60, precision=0.5, step=1.5, layouts=1, begin=0.6)
 _QUICK_SEARCH = Search(precision=0.5, requests_min=60, requests_max=60)
 _QUICK_SYSTEMS = ("8b-h100",)
+_QUICK_CURVES: dict[str, Any] = {"targets": USER_TOKENS_PER_S[::6], "devices_max": 64}
 _HOUR_S = 3600.0
 
 
@@ -73,7 +75,7 @@ def run(options: argparse.Namespace) -> Report:
                 bench.scale(system, _SCALES[:1] if options.quick else _SCALES)
     samples: dict[str, list[float]] = {}
     if with_curves:
-        samples, curve_layouts = curves(USER_TOKENS_PER_S[:: 6 if options.quick else 1])
+        samples, curve_layouts = curves(**_QUICK_CURVES if options.quick else {})
         bench.layouts.update(curve_layouts)
     return Report(
         name="deployments",

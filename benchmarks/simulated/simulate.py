@@ -28,6 +28,7 @@ _BUSY_PER_S = 3.0
 _CALM_PER_S = 0.2
 """Few enough that answers of 4,096 tokens wait for nothing: about six are under way in each worker."""
 _SEED = 0
+_QUICK_TRACE = Path("tests/data/mooncake_trace.jsonl")
 _QUICK = {"trace": 300, "growing": 20, "output": 100, "scale": 500, "workers": 20}
 _TURNS = 3
 """Each time is the median of so many runs, because other work may share the machine."""
@@ -40,9 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         type=Path,
-        required=True,
         metavar="FILE",
-        help="Azure CSV or Mooncake JSONL, plain or gzipped",
+        help=f"Azure CSV or Mooncake JSONL, plain or gzipped (with --quick default {_QUICK_TRACE})",
     )
     parser.add_argument(
         "--graph",
@@ -63,12 +63,15 @@ def run(options: argparse.Namespace) -> Report:
     """Run the trace at three block sizes, then synthetic requests: more and more requests, longer answers, many workers.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a file cannot be read, or --trace is missing.
     """
+    trace: Path | None = options.trace or (_QUICK_TRACE if options.quick else None)
+    if trace is None:
+        raise ConfigError("--trace: name a trace's file; only --quick has a default")
     if options.scale_requests < 0:
         raise ConfigError(f"--scale-requests: must be >= 0, got {options.scale_requests}")
     log.configure("error", process="bench")
-    rows = read_trace(options.trace)[: _QUICK["trace"] if options.quick else None]
+    rows = read_trace(trace)[: _QUICK["trace"] if options.quick else None]
     sessions = list(trace_sessions(rows, seed=_SEED))
     figures: dict[str, float] = {}
     for block_size in _BLOCK_SIZES:
@@ -103,7 +106,7 @@ def run(options: argparse.Namespace) -> Report:
     return Report(
         name="simulate",
         config={
-            "trace": options.trace.name,
+            "trace": trace.name,
             "graph": Path(options.graph).name,
             "requests": len(sessions),
             "scale_requests": options.scale_requests,

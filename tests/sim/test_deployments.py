@@ -9,7 +9,7 @@ import pytest
 from benchmarks.command import main
 from benchmarks.simulated.curves import WORKLOADS, curves
 from benchmarks.simulated.goodput import Search
-from benchmarks.simulated.systems import CALCULATED, SIMULATED
+from benchmarks.simulated.systems import SIMULATED
 from penstock.core.types.instances import Role
 from penstock.graph import Graph, Overrides, Slo, build, load
 from penstock.perf.model.parallel import Parallel
@@ -121,10 +121,9 @@ def test_a_quick_run_reports_every_kind_of_figure(
     assert "8b-h100_goodput_rps_per_gpu_x2" in capsys.readouterr().err
 
 
-def test_curves_fall_with_what_each_user_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.simulated.curves.CALCULATED", [s for s in CALCULATED if s.devices <= 16])
+def test_curves_fall_with_what_each_user_gets() -> None:
     targets = (20, 100)
-    samples, placements = curves(targets)
+    samples, placements = curves(targets, devices_max=16)
     assert samples.pop("curve_tokens_per_s_per_user") == [20.0, 100.0]
     assert len(samples) == len(placements) == len(WORKLOADS) * 3
     for slow, fast in samples.values():
@@ -135,8 +134,7 @@ def test_curves_fall_with_what_each_user_gets(monkeypatch: pytest.MonkeyPatch) -
     assert mtp[1] > plain[1], "drafts pay where each user gets much"
 
 
-def test_curves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.simulated.curves.CALCULATED", [s for s in CALCULATED if s.devices <= 16])
+def test_curves_alone(tmp_path: Path) -> None:
     out = tmp_path / "curves.json"
     assert main(["deployments", "--quick", "--only", "curves", "--json", str(out)]) == 0
     report = json.loads(out.read_text())

@@ -84,10 +84,14 @@ def test_problems_make_the_exit_code(monkeypatch, capsys):
 def test_a_quick_run_of_simulate_writes_figures_and_a_profile(tmp_path):
     out = tmp_path / "simulate.json"
     root = Path(__file__).parents[3]
-    trace = root / "tests" / "data" / "mooncake_trace.jsonl"
     graph = root / "examples" / "graphs" / "8b-h100-x8.yaml"
-    assert _main("simulate", "--quick", "--trace", str(trace), "--graph", str(graph), "--json", str(out)) == 0
+    assert _main("simulate", "--quick", "--graph", str(graph), "--json", str(out)) == 0
     written = json.loads(out.read_text())
     for block_size in (16, 64, 512):
         assert written["figures"][f"simulate_requests_per_wall_s_b{block_size}"] > 0
     assert 0 < sum(share for [share] in written["samples"].values()) <= 1
+
+
+def test_a_whole_run_of_simulate_needs_a_trace():
+    with pytest.raises(ConfigError, match="--trace: name a trace's file"):
+        _main("simulate")
