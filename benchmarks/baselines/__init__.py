@@ -1,7 +1,7 @@
 """Routing policies of other systems, from their published formulas, to compare Penstock's with.
 
-Four more come with Penstock: round-robin, random, least-loaded and power-of-two. Each gets the best that its
-authors' system would know: exact prefixes, and what the router itself has sent and not seen the end of.
+Four more come with Penstock: round-robin, random, least-loaded and power-of-two. Each policy gets the best inputs that
+its authors' system would have: exact prefixes, and the requests that the router has sent and that have not ended.
 """
 
 BASELINES = {
@@ -17,4 +17,4 @@ ABLATIONS = {
     f"kv-without-{what}": f"baselines.ablations:KvWithout{what.title().replace('_', '')}"
     for what in ("hold", "queue", "kv_wait", "prefill", "itl", "slowdown", "queue_externality", "kv_pressure")
 } | {"product-with-hold": "baselines.ablations:ProductWithHold"}
-"""Parts of `kv`, to see what each gives: no baselines unless asked for."""
+"""`kv` without one of its parts, to measure that part; no baselines unless asked for."""

@@ -1,4 +1,4 @@
-"""What `kv` is made of, taken apart: without each of its terms, without holding requests, and `product` with it.
+"""`kv` without each of its terms, `kv` without queueing requests, and `product` with queueing.
 
 Holding goes by the rows `queue` and `kv_wait` of a policy's terms, which stay in all but the one that holds nothing: what is left
 out of the price is taken off in a row of its own.

@@ -1,4 +1,4 @@
-"""A sum of blocks: those to be computed before and for this request, and those decoded against."""
+"""A sum of blocks: prefill blocks of the worker and of this request, and blocks of running decodes."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ from penstock.core.types.events import Tier
 from penstock.seams import RoutingContext
 
 CREDITS = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25, Tier.OBJECT: 0.0}
-"""What a block that lies in a tier saves, in blocks computed."""
+"""Computed blocks that one block in a tier saves."""
 _CREDITS = np.array([CREDITS[tier] for tier in Tier])
 
 

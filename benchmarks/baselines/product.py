@@ -1,4 +1,4 @@
-"""Work before the first token, times how many would share the worker: no weight to choose."""
+"""Prefill work times batch size: no weight to choose."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Which chunk size is the aggregated workers' best: the fairest opponent of workers that share the work out."""
+"""Choose the aggregated workers' best chunk size, with which disaggregated workers are compared."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """How workers did with one `max_batch_tokens`."""
+    """Latencies and throughput of one side; `chunk` is its `max_batch_tokens`."""
 
     chunk: int
     itl_p99_ms: float
@@ -18,11 +18,11 @@ class Point:
 
 
 def best_chunk(points: Sequence[Point], ttft_p99_ms: float) -> Point:
-    """Choose the lowest ITL p99 among those whose TTFT p99 does not exceed this; the lowest TTFT p99 where each does.
+    """Choose the lowest ITL p99 among the points within a TTFT p99, or the lowest TTFT p99 if no point is within it.
 
     Args:
         points: at least one.
-        ttft_p99_ms: of the other side.
+        ttft_p99_ms: of the disaggregated side.
     """
     within = [point for point in points if point.ttft_p99_ms <= ttft_p99_ms]
     if not within:

@@ -73,7 +73,7 @@ def strict(side: Turns, opponent: Point) -> dict[str, float]:
 
 
 def limits(best: Point, alone: Turns) -> dict[str, float]:
-    """Give the ITL p99 of the streams without prompts, and how many times as low as the best chunk's it is."""
+    """Give the ITL p99 of the streams without prompts, and the best chunk's ITL p99 over it."""
     itl_p99_ms = _median(alone, lambda turn: _ms(turn.itl_s, 99))
     return {"itl_p99_ms_alone": itl_p99_ms, "itl_p99_ratio_alone": best.itl_p99_ms / itl_p99_ms}
 

@@ -1,4 +1,4 @@
-"""One side's latencies and throughput, from when its workers' tokens came out of their engines."""
+"""One side's latencies and throughput, from the times of its workers' engine steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """`itl_s` is of the streams, `ttft_s` of the long prompts, from when they were due; `prompt_itl_s` their further tokens'.
+    """`itl_s` is of the streams, `ttft_s` of the long prompts from their due time, `prompt_itl_s` of the prompts' answers.
 
-    `waiting` is how many prompts had no token yet when the last had come: more than a few, and the load was too much.
+    `waiting`: prompts without a token at the end of the measured time; more than a few mean that the load was too high.
     """
 
     itl_s: Times
@@ -29,7 +29,7 @@ class Measured:
 
 
 def measure(traffic: Traffic, logs: Mapping[str, Sequence[LoggedStep]]) -> Measured:
-    """Put together what the workers of one deployment wrote about its traffic."""
+    """Join the step logs of one deployment's workers with its traffic."""
     times = token_times(step for log in logs.values() for step in log)
     begin_s, end_s = traffic.begin_s, traffic.end_s
     prompts = _present(traffic.prompts, times)
@@ -50,7 +50,7 @@ def measure(traffic: Traffic, logs: Mapping[str, Sequence[LoggedStep]]) -> Measu
 def measure_quiet(
     traffic: Traffic, logs: Mapping[str, Sequence[LoggedStep]]
 ) -> tuple[list[float], list[float]]:
-    """Give what first tokens of prompts took that came one after the other, and how much longer second ones than later ones."""
+    """Give the TTFT of prompts that came one after the other, and how much later their second tokens came than further tokens."""
     times = token_times(step for log in logs.values() for step in log)
     quiet = _present(traffic.quiet, times)
     ttft_s = [float(times[asked.request_id][0]) - asked.due_s for asked in quiet]
@@ -71,12 +71,12 @@ def _present(asked: Iterable[Asked], times: Mapping[str, Times]) -> list[Asked]:
 
 
 def _gaps(streams: Iterable[Times], begin_s: float, end_s: float) -> Times:
-    """Give the times between tokens of a stream, for tokens that came between two moments."""
+    """Give the times between tokens of each stream, for tokens that came between two moments."""
     gaps = [np.diff(at_s)[(at_s[1:] >= begin_s) & (at_s[1:] < end_s)] for at_s in streams]
     return np.concatenate(gaps) if gaps else np.array([])
 
 
 def _second_token_s(prompts: Iterable[Asked], times: Mapping[str, Times]) -> Times:
-    """Give how much longer second tokens took than those after them."""
+    """Give the gap before each prompt's second token less its median later gap."""
     found = [np.diff(times[asked.request_id]) for asked in prompts]
     return np.array([gaps[0] - np.median(gaps[1:]) for gaps in found if len(gaps) > 1])

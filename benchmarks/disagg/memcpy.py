@@ -1,4 +1,4 @@
-"""How fast one thread copies memory here: what moving KV cannot beat."""
+"""Measure how fast one thread copies memory: the limit of KV transfers on one host."""
 
 import ctypes
 import statistics
@@ -10,7 +10,7 @@ _REPEATS = 9
 
 
 def memcpy_bytes_per_s(num_bytes: int) -> float:
-    """Copy so many bytes several times, and give the median speed."""
+    """Copy `num_bytes` several times, and give the median speed."""
     source, target = (np.ones(num_bytes, np.uint8) for _ in range(2))
     copy = ctypes.CDLL(None).memcpy
     copy.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)

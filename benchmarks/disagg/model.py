@@ -1,8 +1,8 @@
-"""The model of this bench: random, and small enough for a core of a CPU to serve it at a usual ratio of speeds.
+"""The model of this bench: random weights, and so narrow that prefill and decode on one CPU core have a ratio close to a GPU's.
 
-A prompt of 2,350 tokens takes about half a second, and a decode step of six sequences 8 milliseconds: some 60 steps a prompt. Models of
-wider layers have several hundreds on a CPU, whose arithmetic is scarce, and 8 billion parameters on an H100 have ten to twenty.
-Two query heads share keys and values, as four to eight do in models of today.
+A prompt of 2,350 tokens takes about half a second and a decode step of six sequences 8 milliseconds: some 60 steps a prompt.
+Wider models have several hundred steps a prompt on a CPU; 8 billion parameters on an H100 have ten to twenty.
+Two query heads share keys and values, as four to eight do in today's models.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""ITL p99, TTFT p99 and output tokens/s by chunk size, the disaggregated side as a level line, as one SVG without scripts."""
+"""ITL p99, TTFT p99 and output tokens/s by chunk size, with the disaggregated side as a level line, as one SVG without scripts."""
 
 import html
 import math
@@ -53,7 +53,7 @@ class _Panel:
 
 
 def draw(disaggregated: Point, strict: Point, points: Sequence[Point], best: Point) -> str:
-    """Draw three panels; the aggregated workers' best chunk size has a full dot, and `strict`, of which no token may be late, dashes."""
+    """Draw three panels; a full dot marks the aggregated workers' best chunk size, a dashed line `strict`, which allows no late token."""
     parts: list[str] = []
     for number, (field, title) in enumerate(_PANELS):
         values = [float(getattr(point, field)) for point in points]

@@ -1,4 +1,4 @@
-"""The deployments that are compared: two workers of the same model, one thread each, on one machine."""
+"""The compared deployments: two workers of the same model, one thread each, on one machine."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,15 +8,15 @@ from benchmarks.processes.served import Served, served
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 _SHORT_TOKENS = 64
-"""Decode workers compute such prompts themselves."""
+"""Decode workers compute prompts up to this length."""
 PROMPT_TOKENS_MIN = _SHORT_TOKENS + 1
 """Shorter prompts would not be disaggregated."""
 PROMPT_TOKENS_MAX = 8000
-"""With what is generated after them they fit the model."""
+"""Prompts and their answers fit the model's context."""
 WHOLE = 8192
-"""A whole prompt, of either worker: where streams have to wait, they wait once."""
+"""A step takes a whole prompt, so that streams wait for a prompt at most once."""
 LATE_TOKEN_SHARE = 0.005
-"""Half of what a 99th percentile does not show."""
+"""Half of the share that a 99th percentile leaves out."""
 
 
 def aggregated_flags(chunk: int) -> list[str]:
@@ -24,11 +24,11 @@ def aggregated_flags(chunk: int) -> list[str]:
 
 
 def disaggregated_flags(late_token_share: float = LATE_TOKEN_SHARE) -> list[str]:
-    """Prompts are computed whole, one after the other, in the order in which they came.
+    """Give flags for one prefill and one decode worker; the prefill worker computes one whole prompt a step, first come first served.
 
-    A step that ends one and begins the next makes the first wait for both. They are about equally long, so that taking the
-    shortest first would only make the others late. One whose first token would take twice as long there is computed by the
-    decode worker, as long as no larger part of the streams' tokens is late by it.
+    Two prompts in one step would delay the first. Prompts are about equally long, so shortest first would only delay others. The
+    decode worker computes a prompt whose TTFT would double on the prefill worker, if no more than `late_token_share` of
+    the streams' tokens is late by that.
     """
     return [
         *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={WHOLE}"),
@@ -42,7 +42,7 @@ def disaggregated_flags(late_token_share: float = LATE_TOKEN_SHARE) -> list[str]
 
 @contextmanager
 def deployed(model_dir: Path, flags: Sequence[str], steps: Path) -> Iterator[Served]:
-    """Serve the model; workers have a core each and write their steps into a directory, complete once the context has ended."""
+    """Serve the model with one core a worker. The workers' step logs in `steps` are complete once the context has ended."""
     both = ("--set", "worker.own_cores=true", "--set", f"worker.step_log={steps}")
     with served(str(model_dir), *flags, *both) as deployment:
         yield deployment

@@ -1,4 +1,4 @@
-"""Where sides are measured one after the other, over and over, all under the load that the first one sets."""
+"""Measures sides in turns, all under the same load."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _ROLE_CHANGES = 2
 
 @dataclass(slots=True)
 class Stage:
-    """`rate_per_s` is of the prompts; `problems` are sentences about what failed."""
+    """`rate_per_s`: long prompts. `problems`: a sentence for each failure."""
 
     directory: Path
     model_dir: Path
@@ -40,8 +40,8 @@ class Stage:
 
         Args:
             flags: of `penstock serve`, with one prefill worker.
-            prefill_share: of its time that it is to compute prompts.
-            quiet_prompts: how many are asked.
+            prefill_share: share of its time that the prefill worker shall compute prompts.
+            quiet_prompts: number of prompts without other load.
             then_measure: measure the same deployment under load, as `run` would with a deployment of its own.
 
         Returns:
@@ -63,11 +63,11 @@ class Stage:
     def run(
         self, sides: Mapping[int, Sequence[str]], turns: int, *, without_prompts: int
     ) -> dict[int, list[Measured]]:
-        """Measure each side's flags once a turn, every other turn in the opposite order; each turn has prompts of its own.
+        """Measure each side once a turn, every other turn in the opposite order; each turn has its own prompts.
 
         Args:
-            sides: flags of `penstock serve`, by what names the side.
-            turns: how many.
+            sides: flags of `penstock serve` by side.
+            turns: number of turns.
             without_prompts: the side that has streams only.
         """
         measured: dict[int, list[Measured]] = {side: [] for side in sides}

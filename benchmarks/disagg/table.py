@@ -1,4 +1,4 @@
-"""All sides as a table for people."""
+"""Prints all sides as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _FILE_COLUMNS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A side, with what is to be said of it."""
+    """One line of the table."""
 
     workers: str
     point: Point
@@ -23,7 +23,7 @@ class Row:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Print a line a side."""
+    """Print one line for each side."""
     table = Table(box=None)
     for number, column in enumerate(_COLUMNS):
         table.add_column(column, justify="right" if number else "left", no_wrap=not number)

@@ -1,4 +1,4 @@
-"""Puts the workload on a running deployment, as its users would: over HTTP, from one process."""
+"""Sends the workload to a running deployment over HTTP, from one process."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ _QUIET_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt that was answered: `request_id` as the workers name it, when it was due, by `perf_counter`, and its time to first token as users saw it."""
+    """An answered prompt: `request_id` as in the workers' step logs, due time by `perf_counter`, and TTFT as the client saw it."""
 
     request_id: str
     due_s: float
@@ -34,12 +34,12 @@ class Asked:
 
 @dataclass(slots=True)
 class Traffic:
-    """What was asked, and between which moments by `perf_counter` it counts."""
+    """Answered prompts, and the measured time by `perf_counter`."""
 
     begin_s: float = 0.0
     end_s: float = 0.0
     quiet: list[Asked] = field(default_factory=list)
-    """One after the other, before there were streams."""
+    """Prompts one after the other, before the streams."""
     prompts: list[Asked] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class Users:
                 self.traffic.quiet.append(asked)
 
     def quiet_ttft_s(self) -> float:
-        """Give what such a prompt takes.
+        """Give the median TTFT of the quiet prompts.
 
         Raises:
             Unavailable: none was answered.
@@ -100,7 +100,7 @@ class Users:
                     stream.cancel()
 
     async def _stream(self, number: int) -> None:
-        """Ask again and again; the first answers end at different moments, so that later ones do not begin together."""
+        """Send one request after the other; first answers have different lengths, so that streams do not begin in step."""
         load = self._workload
         share = (number + 1) / load.streams
         output_tokens = round(load.stream_output_tokens * share)
@@ -114,7 +114,7 @@ class Users:
             self.traffic.prompts.append(asked)
 
     async def _ask(self, input_tokens: int, output_tokens: int, due_s: float) -> Asked | None:
-        """Send a prompt that nobody sent before; None where it failed."""
+        """Send a new prompt; None if it failed."""
         random_ = random.Random(f"{self._workload.seed}/{next(self._numbers)}")
         body = msgspec.json.encode(
             {
@@ -134,7 +134,7 @@ class Users:
 
 
 def _worker_id(exchange: Exchange) -> str:
-    """Name an answer as workers do: by its id and the number of the choice."""
+    """Give the request id of the step logs: the answer's id and the choice's index."""
     if not exchange.answer_id:
         raise Unavailable("an answer came without an id; is this a Penstock server?")
     return f"{exchange.answer_id}-0"

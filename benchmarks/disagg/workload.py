@@ -1,4 +1,4 @@
-"""What is asked of every side alike: streams that go on all the time, and long prompts that come at random moments."""
+"""The workload of every side: streams that decode all the time, and long prompts at random times."""
 
 import random
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Each stream's user asks again as soon as an answer ends; nobody waits for answers to long prompts.
+    """A stream sends its next request when an answer ends; long prompts do not wait for answers.
 
     Streams' prompts are too short to be disaggregated, and hardly lengthen a step. Streams' answers are so short that a step's
     time is that of the model's layers, not of attention.
@@ -31,7 +31,7 @@ class Workload:
     prompt_tokens_max: int
     prompt_output_tokens: int = 16
     seconds: float
-    """For which prompts come, and gaps and tokens count."""
+    """The measured time, in which prompts arrive."""
     seed: int
     arrivals: str = ARRIVALS[0]
     """One of `ARRIVALS`."""
@@ -41,10 +41,9 @@ class Workload:
         return (self.prompt_tokens_min + self.prompt_tokens_max) / 2
 
     def long_prompts(self, rate_per_s: float) -> list[Arrival]:
-        """Draw when long prompts come and how long they are: the same for the same rate and seed.
+        """Draw times and lengths of the long prompts: the same for the same rate and seed.
 
-        They come one every so often, or independently of each other, as Poisson arrivals of which it is known how many there
-        are: their number, on which all figures depend, is the same for every seed.
+        Arrivals are even, or Poisson arrivals given their number: every seed has the same number of prompts.
         """
         random_ = random.Random(self.seed)
         count = max(round(rate_per_s * self.seconds), _PROMPTS_MIN)

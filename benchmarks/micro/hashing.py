@@ -1,4 +1,4 @@
-"""How fast token ids become block hashes, called as the frontend calls it."""
+"""Hashing speed, called as the frontend calls it."""
 
 import argparse
 import hashlib

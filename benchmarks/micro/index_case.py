@@ -1,4 +1,4 @@
-"""One case of `python -m benchmarks router` in a process of its own, so that memory can be read off the process.
+"""One case of `python -m benchmarks router` in its own process, whose memory is the index's.
 
     python -m benchmarks.micro.index_case SEQUENCES.npz ROUNDS
 
@@ -23,11 +23,11 @@ _SEQUENCES_A_PREFIX = 8
 _PASSES = 4  # over all sequences, in a round of lookups
 
 Sequence = tuple[int, HashArray]
-"""The worker that holds it, and its blocks."""
+"""A worker and its blocks."""
 
 
 def make_sequences(pairs: int, workers: int, seed: int) -> list[Sequence]:
-    """Make sequences whose first halves are shared by eight each, until so many (worker, block) pairs are held."""
+    """Make sequences, eight with the same first half, until there are so many (worker, block) pairs."""
     rng = np.random.default_rng(seed)
     num_prefixes = max(pairs // SEQUENCE_BLOCKS // _SEQUENCES_A_PREFIX, 1)
     prefixes = rng.integers(0, 1 << 64, (num_prefixes, _PREFIX_BLOCKS), dtype=np.uint64)
@@ -55,7 +55,7 @@ def _resident_bytes() -> int:
 
 
 def main(path: str, rounds: int) -> dict[str, object]:
-    """Store, look up and remove everything, so many times."""
+    """Store, look up and remove all sequences, `rounds` times."""
     with np.load(path) as file:
         workers, hashes = file["workers"].tolist(), list(file["hashes"])
     events = [

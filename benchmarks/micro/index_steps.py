@@ -1,6 +1,6 @@
-"""The longest single steps of what an event loop does with a large prefix index: what others wait for meanwhile.
+"""The longest single steps of an event loop with a large prefix index, for which other requests wait.
 
-Steps are timed by the processor time they take, so that what else runs on the machine shows little.
+Steps are timed in CPU time, so that other work on the machine matters little.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class _Longest:
-    """Keeps the longest of some steps."""
+    """Keeps the longest step."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -60,7 +60,7 @@ def longest_steps_s(pairs: int, seed: int) -> dict[str, float]:
 
 
 def _tree_steps(chains: HashArray) -> dict[str, float]:
-    """Fill an index to its bound and past it, and lose a worker that holds half of it."""
+    """Fill an index past its bound, and remove a worker that holds half of it."""
     store, evict, clear, reclaim = _Longest(), _Longest(), _Longest(), _Longest()
     tree = RadixTree(chains.size, 2)
     for index, chain in enumerate(chains):
@@ -79,7 +79,7 @@ def _tree_steps(chains: HashArray) -> dict[str, float]:
 
 
 def _hub_steps(children: HashArray) -> dict[str, float]:
-    """Take away the block that very many others follow, and bring it back."""
+    """Remove and store a block with very many children."""
     hub, longest = np.array([1], dtype=np.uint64), _Longest()
     tree = RadixTree(None, 1)
     tree.store(0, hub)

@@ -1,4 +1,4 @@
-"""What a request costs the block pool, called as an engine calls it: everything between its match and its release."""
+"""CPU time of one request in the block pool, from match to release, called as an engine calls it."""
 
 import argparse
 import statistics
@@ -18,10 +18,10 @@ from penstock.kv.pool.eviction import Lru
 from penstock.kv.pool.pool import BlockPool
 
 _POOL_REQUESTS = 37
-"""Requests whose blocks fill the pool: about what an 8B model has on one H100, where prompts have 12,000 tokens."""
+"""Requests that fill the pool: about those of an 8B model on one H100 with prompts of 12,000 tokens."""
 _LIVE_REQUESTS = 16
 _CHUNK_BLOCKS = 128
-"""Committed at once: 8,192 tokens of 64 a block."""
+"""Blocks committed at once: 8,192 tokens of 64 a block."""
 _PREFIXES = 40
 _OUTPUT_BLOCKS = 4
 
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def _prompts(rng: np.random.Generator, blocks: int, count: int) -> Iterator[HashArray]:
-    """Name the blocks of prompts that begin as others do, for a quarter of their length on average."""
+    """Give block hashes of prompts that share a quarter of their length with others on average."""
     prefixes = _names(rng, _PREFIXES * blocks).reshape(_PREFIXES, blocks, 2)
     for _ in range(count):
         hashes = _names(rng, blocks)
@@ -101,7 +101,7 @@ def _serve(pool: BlockPool, prompts: list[HashArray], requests: int) -> list[flo
 
 
 def _admit(pool: BlockPool, hashes: HashArray) -> list[BlockId]:
-    """Take a prompt in and publish its blocks in chunks, with the events of each."""
+    """Admit a prompt and publish its blocks in chunks, with each chunk's events."""
     held = pool.match(hashes)
     pool.count_idle(held)
     pool.acquire(held)

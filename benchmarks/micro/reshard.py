@@ -1,4 +1,4 @@
-"""What it costs to work out which bytes move between workers of different layout, and to list them for many blocks."""
+"""CPU time to plan KV transfers between workers of different layouts, and to list the ranges of many blocks."""
 
 import argparse
 import statistics
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Time planning for all ranks, and listing for one pair of them, in CPU time.
+    """Time planning for all ranks, and listing for one pair of ranks, in CPU time.
 
     Raises:
         ConfigError: there are not so many blocks.

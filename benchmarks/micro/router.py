@@ -1,4 +1,4 @@
-"""The prefix index as a router uses it: events in, matches out, beside a peer's where that is installed."""
+"""The prefix index as a router uses it: events in, matches out; beside a peer's index if one is installed."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Run each number of workers in a process of its own, and the peer after it."""
+    """Run each number of workers in its own process, and then the peer."""
     if options.pairs < index_case.SEQUENCE_BLOCKS or min(options.workers) < 1:
         raise ConfigError(
             f"--pairs, --workers: expected at least {index_case.SEQUENCE_BLOCKS} pairs and one worker,"
@@ -147,7 +147,7 @@ def _add_case(
 
 
 def _hot_prefix_s(repeats: int) -> list[float]:
-    """Time matches of one prefix that every worker holds, until all scores are there."""
+    """Time complete matches of one prefix that every worker holds."""
     tree = RadixTree(None, _HOT_WORKERS)
     hashes = np.random.default_rng(0).integers(0, 1 << 64, _HOT_BLOCKS, dtype=np.uint64)
     for worker in range(_HOT_WORKERS):
@@ -166,7 +166,7 @@ def _match_long_s(repeats: int, seed: int) -> list[float]:
 
 
 def _two_threads(repeats: int, pairs: int, seed: int) -> list[float]:
-    """Give how many times as many batches two threads match as one does in the same time."""
+    """Give two threads' match throughput over one thread's."""
     sequences = index_case.make_sequences(pairs, _BATCH_WORKERS, seed)
     tree = RadixTree(None, _BATCH_WORKERS)
     for worker, hashes in sequences:

@@ -24,7 +24,7 @@ TROUBLED_LOAD = 80
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One row of the comparison. `trouble` names one of `TROUBLES`, None is what the router expects."""
+    """One row of the comparison. `trouble` names one of `TROUBLES`; without one, engines are as the router expects."""
 
     workload: str
     deployment: str
@@ -43,9 +43,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Requests and seeds of a cell, and how closely saturation is looked for; None takes a guess for it.
+    """Requests and seeds of a cell, and the tolerance of the search for saturation; None takes a guess instead.
 
-    `saturation_rps` is taken as it is, by workload/deployment.
+    `saturation_rps`, by workload/deployment, is not searched.
     """
 
     requests: int
@@ -63,7 +63,7 @@ class Effort:
 
 
 def all_cells(*, with_recorded: bool) -> Iterator[Cell]:
-    """Give every cell; those of the recorded workload only where there is a trace."""
+    """Give every cell; cells of the recorded workload only if there is a trace."""
     for workload in (SYNTHETIC, RECORDED) if with_recorded else (SYNTHETIC,):
         for deployment in DEPLOYMENTS:
             for load in LOADS:
@@ -73,7 +73,7 @@ def all_cells(*, with_recorded: bool) -> Iterator[Cell]:
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """Take the cells whose name matches one of the patterns, such as `S/*/80`; all where there is none.
+    """Give the cells whose names match a pattern, such as `S/*/80`; all without patterns.
 
     Raises:
         ConfigError: a pattern matches nothing.

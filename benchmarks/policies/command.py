@@ -1,4 +1,4 @@
-"""What `python -m benchmarks policies` takes, does and gives."""
+"""`python -m benchmarks policies`: its options, run and report."""
 
 import argparse
 import importlib
@@ -146,9 +146,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _policies(options: argparse.Namespace) -> dict[str, str]:
-    """Give what `router.policy` takes, by name.
+    """Give values of `router.policy` by name.
 
-    `session` is no baseline unless asked for: where a request has no session it is `kv` itself.
+    `session` is left out unless asked for: without sessions it equals `kv`.
     """
     sys.path.insert(0, str(options.baselines.resolve()))
     baselines = importlib.import_module("baselines")

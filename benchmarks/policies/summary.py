@@ -67,7 +67,7 @@ Means = Mapping[Cell, Mapping[str, Mapping[str, float]]]
 
 
 def _headline(means: Means, subject: str) -> dict[str, float]:
-    """How many times longer one waits with the two best-known policies, in the headline cell."""
+    """Give TTFT and end-to-end ratios of the two best-known policies in the headline cell."""
     found = {}
     for cell, by_policy in means.items():
         if not cell.is_headline or subject not in by_policy:
@@ -82,7 +82,7 @@ def _headline(means: Means, subject: str) -> dict[str, float]:
 
 
 def _counted(means: Means, results: Results) -> list[Cell]:
-    """Give the cells below overload, without trouble, in which there is something to reuse."""
+    """Give the cells below overload, without trouble, whose reusable share exceeds `REUSABLE`."""
     return [
         cell
         for cell in _plain(means)
@@ -117,7 +117,7 @@ def _geomean_ratio(means: Means, results: Results, subject: str, other: str) -> 
 
 
 def _against_the_best(means: Means, subject: str) -> dict[str, float]:
-    """Hold the subject against the best baseline of each cell, below overload and in it."""
+    """Compare the subject with each cell's best baseline, below and in overload."""
     ratios = {cell: _over_best(means[cell], subject) for cell in means if cell.trouble is None}
     below = [ratio for cell, ratio in ratios.items() if cell.load < OVERLOAD and ratio is not None]
     beyond = [ratio for cell, ratio in ratios.items() if cell.load >= OVERLOAD and ratio is not None]
@@ -138,7 +138,7 @@ def _over_best(by_policy: Mapping[str, Mapping[str, float]], subject: str) -> fl
 
 
 def _in_trouble(means: Means, subject: str) -> dict[str, float]:
-    """Say how much the subject loses by what it does not know, and how unevenly it then uses the workers."""
+    """Give the subject's TTFT with trouble over without, and its workers' shares of the load."""
     found: dict[str, float] = {}
     for cell, by_policy in means.items():
         calm = means.get(Cell(cell.workload, cell.deployment, cell.load), {})

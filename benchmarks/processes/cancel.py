@@ -1,7 +1,6 @@
-"""From a client's going away to its blocks being free, in prefill and in decode, on the paged engine.
+"""Time from a client's disconnect to its free KV blocks, in prefill and in decode, on the paged engine.
 
-Each client hangs up by closing its socket. The time runs until the worker itself reports that no block is
-held, as `/admin/workers` shows it; what asking costs is measured in the same run and reported as the limit.
+Each client closes its socket. The time ends when `/admin/workers` reports no held block; one query's time is the limit.
 """
 
 import argparse
@@ -109,7 +108,7 @@ class _Admin:
 
 
 def _hang_up(deployment: Served, admin: _Admin, rng: random.Random, *, in_prefill: bool) -> float:
-    """Begin a request, go away in the middle of it, and give the seconds until nothing of it is held."""
+    """Begin a request, disconnect, and give the seconds until the worker holds nothing of it."""
     parts = urlsplit(deployment.url)
     client = HTTPConnection(parts.hostname or "", parts.port, timeout=_FREE_TIMEOUT_S)
     words = text(str(rng.random()), _PREFILL_WORDS if in_prefill else _DECODE_WORDS)

@@ -1,4 +1,4 @@
-"""The least a streaming server can do: one canned answer, for what the load generator and the machine allow.
+"""A server with one canned answer: the limit that load generator and machine set.
 
 `python -m benchmarks.processes.canned TOKENS` prints its port and serves until its standard input ends. Each token is
 an event of its own, in the shape that a chat completion has, but all of an answer is one write.

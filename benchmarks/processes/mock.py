@@ -1,4 +1,4 @@
-"""The whole path but the model: `penstock serve --engine mock` under load, client included.
+"""Everything but the model: `penstock serve --engine mock` under load, client included.
 
 The limit is the same load on a server that does nothing (`benchmarks.processes.canned`), in the same run.
 """

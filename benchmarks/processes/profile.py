@@ -1,4 +1,4 @@
-"""How well `penstock profile` predicts: the paged engine on its demo model, at points that were not fitted."""
+"""Prediction errors of `penstock profile` for the paged engine and its demo model, at held-out points."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Profile, and compare with the points kept back.
+    """Profile, and compare with the held-out points.
 
     Raises:
         ConfigError: the engine's packages are not installed, or an option makes no sense.

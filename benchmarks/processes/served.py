@@ -22,7 +22,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(*flags: str) -> Iterator[Served]:
-    """Run `penstock serve FLAGS --port 0` until the context ends, without spare processes: their start would be measured as well.
+    """Run `penstock serve FLAGS --port 0` until the context ends, without spare processes, whose start would be measured as well.
 
     Raises:
         Unavailable: it did not become ready, or did not stop with exit code 0.

@@ -21,9 +21,9 @@ GROUPS = 64
 """Groups of sessions whose prompts begin alike; the k-th is drawn in proportion to k^-1.1."""
 ZIPF = 1.1
 GROUP_TOKENS = (2_000, 16_000)
-"""A group's prefix is as long; over the groups, evenly spread on a logarithmic scale."""
+"""Shortest and longest prefix of a group, log-uniform over the groups."""
 GROUPED_SHARE = 0.1
-"""Of the sessions; the others begin with nothing known."""
+"""Share of sessions that belong to a group; others share no prefix."""
 TURNS = (0.3, 0.3, 0.2, 0.1, 0.1)
 """Shares of sessions with one turn, two and so on; 2.4 on average."""
 NEW_TOKENS, OUTPUT_TOKENS = 1_210, 800
@@ -105,7 +105,7 @@ def _length(mean: int, rng: random.Random) -> int:
 
 
 def reusable_share(sessions: Sequence[Session], block_size: int) -> float:
-    """Say which part of all prompt tokens a cache that forgets nothing would have, sessions one after the other."""
+    """Give the share of prompt tokens that an unbounded cache would hold, with sessions one after the other."""
     seen: set[int] = set()
     found = total = 0
     for session in sessions:

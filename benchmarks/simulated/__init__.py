@@ -1,1 +1,1 @@
-"""Deployments on the simulator, in virtual time: layouts, placements, several frontends, the simulator's own speed."""
+"""Experiments in virtual time: layouts, placements, several frontends, the simulator's own speed."""

@@ -1,4 +1,4 @@
-"""Throughput over interactivity: what a device yields while every user gets so many tokens a second, calculated."""
+"""Throughput over interactivity, calculated: tokens per second and device by tokens per second and user."""
 
 from benchmarks.simulated.systems import CALCULATED, System
 from penstock.core.errors import ConfigError
@@ -35,7 +35,7 @@ def curves(
 def _curve(
     system: System, input_tokens: int, output_tokens: int, targets: tuple[int, ...]
 ) -> list[tuple[float, str]]:
-    """Search from the strictest target to the laxest: what keeps one keeps the next."""
+    """Search from the strictest target to the laxest; a layout that keeps one target keeps the next."""
     points: list[tuple[float, str]] = []
     for target in sorted(targets, reverse=True):
         demand = Demand(

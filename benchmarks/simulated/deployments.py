@@ -1,4 +1,4 @@
-"""What models come to on kinds of hardware at latency targets: simulated at the largest goodput, and calculated."""
+"""Throughput of models on several kinds of hardware at latency targets: simulated at the largest goodput, and calculated."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ from penstock.sim.workload.workload import WorkloadConfig
 
 _INPUT_TOKENS, _OUTPUT_TOKENS, _QUICK_OUTPUT_TOKENS = 2048, 512, 32
 _SLOS = {"fast": Slo(ttft_s=2.0, itl_s=0.02), "interactive": Slo(ttft_s=2.0, itl_s=0.05)}
-"""The strictest first: what keeps it keeps the next."""
+"""The strictest first: a layout that keeps it keeps the next."""
 _SCALED = ("8b-h100", "70b-h100", "671b-h100")
 _SCALES = (8, 16, 32)
 _SHARED_TOKENS, _PREFIX_GROUPS = 1024, 64
@@ -110,7 +110,7 @@ class _Bench:
     """By system and kind, at the laxest target."""
 
     def simulate(self, system: System) -> None:
-        """Simulate the layouts of each kind that promise most; both pools of one at once where it has two."""
+        """Simulate the most promising layouts of each kind."""
         kept: dict[str, Proposal] = {}
         for name, slo in _SLOS.items():
             question = system.ask(self._demand(slo))
@@ -142,7 +142,7 @@ class _Bench:
             _tell(f"{key}: {self.figures[key]:.3f} requests/s a GPU")
 
     def _best(self, question: Question, layouts: list[Layout], stricter: Proposal | None) -> Proposal | None:
-        """Find the layout with the largest rate, `stricter` being one that keeps a stricter target."""
+        """Find the layout with the largest rate; `stricter` keeps a stricter target."""
         known = {stricter.layout.role_groups: stricter} if stricter else {}
         found = [try_layout(question, each.layout, self.effort, each.seen) for each in known.values()] + [
             try_layout(question, layout, self.effort) for layout in layouts if layout.role_groups not in known

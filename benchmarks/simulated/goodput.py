@@ -1,4 +1,4 @@
-"""The largest goodput of a simulated deployment: the rate at which just enough requests still meet the targets."""
+"""The largest goodput of a simulated deployment: the largest rate at which enough requests meet the targets."""
 
 import math
 import random
@@ -19,12 +19,12 @@ _LIFETIMES = (
     2.5  # the first third fills the deployment, the second is measured, the last keeps it full meanwhile
 )
 _FACTOR_MIN, _FACTOR_MAX = 0.02, 4.0
-"""Between these times the estimate a rate is looked for."""
+"""A rate is searched between these multiples of the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """At the largest rate that meets the targets; 0 where none does."""
+    """Rates per second at the largest rate that meets the targets; 0 if no rate does."""
 
     rate_per_s: float
     """Requests that arrive."""
@@ -34,12 +34,12 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How precisely and with how many requests to search."""
+    """Precision of the search, and requests of a run."""
 
     precision: float = 0.05
     """Relative, of the rate."""
     step: float = 1.15
-    """Factor between rates until one is too much and one is not."""
+    """Factor between rates until one meets the targets and one does not."""
     requests_min: int = 1000
     requests_max: int = 200_000
 
@@ -54,9 +54,9 @@ class Search:
 
         Args:
             deployment: what serves them.
-            workload: makes one of so many requests at such a rate.
+            workload: makes the workload of so many requests at a rate.
             slo: the targets.
-            start_per_s: where to begin, an estimate.
+            start_per_s: an estimate, which is tried first.
         """
         needed = slo.percentile / 100
 
@@ -85,7 +85,7 @@ class Search:
 
 
 def _good_share(deployment: Deployment, workload: WorkloadConfig, slo: Slo) -> float:
-    """Give the share of good requests among those sent in the middle third; a failed one is not good."""
+    """Give the share of good requests among the requests sent in the middle third. Failed requests are not good."""
     sessions = list(make_sessions(workload, random.Random(_SEED)))
     recording = simulate(deployment, sessions, seed=_SEED)
     third = len(sessions) // 3

@@ -81,17 +81,17 @@ def run(options: argparse.Namespace) -> Report:
 
 @dataclass(slots=True)
 class _Found:
-    """Rates by devices, target and kind; 0 where nothing keeps the targets."""
+    """Rates by devices, target and kind; 0 if no layout keeps the targets."""
 
     figures: dict[str, float] = field(default_factory=dict)
     layouts: dict[str, list[str]] = field(default_factory=dict)
-    """Of each target and kind, what was simulated, the best first."""
+    """Simulated layouts by target and kind, the best first."""
     rates: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
     """By devices and targets in ms: requests per second and device, aggregated and disaggregated."""
     answers: list[Answer] = field(default_factory=list)
 
     def stricter(self, devices: int, demand: Demand) -> Iterator[Proposal]:
-        """Yield the best simulated of either kind at each stricter target that was asked before: they keep this one, too."""
+        """Yield the best simulated layouts of each stricter target: they keep this target, too."""
         for answer in self.answers:
             asked = answer.question.demand
             if (
@@ -128,7 +128,7 @@ class _Found:
         _tell(f"{key}: {aggregated:.3f} aggregated, {disaggregated:.3f} disaggregated")
 
     def samples(self) -> dict[str, list[float]]:
-        """Give the sweeps over the time between tokens, at the main target for the first."""
+        """Give the sweeps over the ITL target, at the main TTFT target."""
         samples: dict[str, list[float]] = {}
         for (devices, ttft_ms, itl_ms), (aggregated, disaggregated) in sorted(self.rates.items()):
             if ttft_ms == round(1e3 * _MAIN.ttft_s):
@@ -157,7 +157,7 @@ class _Found:
 
 
 def _demands(*, quick: bool) -> list[Demand]:
-    """List what is asked, each after all that is stricter."""
+    """List the targets, each after all stricter ones."""
     if quick:
         return [_MAIN]
     varied = [replace(_MAIN, itl_s=itl_ms / 1e3) for itl_ms in _ITL_MS]
@@ -172,7 +172,7 @@ def _ask(devices: int, demand: Demand) -> Question:
 
 
 def _ratio(question: Question, factors: Factors) -> float:
-    """Predict the ratio on engines of other factors, for which layouts are searched anew; 0 where no aggregated layout keeps the targets."""
+    """Search layouts again for engines of other factors, and predict the ratio; 0 if no aggregated layout keeps the targets."""
     search = question.search()
 
     def price(parallel: Parallel) -> Roofline:
@@ -187,7 +187,7 @@ def _ratio(question: Question, factors: Factors) -> float:
 
 
 def _parts() -> Iterator[tuple[str, float]]:
-    """Give what explains the ratio: what a prompt takes in steps of several sizes beside 32 streams, and an answer's token."""
+    """Give step times that explain the ratio: prompts in steps of several sizes beside 32 streams, and decode steps."""
     question = _ask(8, _MAIN)
     for tp in (2, 4, 8):
         model = question.price(Parallel(tp=tp))

@@ -1,4 +1,4 @@
-"""How long `penstock plan` takes, as a command with all that it writes, beside the latency model's search alone."""
+"""Wall time of the command `penstock plan` with all its outputs, beside the latency model's search alone."""
 
 import argparse
 import statistics
@@ -18,7 +18,7 @@ from penstock.perf.search.demand import Demand
 from penstock.plan.question import Question
 
 _TARGET_S = 30.0
-"""For the first case of a whole run; a quick one only shows that plans are found, on however busy a machine."""
+"""For the first case of a whole run. A quick run does not check the time."""
 _KINDS = "aggregated", "disaggregated"
 _RUNS = 3
 _TIMEOUT_S = 300.0
@@ -26,7 +26,7 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What is asked."""
+    """The arguments of one plan."""
 
     model: str
     hardware: str
@@ -80,18 +80,18 @@ _QUICK_CASE = _Case("llama-3.1-8b", "h100", 1, 2000, 100, 1.0, 0.02)
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What it took, and the most requests a second by kind of layout, 0 where none keeps the targets."""
+    """Wall time, and the largest requests per second by kind of layout; 0 if none keeps the targets."""
 
     took_s: float
     requests_per_s: dict[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: what is asked is always the same."""
+    """Add nothing: the cases are fixed."""
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Plan several times, each time in a process of its own.
+    """Plan several times, each time in a new process.
 
     Raises:
         Unavailable: a plan failed, or took minutes.
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def _plan(case: _Case) -> _Plan:
-    """Run the command, with all that it can write."""
+    """Run the command with all its outputs."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         names = {"--out": "graph.yaml", "--plot": "plan.html", "--json": "plan.json"}
         outs = [part for flag, name in names.items() for part in (flag, str(Path(directory, name)))]
@@ -149,7 +149,7 @@ def _plan(case: _Case) -> _Plan:
 
 
 def _search(case: _Case) -> tuple[float, int]:
-    """Give what the latency model's search takes without a simulation, and how many layouts keep the targets by it."""
+    """Give the seconds of the latency model's search alone, and the number of layouts that it finds."""
     began_s = perf_counter()
     search = case.question().search()
     layouts = len(search.aggregated()) + len(search.disaggregated())

@@ -1,7 +1,6 @@
-"""Several routers beside one, on the same requests: how much worse they choose for seeing each other late.
+"""Several routers against one on the same requests: how much worse routers choose that see each other's load late.
 
-Each request goes to the frontend whose turn it is, as a balancer without any knowledge would deal them out. The routers
-share nothing but the workers.
+Requests go to the frontends in turn, as from a plain load balancer. The routers share nothing but the workers.
 """
 
 import argparse
@@ -25,11 +24,11 @@ SATURATION_RPS = {
     (RECORDED, "70b-fp8"): 6.95,
     (RECORDED, "8b-bf16"): 14.3,
 }
-"""Requests a second that one router just sustains, as `python -m benchmarks policies` finds them; a later run's with `--saturation`."""
+"""Requests per second that one router just sustains, found by `python -m benchmarks policies`; `--saturation` overrides them."""
 LOADS = (60, 80, 95)
 """In per cent of saturation."""
 WORSE_MAX = 1.15
-"""So much higher may the p99 of the time to the first token be."""
+"""The largest ratio of p99 TTFT that is no problem."""
 _METRICS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s")
 _QUICK_REQUESTS = 200
 
@@ -113,7 +112,7 @@ def _saturation(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _report(found: Mapping[str, Mapping[int, list[float]]], options: argparse.Namespace) -> Report:
-    """Hold several routers against one: the ratio of the means over the seeds, of each cell and of the worst."""
+    """Compare several routers with one: ratios of means over the seeds, for each cell and for the worst cell."""
     ratios: dict[str, dict[str, float]] = {metric: {} for metric in _METRICS}
     samples: dict[str, list[float]] = {}
     for name, by_routers in found.items():

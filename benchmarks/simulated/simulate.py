@@ -24,9 +24,9 @@ _GROWING = (5000, 10_000, 20_000)
 _OUTPUTS = (64, 512, 4096)
 _SCALES = {"simulate_scale_s": 1000, "simulate_scale_s_w8": 8}
 _BUSY_PER_S = 3.0
-"""Requests to each worker: with answers of 256 tokens, well below what it can do."""
+"""Requests to each worker: well below its capacity with answers of 256 tokens."""
 _CALM_PER_S = 0.2
-"""Few enough that answers of 4,096 tokens wait for nothing: about six are under way in each worker."""
+"""So few that answers of 4,096 tokens do not queue: about six run in each worker."""
 _SEED = 0
 _QUICK_TRACE = Path("tests/data/mooncake_trace.jsonl")
 _QUICK = {"trace": 300, "growing": 20, "output": 100, "scale": 500, "workers": 20}

@@ -1,4 +1,4 @@
-"""Factors of engines that are not what the model takes them for."""
+"""Factors of engines that are slower than the latency model expects."""
 
 from penstock.perf.roofline.factors import Factors
 
@@ -18,5 +18,5 @@ SLOWER = Factors(
     layer_s=44e-6,
     step_s=0.32e-3,
 )
-"""Each factor a seventh to a half worse than the fitted one, unevenly, so that no single correction makes up for it:
+"""Each factor is a seventh to a half worse than the fitted one, unevenly, so that no single correction compensates:
 steps of the 70B model in fp8 on H100, tp 1 to 8, batches of 1 to 256 and contexts of 64 to 32,768, take 1.2 to 1.4 times as long."""

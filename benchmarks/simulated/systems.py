@@ -1,4 +1,4 @@
-"""The deployments that are compared: a model on so many of a kind of hardware, in the formats it is served in there."""
+"""The compared systems: a model, devices of one kind of hardware, and number formats."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ class System:
         return find_hardware(self.hardware_name)
 
     def ask(self, demand: Demand, *, devices: int | None = None) -> Question:
-        """Ask what to make of the devices, or of another number of them, for a demand."""
+        """Make the plan's question for a demand, on another number of devices if given."""
         return Question(
             model=self.model,
             hardware=self.hardware,
@@ -53,7 +53,7 @@ SIMULATED = (
     System(name="671b-gb200", hardware_name="gb200", devices=32, **_BLACKWELL),
     System(name="671b-gb300", hardware_name="gb300", devices=32, **_BLACKWELL),
 )
-"""In what follows each, those of one model go from the slowest hardware to the fastest, on as many devices."""
+"""Systems of one model have the same number of devices, from the slowest hardware to the fastest."""
 
 CALCULATED = (
     System(name="h200-host", hardware_name="h200", devices=8, **_HOPPER),

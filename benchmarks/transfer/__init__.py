@@ -35,7 +35,7 @@ _BETWEEN_PROCESSES = {
     "uds": ("tcp", "unix", "private"),
     "ours_nixl": ("nixl", "unix", "private"),
 }
-"""Transport, where it listens and its memory, by backend."""
+"""Transport, listening address and memory by backend."""
 BACKENDS = (*_BETWEEN_PROCESSES, "memory", "file", "object")
 
 

@@ -1,4 +1,4 @@
-"""What moves bytes in this bench: our transports between two processes or within one, and plain memory."""
+"""The contenders: Penstock's transports between two processes or within one, and memcpy."""
 
 import asyncio
 import ctypes
@@ -31,21 +31,21 @@ READY_S = 60
 OPS = (TransferOp.WRITE, TransferOp.READ)
 
 Pools = tuple[Registration, Registration | RemoteRegion]
-"""Here and there."""
+"""Local and remote."""
 
 
 class Contender(Protocol):
-    """Moves a shape again and again."""
+    """Moves a shape repeatedly."""
 
     @property
     def name(self) -> str: ...
 
     async def move(self, op: TransferOp, shape: Shape, repeats: int) -> list[float]:
-        """Move it once more than that, and give the seconds of each but the first."""
+        """Move the shape `repeats` + 1 times, and give the seconds of each move but the first."""
         ...
 
     async def idle_share(self, seconds: float) -> float | None:
-        """Measure the share of a core that its other process takes when nothing happens; None where there is none."""
+        """Measure the idle CPU share of the contender's other process; None without one."""
         ...
 
 
@@ -91,7 +91,7 @@ class Ours:
 
 
 class Memcpy:
-    """The limit: libc's memcpy in a loop by one thread; what the loop takes without bytes is taken off."""
+    """The limit: libc's memcpy in a loop by one thread, less the time of an empty loop."""
 
     name = "memcpy"
 

@@ -1,4 +1,4 @@
-"""What the disk does by fio's measure, beside which transport `file` is put."""
+"""The disk's speed by fio, the limit of transport `file`."""
 
 import asyncio
 import json

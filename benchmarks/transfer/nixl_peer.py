@@ -1,4 +1,4 @@
-"""NVIDIA's NIXL as a peer: its driver in processes of its own, stopped while others are measured, since some spin."""
+"""NVIDIA's NIXL as a peer, in its own processes, which are stopped while others are measured because some spin."""
 
 import asyncio
 import json

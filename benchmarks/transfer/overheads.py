@@ -1,4 +1,4 @@
-"""What posting, registering and preparing take by themselves, and how long metadata is."""
+"""Times of posting, registering and preparing alone, and the size of metadata."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""What both processes of this bench have: a pool of memory, and an agent with one transport alone."""
+"""A pool of memory and an agent with one transport, for both processes of this bench."""
 
 import numpy as np
 

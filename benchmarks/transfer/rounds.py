@@ -1,4 +1,4 @@
-"""Contenders in turns, and what their times say: medians, and ratios of what was measured side by side."""
+"""Measures contenders in turns; figures are medians, and ratios of times measured side by side."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ _BESIDE = {
 async def run_rounds(
     contenders: Sequence[Contender], shapes: Sequence[Shape], rounds: int, repeats: int
 ) -> Samples:
-    """Have all contenders move each shape in turn, round after round, another one first each time.
+    """Have all contenders move each shape, round after round, starting with another one each round.
 
-    Of a contender's repeats in a round the median counts.
+    A contender's time in a round is the median of its repeats.
     """
     samples: Samples = {}
     for shape in shapes:
@@ -40,7 +40,7 @@ async def run_rounds(
 
 
 def figures_of(samples: Samples, names: Sequence[str]) -> dict[str, float]:
-    """Give GB/s, microseconds and ratios. Of NIXL's variants the best one of each shape counts."""
+    """Give GB/s, microseconds and ratios. NIXL's figure is its best variant's for each shape."""
     best = dict(_best(samples))
     shown = {**samples, **best}
     figures: dict[str, float] = {}
@@ -65,7 +65,7 @@ def figures_of(samples: Samples, names: Sequence[str]) -> dict[str, float]:
 
 
 def limits_of(samples: Samples) -> dict[str, float]:
-    """Give what memory and disk do at best."""
+    """Give the best speeds of memory and disk."""
     limits = {}
     for shape in SHAPES:
         both = [second for op in OPS for second in samples.get(key("memcpy", op, shape), ())]

@@ -1,4 +1,4 @@
-"""What is moved: lists of equal ranges, scattered at random on both sides of a pool."""
+"""Shapes of transfers: lists of equal ranges, scattered at random over a pool on both sides."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ import numpy as np
 from penstock.core.descriptors import OffsetArray
 
 POOL_BYTES = 256 << 20
-"""On either side: far more than any cache holds."""
+"""On each side: far more than a CPU cache."""
 SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """So many ranges of so many bytes."""
+    """`count` ranges of `size_bytes` each."""
 
     name: str
     count: int
