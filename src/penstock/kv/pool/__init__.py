@@ -1,4 +1,4 @@
-"""The blocks of one tier: who holds them, which prefix each caches, which goes first.
+"""The block pool of one tier: references, prefix cache, eviction, pins.
 
 `reference` is the Python pool that the native one is tested against.
 """

@@ -1,4 +1,4 @@
-"""Which cached block goes when a pool is out of free ones. A policy is one method; `testing.eviction` is its suite."""
+"""Eviction policies: which cached blocks a pool without free blocks evicts. `testing.eviction` is their suite."""
 
 from collections.abc import Collection
 from itertools import islice
@@ -9,18 +9,18 @@ from penstock.core.ids import BlockId
 
 class EvictionPolicy(Protocol):
     def victims(self, candidates: Collection[BlockId], count: int) -> list[BlockId]:
-        """Choose `count` different blocks to give up.
+        """Choose `count` different blocks to evict.
 
         Args:
-            candidates: cached blocks that nobody references, at least `count`, longest unused first; of one
-                sequence its tail first.
-            count: how many.
+            candidates: unreferenced cached blocks, at least `count`, least recently used first; of one sequence the
+                tail first.
+            count: number of blocks.
         """
         ...
 
 
 class Lru:
-    """Least recently used; of one sequence the tail goes before the prefix that others may share."""
+    """Least recently used. Of one sequence the tail is evicted before the prefix, which other requests may share."""
 
     def victims(self, candidates: Collection[BlockId], count: int) -> list[BlockId]:
         return list(islice(candidates, count))

@@ -1,4 +1,4 @@
-"""Blocks that are held for others than sequences: while a reader copies them away, or until their content has come."""
+"""Pins: references to blocks that no sequence holds, for example while a peer reads them or writes their content."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from penstock.core.wire import HashArray
 
 
 class PinnedPool(Protocol):
-    """What pins need of a pool."""
+    """The pool methods that pins use."""
 
     def match(self, block_hashes: HashArray) -> list[BlockId]: ...
 
@@ -23,17 +23,14 @@ class PinnedPool(Protocol):
 
 
 class Pins:
-    """References of one pool that no sequence holds. They end by `unpin` alone: time limits are the caller's.
-
-    Not thread-safe; one task owns it.
-    """
+    """The pins of one pool. Only `unpin` ends them; callers enforce time limits. Not thread-safe; one task owns it."""
 
     def __init__(self, pool: PinnedPool, on_change: Callable[[], None]) -> None:
-        """Hold nothing.
+        """Make an empty set.
 
         Args:
-            pool: the engine's.
-            on_change: called when blocks were given back or published: somebody may have waited for that.
+            pool: the engine's pool.
+            on_change: called when blocks were unpinned or published, since requests may wait for that.
         """
         self._pool = pool
         self._on_change = on_change
@@ -43,13 +40,13 @@ class Pins:
         return len(self._held)
 
     def pin(self, block_hashes: HashArray) -> list[BlockId]:
-        """Hold the leading blocks that are resident.
+        """Pin the longest resident prefix.
 
         Args:
             block_hashes: (n, 2) uint64, chained.
 
         Returns:
-            (m,) with m <= n: it stops at the first block that is not there.
+            (m,) block ids with m <= n: pinning stops at the first block that is not resident.
         """
         block_ids = self._pool.match(block_hashes)
         self._pool.acquire(block_ids)
@@ -57,43 +54,43 @@ class Pins:
         return block_ids
 
     def reserve(self, count: int) -> list[BlockId] | None:
-        """Hold `count` blocks for content that is still to come; None if there are not as many."""
+        """Pin `count` free blocks, whose content is to be written; None if fewer are available."""
         block_ids = self._pool.allocate(count)
         if block_ids is not None:
             self._held.update(block_ids)
         return block_ids
 
     def hold(self, block_ids: Sequence[BlockId]) -> None:
-        """Hold blocks that somebody else holds too."""
+        """Pin blocks that a sequence holds too."""
         self._pool.acquire(block_ids)
         self._held.update(block_ids)
 
     def pass_on(self, block_ids: Sequence[BlockId]) -> None:
-        """Leave blocks to somebody else, who holds them from now on."""
+        """Drop pins but keep the references, which the caller takes over."""
         self._forget(block_ids)
 
     def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
-        """Put held blocks into the prefix cache: their content is complete. They stay held.
+        """Put pinned blocks with complete content into the prefix cache. They stay pinned.
 
         Args:
             block_ids: (n,) each the child of the one before it.
-            block_hashes: (n, 2) uint64, their names.
-            parent: low64 of the block before the first, None at the root.
+            block_hashes: (n, 2) uint64, hashes of these blocks.
+            parent: low64 of the first block's parent, None at the root.
 
         Raises:
-            ValueError: not as many hashes as blocks.
+            ValueError: the numbers of blocks and hashes differ.
         """
         self._pool.commit(block_ids, block_hashes, parent)
         self._on_change()
 
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
-        """Let go of blocks, in the order of their sequence; what is published stays cached while there is room."""
+        """Unpin blocks, given in the order of their sequence; published ones stay cached until they are evicted."""
         self._forget(block_ids)
         self._pool.release(block_ids)
         self._on_change()
 
     def holders(self) -> dict[BlockId, int]:
-        """Count how often each block is held, to check the pool's references."""
+        """Count the pins of each block, to check the pool's references."""
         return dict(self._held)
 
     def _forget(self, block_ids: Sequence[BlockId]) -> None:

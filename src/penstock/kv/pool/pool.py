@@ -1,7 +1,7 @@
-"""The blocks of one tier: who holds them, and which prefix each one caches.
+"""The block pool of one tier: references and prefix cache.
 
-A block is in one of three states: free, referenced by at least one sequence, or idle (cached and referenced by
-nobody, to be evicted when free ones run out). The states are kept by a native class or by its twin in Python.
+A block is in one of three states: free, referenced, or idle (cached but unreferenced, and evicted when free blocks run
+out). A native class or its Python reference keeps the states.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _STORED, _REMOVED = int(ChangeKind.STORED), int(ChangeKind.REMOVED)  # an enum's members compare in Python
 
 
-class GivenUp(NamedTuple):
-    """Blocks that went to make room, each the parent of the next. Their content is in place until they are written to.
+class Evicted(NamedTuple):
+    """A chain of evicted blocks, each the parent of the next. Their content stays intact until they are written to.
 
     block_hashes: (n, 2) uint64
-    parent:       low64 of the block before the first, None at the root
+    parent:       low64 of the first block's parent, None at the root
     """
 
     block_ids: list[BlockId]
@@ -38,10 +38,10 @@ class GivenUp(NamedTuple):
 class BlockPool:
     """Reference-counted blocks with a prefix cache keyed by 128-bit hash.
 
-    Blocks of equal content may exist more than once: the first one committed is the cached one, the others
-    stay private to their sequence and are freed with it. An event tells of a hash, so it is told once.
-    A block can outlive its parent in the cache (a sequence may hold a private duplicate of the parent);
-    `match` then stops before it until the parent is committed again.
+    Several blocks may have equal content: the first one committed is cached, the others stay private to their sequence and
+    are freed with it. Events name hashes, so duplicates cause no event.
+    A block can outlive its parent in the cache, for example if a sequence holds a private duplicate of the parent. `match`
+    then stops before the block until the parent is committed again.
     Not thread-safe; one task owns it.
     """
 
@@ -55,10 +55,10 @@ class BlockPool:
         """Start with all blocks free.
 
         Args:
-            num_blocks: how many there are; ids are 0 to `num_blocks` - 1.
+            num_blocks: size; block ids are 0 to `num_blocks` - 1.
             block_size: tokens in a block.
-            eviction: None is `Lru`, which is native; a policy of your own has the whole pool run in Python,
-                about seven times slower.
+            eviction: None is `Lru`, which is native; with any other policy the whole pool runs in Python, about seven
+                times slower.
             tier: where the blocks are, for events.
 
         Raises:
@@ -73,31 +73,31 @@ class BlockPool:
 
     @property
     def tiers(self) -> "tuple[BlockPool, ...]":
-        """This pool; it stands alone."""
+        """Only this pool; a `TieredPool` has several."""
         return (self,)
 
     @property
     def native(self) -> "Pool | None":
-        """What keeps the blocks' states, for native code that works on them too; None where that is the twin."""
+        """The native state, for native code that shares it; None if the Python reference keeps the states."""
         return None if isinstance(self._states, ReferencePool) else self._states
 
     @property
     def num_available(self) -> int:
-        """How many blocks `allocate` can give: free ones and idle ones."""
+        """Blocks that `allocate` can return: free and idle ones."""
         return self._states.num_available
 
     @property
     def num_active(self) -> int:
-        """How many blocks sequences hold."""
+        """Referenced blocks."""
         return self._states.num_active
 
     @property
     def num_cached(self) -> int:
-        """How many hashes are resident."""
+        """Hashes in the prefix cache."""
         return self._states.num_cached
 
     def match(self, block_hashes: HashArray) -> list[BlockId]:
-        """Find the resident blocks of the longest cached prefix; they are not referenced yet.
+        """Find the blocks of the longest cached prefix, without referencing them.
 
         Args:
             block_hashes: (n, 2) uint64, chained.
@@ -109,59 +109,59 @@ class BlockPool:
         return self._states.count_idle(block_ids)
 
     def acquire(self, block_ids: Sequence[BlockId]) -> None:
-        """Reference blocks that `match` found, once more each."""
+        """Add a reference to each of the blocks, which `match` has found."""
         self._states.acquire(block_ids)
 
-    def make_room(self, count: int) -> list[GivenUp]:
-        """Have at least `count` free blocks, if as many are available.
+    def make_room(self, count: int) -> list[Evicted]:
+        """Evict idle blocks until `count` blocks are free, if so many are available.
 
         Returns:
-            What went for it, the chain unused for longest first; `allocate` alone would not tell.
+            the evicted chains, least recently used first. `allocate` evicts too, but does not return what.
         """
         return [
-            GivenUp(block_ids, np.frombuffer(hashes, dtype="<u8").reshape(-1, 2), parent)
+            Evicted(block_ids, np.frombuffer(hashes, dtype="<u8").reshape(-1, 2), parent)
             for block_ids, hashes, parent in self._states.make_room(count)
         ]
 
     def allocate(self, count: int) -> list[BlockId] | None:
-        """Take `count` blocks with one reference each, evicting idle ones as needed; None if there are not as many."""
+        """Allocate `count` blocks with one reference each, evicting idle ones as needed; None if fewer are available."""
         return self._states.allocate(count)
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
-        """Drop one reference each of a sequence's blocks, given in its order; tails become evictable first."""
+        """Drop one reference of each of a sequence's blocks, given in its order; tails become evictable first."""
         self._states.release(block_ids)
 
     def commit(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
-        """Publish referenced blocks whose content is complete; those of hashes that are resident stay private.
+        """Put referenced blocks with complete content into the prefix cache; duplicates of cached hashes stay private.
 
         Args:
             block_ids: (n,) consecutive blocks of one sequence.
-            block_hashes: (n, 2) uint64, their names.
-            parent: low64 of the block before the first, None at the root.
+            block_hashes: (n, 2) uint64, hashes of these blocks.
+            parent: low64 of the first block's parent, None at the root.
 
         Raises:
-            ValueError: not as many hashes as blocks.
+            ValueError: the numbers of blocks and hashes differ.
         """
         self._states.commit(block_ids, block_hashes, parent)
 
     def reset(self) -> None:
-        """Forget all cached content; referenced blocks stay with their sequences, as private ones."""
+        """Clear the prefix cache; referenced blocks stay with their sequences, as private ones."""
         self._states.reset()
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """Hand over what changed since the last call, in order."""
+        """Return the KV events since the last call, in order."""
         return tuple([self._event(change) for change in self._states.take_changes()])
 
     def resident_hashes(self) -> HashArray:
-        """List the (n, 2) uint64 hashes in the cache, in no order."""
+        """Return the (n, 2) uint64 hashes in the cache, in no particular order."""
         return np.frombuffer(self._states.resident_hashes(), dtype="<u8").reshape(-1, 2)
 
     def references(self) -> dict[BlockId, int]:
-        """Count the references of every block that has any, to check them against their holders."""
+        """Count the references of every referenced block, to check them against their holders."""
         return self._states.references()
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         self._states.check()
 
     def _event(self, change: Change) -> KvEvent:
@@ -179,7 +179,7 @@ class BlockPool:
 
 
 def _make_states(num_blocks: int, eviction: EvictionPolicy) -> "Pool | ReferencePool":
-    """Choose who keeps the blocks' states: the native pool, which evicts as `Lru` does, or its twin."""
+    """Make the native pool, which evicts like `Lru`, or its Python reference."""
     if native is not None and type(eviction) is Lru:
         pool: Pool = native.Pool(num_blocks)
         return pool

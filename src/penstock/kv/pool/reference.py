@@ -1,4 +1,4 @@
-"""What the native `Pool` does, in Python: its oracle, and what runs without it or with an eviction policy in Python.
+"""Python reference of the native `Pool`; also used without native code, or with an eviction policy other than `Lru`.
 
 State is lists indexed by block id, not an object per block.
 """
@@ -18,7 +18,7 @@ _HASH_BYTES = 16
 
 
 class ChangeKind(IntEnum):
-    """What a change says of its hashes; the native pool gives the plain numbers."""
+    """Kind of a change of the cache; the native pool returns the plain numbers."""
 
     STORED = 0
     REMOVED = 1
@@ -26,14 +26,14 @@ class ChangeKind(IntEnum):
 
 
 Change = tuple[int, bytes, int | None]
-"""(kind, packed low64 of its hashes, parent: low64 of the block before a stored run)."""
+"""(kind, packed low64 of the hashes, low64 of the parent of the first block of a stored run)."""
 
-GivenUp = tuple[list[BlockId], bytes, int | None]
-"""(blocks that went to make room, each the parent of the next; their hashes of 16 bytes; parent of the first)."""
+Evicted = tuple[list[BlockId], bytes, int | None]
+"""(evicted blocks, each the parent of the next; their hashes of 16 bytes; low64 of the parent of the first)."""
 
 
 class ReferencePool:
-    """Reference-counted blocks with a prefix cache; `BlockPool` says what each method is for.
+    """Reference-counted blocks with a prefix cache; `BlockPool` documents the methods.
 
     Not thread-safe; one task owns it.
     """
@@ -46,9 +46,9 @@ class ReferencePool:
         self._parent_of: list[int | None] = [None] * num_blocks
         self._by_hash: dict[bytes, BlockId] = {}
         self._free = [BlockId(index) for index in reversed(range(num_blocks))]
-        self._idle: OrderedDict[BlockId, None] = OrderedDict()  # longest unused first
+        self._idle: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._changes: list[Change] = []
-        self._removed: list[bytes] = []  # evicted since the last change, told as one
+        self._removed: list[bytes] = []  # evicted since the last change, reported as one change
 
     @property
     def num_available(self) -> int:
@@ -82,10 +82,10 @@ class ReferencePool:
                 del self._idle[block_id]
             self._references[block_id] += 1
 
-    def make_room(self, count: int) -> list[GivenUp]:
+    def make_room(self, count: int) -> list[Evicted]:
         if not len(self._free) < count <= self.num_available:
             return []
-        chains: list[GivenUp] = []
+        chains: list[Evicted] = []
         for block_id, key in reversed(self._evict(count - len(self._free))):
             parent = self._parent_of[block_id]
             if chains and parent == int.from_bytes(chains[-1][1][-_HASH_BYTES:][:_LOW64_BYTES], "little"):
@@ -124,7 +124,7 @@ class ReferencePool:
         keys = _keys(hashes)
         if len(keys) != len(ids):
             raise ValueError(f"commit: {len(ids)} blocks need as many hashes, got {len(keys)}")
-        run_start = 0  # new blocks in a row are one change; resident ones end a run
+        run_start = 0  # consecutive new blocks are one change; a resident one ends the run
         for index, (block_id, key) in enumerate(zip(ids, keys, strict=True)):
             if key in self._by_hash:
                 self._tell_stored(hashes, run_start, index, parent)
@@ -146,20 +146,20 @@ class ReferencePool:
         self._changes.append((ChangeKind.CLEARED, b"", None))
 
     def take_changes(self) -> list[Change]:
-        """Hand over what changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         self._tell_removed()
         changes, self._changes = self._changes, []
         return changes
 
     def resident_hashes(self) -> bytes:
-        """Join the 16 bytes of each hash in the cache, in no order."""
+        """Join the 16 bytes of each hash in the cache, in no particular order."""
         return b"".join(self._by_hash)
 
     def references(self) -> dict[BlockId, int]:
         return {BlockId(index): number for index, number in enumerate(self._references) if number}
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         assert free.isdisjoint(self._idle), "a block is both free and idle"

@@ -1,4 +1,4 @@
-"""Device blocks with lower tiers beneath them.
+"""KV tiers: a device's block pool with lower tiers below it.
 
-What one tier gives up the next one keeps, and brings back before a request is computed.
+A block that one tier evicts is kept in the next tier, and onboarded again when a request needs it.
 """

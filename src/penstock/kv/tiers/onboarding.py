@@ -1,4 +1,4 @@
-"""Requests whose prefix lies in lower tiers, and is brought into the device beside the batch before they are computed."""
+"""Onboarding: a waiting request's prefix is copied from lower tiers to the device, while the batch runs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,40 +11,43 @@ from penstock.kv.tiers.tiers import Fetch, TierBlocks, TieredPool, WriteBack
 
 
 class TierCopier(WriteBack, Protocol):
-    """Moves blocks between tiers, and knows how long that takes."""
+    """Copies blocks between tiers, and knows how long that takes."""
 
     def worth(self, runs: Sequence[TierBlocks], cached_tokens: int, known_tokens: int) -> int:
-        """Say how many of the leading runs to take from their tiers; what follows is computed, as that takes less time.
+        """Return how many of the leading runs to onboard; computing the rest takes less time.
 
         Args:
-            runs: what is there after the first `cached_tokens`; the device's own cost nothing.
-            cached_tokens: what the device has.
-            known_tokens: what the request has in all.
+            runs: cached blocks after the first `cached_tokens`; runs of the device cost nothing.
+            cached_tokens: leading tokens of the request that the device has.
+            known_tokens: all tokens of the request.
         """
         ...
 
     def fetch(self, fetch: Fetch, done: Callable[[], None]) -> None:
-        """Begin a fetch, and call `done` later, on the event loop, when its targets may be read."""
+        """Start a fetch; call `done` later, on the event loop, when its targets may be read."""
         ...
 
     def cancel(self, fetch: Fetch) -> None:
-        """Give a fetch up that is not done, or is: what writes to its targets next does so after it, and `done` is not called any more."""
+        """Cancel a fetch, finished or not; `done` is not called any more.
+
+        The copier orders later writes to the fetch's targets after those of the fetch itself.
+        """
         ...
 
 
 class Onboarding:
-    """The fetches under way, by request. A scheduler decides when one begins, and takes it over between steps.
+    """The fetches in progress, by request. A scheduler begins them, and takes their results between steps.
 
     Not thread-safe; one task owns it.
     """
 
     def __init__(self, pool: TieredPool, copier: TierCopier, on_arrival: Callable[[], None]) -> None:
-        """Begin with none.
+        """Make an empty set.
 
         Args:
-            pool: the engine's.
-            mover: the pool's as well.
-            on_arrival: called whenever `take_arrived` may have more.
+            pool: the engine's pool.
+            copier: the pool's copier.
+            on_arrival: called when `take_arrived` may return more.
         """
         self._pool = pool
         self._copier = copier
@@ -55,22 +58,22 @@ class Onboarding:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `take_arrived` may have something."""
+        """Whether `take_arrived` may return requests."""
         return bool(self._arrived)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens that `count` was told of, for each lower `Tier`, host first."""
+        """Tokens that `count` has counted in each lower `Tier`, host first."""
         lower = tuple(Tier)[1:]
         return tuple(self._tokens.get(tier, 0) for tier in lower)
 
     def worth(self, block_hashes: HashArray, hits: Sequence[BlockId], known_tokens: int) -> list[TierBlocks]:
-        """Find what to fetch for a request that waits; nothing where computing is quicker.
+        """Find blocks to onboard for a waiting request; empty if computing is quicker.
 
         Args:
-            block_hashes: (n, 2) uint64, what it may take from a cache.
-            hits: the leading blocks that the device has.
-            known_tokens: the request's.
+            block_hashes: (n, 2) uint64, blocks of the request that may come from a cache.
+            hits: leading blocks that the device has.
+            known_tokens: all tokens of the request.
         """
         runs = self._pool.beneath(block_hashes[len(hits) :])
         return (
@@ -78,7 +81,7 @@ class Onboarding:
         )
 
     def count(self, runs: Sequence[TierBlocks], prompt_tokens: int) -> None:
-        """Count what a request finds beneath the device, of the `prompt_tokens` of its prompt that are left for it."""
+        """Count a request's tokens in lower tiers, up to `prompt_tokens`, the prompt tokens that the device lacks."""
         for run in runs:
             found = min(len(run.block_ids) * self._pool.block_size, prompt_tokens)
             prompt_tokens -= found
@@ -86,10 +89,10 @@ class Onboarding:
                 self._tokens[run.tier] += found
 
     def begin(self, request_id: RequestId, runs: Sequence[TierBlocks]) -> list[BlockId]:
-        """Begin to fetch what `worth` found; the device has room for it.
+        """Start to onboard runs that `worth` found; the device must have enough available blocks.
 
         Returns:
-            The device's blocks for all runs, the sequence's to release. They are no cached ones until it commits them.
+            device blocks for all runs. The sequence releases them; they are not cached until it commits them.
         """
         fetch, block_ids = self._pool.begin(runs)
         self._under_way[request_id] = fetch
@@ -97,11 +100,11 @@ class Onboarding:
         return block_ids
 
     def is_under_way(self, request_id: RequestId) -> bool:
-        """Tell whether a request's prefix is not there yet, or not taken over."""
+        """Say whether a request's prefix is still being onboarded, or `take_arrived` has not returned it yet."""
         return request_id in self._under_way
 
     def take_arrived(self) -> list[RequestId]:
-        """Name the requests whose prefix has come since the last call, in this order; they are under way no longer."""
+        """Return the requests whose prefix has arrived since the last call, in order of arrival, and end their fetches."""
         arrived, self._arrived = self._arrived, []
         names = [request_id for request_id, fetch in arrived if self._under_way.get(request_id) is fetch]
         for request_id in names:
@@ -109,14 +112,14 @@ class Onboarding:
         return names
 
     def cancel(self, request_id: RequestId) -> None:
-        """Give a request's fetch up, if there is one, before its blocks are released."""
+        """Cancel a request's fetch, if there is one; call it before releasing the request's blocks."""
         fetch = self._under_way.pop(request_id, None)
         if fetch is not None:
             self._copier.cancel(fetch)
             self._pool.end(fetch)
 
     def check(self) -> None:
-        """Raise AssertionError where lower blocks are held by other than the fetches under way."""
+        """Raise AssertionError if references to lower blocks differ from the fetches in progress."""
         held: dict[Tier, dict[BlockId, int]] = {pool.tier: {} for pool in self._pool.tiers[1:]}
         for fetch in self._under_way.values():
             for tier, block_ids in fetch.sources:

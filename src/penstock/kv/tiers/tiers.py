@@ -1,7 +1,7 @@
-"""A device's blocks with tiers beneath them: what one tier gives up, the next one keeps.
+"""A device's block pool with lower tiers: blocks that one tier evicts are kept in the next.
 
-Each tier is a `BlockPool`. What is brought back up stays below as well, so that a block that is given up again only
-becomes the newest there, without another copy; a lower tier is worth having where it is larger than the one above.
+Each tier is a `BlockPool`. A block that is onboarded also stays in the lower tier. When the device evicts the block again, it
+only becomes the newest there, without another copy. So a lower tier is useful only if it is larger than the one above.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from penstock.core.ids import BlockId
 from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
 from penstock.core.wire import HashArray
-from penstock.kv.pool.pool import BlockPool, GivenUp
+from penstock.kv.pool.pool import BlockPool, Evicted
 
 
 class TierBlocks(NamedTuple):
@@ -23,9 +23,9 @@ class TierBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetch:
-    """The content of `sources`, in order, on its way into the device's blocks `targets`.
+    """A copy of the content of `sources`, in order, to the device's blocks `targets`.
 
-    All of them are held until the fetch is over. One fetch equals no other.
+    All blocks are referenced until the fetch is over. Compared by identity.
     """
 
     sources: tuple[TierBlocks, ...]
@@ -33,29 +33,29 @@ class Fetch:
 
 
 class WriteBack(Protocol):
-    """Copies what a tier gave up; `TieredPool` says which, and keeps the names."""
+    """Copies evicted blocks to a lower tier; `TieredPool` decides which, and keeps their hashes."""
 
     def write_back(self, source: TierBlocks, target: TierBlocks) -> None:
-        """Copy blocks down, one to one. The caller writes to the source's blocks next, and reads the target's any time later."""
+        """Copy blocks down, one to one, before the caller's next writes to the source; the target may be read any time later."""
         ...
 
 
 class TieredPool:
-    """A device's `BlockPool` and those beneath it. Not thread-safe; one task owns it.
+    """A device's `BlockPool` and the pools of lower tiers. Not thread-safe; one task owns it.
 
-    What `BlockPool` offers is offered alike, and is about the device alone.
+    It has the methods of `BlockPool`, which concern the device only.
     """
 
     def __init__(self, device: BlockPool, lower: Sequence[BlockPool], copier: WriteBack) -> None:
-        """Put pools on top of each other.
+        """Combine pools.
 
         Args:
-            device: where sequences' blocks are.
-            lower: nearest first, each of a tier of its own.
-            copier: does what is decided here.
+            device: the pool of the sequences.
+            lower: nearest first, each of another tier.
+            copier: copies blocks between tiers.
 
         Raises:
-            ValueError: pools of the same tier, or of another block size.
+            ValueError: two pools have the same tier, or block sizes differ.
         """
         self.tiers = (device, *lower)
         """Nearest first."""
@@ -88,19 +88,19 @@ class TieredPool:
         return self._device.num_cached
 
     def allocate(self, count: int) -> list[BlockId] | None:
-        """Take `count` blocks of the device; what goes for them is kept beneath. None if there are not as many."""
+        """Allocate `count` device blocks and keep evicted ones in lower tiers; None if fewer are available."""
         self._keep(0, self._device.make_room(count))
         return self._device.allocate(count)
 
     def beneath(self, block_hashes: HashArray) -> list[TierBlocks]:
-        """Find what a prefix goes on with after all that the device has of it in one piece.
+        """Find cached blocks that continue a prefix after the leading blocks on the device.
 
         Args:
-            block_hashes: (n, 2) uint64, chained, from the first that the device has not.
+            block_hashes: (n, 2) uint64, chained, from the first block that the device lacks.
 
         Returns:
-            Runs of blocks, each in the nearest tier that holds its first one, the device among them again after a gap
-            that others fill.
+            consecutive runs of blocks, each in the nearest tier that has its first block; after a run of a lower tier,
+            the next one may be on the device again.
         """
         runs: list[TierBlocks] = []
         depth = 0
@@ -116,12 +116,12 @@ class TieredPool:
         return runs
 
     def begin(self, runs: Sequence[TierBlocks]) -> tuple[Fetch, list[BlockId]]:
-        """Take device blocks for the runs that `beneath` found, and hold what is read.
+        """Allocate device blocks for runs that `beneath` found, and reference the blocks to read.
 
-        Room for them is the caller's business, as is `end`.
+        The caller makes sure that enough blocks are available, and calls `end` later.
 
         Returns:
-            What to fetch, and the device's blocks for all runs in order.
+            the fetch, and the device blocks for all runs in order.
         """
         for run in runs:
             self._of[run.tier].acquire(run.block_ids)
@@ -139,19 +139,22 @@ class TieredPool:
         return Fetch(sources, targets), block_ids
 
     def end(self, fetch: Fetch) -> None:
-        """Hold what was read no longer; it is the newest of its tier. The device's blocks stay with their sequence."""
+        """Release the blocks that a fetch read, as the newest of their tier. The device blocks stay with their sequence."""
         for tier, block_ids in fetch.sources:
             self._of[tier].release(block_ids)
 
     def reset(self) -> None:
-        """Forget all cached content of all tiers; referenced blocks stay with their sequences, as private ones."""
+        """Clear the caches of all tiers; referenced blocks stay with their sequences, as private ones."""
         for pool in self.tiers:
             pool.reset()
             pool.take_events()
         self._is_cleared = True
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """Hand over what changed since the last call, in order for each tier; lower ones first, so that nothing that moves is nowhere."""
+        """Return the KV events since the last call, in order for each tier, the lowest tier first.
+
+        So a block that moves down is reported in the lower tier before it is removed from the upper one.
+        """
         cleared, self._is_cleared = self._is_cleared, False
         events: tuple[KvEvent, ...] = (AllBlocksCleared(),) if cleared else ()
         for pool in reversed(self.tiers):
@@ -159,28 +162,28 @@ class TieredPool:
         return events
 
     def check(self) -> None:
-        """Raise AssertionError where the state of a tier contradicts itself."""
+        """Raise AssertionError if the state of a tier is inconsistent."""
         for pool in self.tiers:
             pool.check()
 
-    def _keep(self, level: int, given_up: list[GivenUp]) -> None:
-        """Have the lower tier of that level keep what the one above it gave up."""
+    def _keep(self, level: int, evicted: list[Evicted]) -> None:
+        """Keep evicted chains in the lower tier of this level."""
         if level < len(self._lower):
-            for gone in given_up:
+            for gone in evicted:
                 self._keep_chain(level, gone)
 
-    def _keep_chain(self, level: int, gone: GivenUp) -> None:
+    def _keep_chain(self, level: int, gone: Evicted) -> None:
         pool, hashes = self._lower[level], gone.block_hashes
         held: list[BlockId | None] = [*pool.match(hashes)]
         held += [next(iter(pool.match(hashes[n : n + 1])), None) for n in range(len(held), len(hashes))]
         pool.acquire([block_id for block_id in held if block_id is not None])
         new = [n for n, block_id in enumerate(held) if block_id is None]
-        # Where the tier is all being read, the rest of the chain is lost.
+        # If fetches are reading all other blocks of the tier, the rest of the chain is lost.
         lost = new[pool.num_available :]
         new = new[: len(new) - len(lost)]
         self._keep(level + 1, pool.make_room(len(new)))
         taken = pool.allocate(len(new))
-        assert taken is not None, "as many as are available"
+        assert taken is not None, "no more than are available"
         for n, block_id in zip(new, taken, strict=True):
             held[n] = block_id
         if taken:
