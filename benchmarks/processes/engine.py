@@ -13,8 +13,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.processes.served import served
-from penstock.bench import serve
+from benchmarks.processes.served import put_load, served
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.core.native import native
@@ -102,17 +101,11 @@ def _over_http(model_dir: Path, options: argparse.Namespace) -> Report:
     """Ask one worker and one frontend for the same load at concurrency 32."""
     requests = _HTTP_CONCURRENCY * (1 if options.quick else 8)
     with served(str(model_dir), "--engine", "paged") as deployment:
-        load = argparse.ArgumentParser()
-        serve.add_arguments(load)
-        flags = {
-            "url": deployment.url,
-            "model": deployment.model,
+        load = {
             "endpoint": "completions",
             "requests": requests,
             "concurrency": _HTTP_CONCURRENCY,
             "input-tokens": options.input_tokens,
             "output-tokens": options.output_tokens,
         }
-        arguments = load.parse_args([f"--{name}={value}" for name, value in flags.items()])
-        arguments.quick = False
-        return serve.run(arguments)
+        return put_load(deployment, load)

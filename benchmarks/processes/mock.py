@@ -9,8 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from benchmarks.processes.served import served
-from penstock.bench import serve
+from benchmarks.processes.served import Served, put_load, served
 from penstock.bench.report import Report
 
 _REQUESTS, _QUICK_REQUESTS = 10_000, 500
@@ -38,19 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Report:
     requests = options.requests or (_QUICK_REQUESTS if options.quick else _REQUESTS)
-    flags = [
-        "--engine",
-        "mock",
-        "--mock-speedup",
-        str(options.mock_speedup),
-        "--workers",
-        str(options.workers),
-    ]
-    flags += ["--frontend-processes", str(options.frontend_processes)]
-    with served(*flags) as deployment:
-        report = serve.run(_load(options, deployment.url, deployment.model, requests, burst=True))
-    with _canned(options.output_tokens) as url:
-        limit = serve.run(_load(options, url, "canned", requests))
+    load = {
+        "requests": requests,
+        "concurrency": options.concurrency,
+        "input-tokens": options.input_tokens,
+        "output-tokens": options.output_tokens,
+    }
+    flags = {
+        "engine": "mock",
+        "mock-speedup": options.mock_speedup,
+        "workers": options.workers,
+        "frontend-processes": options.frontend_processes,
+    }
+    with served(*(f"--{name}={value}" for name, value in flags.items())) as deployment:
+        burst = _QUICK_BURST if options.quick else _BURST
+        report = put_load(deployment, load | {"burst": burst})
+    with _canned(options.output_tokens) as canned:
+        limit = put_load(canned, load)
     figures = {f"mock_{name}": value for name, value in report.figures.items()}
     return Report(
         name="mock",
@@ -71,38 +74,11 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-def _load(
-    options: argparse.Namespace, url: str, model: str, requests: int, *, burst: bool = False
-) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    load = parser.parse_args(
-        [
-            "--url",
-            url,
-            "--model",
-            model,
-            "--requests",
-            str(requests),
-            "--concurrency",
-            str(options.concurrency),
-            "--input-tokens",
-            str(options.input_tokens),
-            "--output-tokens",
-            str(options.output_tokens),
-        ]
-    )
-    load.quick = False
-    if burst:
-        load.burst = _QUICK_BURST if options.quick else _BURST
-    return load
-
-
 @contextlib.contextmanager
-def _canned(num_tokens: int) -> Iterator[str]:
+def _canned(num_tokens: int) -> Iterator[Served]:
     command = [sys.executable, "-m", "benchmarks.processes.canned", str(num_tokens)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        yield Served(f"http://127.0.0.1:{int(process.stdout.readline())}", "canned")
         process.stdin.close()

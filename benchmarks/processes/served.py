@@ -1,13 +1,16 @@
 """A deployment for a bench to load: the `penstock serve` command itself, as a process of its own."""
 
+import argparse
 import contextlib
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from penstock.bench import serve
+from penstock.bench.report import Report
 from penstock.core.errors import Unavailable
 
 _START_TIMEOUT_S = 180.0
@@ -50,6 +53,16 @@ def served(*flags: str) -> Iterator[Served]:
             _stop(process)
     if process.returncode:
         raise Unavailable(f"`penstock serve {' '.join(flags)}` ended with exit code {process.returncode}")
+
+
+def put_load(server: Served, flags: Mapping[str, object]) -> Report:
+    """Run `penstock bench serve` against a server, with flags by name."""
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    flags = {"url": server.url, "model": server.model, **flags}
+    options = parser.parse_args([f"--{name}={value}" for name, value in flags.items()])
+    options.quick = False
+    return serve.run(options)
 
 
 def _wait_ready(process: subprocess.Popen[str]) -> Served:
