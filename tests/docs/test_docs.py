@@ -133,8 +133,15 @@ def test_the_fields_of_the_configuration_page_are_current() -> None:
     assert done.returncode == 0, "run python tools/config_reference.py"
 
 
-@pytest.mark.parametrize("block", blocks(ROOT / "docs" / "transfer.md", "python"))
-def test_what_the_transfer_page_shows_runs(block: str) -> None:
+@pytest.mark.parametrize(
+    "block",
+    [
+        block
+        for page in ("transfer", "transfer-reference")
+        for block in blocks(ROOT / "docs" / f"{page}.md", "python")
+    ],
+)
+def test_what_the_transfer_pages_show_runs(block: str) -> None:
     exec(compile(block, "transfer.md", "exec"), {"__name__": "transfer_page"})
 
 

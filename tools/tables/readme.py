@@ -67,7 +67,7 @@ def _serving() -> Iterator[list[str]]:
     ):
         ours, theirs = run.disaggregated[at], run.aggregated[at]
         yield [
-            said, f"{text(ours)} {unit}", f"{text(theirs)} {unit}, 2 aggregated workers", _times([(theirs, ours)]),
+            said, f"{text(ours)} {unit}", f"{text(theirs)} {unit}, 2 aggregated workers of Penstock", _times([(theirs, ours)]),
             _link("disagg"),
         ]  # fmt: skip
     ours, theirs = (figure("engine", key) for key in ("engine_tokens_per_s_c32", "generate_tokens_per_s"))
