@@ -84,7 +84,7 @@ def test_streams_survive_where_prompts_are_transferred(exact):
     """Prefill and decode workers die, stop and are cut off alike."""
     transfers = moved_bytes = 0
     for seed in range(10):
-        result = run_trial(seed, Trial(prefillers=2, exact=exact))
+        result = run_trial(seed, Trial(prefill_workers=2, exact=exact))
         assert result.outcomes.total() == Trial().clients
         transfers += result.kv_transfers
         moved_bytes += result.moved_bytes
@@ -139,7 +139,7 @@ _TWO = """
 import logging, structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 from penstock.sim.chaos.trial import Trial, run_trial
-print(run_trial(11), run_trial(12), run_trial(13, Trial(prefillers=2)))
+print(run_trial(11), run_trial(12), run_trial(13, Trial(prefill_workers=2)))
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
-from penstock.sim.chaos.invariants import StreamWitness
+from penstock.sim.chaos.invariants import StreamChecker
 from penstock.sim.chaos.trial import Trial, small_spec
 from penstock.sim.engine.timing import reference
 from penstock.sim.loop.loop import run
@@ -35,7 +35,7 @@ async def read(cluster: SimCluster, number: int, again: str = "") -> int:
     """Read one stream to its end and compare it; give how often it moved."""
     request, expected = request_of(number, again)
     loop = asyncio.get_running_loop()
-    witness = StreamWitness(request, expected, loop.time())
+    witness = StreamChecker(request, expected, loop.time())
     async with cluster.dispatchers[number % len(cluster.dispatchers)].open(request) as stream:
         async for delta in stream:
             witness.see(delta)

@@ -1,4 +1,4 @@
-"""What `penstock simulate` takes; apart from what it does, so that `penstock --help` answers at once."""
+"""Arguments of `penstock simulate`, in a module with few imports, so that `penstock --help` is fast."""
 
 import argparse
 from pathlib import Path
@@ -8,33 +8,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "workload",
         metavar="TRACE_OR_SPEC",
-        help="a trace (Mooncake JSONL or Azure CSV, plain or gzipped), or a made-up workload (.yaml)",
+        help="a trace (Mooncake JSONL or Azure CSV, plain or gzipped), or a synthetic workload (.yaml)",
     )
     parser.add_argument("--graph", metavar="FILE", help="the deployment")
     parser.add_argument(
         "--compare", nargs="+", default=[], metavar="FILE", help="several deployments, side by side"
     )
-    parser.add_argument("--policy", metavar="NAME", help="how a worker is chosen, such as kv or round-robin")
+    parser.add_argument("--policy", metavar="NAME", help="routing policy, such as kv or round-robin")
     parser.add_argument(
         "--slo-ttft", type=float, metavar="S", help="target for the time to the first token, in seconds"
     )
     parser.add_argument(
         "--slo-itl", type=float, metavar="S", help="target for the mean time between tokens, in seconds"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N of a trace")
     parser.add_argument("--speed", type=float, metavar="X", help="play a trace X times as fast")
     parser.add_argument(
-        "--rate", type=float, metavar="R", help="play a trace with R requests a second on average"
+        "--rate", type=float, metavar="R", help="rescale a trace to R requests per second on average"
     )
     parser.add_argument(
         "--hit-ratio",
         type=float,
         default=0.0,
         metavar="R",
-        help="share of prompt tokens that a large cache would find, for a trace without prefixes (default 0)",
+        help="share of prompt tokens that an infinite cache would hit, for a trace without prefixes (default 0)",
     )
-    parser.add_argument("--skip-bad", action="store_true", help="count lines that cannot be read, and go on")
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count lines that cannot be read")
     parser.add_argument(
         "--engine-profile",
         type=Path,
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="take every step of every engine: far slower, to check results by",
+        help="simulate every engine step: far slower, to check results",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file, as JSON")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What `penstock simulate` does."""
+"""The command `penstock simulate`."""
 
 import argparse
 import json
@@ -44,32 +44,32 @@ _FILE_COLUMNS = 1000
 _DRAWN_EVERY_S = 0.1
 _SPEC_SUFFIXES = {".yaml", ".yml"}
 _ONLY_WITH_TRACE = {"speed": None, "rate": None, "requests": None, "hit_ratio": 0.0, "skip_bad": False}
-"""Flag: what it is where it was not given."""
+"""Flag: default value."""
 _MOCK = re.compile(r"roles\.[a-z]+\.mock\b")
 
 EXIT_NOTHING_COMPLETED = 1
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Simulate; see `_run`.
+    """Run the command; see `_run`.
 
     Raises:
-        ConfigError, PenstockError: as there.
-        KeyboardInterrupt: told on stderr.
+        ConfigError, PenstockError: as in `_run`.
+        KeyboardInterrupt: after a line on stderr.
     """
     try:
         return _run(options)
     except KeyboardInterrupt:
-        _tell("interrupted; no report was written")
+        _warn("interrupted; no report was written")
         raise
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Simulate, print the table, write the JSON and the page; returns the exit code.
+    """Simulate, print the table, write the JSON and HTML files; returns the exit code.
 
     Raises:
-        ConfigError: a file or flag is wrong, or the workload cannot fit; found before anything is simulated.
-        PenstockError: a report could not be written after all.
+        ConfigError: a file or flag is invalid, or the workload does not fit; raised before the simulation.
+        PenstockError: a report could not be written.
     """
     if bool(options.graph) == bool(options.compare):
         raise ConfigError("--graph or --compare: give one of them, the deployments to simulate")
@@ -104,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     for name, deployment in deployments.items():
         for text in mismatches(deployment):
-            _tell(f"{name}: {text}")
+            _warn(f"{name}: {text}")
     inputs = Inputs(
         Path(options.workload),
         options.seed,
@@ -112,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
         {name: said for name, usual in _ONLY_WITH_TRACE.items() if (said := getattr(options, name)) != usual},
         options.engine_profile,
     )
-    runs = [_play(name, deployment, sessions, options) for name, deployment in deployments.items()]
+    runs = [_simulate(name, deployment, sessions, options) for name, deployment in deployments.items()]
     for run in runs:
         run.report["inputs"] = inputs.report(run.deployment, named[run.name])
     title = f"{inputs.workload.name} on {', '.join(deployments)}"
@@ -129,7 +129,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _named(paths: list[str]) -> dict[str, str]:
-    """Name deployments by their files, as shortly as tells them apart."""
+    """Give each deployment the shortest unique name from its path."""
     for name in (lambda path: Path(path).stem, str):
         named = {name(path): path for path in paths}
         if len(named) == len(paths):
@@ -138,7 +138,7 @@ def _named(paths: list[str]) -> dict[str, str]:
     raise ConfigError(f"--compare: {twice} is given twice; give each deployment once")
 
 
-def _play(name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace) -> Run:
+def _simulate(name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace) -> Run:
     is_sampled = options.html is not None or len(deployment.role_groups) > 1
     started_s = perf_counter()
     with _progress(name, sum(len(session.turns) for session in sessions)) as on_progress:
@@ -151,7 +151,7 @@ def _play(name: str, deployment: Deployment, sessions: list[Session], options: a
         )
     report = make_report(recording, deployment, deployment.graph.slo, wall_s=perf_counter() - started_s)
     for code, text in recording.example.items():
-        _tell(f"{name}: {recording.failures[code]:,} requests failed with {code}, the first with: {text}")
+        _warn(f"{name}: {recording.failures[code]:,} requests failed with {code}, the first with: {text}")
     return Run(name, deployment, recording, report)
 
 
@@ -179,17 +179,17 @@ def _print_table(title: str, runs: list[Run]) -> None:
         )
     console = Console()
     if not console.is_terminal:
-        console.width = _FILE_COLUMNS  # a file needs no line to be broken
+        console.width = _FILE_COLUMNS  # no line breaks in a file
     console.print(table)
 
 
 def _sample_interval_s(sessions: list[Session]) -> float:
-    """Sample so often that a chart has about `_SAMPLES` points, and one of a burst some."""
+    """Choose the sample interval: about `_SAMPLES` points per chart, and several for a burst."""
     return max(sessions[-1].at_s / _SAMPLES, 0.1)
 
 
-def _tell(text: str) -> None:
-    print(f"penstock simulate: {text}", file=sys.stderr)  # noqa: T201 - what a command is for
+def _warn(text: str) -> None:
+    print(f"penstock simulate: {text}", file=sys.stderr)  # noqa: T201 - command output
 
 
 def _overrides(options: argparse.Namespace) -> Overrides:
@@ -212,7 +212,7 @@ def _overrides(options: argparse.Namespace) -> Overrides:
 
 @contextmanager
 def _blamed(path: str, graph: Graph, options: argparse.Namespace) -> Iterator[None]:
-    """Say of which graph an error is where there are several, and that nobody named its hardware."""
+    """Add to an error the graph's name, if there are several, and a note if its hardware was left out."""
     try:
         yield
     except ConfigError as error:
@@ -225,17 +225,17 @@ def _blamed(path: str, graph: Graph, options: argparse.Namespace) -> Iterator[No
 
 
 def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[Session]:
-    """Read or make the workload up; says how many lines were passed over."""
+    """Read or generate the workload; prints the number of skipped lines."""
     path = Path(options.workload)
     if path.suffix in _SPEC_SUFFIXES:
-        return _made_up(path, options)
+        return _synthetic(path, options)
     if options.requests is not None and options.requests < 1:
         raise ConfigError(f"--requests: must be >= 1, got {options.requests}")
     bad: list[ConfigError] = []
     trace = read_trace(path, on_bad=bad.append if options.skip_bad else None)
     if bad:
         lines = "1 line was" if len(bad) == 1 else f"{len(bad):,} lines were"
-        _tell(f"{lines} passed over (--skip-bad), the first: {bad[0].message}")
+        _warn(f"{lines} passed over (--skip-bad), the first: {bad[0].message}")
     trace = rescaled(trace[: options.requests], speed=options.speed, rate_per_s=options.rate)
     if options.hit_ratio and all(row.prefix_ids for row in trace):
         raise ConfigError(
@@ -244,7 +244,7 @@ def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[Sess
     return list(trace_sessions(trace, seed=options.seed, hit_ratio=options.hit_ratio, block_size=block_size))
 
 
-def _made_up(path: Path, options: argparse.Namespace) -> list[Session]:
+def _synthetic(path: Path, options: argparse.Namespace) -> list[Session]:
     for name, otherwise in _ONLY_WITH_TRACE.items():
         if getattr(options, name) != otherwise:
             raise ConfigError(
@@ -260,7 +260,7 @@ def _made_up(path: Path, options: argparse.Namespace) -> list[Session]:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[OnProgress | None]:
-    """Show a bar on a terminal, and nothing elsewhere."""
+    """Show a progress bar on a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -269,7 +269,7 @@ def _progress(name: str, total: int) -> Iterator[OnProgress | None]:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
-    # A thread that draws it would hardly get a turn: a simulation seldom waits.
+    # Drawn here and not in a thread: the simulation keeps the GIL.
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(name, total=total)
         drawn_s = perf_counter()

@@ -1,4 +1,4 @@
-"""What the workers of one role have done by the end of a simulation, added up."""
+"""Sums of the workers' counters at the end of a simulation, by role."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ from penstock.sim.world.cluster import SimCluster, SimWorker
 
 @dataclass(slots=True)
 class Counters:
-    """Of those workers that were there at the end.
+    """Sums over the workers that ran at the end.
 
-    prefix_hit_tokens: what was cached of prompts that were taken in; what came from another worker counts as cached
-    received_bytes:    of KV, from other workers
-    failures:          prompts whose KV did not come and that were computed again, by error code
-    expired, refused:  prompts computed for others: nobody took their KV in time, or it could not be held for them
+    prefix_hit_tokens: cached tokens of admitted prompts, including those transferred from another worker
+    received_bytes:    KV received from other workers
+    failures:          prompts recomputed after a failed KV transfer, by error code
+    expired, refused:  prefill results not fetched in time, or not exported for lack of blocks
     """
 
     prefilled_tokens: int = 0
@@ -29,7 +29,7 @@ class Counters:
 
     @classmethod
     def of(cls, workers: Iterable[SimWorker], cluster: SimCluster) -> Self:
-        """Add up what some of a cluster's workers have done so far."""
+        """Add up the counters of `workers`."""
         counters = cls()
         for worker in workers:
             load, kv_transfer = worker.engine.load(), worker.worker.kv_transfer

@@ -1,4 +1,4 @@
-"""What a graph says, as a simulated deployment: its workers by role, and the cluster that has them."""
+"""Makes a simulated deployment from a graph: role groups and the cluster spec."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,32 +32,32 @@ from penstock.sim.world.network import NetworkConfig
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 SALT = b"simulated"
-_WHOLE_ANSWER = 1 << 30  # bulk deltas are not cut into windows
+_WHOLE_ANSWER = 1 << 30  # credit window: bulk deltas are not split
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A graph's workers, with what they cost."""
+    """A graph's role groups, with costs."""
 
     graph: Graph
     shape: ModelShape
     role_groups: tuple[RoleGroup, ...]
-    """By role, those that answer first."""
+    """By role; prefill last."""
     exact: bool = False
-    """Whether engines take every step, instead of jumping from event to event."""
+    """Whether engines run every step instead of jumping between events."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
     slowness: tuple[float, ...] = ()
-    """The first workers to be started take so many times as long for everything, which nobody tells the router."""
+    """Slowdown factors of the first workers; the router does not know them."""
 
     @property
-    def answering(self) -> tuple[RoleGroup, ...]:
-        """Those whose workers answer requests to their end."""
+    def decoding(self) -> tuple[RoleGroup, ...]:
+        """Role groups that decode: aggregated and decode."""
         return tuple(role_group for role_group in self.role_groups if role_group.role is not Role.PREFILL)
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """What requests may ask for; alike in all roles that answer."""
-        return self.answering[0].spec.adapters
+        """LoRA adapters that requests may name; equal in all decoding roles."""
+        return self.decoding[0].spec.adapters
 
     @property
     def devices(self) -> int:
@@ -75,17 +75,17 @@ class Deployment:
 
     @property
     def expenses(self) -> str:
-        """What a device costs and draws; for people."""
+        """Price and power of a device, as text."""
         return ", ".join(dict.fromkeys(role_group.expenses for role_group in self.role_groups))
 
     @property
     def router(self) -> RouterConfig:
-        """The graph's; where it does not say how KV moves, nor where workers are, it moves over the devices' network links."""
+        """The graph's router settings; without KV bandwidth or locations in the graph, KV moves over the devices' network links."""
         config = self.graph.router
         is_said = config.disagg.link_bytes_per_s is not None or any(
             role_group.spec.locations for role_group in self.role_groups
         )
-        if is_said or len(self.answering) == len(self.role_groups):
+        if is_said or len(self.decoding) == len(self.role_groups):
             return config
         slowest = min(role_group.link_bytes_per_s for role_group in self.role_groups)
         disagg = config.disagg.model_copy(update={"link_bytes_per_s": slowest})
@@ -93,20 +93,20 @@ class Deployment:
 
     @property
     def link(self) -> str:
-        """How fast KV goes from prefill workers to others; for people, empty where none does."""
+        """KV transfer bandwidth as text; empty without prefill workers."""
         prefill = [role_group for role_group in self.role_groups if role_group.role is Role.PREFILL]
         if not prefill:
             return ""
         bandwidth = self.router.kv_way(
-            prefill[0].spec.location_of(0), self.answering[0].spec.location_of(0)
+            prefill[0].spec.location_of(0), self.decoding[0].spec.location_of(0)
         ).bandwidth_bytes_per_s
         return f"KV moves at {bandwidth / 1e9:.3g} GB/s"
 
     def check(self, sessions: Iterable[Session]) -> None:
-        """Refuse a workload whose longest request can never run on a worker that may get it, or that asks for what is not there.
+        """Check that every request fits each worker that may get it, and that its adapter exists.
 
         Raises:
-            ConfigError: with the arithmetic.
+            ConfigError: a request does not fit; the text has the arithmetic.
         """
         sessions = list(sessions)
         turns = [turn for session in sessions for turn in session.turns]
@@ -129,15 +129,15 @@ class Deployment:
 
         if num_adapters > len(self.adapters):
             raise ConfigError(
-                f"{self.answering[0].place}.adapters: the workload asks for {num_adapters} of them, and {len(self.adapters)}"
+                f"{self.decoding[0].place}.adapters: the workload asks for {num_adapters} of them, and {len(self.adapters)}"
                 " are listed; list more, or lower the workload's adapters"
             )
 
     def cluster_spec(self, streams: Mapping[RequestId, Stream]) -> ClusterSpec:
-        """Describe the cluster.
+        """Make the cluster spec.
 
         Args:
-            streams: names the blocks of every request under way.
+            streams: block names of the open requests.
         """
         graph = self.graph
         factors = chain(self.slowness, repeat(1.0))
@@ -160,15 +160,15 @@ class Deployment:
             )
 
         context_length = self.shape.context_length
-        # What is kept for nobody takes fresh memory for each request, and time to let go of at the run's end.
+        # Explanations and logs that nobody reads cost memory per request, and time to free at the end.
         replayed = {} if self.network.event_loss else {"replay_batches_max": 0}
         return ClusterSpec(
             card=ModelCard(
                 name=graph.model, context_length=context_length, block_size=graph.block_size, salt=SALT
             ),
             workers={role_group.role: worker_spec(role_group) for role_group in self.role_groups},
-            router=_with(self.router, explain={"decisions_max": 0}),  # nobody asks why
-            # Moments of a step log would be real ones.
+            router=_with(self.router, explain={"decisions_max": 0}),  # no explanations
+            # A step log would have wall-clock times.
             worker=_with(graph.worker.model_copy(update={"step_log": None}), events=replayed),
             network=self.network,
             plane=PlaneConfig(window_tokens=_WHOLE_ANSWER),
@@ -177,28 +177,28 @@ class Deployment:
 
 
 def _with(config: AnyConfig, **changes: Mapping[str, object]) -> AnyConfig:
-    """Change fields of a configuration's parts."""
+    """Copy a config with changed fields of its sub-configs."""
     parts = {name: getattr(config, name).model_copy(update=fields) for name, fields in changes.items()}
     return config.model_copy(update=parts)
 
 
 def simulated_roles(graph: Graph) -> dict[Role, RoleSpec]:
-    """Give the roles that are to be simulated, those that answer first.
+    """Give the roles to simulate, prefill last.
 
     Raises:
-        ConfigError: nobody would answer, or there are more workers than a router knows.
+        ConfigError: no worker decodes, or there are more workers than a router can know.
     """
     check_counts(graph.roles, graph.router.workers_max)
     roles = graph.roles.present()
-    answering = {role: spec for role, spec in roles.items() if role is not Role.PREFILL}
-    return answering | roles
+    decoding = {role: spec for role, spec in roles.items() if role is not Role.PREFILL}
+    return decoding | roles
 
 
 def simulated_shape(graph: Graph, beside: Path) -> ModelShape:
-    """Find the shape of a graph's model; a relative path may also start from `beside`.
+    """Find the shape of a graph's model; a relative path is also tried from `beside`.
 
     Raises:
-        ConfigError: it is neither known nor in a directory.
+        ConfigError: the model is neither a known name nor a directory.
     """
     return find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
 
@@ -206,16 +206,16 @@ def simulated_shape(graph: Graph, beside: Path) -> ModelShape:
 def plan_deployment(
     graph: Graph, *, beside: Path, engine_profile: Path | None = None, exact: bool = False
 ) -> Deployment:
-    """Price a graph's workers.
+    """Make the simulated deployment of a graph.
 
     Args:
         graph: roles in any mix.
-        beside: the directory that a model's relative path may start from.
-        engine_profile: what all simulated engines run on instead of what the router expects of them.
-        exact: take every step.
+        beside: second base of the model's relative path.
+        engine_profile: profile that all simulated engines use, while the router keeps the graph's estimates.
+        exact: engines run every step.
 
     Raises:
-        ConfigError: the graph describes something that cannot be simulated, or that does not fit.
+        ConfigError: the graph cannot be simulated, or does not fit its hardware.
     """
     roles = simulated_roles(graph)
     shape = simulated_shape(graph, beside)
@@ -254,10 +254,10 @@ def _check_batch(role_group: RoleGroup) -> None:
 
 
 def _check_alike(role_groups: tuple[RoleGroup, ...]) -> None:
-    """Refuse roles of which only some can answer a request."""
-    answering = [role_group for role_group in role_groups if role_group.role is not Role.PREFILL]
-    first = answering[0]
-    for role_group in answering[1:]:
+    """Check that all decoding roles can serve every request."""
+    decoding = [role_group for role_group in role_groups if role_group.role is not Role.PREFILL]
+    first = decoding[0]
+    for role_group in decoding[1:]:
         if set(role_group.spec.adapters) != set(first.spec.adapters):
             raise ConfigError(
                 f"{role_group.place}.adapters: must be those of {first.place}, as either may be asked for them, got"

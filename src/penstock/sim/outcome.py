@@ -1,4 +1,4 @@
-"""A graph played with a workload in one call: for programs that try many."""
+"""Simulates a graph with a workload in one call, for programs."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,25 +21,25 @@ def simulate_graph(
     engine_profile: Path | None = None,
     exact: bool = False,
 ) -> Report:
-    """Play a workload on a graph's workers; any number of times in one process.
+    """Simulate a graph with a workload; may be called repeatedly in one process.
 
     Args:
         graph: roles in any mix.
-        sessions: in order of time.
-        beside: the directory that a model's relative path may start from.
-        seed: for all that is drawn.
-        engine_profile: what all simulated engines run on instead of what the router expects of them.
-        exact: have engines take every step.
+        sessions: sorted by time.
+        beside: second base of the model's relative path.
+        seed: random seed.
+        engine_profile: profile that all simulated engines use, while the router keeps the graph's estimates.
+        exact: engines run every step.
 
     Returns:
-        What `penstock simulate --json` writes, without `inputs`.
+        The report of `penstock simulate --json`, without `inputs`.
 
     Raises:
-        ConfigError: the graph or the workload cannot be simulated, with the arithmetic.
+        ConfigError: the graph or workload cannot be simulated; the text has the arithmetic.
     """
-    played = list(sessions)
+    workload = list(sessions)
     deployment = plan_deployment(graph, beside=beside, engine_profile=engine_profile, exact=exact)
-    deployment.check(played)
+    deployment.check(workload)
     started_s = perf_counter()
-    recording = simulate(deployment, played, seed=seed)
+    recording = simulate(deployment, workload, seed=seed)
     return make_report(recording, deployment, graph.slo, wall_s=perf_counter() - started_s)

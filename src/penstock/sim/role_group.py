@@ -1,4 +1,4 @@
-"""The workers of one role: what they cost, how much KV they have, and the engines that simulate them."""
+"""A role group: the simulated workers of one role, with latency model, KV capacity and engines."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,63 +32,63 @@ _QUEUE_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RoleGroup:
-    """The workers of one role, all alike, with what they cost."""
+    """The workers of one role, all alike."""
 
     role: Role
     spec: RoleSpec
     hardware: Hardware
     latency: LatencyModel
     prices: DecodePrices
-    """Of the same latency; every worker and every run share what they find out."""
+    """Decode sums of `latency`, with a cache shared by all workers and runs."""
     block_size: int
     num_blocks: int
     context_length: int
     arithmetic: str
-    """How the KV capacity comes about; for people."""
+    """Calculation of the KV capacity, as text."""
     remedy: str
-    """What makes it larger; for people."""
+    """How to increase the KV capacity, as text."""
     profile: Profile | None = None
-    """What the engines run on instead of the roofline alone."""
+    """Measured profile of the engines; None is the roofline alone."""
     lower_blocks: tuple[tuple[Tier, int], ...] = ()
-    """Of each tier beneath a worker's device, nearest first."""
+    """(tier, blocks) of each tier below a worker's device, nearest first."""
 
     @property
     def place(self) -> str:
-        """Where the graph describes it."""
+        """Path in the graph, for error texts."""
         return f"roles.{self.role}"
 
     @property
     def devices(self) -> int:
-        """Of all its workers."""
+        """Devices of all its workers."""
         return self.spec.replicas * self.spec.devices
 
     @property
     def block_bytes(self) -> int:
-        """Of one block's KV, on all devices of a worker together."""
+        """Bytes of one KV block, over all devices of a worker."""
         return int(self.latency.kv_bytes_per_token) * self.block_size
 
     @property
     def link_bytes_per_s(self) -> float:
-        """How fast a request's KV leaves a worker over the network: each of the devices that hold a part has its own link."""
+        """Network bandwidth of a KV transfer from a worker: the sum of the links of all devices that hold a part."""
         spec = self.spec
         reached = self.hardware.scale_out_bytes_per_s * Factors().collective_bandwidth
         return reached * spec.tensor_parallel * spec.pipeline_parallel
 
     @property
     def expenses(self) -> str:
-        """What a device costs and draws; for people."""
+        """Price and power of a device, as text."""
         hardware = self.hardware
         return f"{hardware.name} at {hardware.usd_per_hour:g} USD an hour and {hardware.watts:,g} W a device"
 
     def check_fits(self, longest_tokens: int, what: str) -> None:
-        """Refuse what can never run here.
+        """Check that a request fits a worker's KV.
 
         Args:
-            longest_tokens: the most that a worker has to hold of one request.
-            what: they are, such as "request".
+            longest_tokens: most KV tokens of one request on this worker.
+            what: noun for the error text, such as "request".
 
         Raises:
-            ConfigError: with the arithmetic.
+            ConfigError: it does not fit; the text has the arithmetic.
         """
         capacity = self.num_blocks * self.block_size
         beneath = "; lower tiers hold only what does not run" if self.lower_blocks else ""
@@ -100,12 +100,12 @@ class RoleGroup:
             )
 
     def make_engine(self, pace: Pace, stream_of: StreamOf, *, exact: bool) -> SimEngine:
-        """Make one worker's engine.
+        """Create one worker's engine.
 
         Args:
-            pace: its host's.
-            stream_of: names a request's blocks.
-            exact: whether it takes every step, instead of jumping from event to event.
+            pace: speed of its host.
+            stream_of: gives the block names of a request.
+            exact: run every step instead of jumping between events.
         """
         info = RunnerInfo(
             num_blocks=self.num_blocks,
@@ -132,17 +132,17 @@ class RoleGroup:
 def plan_role_group(
     role: Role, spec: RoleSpec, shape: ModelShape, *, block_size: int, engine_profile: Path | None
 ) -> RoleGroup:
-    """Price the workers of a role.
+    """Make the role group of a role.
 
     Args:
-        role: which.
-        spec: what the graph says of it.
-        shape: the model's.
+        role: the role.
+        spec: the graph's settings.
+        shape: the model's shape.
         block_size: tokens in a block.
-        engine_profile: what the simulated engines run on instead of what the router expects of them.
+        engine_profile: profile that the simulated engines use, while the router keeps the graph's estimates.
 
     Raises:
-        ConfigError: it describes something that cannot be simulated, or that does not fit.
+        ConfigError: the role cannot be simulated, or does not fit its hardware.
     """
     spec = with_step_size(
         role, spec, lambda: publish(make_latency(shape, spec), context_length=shape.context_length)

@@ -1,4 +1,4 @@
-"""Plays a workload on a simulated deployment, and keeps what every request saw."""
+"""Runs a workload on a simulated deployment, and records the latencies of every request."""
 
 import asyncio
 import gc
@@ -38,12 +38,12 @@ _SAMPLED = (
 
 @dataclass(slots=True)
 class Samples:
-    """What each worker said of itself, every `interval_s`; of a long run every other sample goes, again and again."""
+    """Load reports of all workers every `interval_s`; in a long run every other sample is dropped repeatedly."""
 
     interval_s: float
     at_s: list[float] = field(default_factory=list)
     workers: dict[str, int] = field(default_factory=dict)
-    """Each worker's column, also of those that have ended."""
+    """Column of each worker, including ended ones."""
     roles: dict[str, Role] = field(default_factory=dict)
     _taken: list[NDArray[np.float64]] = field(default_factory=list)
 
@@ -63,11 +63,11 @@ class Samples:
         self._taken.append(taken)
 
     def columns_of(self, role: Role) -> list[int]:
-        """Name the columns of a role's workers."""
+        """Give the columns of a role's workers."""
         return [column for name, column in self.workers.items() if self.roles[name] is role]
 
     def of(self, name: str) -> NDArray[np.float64]:
-        """Give one of the sampled fields of `WorkerLoad`: (times, workers), NaN where there was no such worker."""
+        """Give a sampled field of `WorkerLoad` as (times, workers); NaN while a worker did not run."""
         values = np.full((len(self.at_s), len(self.workers)), np.nan)
         for row, taken in zip(values, self._taken, strict=True):
             row[: len(taken)] = taken[:, _SAMPLED.index(name)]
@@ -76,31 +76,31 @@ class Samples:
 
 @dataclass(slots=True, repr=False)
 class Recording:
-    """One row per request that came to its end, in the order of their ends; times are in virtual seconds."""
+    """One row per completed request, in the order of their ends; times are virtual seconds."""
 
     sent_s: "array[float]" = field(default_factory=lambda: array("d"))
     first_token_s: "array[float]" = field(default_factory=lambda: array("d"))
     second_token_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Of disaggregated requests, NaN of the others."""
+    """Requests with remote prefill only; NaN for others."""
     last_token_s: "array[float]" = field(default_factory=lambda: array("d"))
     output_tokens: "array[int]" = field(default_factory=lambda: array("q"))
     prompt_tokens: "array[int]" = field(default_factory=lambda: array("q"))
     cached_tokens: "array[int]" = field(default_factory=lambda: array("q"))
     onboarded_tokens: "array[int]" = field(default_factory=lambda: array("q"))
-    """Of all `cached_tokens`, those that lay in each tier beneath the device, host first; none without such tiers."""
+    """Cached tokens per request and lower tier, host first; empty without lower tiers."""
     tenants: list[str] = field(default_factory=list)
-    """Who asked; empty for nobody."""
+    """Tenant of each request; empty for none."""
     failures: dict[str, int] = field(default_factory=dict)
     """Requests that failed, by error code."""
     failed_of: dict[str, int] = field(default_factory=dict)
-    """The same by tenant."""
+    """Failed requests by tenant."""
     example: dict[str, str] = field(default_factory=dict)
     """The first error's text, by code."""
     end_s: float = 0.0
-    """When the last request ended."""
+    """Virtual time at the end of the last request."""
     samples: Samples | None = None
     counters: dict[Role, Counters] = field(default_factory=dict)
-    """What the workers of each role have done."""
+    """Counters of each role's workers."""
 
     @property
     def failed(self) -> int:
@@ -119,25 +119,25 @@ def simulate(
     on_progress: OnProgress | None = None,
     sample_interval_s: float | None = None,
 ) -> Recording:
-    """Play sessions on virtual time; returns when the last one is over.
+    """Run sessions on virtual time; returns after the last one.
 
     Args:
-        deployment: what serves them.
-        sessions: in order of time.
-        seed: for all that is drawn.
-        on_progress: told now and then how many requests have ended, and the virtual time.
-        sample_interval_s: how often the workers are asked for their loads; None for never.
+        deployment: the simulated deployment.
+        sessions: sorted by time.
+        seed: random seed.
+        on_progress: called now and then with (ended requests, virtual time).
+        sample_interval_s: virtual seconds between samples of worker loads; None for no samples.
     """
     samples = None if sample_interval_s is None else Samples(sample_interval_s)
     with _rare_collections():
-        return run(lambda rng: _Player(deployment, rng, on_progress, samples).play(sessions), seed)
+        return run(lambda rng: _Simulation(deployment, rng, on_progress, samples).run(sessions), seed)
 
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Look for garbage cycles seldom, and not in what was there before.
+    """Collect garbage rarely, and never the objects that exist already.
 
-    Workers live as long as the run, and walking 1,000 of them is a fifth of it.
+    Workers live as long as the run: scanning 1,000 of them takes a fifth of its time.
     """
     before = gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER, *before[1:])
@@ -149,7 +149,7 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-class _Player:
+class _Simulation:
     def __init__(
         self,
         deployment: Deployment,
@@ -170,7 +170,7 @@ class _Player:
     def _loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
-    async def play(self, sessions: Iterable[Session]) -> Recording:
+    async def run(self, sessions: Iterable[Session]) -> Recording:
         loop = self._loop
         spec = self._deployment.cluster_spec(self._streams)
         async with SimCluster(spec, self._rng) as cluster:
@@ -180,11 +180,11 @@ class _Player:
                     await cluster.start(f"{name}-{number}", role_group.role)
             for dispatcher in cluster.dispatchers:
                 await dispatcher.serving()
-            await asyncio.sleep(1.0)  # every frontend knows every worker
+            await asyncio.sleep(1.0)  # until every frontend knows every worker
             self._start_s = loop.time()
             async with asyncio.TaskGroup() as around:
                 sampling = around.create_task(self._sample(cluster), name="samples")
-                await self._play(sessions, cluster)
+                await self._run_all(sessions, cluster)
                 sampling.cancel()
             loads = [worker.engine.load().onboarded_tokens for worker in cluster.workers.values()]
             self._recording.onboarded_tokens.extend(sum(tier) for tier in zip(*loads, strict=True))
@@ -193,14 +193,14 @@ class _Player:
                 self._recording.counters[role_group.role] = Counters.of(workers, cluster)
         return self._recording
 
-    async def _play(self, sessions: Iterable[Session], cluster: SimCluster) -> None:
+    async def _run_all(self, sessions: Iterable[Session], cluster: SimCluster) -> None:
         loop = self._loop
         async with asyncio.TaskGroup() as group:
             for session in sessions:
                 wait_s = self._start_s + session.at_s - loop.time()
                 if wait_s > 0:
                     await asyncio.sleep(wait_s)
-                group.create_task(self._run(session, cluster.dispatchers))
+                group.create_task(self._run_session(session, cluster.dispatchers))
 
     async def _sample(self, cluster: SimCluster) -> None:
         samples = self._recording.samples
@@ -210,8 +210,8 @@ class _Player:
             await asyncio.sleep(samples.interval_s)
             samples.take(self._loop.time() - self._start_s, cluster)
 
-    async def _run(self, session: Session, dispatchers: Sequence[Dispatcher]) -> None:
-        """Send a session's turns, each to the frontend whose turn it is."""
+    async def _run_session(self, session: Session, dispatchers: Sequence[Dispatcher]) -> None:
+        """Send a session's turns, round-robin over the frontends."""
         for turn in session.turns:
             if turn.think_s:
                 await asyncio.sleep(turn.think_s)
@@ -274,7 +274,7 @@ class _Player:
         )
 
     def _tokens(self, count: int) -> PackedTokens:
-        """Give so many tokens, of which nobody looks at more than their number: parts of one buffer, as copies cost time."""
+        """Give `count` tokens, of which only the number matters: slices of one buffer, to avoid copies."""
         if 4 * count > len(self._no_text):
             self._no_text = memoryview(bytes(8 * count))
         return cast("PackedTokens", self._no_text[: 4 * count])

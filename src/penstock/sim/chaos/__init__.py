@@ -1,1 +1,1 @@
-"""Faults by plan or seed, and what must hold through them."""
+"""Fault injection by plan or seed, and the invariants that must hold."""

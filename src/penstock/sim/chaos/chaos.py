@@ -1,4 +1,4 @@
-"""Faults, by plan or by seed: what happens to a deployment, when, and for how long."""
+"""Faults by plan or by seed: kind, target, time and duration."""
 
 import asyncio
 import random
@@ -11,14 +11,14 @@ from penstock.sim.world.network import REGISTRY
 
 
 class FaultKind(StrEnum):
-    KILL = "kill"  # the process is gone; another one takes its place
-    DRAIN = "drain"  # told to end; another one takes its place
-    PAUSE = "pause"  # the process is stopped, and goes on
-    SLOW = "slow"  # its steps take longer
-    PARTITION = "partition"  # one frontend and it cannot reach each other
-    ISOLATE = "isolate"  # it and the registry cannot reach each other
-    RESET = "reset"  # the connections to one frontend break
-    LEASE_LOSS = "lease_loss"  # the registry forgets it, until it registers again
+    KILL = "kill"  # the process is killed and replaced
+    DRAIN = "drain"  # the worker drains and is replaced
+    PAUSE = "pause"  # the process is stopped, then continues
+    SLOW = "slow"  # its engine steps take longer
+    PARTITION = "partition"  # no network between the worker and one frontend
+    ISOLATE = "isolate"  # no network between the worker and the registry
+    RESET = "reset"  # connections to one frontend are reset
+    LEASE_LOSS = "lease_loss"  # the registry drops the worker, which registers again
 
 
 LASTING = {FaultKind.PAUSE, FaultKind.SLOW, FaultKind.PARTITION, FaultKind.ISOLATE}
@@ -27,7 +27,7 @@ SLOW_FACTOR = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that happens. `worker` and `frontend` pick by position among those there are at that moment."""
+    """One fault. `worker` and `frontend` are positions among those that run at that moment."""
 
     at_s: float
     kind: FaultKind
@@ -39,7 +39,7 @@ class Fault:
 def random_faults(
     rng: random.Random, *, count: int, duration_s: float, longest_s: float = 3.0
 ) -> list[Fault]:
-    """Draw `count` faults within `duration_s`, most of them short."""
+    """Draw `count` random faults within `duration_s`, most of them short."""
     return sorted(
         (
             Fault(
@@ -56,18 +56,18 @@ def random_faults(
 
 
 class Chaos:
-    """Does faults to a cluster. At least `spare` workers are left alone by those that end one."""
+    """Injects faults into a cluster. Faults that end a worker leave at least `spare` workers."""
 
     def __init__(self, cluster: SimCluster, *, spare: int = 2) -> None:
         self.cluster = cluster
         self.done: list[Fault] = []
-        """What happened: a fault with nobody to happen to is left out."""
+        """Faults injected; a fault without a target is skipped."""
         self._spare = spare
         self._names = 0
         self._group = asyncio.TaskGroup()
 
     async def run(self, faults: Sequence[Fault]) -> None:
-        """Let it all happen; returns once every lasting fault is over and every ended worker replaced."""
+        """Inject all faults; returns once every fault is over and every ended worker replaced."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         async with self._group:

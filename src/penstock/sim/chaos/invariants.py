@@ -1,4 +1,4 @@
-"""What must hold in a simulated deployment, whatever happens to it."""
+"""Invariants of a simulated deployment under faults."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from penstock.router.workers.member import Condition
 from penstock.sim.world.cluster import SimCluster
 
 ALLOWED_ERRORS = (DeadlineExceeded, Overloaded, Unavailable, EngineError)
-"""How a correct request may fail while workers come and go."""
+"""Errors that a valid request may end with under faults."""
 DEADLINE_GRACE_S = 1e-6
 
 
 def check_now(cluster: SimCluster) -> None:
-    """Check what holds at every moment: each part agrees with itself."""
+    """Check the invariants that hold at every moment: each component's state is consistent."""
     for dispatcher in cluster.dispatchers:
         dispatcher.check()
     for worker in cluster.workers.values():
@@ -36,9 +36,9 @@ async def keep_checking(cluster: SimCluster, interval_s: float) -> None:
 
 
 def check_at_rest(cluster: SimCluster) -> None:
-    """Check that nothing is left of any request, and that every index says what the workers tell that they hold.
+    """Check that no state of any request remains, and that every index equals the workers' caches.
 
-    Of those that tell nothing, the guesses are over by then.
+    For workers without KV events, check that the index's predictions have expired.
 
     Call it once all requests have ended, all faults are over, and reports and events have arrived.
     """
@@ -98,11 +98,11 @@ def _names(pool: BlockPool) -> list[int]:
 
 
 async def touch_every_worker(cluster: SimCluster, requests: Sequence[Request]) -> None:
-    """Send each worker one request, so that an event that was lost shows as a gap.
+    """Send each worker one request, so that a lost event shows as a gap in its sequence.
 
     Args:
-        cluster: with as many ready workers as there are requests.
-        requests: each of at least one block, new.
+        cluster: has as many ready workers as `requests`.
+        requests: each of at least one uncached block.
     """
     dispatcher = await cluster.add_frontend(cluster.spec.router.model_copy(update={"policy": "round-robin"}))
     await dispatcher.serving()
@@ -114,8 +114,8 @@ async def touch_every_worker(cluster: SimCluster, requests: Sequence[Request]) -
 
 
 @dataclass(slots=True)
-class StreamWitness:
-    """Follows one stream and compares it with what an undisturbed engine would have said."""
+class StreamChecker:
+    """Compares one stream with the output of an undisturbed engine."""
 
     request: Request
     expected: Sequence[int]
@@ -124,7 +124,7 @@ class StreamWitness:
     finish_reason: FinishReason | None = None
 
     def see(self, delta: Delta) -> None:
-        """Take the next delta."""
+        """Check the next delta."""
         name = self.request.request_id
         assert self.finish_reason is None, f"{name}: a delta after the last one"
         tokens = token_list(delta.token_ids)
@@ -136,12 +136,12 @@ class StreamWitness:
         self.finish_reason = delta.finish_reason
 
     def end(self, error: PenstockError | None, now_s: float, *, grace_s: float = 0.0) -> None:
-        """Take the stream's end, however it came; a reader that left early does not call this.
+        """Check the stream's end; not called by a reader that left early.
 
         Args:
-            error: what it ended with, None for a whole answer.
-            now_s: when the reader learned of it.
-            grace_s: how long the reader may have been away.
+            error: error of the stream, None for a whole answer.
+            now_s: virtual time at which the reader learned of the end.
+            grace_s: longest time for which the reader did not read.
         """
         name, deadline_s = self.request.request_id, self.request.deadline_s
         if error is None:

@@ -1,4 +1,4 @@
-"""One trial by chaos: clients stream from a deployment to which faults happen, and all invariants are checked."""
+"""One chaos trial: clients stream from a deployment under random faults, and all invariants are checked."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ from penstock.router.config import DisaggConfig, QueueConfig, RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.chaos.chaos import Chaos, Fault, random_faults
 from penstock.sim.chaos.invariants import (
-    StreamWitness,
+    StreamChecker,
     check_at_rest,
     check_now,
     keep_checking,
@@ -45,31 +45,31 @@ from penstock.worker.config import KvTransferConfig, WorkerConfig
 _BLOCK_SIZE = 4
 _BLOCK_BYTES = 1 << 16
 _LINK_BYTES_PER_S = 5e7
-"""So slow that a prompt's KV is on its way for some of an engine's steps."""
+"""Slow, so that a KV transfer lasts several engine steps."""
 _SALT = b"trial"
 _SHAPE = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
     "intermediate_size": 14336, "vocab_size": 128256,
 }  # fmt: skip
 _SLOWNESS = 5.0
-"""So much slower than the model's price, so that streams last long enough for faults to meet them."""
+"""Factor on the latency model, so that streams last long enough to meet faults."""
 _CHECK_EVERY_S = 0.05
 _LONGEST_S = 60.0
-"""By then every request has ended; a deployment that only goes on ticking would never end by itself."""
+"""Deadline for the end of all requests; a deployment with periodic timers would otherwise run for ever."""
 _QUIET_S = 12.0
-"""Longer than any lease, drain and reconnection takes."""
+"""Longer than any lease, drain and reconnection."""
 _CONVERGED_S = 40.0
-"""Longer than a subscriber that lost answer after answer waits until it asks again (`resync_timeout_s_max`)."""
+"""Longer than the longest resync delay of an event subscriber (`resync_timeout_s_max`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How much happens in how long, and in what deployment.
+    """Size and deployment of one chaos trial.
 
-    `exact` engines take every step, others jump; workers send `kv_events` or not; routers hold requests past `hold_s`;
-    with `host_blocks` engines compute slowly, and fetch slowly what their hosts have, and prompts are of several kinds.
-    Of exact engines' steps, `failed_steps` fail, each on any worker.
-    With `prefillers` so many prefill workers compute all prompts but the shortest, and `workers` decode.
+    `exact`: engines run every step; otherwise they jump between events. `kv_events`: workers send KV events. `hold_s`:
+    `threshold_s` of the routers' queues. `host_blocks`: engines are slow and have a slow host tier, and several
+    prompts share prefixes. `failed_steps`: number of steps of exact engines that fail, each on a random worker.
+    `prefill_workers`: number of prefill workers for all but the shortest prompts; `workers` then decode.
     """
 
     clients: int = 30
@@ -80,20 +80,20 @@ class Trial:
     kv_events: bool = True
     hold_s: float | None = None
     host_blocks: int = 0
-    prefillers: int = 0
+    prefill_workers: int = 0
     failed_steps: int = 0
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Of its workers, in the order in which they start."""
-        if not self.prefillers:
+        """Roles of the workers, in start order."""
+        if not self.prefill_workers:
             return (Role.AGGREGATED,) * self.workers
-        return (Role.DECODE,) * self.workers + (Role.PREFILL,) * self.prefillers
+        return (Role.DECODE,) * self.workers + (Role.PREFILL,) * self.prefill_workers
 
 
 @dataclass(slots=True)
 class TrialResult:
-    """What came of it. `outcomes` counts finish reasons, error codes, and readers that `left`."""
+    """Result of a trial. `outcomes` counts finish reasons, error codes, and readers that `left`."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[Fault] = field(default_factory=list)
@@ -101,9 +101,9 @@ class TrialResult:
     streamed_tokens: int = 0
     onboarded_tokens: int = 0
     kv_transfers: int = 0
-    """Prompts that one worker computed for another one."""
+    """Requests whose prompt ran on a prefill worker."""
     moved_bytes: int = 0
-    """Of KV, between workers."""
+    """Bytes of KV transfers between workers."""
     end_s: float = 0.0
 
 
@@ -112,7 +112,7 @@ def run_trial(seed: int, trial: Trial | None = None) -> TrialResult:
 
     Raises:
         AssertionError: an invariant does not hold.
-        Deadlock: everything waits.
+        Deadlock: every task waits and no timer is set.
     """
     try:
         return run(lambda rng: _trial(rng, trial or Trial()), seed)
@@ -128,7 +128,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def small_spec(trial: Trial | None = None) -> ClusterSpec:
-    """Describe a deployment of two frontends whose pools and queues are small enough to run out."""
+    """Make a spec with two frontends, and KV pools and queues small enough to fill up."""
     trial = trial or Trial()
     factors = Factors(gemm=0.06, storage_bytes_per_s={Tier.HOST: 2e9}) if trial.host_blocks else Factors()
     model = Roofline(shape_of(_SHAPE, name="trial"), find_hardware("h100"), factors=factors)
@@ -147,15 +147,13 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
         pace.factor = _SLOWNESS
         if trial.exact:
             return ExactEngine(model, info, scheduler, pace)
-        return JumpEngine(model, info, scheduler, _Answered, pace=pace)
+        return JumpEngine(model, info, scheduler, _PositionStream, pace=pace)
 
     return ClusterSpec(
         card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),
         workers=dict.fromkeys(trial.roles, WorkerSpec(make_engine)),
         router=RouterConfig(
-            policy="least-loaded"
-            if trial.prefillers
-            else "kv",  # which sends prompts away however long it takes
+            policy="least-loaded" if trial.prefill_workers else "kv",  # chooses remote prefill at any cost
             disagg=DisaggConfig(remote_tokens_min=_BLOCK_SIZE, link_bytes_per_s=_LINK_BYTES_PER_S),
             no_worker_wait_s=2.0,
             connect_timeout_s=1.0,
@@ -174,8 +172,8 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
     )
 
 
-class _Answered:
-    """The blocks of a prompt and of what a jumping engine answers: each token is its position."""
+class _PositionStream:
+    """Names the blocks of a prompt and of a jump engine's output, whose token ids are their positions."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -227,7 +225,7 @@ async def _trial(rng: random.Random, trial: Trial) -> TrialResult:
 
 
 async def _fail_steps(cluster: SimCluster, rng: random.Random, trial: Trial) -> None:
-    """Have steps fail, at random moments on random workers; who gives up over that is replaced."""
+    """Make steps fail at random moments on random workers; replace workers that end by it."""
     loop = asyncio.get_running_loop()
     start_s = loop.time()
     for number, at_s in enumerate(
@@ -241,7 +239,7 @@ async def _fail_steps(cluster: SimCluster, rng: random.Random, trial: Trial) -> 
 
 @asynccontextmanager
 async def _limited(seconds: float) -> AsyncIterator[None]:
-    """Raise AssertionError, naming who waits, if the body takes longer."""
+    """Raise AssertionError with the waiting tasks if the body takes longer."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SimLoop), "on virtual time"
     waiting: list[str] = []
@@ -258,20 +256,20 @@ async def _limited(seconds: float) -> AsyncIterator[None]:
 
 
 def check_no_task_left() -> None:
-    """Raise AssertionError where a task outlives what it was for; called from the only one that may be there."""
+    """Raise AssertionError if any task but the calling one is left."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     assert not others, f"tasks are left: {sorted(task.get_name() for task in others)}"
 
 
 class _Client:
-    """Sends one request at a random moment and reads its stream, fast or slowly, to the end or not."""
+    """Sends one request at a random moment and reads its stream, fast or slowly, possibly not to the end."""
 
     def __init__(self, cluster: SimCluster, number: int, rng: random.Random, trial: Trial) -> None:
         self._cluster = cluster
         self._rng = rng
         self._exact = trial.exact
         self._start_s = rng.uniform(0.0, trial.duration_s)
-        # Several kinds of prompt, so that what one begins with has left the device when it is next asked for.
+        # Several shared prefixes, so that one has been evicted from the device when it is next used.
         first = 24 * rng.randrange(8) if trial.host_blocks else 0
         shared = list(range(first, first + rng.choice([0, 8, 16, 24])))
         self._prompt = shared + [rng.randrange(500) for _ in range(rng.randrange(1, 20))]
@@ -289,7 +287,7 @@ class _Client:
         loop = asyncio.get_running_loop()
         max_tokens = self._request.sampling.max_tokens
         expected = reference(self._prompt, max_tokens) if self._exact else range(max_tokens)
-        witness = StreamWitness(self._request, expected, loop.time())
+        witness = StreamChecker(self._request, expected, loop.time())
         stream = self._rng.choice(self._cluster.dispatchers[: self._cluster.spec.frontends]).open(
             self._request
         )
@@ -311,7 +309,7 @@ class _Client:
             )
         else:
             outcome = error.code if error else str(witness.finish_reason)
-            # Away when it ended, and once more for what had come by then.
+            # The reader paused once at the end, and once more with deltas left to read.
             witness.end(error, loop.time(), grace_s=2 * self._pause_s)
         check_now(self._cluster)
         result.outcomes[outcome] += 1

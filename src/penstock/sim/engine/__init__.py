@@ -1,1 +1,1 @@
-"""Simulated engines: one that jumps from event to event, and one exact to the token."""
+"""Simulated engines: the jump engine, which skips from event to event, and the exact engine, its reference."""

@@ -1,4 +1,4 @@
-"""How requests that wait come into the batch of an engine that jumps; the counterpart of `penstock.engine.scheduling.admission`."""
+"""Admission of waiting requests in the jump engine; the counterpart of `penstock.engine.scheduling.admission`."""
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import Tier
@@ -11,9 +11,9 @@ from penstock.sim.engine.batch import Batch, SimSequence, give_blocks
 
 
 class JumpAdmission:
-    """Gives waiting sequences what is cached for them, and blocks for what they compute first.
+    """Gives waiting sequences their cached blocks, and blocks for their first prefill chunk.
 
-    One scheduler owns it, and shares its queue, batch and pool with it.
+    One scheduler owns it and shares its queue, batch and pool.
     """
 
     def __init__(
@@ -26,21 +26,21 @@ class JumpAdmission:
         onboarding: Onboarding | None,
     ) -> None:
         self.prefix_hit_tokens = 0
-        """Tokens that were not computed as they were cached, so far."""
+        """Cached prompt tokens of admitted sequences."""
         self._waiting = waiting
         self._batch = batch
         self._pool = pool
         self._size = pool.block_size
         self._config = config
         self._onboarding = onboarding
-        self._is_blocked = False  # the first one did not fit, and no block was given back since
+        self._is_blocked = False  # the first sequence did not fit, and no block was freed since
 
     def look_again(self) -> None:
-        """Note that blocks were given back, or have come, or that another one is first."""
+        """Retry admission: blocks were freed or fetched, or another sequence is first."""
         self._is_blocked = False
 
     def may_admit(self) -> bool:
-        """Tell whether somebody waits who might fit."""
+        """Tell whether a waiting sequence might fit."""
         return bool(
             self._waiting
             and not self._is_blocked
@@ -48,9 +48,9 @@ class JumpAdmission:
         )
 
     def admit(self, budget: int, *, before: float | None = None) -> list[tuple[SimSequence, int]]:
-        """Take waiting sequences in, in turn, while there is room; the counterpart of `Admission.admit`.
+        """Admit waiting sequences in order while blocks and budget last; the counterpart of `Admission.admit`.
 
-        With `before`, those of a rank below it alone, and what runs has not got its blocks of this step yet.
+        With `before`, only sequences of a lower rank are admitted, before running sequences got their blocks of this step.
         """
         admitted: list[tuple[SimSequence, int]] = []
         if budget <= 0 or not self.may_admit():
@@ -86,10 +86,10 @@ class JumpAdmission:
         return admitted
 
     def blocks_reserved(self, steps: int = 1) -> int:
-        """Count the blocks that running requests will need soon: for the rest of their prefill and one more each.
+        """Count the blocks that running requests need soon: for the rest of their prefill and one more each.
 
         Args:
-            steps: 2 where those who decode have not got the blocks of the coming step yet.
+            steps: 2 if decoding sequences lack their blocks of the next step.
         """
         batch, size = self._batch, self._size
         reserved = len(batch.running) + batch.blocks_due(batch.tick + 2 - steps, steps)
@@ -98,7 +98,7 @@ class JumpAdmission:
         )
 
     def _lacking(self, sequence: SimSequence) -> int:
-        """Count the tokens that a waiting sequence would have to compute now."""
+        """Count the uncached tokens of a waiting sequence."""
         names = sequence.name_blocks((sequence.known - 1) // self._size, self._size)
         hits = self._pool.match(names)
         fetched = 0
@@ -107,7 +107,7 @@ class JumpAdmission:
         return sequence.known - (len(hits) + fetched) * self._size
 
     def _take_in(self, sequence: SimSequence, hits: list[BlockId], runs: list[TierBlocks]) -> None:
-        """Give a waiting sequence the blocks that the device has of it, and count what is cached."""
+        """Give a waiting sequence its cached blocks on the device, and count its cached tokens."""
         self._waiting.remove(sequence)
         self._pool.acquire(hits)
         sequence.blocks = hits
@@ -122,7 +122,7 @@ class JumpAdmission:
                 self._onboarding.count(runs, sequence.num_prompt - sequence.computed)
 
     def _begin_fetch(self, sequence: SimSequence, runs: list[TierBlocks]) -> None:
-        """Begin to fetch what lower tiers have of a sequence; until then it only holds blocks."""
+        """Start fetching a sequence's blocks from lower tiers; meanwhile it only holds target blocks."""
         assert self._onboarding is not None, "found runs"
         sequence.blocks = sequence.blocks + self._onboarding.begin(sequence.request.request_id, runs)
         self._batch.admit_to_onboard(sequence)

@@ -1,6 +1,7 @@
-"""The running requests of a simulated engine, kept so that many decode steps at once cost no more than one.
+"""The running requests of the jump engine; advancing many decode steps costs as much as one.
 
-A tick is a decode step. Who decodes is known by where it stood when it joined: each tick adds a token to all.
+A tick is a decode step. A decoding sequence stores its tokens at the tick when it joined: each tick adds one token to
+all.
 """
 
 import heapq
@@ -24,13 +25,13 @@ from penstock.sim.workload.prompt import Stream
 class SimSequence:
     """One request.
 
-    stream:    names its blocks beyond those that came with it
-    hashes:    (n, 2) uint64, names of its leading blocks, as far as they were needed
-    known:     its tokens; while it decodes, those at tick `joined`, and one more each tick since
-    computed:  those whose KV is there, while its prompt is computed
-    published: its leading blocks that are in the prefix cache
-    parent:    low64 of the last of those, None without any
-    told:      output tokens that went out
+    stream:    names its blocks beyond those in the request
+    hashes:    (n, 2) uint64, names of its leading blocks, computed on demand
+    known:     its tokens; while decoding, its tokens at tick `joined`
+    computed:  prompt tokens with KV, during prefill
+    published: number of its leading blocks in the prefix cache
+    parent:    low64 of the last published block, None without any
+    num_sent:  output tokens sent in deltas
     since_tokens, rank: as in `engine.scheduling.sequences.Sequence`
     """
 
@@ -46,7 +47,7 @@ class SimSequence:
     blocks: list[BlockId] = field(default_factory=list)
     published: int = 0
     parent: int | None = None
-    told: int = 0
+    num_sent: int = 0
     cached_tokens: int | None = None
     is_fresh: bool = True
     is_aborted: bool = False
@@ -57,7 +58,7 @@ class SimSequence:
     def of(
         cls, request: Request, stream: Stream, context_length: int, *, block_size: int, arrival: int
     ) -> Self:
-        """Begin with what a request brings along; blocks that reach into its answer are the stream's to name."""
+        """Create it from a request; blocks that reach into the output are named by the stream."""
         known = num_tokens(request.token_ids)
         num_prompt = known - request.num_emitted
         return cls(
@@ -68,17 +69,17 @@ class SimSequence:
             known=known,
             num_prompt=num_prompt,
             end_tokens=min(num_prompt + request.sampling.max_tokens, context_length),
-            told=request.num_emitted,
+            num_sent=request.num_emitted,
         )
 
     @property
     def end_tick(self) -> int:
-        """After so many ticks it has all its tokens."""
+        """Tick at which it has all its tokens."""
         assert self.joined is not None, "decodes"
         return self.joined + self.end_tokens - self.known
 
     def name_blocks(self, count: int, block_size: int) -> HashArray:
-        """Give the names of its first `count` blocks, (count, 2)."""
+        """Give the names of its first `count` blocks, (count, 2) uint64."""
         have = len(self.hashes)
         if count > have:
             more = self.stream.block_hashes(block_size, have, count)
@@ -86,14 +87,14 @@ class SimSequence:
         return self.hashes[:count]
 
     def names_between(self, start: int, end: int, block_size: int) -> HashArray:
-        """Give the names of some of its blocks, (end - start, 2); those past `hashes` alone are not kept."""
+        """Give the names of its blocks `start` to `end`, (end - start, 2) uint64; does not extend `hashes`."""
         if start >= len(self.hashes):
             return self.stream.block_hashes(block_size, start, end)
         return self.name_blocks(end, block_size)[start:]
 
 
 def give_blocks(pool: BlockPool | TieredPool, lacking: Sequence[tuple[SimSequence, int]]) -> None:
-    """Give sequences so many more blocks each; they are there."""
+    """Allocate (sequence, count) blocks; the pool has enough."""
     total = sum([blocks for _, blocks in lacking])
     if not total:
         return
@@ -109,31 +110,31 @@ def give_blocks(pool: BlockPool | TieredPool, lacking: Sequence[tuple[SimSequenc
 
 
 class Batch:
-    """Sequences whose prompt is computed, and those that decode. One engine owns it."""
+    """Sequences in prefill and in decode. One engine owns it."""
 
     def __init__(self, block_size: int) -> None:
         self.running: list[SimSequence] = []
         """Oldest arrival first."""
         self.prefilling: list[SimSequence] = []
-        """Those of them whose prompt is not computed yet, oldest arrival first."""
+        """Running sequences in prefill, oldest arrival first."""
         self.onboarding: list[SimSequence] = []
-        """Those whose prompt is computed once its prefix has come from lower tiers."""
+        """Running sequences that wait for blocks of lower tiers."""
         self.tick = 0
         self.num_decoding = 0
         self._size = block_size
-        self._context = 0  # over the decoding: known - joined
-        # of the decoding, sorted: at which ticks modulo the block size it begins a block, its arrival, itself
+        self._context = 0  # sum over decoding sequences of known - joined
+        # decoding sequences, sorted: (tick modulo block size at which it starts a block, arrival, sequence)
         self._phases: list[tuple[int, int, SimSequence]] = []
-        # heap of (tick, arrival, number); those gone stay for a while
+        # heap of (end tick, arrival, number, sequence); stale entries are dropped lazily
         self._ends: list[tuple[int, int, int, SimSequence]] = []
         self._numbers = count()
 
     def context_tokens(self, tick: int) -> int:
-        """Sum the tokens of all that decode, at a tick."""
+        """Sum the tokens of all decoding sequences at a tick."""
         return self._context + self.num_decoding * tick
 
     def blocks_due(self, first_tick: int, steps: int) -> int:
-        """Count the blocks that the decoding need for so many steps from `first_tick` on."""
+        """Count the new blocks that decoding sequences need for `steps` steps from `first_tick` on."""
         rounds, rest = divmod(steps, self._size)
         blocks = rounds * self.num_decoding
         for start, end in self._spans(first_tick % self._size, rest):
@@ -141,7 +142,7 @@ class Batch:
         return blocks
 
     def beginning(self, first_tick: int, steps: int = 1) -> list[tuple[SimSequence, int]]:
-        """Give those that need more blocks for the steps from `first_tick` on, and how many."""
+        """List (sequence, new blocks) for the steps from `first_tick` on."""
         if not self._phases:
             return []
         rounds, rest = divmod(steps, self._size)
@@ -152,22 +153,22 @@ class Batch:
         return [(entry[2], rounds + (index in more)) for index, entry in enumerate(self._phases)]
 
     def admit(self, sequence: SimSequence) -> None:
-        """Take a sequence in, to have its prompt computed."""
+        """Add a sequence for prefill."""
         insort(self.running, sequence, key=_arrival)
         insort(self.prefilling, sequence, key=_arrival)
 
     def admit_to_onboard(self, sequence: SimSequence) -> None:
-        """Take a sequence in, to wait for its prefix."""
+        """Add a sequence that waits for blocks of lower tiers."""
         insort(self.running, sequence, key=_arrival)
         self.onboarding.append(sequence)
 
     def has_arrived(self, sequence: SimSequence) -> None:
-        """Have the rest of its prompt computed."""
+        """Move a sequence from onboarding to prefill."""
         self.onboarding.remove(sequence)
         insort(self.prefilling, sequence, key=_arrival)
 
     def join(self, sequence: SimSequence) -> None:
-        """Have a sequence decode from now on: its prompt has given the first token."""
+        """Move a sequence from prefill to decode, with its first token."""
         self.prefilling.remove(sequence)
         sequence.known += 1
         sequence.joined = self.tick
@@ -177,7 +178,7 @@ class Batch:
         heapq.heappush(self._ends, (sequence.end_tick, sequence.arrival, next(self._numbers), sequence))
 
     def leave(self, sequence: SimSequence) -> None:
-        """Take a sequence out; `known` is what it has now, and `computed` one less where it decoded."""
+        """Remove a sequence; sets `known`, and for a decoding one `computed` = known - 1."""
         self.running.remove(sequence)
         if sequence.joined is None:
             (self.onboarding if sequence in self.onboarding else self.prefilling).remove(sequence)
@@ -190,13 +191,13 @@ class Batch:
         sequence.joined = None
 
     def next_end(self) -> int:
-        """Give the tick after which the next one that decodes ends; there must be one."""
+        """Give the earliest end tick; at least one sequence must decode."""
         while not _is_end(*self._ends[0]):
             heapq.heappop(self._ends)
         return self._ends[0][0]
 
     def ended(self) -> SimSequence | None:
-        """Give one that has all its tokens, for the caller to take out before it asks again; None without any."""
+        """Give one finished sequence, which the caller removes before the next call; None without any."""
         while self._ends and self._ends[0][0] <= self.tick:
             end = heapq.heappop(self._ends)
             if _is_end(*end):
@@ -204,7 +205,7 @@ class Batch:
         return None
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         decoding = [s for s in self.running if s.joined is not None]
         phases = sorted((self._begins_at(s), s.arrival) for s in decoding)
         assert self.num_decoding == len(phases), f"{self.num_decoding} are said to decode, {len(phases)} do"
@@ -221,7 +222,7 @@ class Batch:
         assert {s for *_, s in self._ends} >= {s for s in decoding if not s.is_aborted}, "ends: of all"
 
     def _spans(self, phase: int, length: int) -> list[tuple[int, int]]:
-        """Find who begins a block within `length` ticks of a phase, as index spans into the phases."""
+        """Find sequences that start a block within `length` ticks of a phase, as index spans."""
         if not length:
             return []
         phases, end = self._phases, phase + length
@@ -231,7 +232,7 @@ class Batch:
         return [(start, len(phases)), (0, bisect_left(phases, (end - self._size,)))]
 
     def _begins_at(self, sequence: SimSequence) -> int:
-        """Say at which ticks, modulo the block size, it begins a new block."""
+        """Give the ticks, modulo the block size, at which it starts a block."""
         assert sequence.joined is not None, "decodes"
         return (1 - sequence.known + sequence.joined) % self._size
 
@@ -241,5 +242,5 @@ def _arrival(sequence: SimSequence) -> int:
 
 
 def _is_end(tick: int, _arrival: int, _number: int, sequence: SimSequence) -> bool:
-    """Say whether an entry still holds: its sequence may be gone, or have joined anew."""
+    """Tell whether a heap entry is current: its sequence may have left or joined again."""
     return sequence.joined is not None and not sequence.is_aborted and tick == sequence.end_tick

@@ -1,14 +1,14 @@
-"""What a simulated engine that jumps refuses: batches that it could not step through, and requests that can never run."""
+"""Limits of the jump engine: batch configurations it cannot step, and requests that can never run."""
 
 from penstock.core.errors import Overloaded, RequestError
 from penstock.engine.scheduling.config import SchedulerConfig
 
 
 def check_bounds(config: SchedulerConfig) -> None:
-    """Refuse a batch whose requests could not all have a token in each step.
+    """Check that a step can hold one token of every running request.
 
     Raises:
-        ValueError: with both numbers.
+        ValueError: max_running_requests > max_batch_tokens.
     """
     if config.max_running_requests > config.max_batch_tokens:
         raise ValueError(
@@ -17,10 +17,10 @@ def check_bounds(config: SchedulerConfig) -> None:
 
 
 def check_fits(known: int, num_waiting: int, context_length: int, config: SchedulerConfig) -> None:
-    """Refuse a request of `known` tokens that can never run, or that would have to wait behind too many.
+    """Check that a request of `known` tokens can run, and that the queue has room.
 
     Raises:
-        RequestError: it can never run.
+        RequestError: the request can never run.
         Overloaded: the queue is full.
     """
     if known >= context_length:

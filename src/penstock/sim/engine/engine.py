@@ -1,9 +1,9 @@
-"""A simulated engine that jumps: what a batch decodes between two events is one sum, however many steps it is.
+"""The jump engine: advances a batch from event to event, with the time of all decode steps in between as one sum.
 
-It goes step by step while prompts are computed, and from event to event while the batch only decodes: until a
-request ends, one arrives that may join, one is aborted, or blocks run out. Tokens are delivered in bulk: the first
-one at its moment, the others with the last, or before a fault (`so_far`). `ExactEngine` is the oracle: both give every request the same first
-and last moment.
+It steps singly during prefill. While the batch only decodes, it jumps to the next event: a request ends, a request that
+may join arrives, one is aborted, or blocks run out. A request's first token is delivered at its time, the others in bulk
+with the last, or before a fault (`so_far`). `ExactEngine` is the reference: both give every request the same first and
+last token times.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from penstock.sim.workload.prompt import StreamOf
 
 
 @dataclass(slots=True)
-class _Under:
-    """What is under way: the first `steps` steps of a plan, since `start_s`, at the pace of that moment."""
+class _Jump:
+    """The running jump: the first `steps` steps of a plan, since `start_s`, at the pace of its start."""
 
     plan: JumpPlan
     start_s: float
@@ -39,7 +39,7 @@ class _Under:
 
 
 class JumpEngine:
-    """An `Engine` with `KvBlocks` on virtual time. Deadlines are the worker's business; nothing stops a text early."""
+    """An `Engine` with `KvBlocks` on virtual time. It ignores deadlines (the worker enforces them) and stop conditions."""
 
     def __init__(
         self,
@@ -51,21 +51,21 @@ class JumpEngine:
         pace: Pace | None = None,
         prices: DecodePrices | None = None,
     ) -> None:
-        """Start nothing.
+        """Create the engine; `start` starts it.
 
         Args:
-            latency: prices each step.
+            latency: gives the time of each step.
             info: the simulated model.
-            config: the scheduler's; its batch holds every running request in one step.
-            stream_of: names a request's blocks.
-            pace: the host's; None for one that is never disturbed.
-            prices: of the same latency; workers that are alike may share them.
+            config: scheduler settings; a step must hold one token of every running request.
+            stream_of: gives the block names of a request.
+            pace: speed of the host; None for a constant one.
+            prices: decode sums of the same latency model; equal workers may share them.
         """
         self._latency = latency
         self._prices = prices or DecodePrices(latency, info.context_length)
         self._pace = pace or Pace()
         self._copier = TimedTierCopier(latency, info.block_size, self._pace) if info.lower_blocks else None
-        self._pace.watch(self._on_pace)  # after the mover, whose news the next plan takes in
+        self._pace.watch(self._on_pace)  # after the tier copier, whose fetches the next plan takes in
         context_length = min(info.context_length, info.num_blocks * info.block_size)
         self._info = EngineInfo(
             block_size=info.block_size,
@@ -81,11 +81,11 @@ class JumpEngine:
         )
         self._memory = no_memory(info)
         self.pool, onboarding = info.make_pool(self._copier, self._interrupt)
-        """For reports and checks."""
+        """The block pool, for reports and checks."""
         self._scheduler = make_scheduler(self.pool, context_length, config, stream_of, onboarding)
         self._loop = asyncio.get_running_loop()
-        self._under: _Under | None = None
-        self._is_late = False  # what is under way has had its time, and the host stands still
+        self._jump: _Jump | None = None
+        self._is_late = False  # the running jump's time is over, but the host is stopped
         self._step: Step | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
@@ -94,31 +94,31 @@ class JumpEngine:
         return self._info
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its tokens come out of `steps`.
+        """Queue a request; `steps` yields its tokens.
 
         Raises:
-            RequestError: it can never run here.
+            RequestError: the request can never run here.
             Overloaded: the queue is full.
         """
         self._scheduler.submit(request)
         self._interrupt()
 
     def abort(self, request_id: RequestId) -> None:
-        """Free the request's blocks by the end of the step under way."""
+        """Drop a request; its blocks are freed at the end of the running step."""
         self._scheduler.abort(request_id)
         self._interrupt()
 
     def assume(self, role: Role) -> EngineInfo:
-        """Order what waits as a worker of this role does."""
+        """Set the queue order of a role."""
         self._scheduler.assume(role)
         return self._info
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Yield what each event changed."""
+        """Yield one step per event."""
         while not self._closed:
             step, self._step = self._step, None
-            if step is None and (self._under is not None or not self._begin()):
-                step = self._scheduler.take_step() if self._under is None else None
+            if step is None and (self._jump is not None or not self._begin()):
+                step = self._scheduler.take_step() if self._jump is None else None
                 if step is None:
                     self._waiter = self._loop.create_future()
                     await self._waiter
@@ -126,22 +126,22 @@ class JumpEngine:
                 yield step
 
     def load(self) -> WorkerLoad:
-        under = self._under
-        if under is None or under.steps == 1:
+        jump = self._jump
+        if jump is None or jump.steps == 1:
             return self._scheduler.load()
-        return self._scheduler.load(self._steps_begun(under) - 1)
+        return self._scheduler.load(self._steps_begun(jump) - 1)
 
     def so_far(self) -> Step | None:
-        """Give what came of the steps that are done and was to be told later; None where that is nothing.
+        """Give the undelivered results of finished steps of the running jump; None without any.
 
-        For faults: what an engine that takes every step had told before them.
+        Called before a fault, since an engine that runs every step has delivered them by then.
         """
-        under = self._under
-        done = 0 if under is None else self._steps_begun(under) - 1
-        if under is None or not done:
+        jump = self._jump
+        done = 0 if jump is None else self._steps_begun(jump) - 1
+        if jump is None or not done:
             return None
-        self._take_out(under, done)
-        return self._scheduler.so_far(under.plan, done)
+        self._take_out(jump, done)
+        return self._scheduler.so_far(jump.plan, done)
 
     def kv_memory(self) -> Sequence[Sequence[object]]:
         return self._memory
@@ -155,7 +155,7 @@ class JumpEngine:
         return self._scheduler.reserve(count)
 
     def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
-        self._settle()  # what is told of the blocks comes with the next step
+        self._settle()  # its cache events go out with the next step
         self._scheduler.pins.publish(block_ids, block_hashes, parent)
         self._interrupt()
 
@@ -168,23 +168,23 @@ class JumpEngine:
         self._is_late = False
         if self._copier is not None:
             self._copier.close()
-        if self._under is not None:
-            self._under.timer.cancel()
-            self._under = None
+        if self._jump is not None:
+            self._jump.timer.cancel()
+            self._jump = None
         self._wake()
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         self._scheduler.check()
 
     def _begin(self) -> bool:
-        """Start the clock of what comes next; False where there is nothing to do."""
+        """Start the next jump; False if there is nothing to do."""
         plan = self._scheduler.plan()
         if plan is None:
             return False
         now_s, factor = self._loop.time(), self._pace.factor
         timer = self._loop.call_at(now_s + factor * self._price_s(plan, plan.steps), self._on_time)
-        self._under = _Under(plan, now_s, plan.steps, factor, timer)
+        self._jump = _Jump(plan, now_s, plan.steps, factor, timer)
         return True
 
     def _price_s(self, plan: JumpPlan, steps: int) -> float:
@@ -193,66 +193,66 @@ class JumpEngine:
         return self._latency.mixed_step_s(plan.chunks, plan.batch, plan.context)
 
     def _interrupt(self) -> None:
-        """See to it that the next plan comes after the step under way, if it could be another one."""
-        if self._under is None:
+        """End the jump after the current step if the next plan may differ."""
+        if self._jump is None:
             self._wake()
         elif self._scheduler.wants_plan:
-            self._cut_short(self._under)
+            self._cut_short(self._jump)
 
     def _settle(self) -> None:
-        """Have the pool be as after each step by itself, and the next plan come after the step under way.
+        """Apply finished steps to the pool, and end the jump after the current step.
 
-        Blocks that are held for others are no longer there for the rest of a jump.
+        The rest of the jump may need blocks that are reserved now.
         """
-        under = self._under
-        if under is None or under.steps == 1:
+        jump = self._jump
+        if jump is None or jump.steps == 1:
             return
-        done = self._steps_begun(under) - 1
+        done = self._steps_begun(jump) - 1
         if done:
-            plan = under.plan
-            self._take_out(under, done)
+            plan = jump.plan
+            self._take_out(jump, done)
             self._scheduler.settle(plan, done)
-        self._cut_short(under)
+        self._cut_short(jump)
 
-    def _take_out(self, under: _Under, done: int) -> None:
-        """Have what is under way begin so many steps later: they are done."""
-        under.start_s += under.factor * self._price_s(under.plan, done)
-        under.steps -= done
+    def _take_out(self, jump: _Jump, done: int) -> None:
+        """Remove `done` finished steps from the running jump."""
+        jump.start_s += jump.factor * self._price_s(jump.plan, done)
+        jump.steps -= done
 
-    def _cut_short(self, under: _Under) -> None:
-        """Let what is under way end with its present step."""
-        steps = self._steps_begun(under)
-        if steps < under.steps:
-            under.steps = steps
-            under.timer.cancel()
-            end_s = under.start_s + under.factor * self._price_s(under.plan, steps)
-            under.timer = self._loop.call_at(end_s, self._on_time)
+    def _cut_short(self, jump: _Jump) -> None:
+        """End the running jump after its current step."""
+        steps = self._steps_begun(jump)
+        if steps < jump.steps:
+            jump.steps = steps
+            jump.timer.cancel()
+            end_s = jump.start_s + jump.factor * self._price_s(jump.plan, steps)
+            jump.timer = self._loop.call_at(end_s, self._on_time)
 
     def _on_pace(self) -> None:
-        """Note that the host runs at another speed, has stopped or goes on: a step ends as it began."""
+        """Handle a change of the host's speed; the current step keeps its speed."""
         if self._is_late:
             self._on_time()
-        elif self._under is not None:
-            self._cut_short(self._under)
+        elif self._jump is not None:
+            self._cut_short(self._jump)
 
     def _on_time(self) -> None:
-        """Take over what was under way, and go on."""
-        under = self._under
-        assert under is not None, "called at its end"
+        """Commit the finished jump and start the next."""
+        jump = self._jump
+        assert jump is not None, "called at its end"
         self._is_late = not self._pace.is_going
         if self._is_late:
             return
-        self._under = None
-        self._step = self._scheduler.commit(under.steps)
+        self._jump = None
+        self._step = self._scheduler.commit(jump.steps)
         if self._step is not None or not self._begin():
             self._wake()
 
-    def _steps_begun(self, under: _Under) -> int:
-        """Count the steps that are done or under way now."""
-        if under.steps == 1:
+    def _steps_begun(self, jump: _Jump) -> int:
+        """Count the steps finished or running."""
+        if jump.steps == 1:
             return 1
-        passed_s = (self._loop.time() - under.start_s) / under.factor
-        return self._prices.steps_until(under.plan.batch, under.plan.context, passed_s, under.steps)
+        passed_s = (self._loop.time() - jump.start_s) / jump.factor
+        return self._prices.steps_until(jump.plan.batch, jump.plan.context, passed_s, jump.steps)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

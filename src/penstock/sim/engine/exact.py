@@ -1,4 +1,4 @@
-"""The token-exact engine: the real scheduler and pool, with steps that only take time."""
+"""The exact engine: the real scheduler and pool, with steps that only take time."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from penstock.sim.workload.prompt import StreamOf
 
 
 class ExactEngine(BatchedEngine):
-    """A `BatchedEngine` on a `TimingRunner`: the oracle of the engine that jumps."""
+    """A `BatchedEngine` on a `TimingRunner`: the reference of the jump engine."""
 
     def __init__(
         self,
@@ -24,14 +24,14 @@ class ExactEngine(BatchedEngine):
         pace: Pace | None = None,
         stream_of: StreamOf | None = None,
     ) -> None:
-        """Start nothing.
+        """Create the engine; `start` starts it.
 
         Args:
-            latency: prices each step.
+            latency: gives the time of each step.
             info: the simulated model.
-            config: the scheduler's.
-            pace: the host's; None for one that is never disturbed.
-            stream_of: names the blocks of what a request is answered; None to hash its tokens.
+            config: scheduler settings.
+            pace: speed of the host; None for a constant one.
+            stream_of: gives the names of output blocks; None hashes the tokens.
         """
         pace = pace or Pace()
         self._timed = TimedTierCopier(latency, info.block_size, pace) if info.lower_blocks else None
@@ -40,7 +40,7 @@ class ExactEngine(BatchedEngine):
         self._stream_of = stream_of
 
     async def start(self) -> EngineInfo:
-        """Do what there is to do, and hand no tokens past a prompt's full blocks over: the engine that jumps does not, either."""
+        """Start the engine without transfer of partial blocks, which the jump engine lacks too."""
         info = await super().start()
         self.scheduler.partial_blocks.keeps_any = False
         return info
@@ -61,8 +61,8 @@ class ExactEngine(BatchedEngine):
         await super().close()
 
     def so_far(self) -> None:
-        """Have nothing left to tell: every step is told at its end."""
+        """Do nothing: every step is delivered at its end."""
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         self.scheduler.check()

@@ -1,15 +1,15 @@
-"""What a simulated engine that jumps does next."""
+"""The next jump of the jump engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class JumpPlan:
-    """What comes next: `steps` decode steps, or one step that computes parts of prompts beside decoding.
+    """Either `steps` decode steps, or one step with prefill chunks and decode.
 
-    batch:   how many decode, those prompts included that lack only their last token, as they cost the same
-    context: their tokens at the first step
-    chunks:  of the other prompts: (tokens to compute, tokens before them); None where all decode
+    batch:   decoding sequences, including prompts that lack only their last token, which cost the same
+    context: sum of their tokens at the first step
+    chunks:  (tokens to compute, tokens before them) of the other prompts; None for decode steps
     """
 
     steps: int

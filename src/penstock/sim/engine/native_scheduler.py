@@ -1,4 +1,4 @@
-"""The scheduler of an engine that jumps, in native code: a fifth of what its reference in Python takes."""
+"""The jump engine's scheduler in native code: a fifth of the time of its Python reference."""
 
 from collections.abc import Iterable
 from itertools import count
@@ -22,7 +22,7 @@ from penstock.sim.engine.scheduler import JumpScheduler
 from penstock.sim.workload.prompt import StreamOf
 
 _HASH_BYTES = 16
-Told = tuple[int, int, int, bool, int | None]
+_NativeDelta = tuple[int, int, int, bool, int | None]
 
 
 def make_scheduler(
@@ -32,19 +32,19 @@ def make_scheduler(
     stream_of: StreamOf,
     onboarding: Onboarding | None,
 ) -> "JumpScheduler | NativeScheduler":
-    """Choose who schedules: what the native one does not know, tiers beneath the device, is left to its reference."""
+    """Make the native scheduler, or its Python reference for pools with lower tiers, which the native one lacks."""
     if isinstance(pool, BlockPool) and pool.native is not None:
         return NativeScheduler(pool, context_length, config, stream_of)
     return JumpScheduler(pool, context_length, config, stream_of, onboarding)
 
 
 class NativeScheduler:
-    """Does what `JumpScheduler` does, with a pool that is native too. One task owns it."""
+    """Same as `JumpScheduler`, on a native pool. One task owns it."""
 
     def __init__(
         self, pool: BlockPool, context_length: int, config: SchedulerConfig, stream_of: StreamOf
     ) -> None:
-        """Begin empty; see `JumpScheduler`."""
+        """Create it without requests; see `JumpScheduler`."""
         check_bounds(config)
         assert native is not None, "there is a native pool"
         self._pool = pool
@@ -60,14 +60,14 @@ class NativeScheduler:
             config.max_running_requests,
         )
         self.pins = Pins(pool, self._states.look_again)
-        """Blocks held for transfers."""
+        """Blocks pinned for KV transfers."""
         self._arrivals = count()
         self._numbers: dict[RequestId, int] = {}
         self._ids: dict[int, RequestId] = {}
         self.assume(Role.AGGREGATED)
 
     def assume(self, role: Role) -> None:
-        """Order what waits as a worker of this role does."""
+        """Set the queue order of a role."""
         config = self._config
         self._states.reorder(config.ageing if config.is_shortest_first(role) else None)
 
@@ -75,7 +75,7 @@ class NativeScheduler:
         """Queue a request.
 
         Raises:
-            RequestError: it can never run here.
+            RequestError: the request can never run here.
             Overloaded: the queue is full.
         """
         known = num_tokens(request.token_ids)
@@ -83,14 +83,14 @@ class NativeScheduler:
         number, num_prompt = next(self._arrivals), known - request.num_emitted
         end_tokens = min(num_prompt + request.sampling.max_tokens, self._context_length)
         prompt_bytes = num_prompt // self._pool.block_size * _HASH_BYTES
-        names = request.block_hashes[:prompt_bytes]  # blocks past its prompt are the stream's to name
+        names = request.block_hashes[:prompt_bytes]  # the stream names blocks past the prompt
         tokens, stream = (num_prompt, known), self._stream_of(request)
         self._states.submit(number, tokens, end_tokens, names, stream, request.prefill_only)
         self._numbers[request.request_id] = number
         self._ids[number] = request.request_id
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget a request, without another delta; a running one's blocks are free with the next commit or plan."""
+        """Drop a request without another delta; a running one's blocks are freed at the next commit or plan."""
         number = self._numbers.pop(request_id, None)
         if number is not None:
             del self._ids[number]
@@ -98,48 +98,48 @@ class NativeScheduler:
 
     @property
     def wants_plan(self) -> bool:
-        """Whether the next plan may differ from going on: somebody may be taken in, or has gone."""
+        """Whether the next plan may differ from the current one: a request may be admitted or was dropped."""
         wants_plan: bool = self._states.wants_plan
         return wants_plan
 
     def plan(self) -> JumpPlan | None:
-        """Choose what comes next; None while there is nothing to do."""
+        """Plan the next jump; None if there is nothing to do."""
         plan = self._states.plan()
         return None if plan is None else JumpPlan(*plan)
 
     def commit(self, steps: int) -> Step | None:
-        """Take over the first `steps` steps of the plan; None where nobody has to hear of it."""
-        told, prefilling, has_news = self._states.commit(steps)
+        """Commit the first `steps` steps of the plan; None if there is nothing to deliver."""
+        deltas, prefilling, has_news = self._states.commit(steps)
         events = self._pool.take_events()
         if not (has_news or events):
             return None
         ids = tuple([self._ids[number] for number in prefilling])
-        return Step(deltas=self._deltas(told), events=events, prefilling=ids)
+        return Step(deltas=self._deltas(deltas), events=events, prefilling=ids)
 
     def settle(self, plan: JumpPlan, steps: int) -> None:
-        """Take over the first `steps` decode steps of a plan while the next one is under way; it has its blocks then."""
+        """Commit the first `steps` decode steps while the next step runs; that step gets its blocks."""
         self._states.settle(steps)
         plan.steps -= steps
         plan.context += steps * plan.batch
 
     def so_far(self, plan: JumpPlan, steps: int) -> Step:
-        """Settle, and tell the tokens."""
+        """Settle, and deliver the tokens."""
         self.settle(plan, steps)
         return Step(deltas=self._deltas(self._states.so_far()), events=self._pool.take_events())
 
     def take_step(self) -> Step | None:
-        """Hand over what happened without a step: blocks that were moved to make room."""
+        """Give the events that belong to no step: blocks moved between tiers."""
         events = self._pool.take_events()
         return Step(events=events) if events else None
 
     def reserve(self, count: int) -> list[BlockId] | None:
-        """Hold blocks to be written from outside, of a plan that is settled; None where what runs will need them soon."""
+        """Reserve blocks for an incoming KV transfer; the plan must be settled. None if running requests need the blocks soon."""
         if count + self._states.blocks_reserved > self._pool.num_available:
             return None
         return self.pins.reserve(count)
 
     def load(self, steps: int = 0) -> WorkerLoad:
-        """Say how busy it is once `steps` steps of the plan under way are done."""
+        """Give the load after `steps` steps of the running plan."""
         (
             running,
             waiting,
@@ -168,7 +168,7 @@ class NativeScheduler:
         )
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         self._pool.check()
         self._states.check()
         held = self.pins.holders()
@@ -179,11 +179,11 @@ class NativeScheduler:
             "requests: each has a number"
         )
 
-    def _deltas(self, told: Iterable[Told]) -> tuple[Delta, ...]:
-        """Make what goes out; each token is its position."""
-        return tuple([self._delta(*part) for part in told])
+    def _deltas(self, deltas: Iterable[_NativeDelta]) -> tuple[Delta, ...]:
+        """Make deltas; each token id is its position."""
+        return tuple([self._delta(*part) for part in deltas])
 
-    def _delta(self, number: int, begin: int, end: int, is_end: bool, cached_tokens: int | None) -> Delta:  # noqa: FBT001 - a tuple's
+    def _delta(self, number: int, begin: int, end: int, is_end: bool, cached_tokens: int | None) -> Delta:  # noqa: FBT001 - fields of a tuple
         request_id = self._ids[number]
         if is_end:
             del self._ids[number], self._numbers[request_id]

@@ -1,4 +1,4 @@
-"""The tokens of a simulated answer: each is its position."""
+"""Token ids of simulated outputs: each id is its position."""
 
 from functools import lru_cache
 
@@ -7,5 +7,5 @@ import numpy as np
 
 @lru_cache(maxsize=1)
 def packed_positions(end: int) -> bytes:
-    """Pack the numbers below `end`; cut from here, an answer costs no array of its own."""
+    """Pack 0 .. end - 1 as int32; outputs are slices of it and need no array of their own."""
     return np.arange(end, dtype="<i4").tobytes()

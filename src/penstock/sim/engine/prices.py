@@ -1,7 +1,7 @@
-"""Many decode steps at once: the sum of their prices in closed form.
+"""Closed-form sums of many decode step times.
 
-At a fixed batch a step's price is piecewise linear in context, and each step adds one token per sequence to
-it: the sum over a piece is that of an arithmetic series.
+At a fixed batch a step's time is piecewise linear in context, and each step adds one token per sequence: the sum over
+one piece is an arithmetic series.
 """
 
 import math
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from penstock.perf.latency import LatencyModel
 
-_EXACT = 1e-7  # a piece is a line if its inner points are as close to it, relative to their price
+_EXACT = 1e-7  # relative distance of inner points from a line, below which a piece is linear
 _INNER = (0.5, 0.29, 0.83)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Up to `end` context tokens a step takes `base_s + slope_s * context`."""
+    """A step with up to `end` context tokens takes `base_s + slope_s * context`."""
 
     end: int
     base_s: float
@@ -23,7 +23,7 @@ class _Piece:
 
 
 class DecodePrices:
-    """Sums of `LatencyModel.decode_step_s`; finds the pieces of each batch size once."""
+    """Sums of `LatencyModel.decode_step_s`; caches the pieces of each batch size."""
 
     def __init__(self, latency: LatencyModel, context_length: int) -> None:
         self._latency = latency
@@ -31,7 +31,7 @@ class DecodePrices:
         self._pieces: dict[int, list[_Piece]] = {}
 
     def total_s(self, batch: int, context_tokens: int, steps: int) -> float:
-        """Sum `steps` steps of one batch, the first with `context_tokens`."""
+        """Give the seconds of `steps` steps of a batch, the first with `context_tokens`."""
         total_s = 0.0
         for piece in self._pieces_of(batch):
             if context_tokens > piece.end:
@@ -47,7 +47,7 @@ class DecodePrices:
         return total_s
 
     def steps_until(self, batch: int, context_tokens: int, seconds: float, most: int) -> int:
-        """Count the steps that have to be begun for `seconds` to pass: at least 1, at most `most`."""
+        """Count the steps started within `seconds`: 1 to `most`."""
         total_s, done = 0.0, 0
         for piece in self._pieces_of(batch):
             if context_tokens > piece.end:
@@ -75,7 +75,7 @@ class DecodePrices:
     def _find(
         self, pieces: list[_Piece], batch: int, span: tuple[int, int], prices_s: tuple[float, float]
     ) -> None:
-        """Add the pieces of a span, halving it until each half is a line."""
+        """Add the pieces of a span, halving it until each half is linear."""
         (start, end), (first_s, last_s) = span, prices_s
         slope_s = (last_s - first_s) / (end - start) if end > start else 0.0
         inner = [start + int(part * (end - start)) for part in _INNER]
@@ -95,7 +95,7 @@ class DecodePrices:
 
 
 def _steps_within(first_s: float, more_s: float, seconds: float, most: int) -> int:
-    """Count the steps that reach `seconds`, the first of `first_s` and each other one `more_s` longer; `most` do."""
+    """Count the steps until `seconds`, where the first takes `first_s` and each next one `more_s` longer; `most` suffice."""
     half_s = more_s / 2
     linear_s = first_s - half_s
     root_s = math.sqrt(max(linear_s * linear_s + 4 * half_s * seconds, 0.0))

@@ -1,7 +1,7 @@
-"""Plans and commits as `penstock.engine.scheduling.scheduler` does, with many decode steps as one.
+"""The jump engine's scheduler: like `penstock.engine.scheduling.scheduler`, with many decode steps in one plan.
 
-The counterpart of `Scheduler` for an engine that jumps: same rules of admission, growth, preemption and publishing,
-so that both take the same requests in at the same steps. `NativeScheduler` does the same natively, where it can.
+It has the same rules of admission, growth, preemption and publishing as `Scheduler`, so that both admit the same requests
+at the same steps. `NativeScheduler` is its native version.
 """
 
 from itertools import count
@@ -28,7 +28,7 @@ from penstock.sim.workload.prompt import StreamOf
 
 
 class JumpScheduler:
-    """Owns an engine's requests and its pool. A plan is committed before the next is made; one task owns it."""
+    """Owns an engine's requests and pool. Each plan is committed before the next one. One task owns it."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class JumpScheduler:
         stream_of: StreamOf,
         onboarding: Onboarding | None = None,
     ) -> None:
-        """Begin empty.
+        """Create it without requests.
 
         Args:
-            pool: the engine's.
-            context_length: tokens that a request may have.
-            config: its batch holds every running request in one step.
-            stream_of: names a request's blocks.
-            onboarding: of the same pool; None where it has no tiers beneath the device.
+            pool: the engine's block pool.
+            context_length: most tokens of a request.
+            config: a step must hold one token of every running request.
+            stream_of: gives the block names of a request.
+            onboarding: onboarding of the same pool; None without lower tiers.
         """
         check_bounds(config)
         self._pool = pool
@@ -58,23 +58,25 @@ class JumpScheduler:
         self._arrivals = count()
         self._by_id: dict[RequestId, SimSequence] = {}
         self._waiting: WaitingQueue[SimSequence] = WaitingQueue()
-        self._clock_tokens = 0  # as the exact scheduler counts `prefilled_tokens`: a last token is decoding's
+        self._clock_tokens = (
+            0  # prefilled tokens as the exact scheduler counts them: a prompt's last token counts as decode
+        )
         self._batch = Batch(pool.block_size)
         self._admission = JumpAdmission(
             self._waiting, self._batch, pool, config=config, onboarding=onboarding
         )
         self.pins = Pins(pool, self._admission.look_again)
-        """Blocks held for transfers."""
+        """Blocks pinned for KV transfers."""
         self._aborted: list[SimSequence] = []
         self._deltas: list[Delta] = []
-        self._prompts: list[tuple[SimSequence, int]] = []  # of the plan, and the tokens of each to compute
-        self._num_singles = 0  # of those, the ones that lack only their last token
+        self._prompts: list[tuple[SimSequence, int]] = []  # prompts of the plan, with their tokens to compute
+        self._num_singles = 0  # number of `_prompts` that lack only their last token
         self._steps = self._preemptions = 0
         self._prefilled_tokens = self._generated_tokens = 0
         self.assume(Role.AGGREGATED)
 
     def assume(self, role: Role) -> None:
-        """Order what waits as a worker of this role does."""
+        """Set the queue order of a role."""
         is_shortest_first = self._config.is_shortest_first(role)
         self._waiting.reorder(ShortestFirstQueue(self._config.ageing) if is_shortest_first else None)
         self._admission.look_again()
@@ -85,7 +87,7 @@ class JumpScheduler:
         """Queue a request.
 
         Raises:
-            RequestError: it can never run here.
+            RequestError: the request can never run here.
             Overloaded: the queue is full.
         """
         known = num_tokens(request.token_ids)
@@ -98,10 +100,10 @@ class JumpScheduler:
         self._by_id[request.request_id] = sequence
         self._waiting.push(sequence)
         if self._waiting.shortest_first is not None:
-            self._admission.look_again()  # it may be the first now
+            self._admission.look_again()  # it may be first in the queue
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget a request, without another delta; a running one's blocks are free with the next commit or plan."""
+        """Drop a request without another delta; a running one's blocks are freed at the next commit or plan."""
         sequence = self._by_id.pop(request_id, None)
         if sequence is None:
             return
@@ -114,13 +116,13 @@ class JumpScheduler:
 
     @property
     def wants_plan(self) -> bool:
-        """Whether the next plan may differ from going on: somebody may be taken in, or has gone."""
+        """Whether the next plan may differ from the current one: a request may be admitted or was dropped."""
         return bool(self._aborted) or self._has_arrived() or self._admission.may_admit()
 
     # ---- one plan ---------------------------------------------------------------------------------------
 
     def plan(self) -> JumpPlan | None:
-        """Choose what comes next; None while there is nothing to do."""
+        """Plan the next jump; None if there is nothing to do."""
         if self._aborted:
             self._drop_aborted()
         if self._onboarding is not None and self._onboarding.has_arrived:
@@ -148,11 +150,11 @@ class JumpScheduler:
             return JumpPlan(1, decoding + len(singles), context + sum(s.known for s in singles), chunks)
         if not decoding:
             return None
-        # Who was preempted just now may be taken in again with the next step.
+        # A request preempted now may be admitted again in the next step.
         return JumpPlan(1 if self._admission.may_admit() else self._longest_jump(), decoding, context, None)
 
     def commit(self, steps: int) -> Step | None:
-        """Take over the first `steps` steps of the plan; None where nobody has to hear of it."""
+        """Commit the first `steps` steps of the plan; None if there is nothing to deliver."""
         prompts = self._prompts
         self._advance(steps)
         for sequence, new in prompts:
@@ -178,7 +180,7 @@ class JumpScheduler:
         return Step(deltas=tuple(deltas), events=events, prefilling=prefilling)
 
     def settle(self, plan: JumpPlan, steps: int) -> None:
-        """Take over the first `steps` decode steps of a plan while the next one is under way; it has its blocks then."""
+        """Commit the first `steps` decode steps while the next step runs; that step gets its blocks."""
         batch = self._batch
         self._steps += steps
         self._generated_tokens += steps * batch.num_decoding
@@ -188,7 +190,7 @@ class JumpScheduler:
         plan.context += steps * plan.batch
 
     def so_far(self, plan: JumpPlan, steps: int) -> Step:
-        """Settle, and tell the tokens."""
+        """Settle, and deliver the tokens."""
         self.settle(plan, steps)
         batch = self._batch
         for sequence in batch.running:
@@ -198,18 +200,18 @@ class JumpScheduler:
         return Step(deltas=tuple(deltas), events=self._pool.take_events())
 
     def take_step(self) -> Step | None:
-        """Hand over what happened without a step: blocks that were moved to make room."""
+        """Give the events that belong to no step: blocks moved between tiers."""
         events = self._pool.take_events()
         return Step(events=events) if events else None
 
     def reserve(self, count: int) -> list[BlockId] | None:
-        """Hold blocks to be written from outside, of a plan that is settled; None where what runs will need them soon."""
+        """Reserve blocks for an incoming KV transfer; the plan must be settled. None if running requests need the blocks soon."""
         if count + self._admission.blocks_reserved() > self._pool.num_available:
             return None
         return self.pins.reserve(count)
 
     def load(self, steps: int = 0) -> WorkerLoad:
-        """Say how busy it is once `steps` steps of the plan under way are done."""
+        """Give the load after `steps` steps of the running plan."""
         pool, batch = self._pool, self._batch
         prefilling = batch.prefilling
         onboarding = batch.onboarding
@@ -234,7 +236,7 @@ class JumpScheduler:
         )
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         self._pool.check()
         held = self.pins.holders()
         for sequence in self._batch.running:
@@ -250,7 +252,7 @@ class JumpScheduler:
     # ---- planning ---------------------------------------------------------------------------------------
 
     def _share_budget(self, budget: int, prompts: list[tuple[SimSequence, int]]) -> int:
-        """Give each prompt its tokens of this step, oldest first; those that lack only one always get it."""
+        """Split the step's token budget over prompts, oldest first; prompts that lack one token always get it."""
         budget -= sum(s.known - s.computed == 1 for s in self._batch.prefilling)
         for sequence in self._batch.prefilling:
             lacking = sequence.known - sequence.computed
@@ -268,7 +270,7 @@ class JumpScheduler:
         prompts: list[tuple[SimSequence, int]],
         admitted: list[tuple[SimSequence, int]],
     ) -> int:
-        """Share as `_share_budget` does, with prompts that wait and those under way in one order; some may be admitted."""
+        """Split like `_share_budget`, with waiting and running prompts in one order; may admit some."""
         shortest_first, prefilling = self._waiting.shortest_first, tuple(self._batch.prefilling)
         assert shortest_first is not None, "asked only with shortest prompts first"
         shares = {s.arrival: 1 for s in prefilling if s.known - s.computed == 1}
@@ -286,13 +288,13 @@ class JumpScheduler:
         return budget
 
     def _longest_jump(self) -> int:
-        """Count the steps until a request ends, or blocks run out; those of the first step are there already."""
+        """Count the steps until a request ends or blocks run out; the first step has its blocks."""
         batch = self._batch
         steps = batch.next_end() - batch.tick
         available = self._pool.num_available
         if batch.blocks_due(batch.tick + 1, steps - 1) <= available:
             return steps
-        low, high = 1, steps  # so many are possible, and so many are not
+        low, high = 1, steps  # possible, impossible
         while high - low > 1:
             middle = (low + high) // 2
             if batch.blocks_due(batch.tick + 1, middle - 1) <= available:
@@ -302,7 +304,7 @@ class JumpScheduler:
         return low
 
     def _grow(self, prompts: list[tuple[SimSequence, int]]) -> None:
-        """Give every running sequence the blocks of its next step; the newest are preempted where none are left."""
+        """Allocate every running sequence's blocks of the next step; preempts the newest when blocks run out."""
         batch, size = self._batch, self._size
         lacking = [(s, -(-(s.computed + new) // size) - len(s.blocks)) for s, new in prompts]
         lacking += batch.beginning(batch.tick)
@@ -324,7 +326,7 @@ class JumpScheduler:
         return self._onboarding is not None and self._onboarding.has_arrived
 
     def _take_arrived(self) -> None:
-        """Publish what was fetched; those it was for are computed from there on."""
+        """Publish fetched blocks and move their sequences to prefill."""
         assert self._onboarding is not None, "something arrived"
         for request_id in self._onboarding.take_arrived():
             sequence = self._by_id[request_id]
@@ -333,7 +335,7 @@ class JumpScheduler:
             self._batch.has_arrived(sequence)
 
     def _preempt(self, sequence: SimSequence) -> None:
-        """Put a running sequence back to the front of the queue."""
+        """Move a running sequence back to the front of the queue."""
         self._leave(sequence)
         self._waiting.push_front(sequence)
         self._preemptions += 1
@@ -341,7 +343,7 @@ class JumpScheduler:
     # ---- outcomes ---------------------------------------------------------------------------------------
 
     def _advance(self, steps: int) -> None:
-        """Do the decoding's part of the steps: the blocks of all but the first are taken here."""
+        """Advance decoding sequences; allocates the blocks of all steps but the first."""
         batch = self._batch
         self._steps += steps
         self._generated_tokens += steps * batch.num_decoding
@@ -373,7 +375,7 @@ class JumpScheduler:
         self._tell(sequence, sequence.known, FinishReason.LENGTH)
 
     def _leave(self, sequence: SimSequence) -> None:
-        """Take a sequence out of the batch, and give its blocks back."""
+        """Remove a sequence from the batch and free its blocks."""
         self._batch.leave(sequence)
         if self._onboarding is not None:
             self._onboarding.cancel(sequence.request.request_id)
@@ -390,12 +392,12 @@ class JumpScheduler:
         self._aborted.clear()
 
     def _tell(self, sequence: SimSequence, known: int, reason: FinishReason | None) -> None:
-        """Send the output tokens up to `known` that were not sent; each token is its position."""
-        told, sequence.told = sequence.told, known - sequence.num_prompt
+        """Emit the unsent output tokens up to `known`; each token id is its position."""
+        num_sent, sequence.num_sent = sequence.num_sent, known - sequence.num_prompt
         self._deltas.append(
             Delta(
                 request_id=sequence.request.request_id,
-                token_ids=PackedTokens(self._positions[4 * told : 4 * sequence.told]),
+                token_ids=PackedTokens(self._positions[4 * num_sent : 4 * sequence.num_sent]),
                 finish_reason=reason,
                 cached_tokens=sequence.cached_tokens if sequence.is_fresh else None,
             )

@@ -1,4 +1,4 @@
-"""Moves no blocks between tiers, and takes the time that a latency model says."""
+"""A tier copier that copies nothing and takes the time of a latency model."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,18 +11,18 @@ from penstock.sim.engine.timing import Pace
 
 
 class TimedTierCopier(TierCopier):
-    """Fetches out of one tier go one after the other, each at the tier's full speed, beside the steps.
+    """Fetches from one tier run one after another at the tier's full bandwidth, concurrently with engine steps.
 
-    Write-back takes no time: it goes the other way, and so seldom fills it (docs/decisions/0016).
+    Write-back takes no time: it uses the other direction of the link, which is rarely full (docs/decisions/0016).
     """
 
     def __init__(self, latency: LatencyModel, block_size: int, pace: Pace) -> None:
-        """Begin idle.
+        """Create it idle.
 
         Args:
-            latency: prices each fetch, and what computing instead would take.
+            latency: gives the time of a fetch and of recomputing.
             block_size: tokens in a block.
-            pace: the host's.
+            pace: speed of the host.
         """
         self._latency = latency
         self._block_size = block_size
@@ -32,10 +32,10 @@ class TimedTierCopier(TierCopier):
         self._loop = asyncio.get_running_loop()
         self._free_at_s = dict.fromkeys(Tier, 0.0)
         self._timers: dict[Fetch, asyncio.TimerHandle] = {}
-        self._late: dict[Fetch, Callable[[], None]] = {}  # have had their time while the host stands still
+        self._late: dict[Fetch, Callable[[], None]] = {}  # fetches that ended while the host is stopped
 
     def write_back(self, source: TierBlocks, target: TierBlocks) -> None:
-        """Take it as done."""
+        """Do nothing."""
 
     def worth(self, runs: Sequence[TierBlocks], cached_tokens: int, known_tokens: int) -> int:
         best, best_s = 0, self._compute_s(known_tokens, cached_tokens)
@@ -56,14 +56,14 @@ class TimedTierCopier(TierCopier):
         self._timers[fetch] = self._loop.call_at(end_s, self._on_time, fetch, done)
 
     def cancel(self, fetch: Fetch) -> None:
-        """Forget it; the time that its tier was to take stays taken."""
+        """Drop a fetch; its tier stays busy until its end time."""
         self._late.pop(fetch, None)
         timer = self._timers.pop(fetch, None)
         if timer is not None:
             timer.cancel()
 
     def close(self) -> None:
-        """Forget all fetches."""
+        """Drop all fetches."""
         for fetch in tuple(self._timers):
             self.cancel(fetch)
         self._late.clear()

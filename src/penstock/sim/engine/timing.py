@@ -1,7 +1,7 @@
-"""A runner that computes nothing and takes the time that a latency model says.
+"""A runner that computes nothing and takes the time of a latency model.
 
-With it the real scheduler and pool run token by token: slow, and exact. What it samples depends on all tokens
-before, so that a token lost or repeated anywhere shows in every one after it.
+The real scheduler and pool run on it token by token: slow and exact. Each sampled token depends on all tokens before it,
+so that a lost or repeated token changes all later ones.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ VOCAB_SIZE = 1 << 16
 
 
 class Pace:
-    """How fast a host runs, for faults to change."""
+    """Speed of a host, changed by faults."""
 
     def __init__(self) -> None:
         self._factor = 1.0
         self.is_going = True
-        """Whether the host does anything at all; `stop` and `go_on` say so."""
+        """Whether the host runs; changed by `stop` and `go_on`."""
         self.failing_steps = 0
-        """So many of the next steps fail, of engines that take each by itself."""
+        """Number of next steps that fail, for exact engines."""
         self._going = asyncio.Event()
         self._going.set()
         self._watchers: list[Callable[[], None]] = []
 
     @property
     def factor(self) -> float:
-        """Steps that begin now take so many times as long."""
+        """Slowdown factor of steps that start now."""
         return self._factor
 
     @factor.setter
@@ -54,11 +54,11 @@ class Pace:
         self._tell()
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Have `watcher` called after each change."""
+        """Call `watcher` after each change."""
         self._watchers.append(watcher)
 
     async def spend(self, seconds: float) -> None:
-        """Let a step of `seconds` go by."""
+        """Sleep for a step of `seconds` at the host's speed."""
         await asyncio.sleep(seconds * self._factor)
         await self._going.wait()
 
@@ -68,12 +68,12 @@ class Pace:
 
 
 def next_token(token_ids: TokenArray) -> int:
-    """Say what comes after these tokens."""
+    """Compute the next token id from all tokens."""
     return zlib.crc32(token_ids.tobytes()) % VOCAB_SIZE
 
 
 def reference(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Give the whole output for a prompt, as an undisturbed engine streams it."""
+    """Give the whole output of an undisturbed engine for a prompt."""
     tokens = np.zeros(len(prompt) + max_tokens, dtype="<i4")
     tokens[: len(prompt)] = prompt
     for end in range(len(prompt), len(tokens)):
@@ -82,7 +82,7 @@ def reference(prompt: Sequence[int], max_tokens: int) -> list[int]:
 
 
 def no_layout(block_bytes: int, block_size: int, num_blocks: int) -> KvLayout:
-    """Describe a worker's KV as one run of bytes a block, whatever its devices: what moves is counted as a whole."""
+    """Make a layout with one range per block, for any number of devices: transfers are counted in total bytes."""
     return KvLayout(
         num_layers=1,
         num_kv_heads=1,
@@ -96,7 +96,7 @@ def no_layout(block_bytes: int, block_size: int, num_blocks: int) -> KvLayout:
 
 
 def no_memory(info: RunnerInfo) -> Sequence[Sequence[Region]]:
-    """Describe an engine's KV memory, so that it can be registered; there is none, and `SimTransport` moves nothing."""
+    """Make KV regions to register; they have no memory, and `SimTransport` moves no bytes."""
     if info.kv_layout is None:
         return ()
     return ((Region(MemoryKind.VRAM, info.num_blocks * info.kv_bytes_per_block),),)
@@ -106,12 +106,12 @@ class TimingRunner:
     """A `Runner` that sleeps."""
 
     def __init__(self, latency: LatencyModel, info: RunnerInfo, pace: Pace) -> None:
-        """Start nothing.
+        """Create the runner.
 
         Args:
-            latency: prices each step.
-            info: what `start` says.
-            pace: the host's.
+            latency: gives the time of each step.
+            info: returned by `start`.
+            pace: speed of the host.
         """
         self._latency = latency
         self._info = info
@@ -135,7 +135,7 @@ class TimingRunner:
         return no_memory(self._info)
 
     async def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing."""
 
     def _price_s(self, plan: StepPlan, table: SequenceTable) -> float:
         decode, prefill = plan.slots[: plan.num_decode], plan.slots[plan.num_decode :]

@@ -14,14 +14,14 @@ __all__ = ["EventQueue", "EventQueuePython"]
 Ts = TypeVarTuple("Ts")
 
 _CANCELLED_MAX = 100
-"""So many cancelled timers may always be kept; more only while they are fewer than the others."""
+"""Cancelled timers always kept; beyond this they are dropped once they outnumber the live ones."""
 
 
 class _Handle(list[Any]):
-    """What `call_soon` and `call_at` give: [when_s, number, callback, args, context, its turns while it is a timer].
+    """Handle of `call_soon` and `call_at`: [when_s, number, callback, args, context, event queue of a timer].
 
-    A list, so that a heap compares moments and numbers without calling Python: half of a timer's cost. Timers of one
-    moment run in the order in which they were set.
+    It is a list, so that a heap compares times and numbers without calling Python: half of a timer's cost. Timers of one
+    time run in the order in which they were set.
     """
 
     __slots__ = ()
@@ -34,7 +34,7 @@ class _Handle(list[Any]):
                 self[5].note_cancelled()
 
     def cancelled(self) -> bool:
-        """Say whether it was cancelled, or has run."""
+        """Tell whether it was cancelled or has run."""
         return self[2] is None
 
     def when(self) -> float:
@@ -43,15 +43,15 @@ class _Handle(list[Any]):
 
 
 class EventQueuePython:
-    """Takes turns; a subclass says what to do where nothing can come any more (`_stuck`), and with errors (`_failed`).
+    """Runs callbacks in turns; a subclass handles an empty queue (`_stuck`) and errors (`_failed`).
 
-    Each call runs in its context, a copy of the caller's if it is given none.
+    Each callback runs in its context, by default a copy of the caller's.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.cancelled_timers = 0
-        """Timers that were cancelled and are still kept."""
+        """Cancelled timers still in the heap."""
         self._now_s = 0.0
         self._stops_turns = False
         self._due: deque[_Handle] = deque()
@@ -60,7 +60,7 @@ class EventQueuePython:
 
     @property
     def num_timers(self) -> int:
-        """Count the timers that are kept, the cancelled ones among them."""
+        """Count the timers in the heap, including cancelled ones."""
         return len(self._timers)
 
     def time(self) -> float:
@@ -73,7 +73,7 @@ class EventQueuePython:
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> _Handle:
-        """Call with the next turn."""
+        """Run the callback in the next turn."""
         handle = _Handle((0.0, 0, callback, args, context or contextvars.copy_context(), None))
         self._due.append(handle)
         return handle
@@ -85,7 +85,7 @@ class EventQueuePython:
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> _Handle:
-        """Call at a moment of virtual time."""
+        """Run the callback at a virtual time."""
         handle = _Handle(
             (when, next(self._timer_numbers), callback, args, context or contextvars.copy_context(), self)
         )
@@ -99,11 +99,11 @@ class EventQueuePython:
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> _Handle:
-        """Call so many seconds from now."""
+        """Run the callback after `delay` virtual seconds."""
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def take_turns(self) -> None:
-        """Run what is ready, or else go to the next timer, turn by turn until `stop_turns`."""
+        """Run turns until `stop_turns`; a turn runs the ready callbacks, or advances the clock to the next timer."""
         due, timers = self._due, self._timers
         while True:
             if not (due or timers):
@@ -118,9 +118,9 @@ class EventQueuePython:
                     self.cancelled_timers -= 1
                 else:
                     due.append(handle)
-            for _ in range(len(due)):  # what they make ready is the next turn's
+            for _ in range(len(due)):  # callbacks they add run in the next turn
                 if not due:
-                    break  # all was forgotten
+                    break  # forget_calls was called
                 handle = due.popleft()
                 callback, args = handle[2], handle[3]
                 if callback is None:
@@ -130,18 +130,18 @@ class EventQueuePython:
                     handle[4].run(callback, *args)
                 except (SystemExit, KeyboardInterrupt):
                     raise
-                except BaseException as error:  # noqa: BLE001 - nobody called it who could catch it
+                except BaseException as error:  # noqa: BLE001 - no caller could catch it
                     self._failed(callback, error)
             if self._stops_turns:
                 self._stops_turns = False
                 return
 
     def stop_turns(self) -> None:
-        """Have `take_turns` return after this turn; or after the first, if it is yet to be called."""
+        """Make `take_turns` return after this turn, or after its first turn if it does not run."""
         self._stops_turns = True
 
     def forget_calls(self) -> None:
-        """Call nothing of what is ready or due later."""
+        """Drop all ready callbacks and timers."""
         for handle in self._timers:
             handle[5] = None
         self._due.clear()
@@ -149,7 +149,7 @@ class EventQueuePython:
         self.cancelled_timers = 0
 
     def note_cancelled(self) -> None:
-        """Count a timer that was cancelled, and forget them all once they are many."""
+        """Count a cancelled timer; drops cancelled timers once there are too many."""
         self.cancelled_timers += 1
         timers = self._timers
         if self.cancelled_timers > _CANCELLED_MAX and 2 * self.cancelled_timers > len(timers):
@@ -158,15 +158,15 @@ class EventQueuePython:
             self.cancelled_timers = 0
 
     def _stuck(self) -> NoReturn:
-        """Raise what says that nothing is ready, and no timer is set."""
+        """Raise the error of an empty queue."""
         raise NotImplementedError
 
     def _failed(self, callback: Callable[..., object], error: BaseException) -> None:
-        """Take an error that a callback has raised."""
+        """Handle an error raised by a callback."""
         raise NotImplementedError
 
 
-if TYPE_CHECKING or native is None:  # noqa: SIM108 - a type, for mypy
+if TYPE_CHECKING or native is None:  # noqa: SIM108 - mypy needs the branch
     EventQueue = EventQueuePython
 else:
     EventQueue = native.Turns

@@ -1,7 +1,6 @@
-"""Asyncio on virtual time: an event loop whose clock jumps to the next timer whenever nothing else is to be done.
+"""Asyncio on virtual time: an event loop whose clock jumps to the next timer when no callback is ready.
 
-The same coroutines take the same turns in every process: nothing is taken from the machine's clock, its
-threads or its sockets, and nothing depends on the order of addresses.
+Runs are reproducible: nothing depends on the machine's clock, threads, sockets or memory addresses.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ Ts = TypeVarTuple("Ts")
 
 
 def run(main: Callable[[random.Random], Coroutine[Any, Any, T]], seed: int) -> T:
-    """Run `main` on a `SimLoop`, with the generator that all its randomness comes from.
+    """Run `main` on a `SimLoop`, with the random generator for all its randomness.
 
     Raises:
         Deadlock: it waits for something that can never come.
@@ -28,7 +27,7 @@ def run(main: Callable[[random.Random], Coroutine[Any, Any, T]], seed: int) -> T
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a `SimLoop`: hours of sleeping take no time, and always the same turns.
+    """Run a coroutine on a `SimLoop`: sleeping takes no real time, and the order of callbacks is reproducible.
 
     Raises:
         Deadlock: it waits for something that can never come.
@@ -37,12 +36,12 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
-class Deadlock(RuntimeError):  # noqa: N818 - a state, as people name it
-    """Every task waits and no timer is set, so that nothing could ever happen again."""
+class Deadlock(RuntimeError):  # noqa: N818 - names a state
+    """Every task waits and no timer is set."""
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task that hashes by its number: a TaskGroup keeps its tasks in a set, and cancels them in its order."""
+    """A task hashed by its number, since a TaskGroup keeps tasks in a set and cancels them in set order."""
 
     def __init__(
         self, coro: Generator[Any, None, Any] | Coroutine[Any, Any, Any], *, loop: "SimLoop", **kwargs: Any
@@ -58,7 +57,7 @@ class SimTask(asyncio.Task[Any]):
 
 
 class SimLoop(EventQueue, asyncio.BaseEventLoop):  # type: ignore[misc]
-    """The loop of one simulation. No threads and no sockets; `run_in_executor` calls at once, on the spot."""
+    """The event loop of one simulation. No threads and no sockets; `run_in_executor` calls the function at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,12 +77,12 @@ class SimLoop(EventQueue, asyncio.BaseEventLoop):  # type: ignore[misc]
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - the caller's, by way of the future
+        except Exception as error:  # noqa: BLE001 - passed to the caller by the future
             future.set_exception(error)
         return future
 
     def waiting(self) -> list[str]:
-        """Say of every task that has not ended where it waits, oldest first."""
+        """Describe where each unfinished task waits, oldest first."""
         tasks = [task for task in asyncio.all_tasks(self) if isinstance(task, SimTask)]
         return [_describe(task) for task in sorted(tasks, key=lambda task: task.number)]
 
@@ -92,7 +91,7 @@ class SimLoop(EventQueue, asyncio.BaseEventLoop):  # type: ignore[misc]
         self.forget_calls()
 
     def _run_once(self) -> None:
-        """Take turns until the loop is stopped, all of them in one call."""
+        """Run all turns until the loop is stopped."""
         self.take_turns()
 
     def _stuck(self) -> NoReturn:
@@ -111,7 +110,7 @@ def _make_task(
 
 
 def _describe(task: SimTask) -> str:
-    """Name a task and the innermost line it waits at."""
+    """Format a task's name and the innermost line at which it waits."""
     frame: types.FrameType | None = None
     awaited: Any = task.get_coro()
     while awaited is not None:

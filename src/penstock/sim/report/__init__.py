@@ -1,1 +1,1 @@
-"""What a simulation came to: figures, tables, charts, one HTML page."""
+"""Reports of a simulation: JSON, table, charts, HTML page."""

@@ -1,4 +1,4 @@
-"""Line charts as SVG, drawn here so that a report opens without a network; a script only adds what the pointer reads."""
+"""Line charts as SVG without external libraries, so that a report opens offline; a script adds the values under the pointer."""
 
 import html
 import json
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 560, 250
 COLOURS = 8
-"""Lines that can be told apart."""
+"""Number of distinct line colours."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 20, 30
 _TICKS = 5
 _LOG_TICKS_MAX = 7
@@ -23,7 +23,7 @@ Points = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One value for each of the chart's `xs`; NaN where there is none."""
+    """A line: one y per x of the chart; NaN is a gap."""
 
     name: str
     ys: Points
@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """What lies between two lines."""
+    """A filled area between two lines."""
 
     name: str
     low: Points
@@ -41,7 +41,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Dots:
-    """Points that nothing connects, in the colour of the line that they belong to."""
+    """Unconnected points, in the colour of their line."""
 
     xs: Points
     ys: Points
@@ -49,7 +49,7 @@ class Dots:
 
 
 class XAxis(StrEnum):
-    """What a chart's xs are: seconds from 0, seconds on a logarithmic axis, or other numbers from 0."""
+    """The x axis: seconds from 0, seconds on a logarithmic axis, or numbers from 0."""
 
     TIME = "time"
     LOG_TIME = "log_time"
@@ -58,14 +58,14 @@ class XAxis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What one figure shows.
+    """One figure.
 
-    title:  what it is of
-    note:   of whom, and in which unit
-    xs:     of the lines and bands, rising; `x_axis` says what they are
-    unit:   of the lines, put behind each value; "%" shows shares of one, "requests" whole numbers
-    mark_s: where on the x axis a target is
-    x_max, y_max: the axes reach at least so far
+    title:  heading
+    note:   subject and unit
+    xs:     increasing x values of the lines and bands, in the unit of `x_axis`
+    unit:   unit of the lines; "%" formats fractions, "requests" integers
+    mark_s: x position of a target
+    x_max, y_max: least ends of the axes
     """
 
     title: str
@@ -82,7 +82,7 @@ class Chart:
 
     @property
     def highest(self) -> float:
-        """The most that any line or band reaches, and `y_max` at least."""
+        """Largest y of all lines and bands, at least `y_max`."""
         drawn = [line.ys for line in self.lines]
         drawn += [band.high for band in self.bands]
         drawn += [dots.ys for dots in self.dots]
@@ -90,7 +90,7 @@ class Chart:
         return float(np.nanmax(ys))
 
     def to_svg(self) -> str:
-        """Draw it as a figure of a page: caption, drawing, legend."""
+        """Draw an HTML figure: caption, drawing, legend."""
         legend = "".join(
             f'<span class="{kind}{index}"><i></i>{html.escape(name)}</span>'
             for kind, index, name in self.names()
@@ -102,7 +102,7 @@ class Chart:
         )
 
     def drawing(self) -> str:
-        """Draw axes, lines, bands and dots alone."""
+        """Draw axes, lines, bands and dots, without caption and legend."""
         x_axis = self._x_axis()
         y_axis = self._y_axis()
         label = html.escape(f"{self.title}, {self.note}")
@@ -118,10 +118,10 @@ class Chart:
         return "".join(drawn)
 
     def names(self) -> list[tuple[str, int, str]]:
-        """Give what a legend names: class and number of the colour, and the name."""
+        """Give the legend: (CSS class, colour number, name)."""
         lines = [("c", line.colour, line.name) for line in self.lines]
         if len(lines) == 1 and not self.bands:
-            return []  # the page says whose it is
+            return []  # the page names the only line
         return lines + [("b", number, band.name) for number, band in enumerate(self.bands)]
 
     def _x_axis(self) -> "_Axis":
@@ -156,7 +156,7 @@ class Chart:
         ]
 
     def _read_out(self, x_axis: "_Axis") -> str:
-        """Give what the page's script shows beside the pointer, as JSON."""
+        """Give the data for the pointer's read-out, as JSON."""
         scale = 100.0 if self.unit == "%" else 1.0
         rows: list[tuple[str, str, Points]] = [(f"c{line.colour}", line.name, line.ys) for line in self.lines]
         for number, band in enumerate(self.bands):
@@ -276,7 +276,7 @@ def _area(x_axis: _Axis, y_axis: _Axis, xs: Points, band: Band, number: int) -> 
 
 
 def _pieces(xs: Points, ys: Points) -> list[tuple[bool, float, float]]:
-    """Give the points that are there, and of each whether it is the first after a gap."""
+    """Give (starts a segment, x, y) of the points that are not NaN."""
     found = []
     is_gap = True
     for x, y in zip(xs.tolist(), ys.tolist(), strict=True):
@@ -287,14 +287,14 @@ def _pieces(xs: Points, ys: Points) -> list[tuple[bool, float, float]]:
 
 
 def same_scale(charts: Sequence[Chart]) -> list[Chart]:
-    """Give charts of the same thing axes of equal length, so that they can be compared by eye."""
+    """Set equal axes for charts of one quantity, for comparison."""
     x_max = max(float(chart.xs[-1]) if len(chart.xs) else 0.0 for chart in charts)
     y_max = max(chart.highest for chart in charts)
     return [replace(chart, x_max=x_max, y_max=y_max) for chart in charts]
 
 
 def say_s(value: float) -> str:
-    """Word a time as people do."""
+    """Format seconds with a readable unit."""
     if 0 < value < 1e-3:
         return f"{value * 1e6:.3g} µs"
     if 0 < value < 1:
@@ -306,7 +306,7 @@ def say_s(value: float) -> str:
 
 
 def _ticks(highest: float, *, is_whole: bool = False) -> list[float]:
-    """Give round numbers from 0 to at least `highest`."""
+    """Give round tick values from 0 to at least `highest`."""
     if highest <= 0:
         return [0.0, 1.0]
     step = max(highest / _TICKS, 1.0 if is_whole else 0.0)

@@ -1,4 +1,4 @@
-"""The page around charts: one HTML file that needs nothing else; style and script are in it."""
+"""The HTML page around charts: one file with its style and script."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ _HERE = Path(__file__).parent
 
 
 def make_document(heading: str, body: str) -> str:
-    """Write the page around `body`, which is HTML; `heading` is text."""
+    """Make the page: `heading` is plain text, `body` is HTML."""
     title = html.escape(heading)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -20,12 +20,12 @@ def make_document(heading: str, body: str) -> str:
 
 
 def chart_grid(charts: Iterable[Chart]) -> str:
-    """Put charts beside each other as the page's width allows."""
+    """Make a responsive grid of charts."""
     return f'<div class="charts">{"".join(chart.to_svg() for chart in charts)}</div>'
 
 
 def make_picture(charts: Sequence[Chart], *, columns: int = 2) -> str:
-    """Draw charts beside each other as one SVG without scripts, for pages that show images."""
+    """Draw charts side by side as one SVG without scripts."""
     width, height = columns * _PANEL_WIDTH, -(-len(charts) // columns) * _PANEL_HEIGHT
     panels = "".join(
         f'<g transform="translate({number % columns * _PANEL_WIDTH},{number // columns * _PANEL_HEIGHT})">{_panel(chart)}</g>\n'
@@ -38,7 +38,7 @@ def make_picture(charts: Sequence[Chart], *, columns: int = 2) -> str:
 
 
 def _panel(chart: Chart) -> str:
-    """Draw one chart with its caption above and its legend below."""
+    """Draw one chart with caption and legend."""
     names = "".join(
         f'<g class="{kind}{index}"><rect class="key" x="{_MARGIN + 180 * place}" y="{_LEGEND_TOP - 9}" width="10" height="10"/>'
         f'<text x="{_MARGIN + 180 * place + 15}" y="{_LEGEND_TOP}">{html.escape(name)}</text></g>'
@@ -64,7 +64,7 @@ _PICTURE_STYLE = (
 
 
 def text_table(rows: Iterable[Sequence[str]]) -> str:
-    """Make a table of text."""
+    """Make an HTML table of text cells."""
     lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
     return f'<div class="table words"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 

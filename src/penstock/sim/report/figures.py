@@ -1,4 +1,4 @@
-"""Which charts a report has, from what was recorded: of one deployment, and of several in one."""
+"""The charts of a report, from recordings of one deployment or several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ from penstock.sim.simulate import Recording, Samples
 _POINTS = 240
 _WINDOWS = 60
 _SMOOTHED = 20
-"""A window of a ratio is one in so many of the whole time, so that it does not jump with every request."""
+"""Moving ratios use a window of 1/20 of the run, to smooth single requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A deployment that was simulated, with samples, and what came of it."""
+    """A simulated deployment with its recording and report."""
 
     name: str
     deployment: Deployment
@@ -38,7 +38,7 @@ class Run:
 
 
 def worker_charts(run: Run) -> list[Chart]:
-    """Show each worker where they are few, and how they spread where they are many."""
+    """Chart each worker, or percentiles over workers if there are many."""
     samples = run.samples
     hits, computed = samples.of("prefix_hit_tokens"), samples.of("prefilled_tokens")
     return [
@@ -56,12 +56,12 @@ def worker_charts(run: Run) -> list[Chart]:
 
 
 def overall_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Show what all workers came to together, a line for each deployment."""
+    """Chart rates and latencies of all requests, one line per deployment."""
     return [*_distributions(runs), _ttft_over_time(runs), *_rates(runs)]
 
 
 def total_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Show what `worker_charts` shows, but of all workers together, a line for each deployment."""
+    """Chart the quantities of `worker_charts` over all workers, one line per deployment."""
     end_s = max(run.recording.end_s for run in runs)
     xs = np.linspace(0, end_s, _POINTS)
 
@@ -118,7 +118,7 @@ def _by_worker(title: str, note: str, samples: Samples, values: Points, unit: st
 
 
 def _median(values: Points) -> Points:
-    """Give (times,) the median of (times, workers); NaN where there is no worker."""
+    """Give the median over workers of (times, workers) as (times,); NaN without workers."""
     median = np.full(len(values), np.nan)
     some = np.isfinite(values).any(axis=1)
     median[some] = np.nanmedian(values[some], axis=1)
@@ -131,7 +131,7 @@ def _kv_use(samples: Samples) -> Points:
 
 
 def _moving_ratio(hits: Points, others: Points) -> Points:
-    """Give hits / (hits + others) of the last part of the time, from counters; NaN where there was neither."""
+    """Give hits / (hits + others) over a moving window, from counters; NaN without events."""
     back = max(len(hits) // _SMOOTHED, 1)
     gained = []
     for counter in (hits, others):
@@ -176,7 +176,7 @@ def _rates(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _ttft_over_time(runs: Sequence[Run]) -> Chart:
-    """Show whether a queue builds up: of one deployment in two percentiles, of several in the higher one."""
+    """Chart TTFT over send time: p50 and p90 of one deployment, p90 of several."""
     edges = np.linspace(
         0, max([max(run.recording.sent_s, default=0.0) for run in runs] + [1e-9]), _WINDOWS + 1
     )
@@ -226,6 +226,6 @@ def _distributions(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _latency_s(run: Run, number: int) -> Points:
-    """Give one of the latencies of every completed request; a single token has no time between tokens."""
+    """Give one latency of every completed request; requests with one token have no ITL."""
     values: Points = latencies_s(run.recording)[number]
     return values[np.asarray(run.recording.output_tokens) > 1] if number == 1 else values

@@ -1,4 +1,4 @@
-"""What a simulation was given, so that a report says how to get it again."""
+"""The inputs of a simulation, so that a report can be reproduced."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from penstock.sim.role_group import RoleGroup
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What was played beside the graph's file.
+    """Inputs beside the graph file.
 
-    workload:  the file
-    changes:   fields of the graph that flags set, by dotted path
-    played:    flags that change the workload, as they were given
-    profile:   the file that the engines run on, None for the role's own or the roofline
+    workload:  workload file
+    changes:   graph fields set by flags, by dotted path
+    played:    flags that change the workload, as given
+    profile:   profile of all engines; None for the roles' profiles or the roofline
     """
 
     workload: Path
@@ -28,15 +28,15 @@ class Inputs:
 
     @property
     def heading(self) -> str:
-        """What differs from graph and roofline, for people; empty if nothing does."""
+        """Changes to the graph and the profile, as text; empty without any."""
         said = [f"{place}={value}" for place, value in self.changes.items()]
         if self.profile is not None:
             said.append(f"engines on the profile {self.profile.name}")
         return ", ".join(said)
 
     def report(self, deployment: Deployment, graph_file: str) -> dict[str, Any]:
-        """Make the report's block `inputs`; files by their names alone, devices as the workers have that answer."""
-        graph, role_group = deployment.graph, deployment.answering[0]
+        """Make the report's block `inputs`: file names without directories, devices of the decoding workers."""
+        graph, role_group = deployment.graph, deployment.decoding[0]
         profile, file = role_group.profile, self.profile or role_group.spec.profile
         return {
             "version": __version__,
@@ -66,7 +66,7 @@ class Inputs:
 
 
 def mismatches(deployment: Deployment) -> list[str]:
-    """Say what profiles are of and what they stand for, where they tell that these differ."""
+    """List profiles whose model, hardware or parallelism differs from the deployment's."""
     return [
         text
         for role_group in deployment.role_groups

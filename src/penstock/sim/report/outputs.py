@@ -1,4 +1,4 @@
-"""The files that a command writes, and its table: seen to beforehand, and all written that can be."""
+"""Output files and table of a command: checked before a run, written after it."""
 
 import os
 import sys
@@ -10,14 +10,14 @@ from penstock.core.errors import ConfigError, PenstockError
 
 
 def check_outputs(files: Mapping[str, Path | None], inputs: Sequence[str | Path] = ()) -> None:
-    """See now that files can be written, and not at the end of a long run.
+    """Check before a long run that the output files can be written.
 
     Args:
-        files: by flag; None where it was not given.
-        inputs: what is read, and so must not be overwritten.
+        files: by flag; None if not given.
+        inputs: input files, which must not be overwritten.
 
     Raises:
-        ConfigError: one cannot be, is read or is given twice.
+        ConfigError: a file cannot be written, is an input, or is given twice.
     """
     taken = {Path(path).resolve(): f"is read as {path}" for path in inputs}
     for flag, path in files.items():
@@ -42,14 +42,14 @@ def check_outputs(files: Mapping[str, Path | None], inputs: Sequence[str | Path]
 
 
 def put_out(table: Callable[[], None], files: Mapping[str, tuple[Path | None, Callable[[], str]]]) -> None:
-    """Write all that can be written, and only then tell what could not.
+    """Write all files that can be written, then report those that could not.
 
     Args:
-        table: prints to stdout; it comes last.
-        files: by flag, the file and what makes its text; nothing is made for None.
+        table: prints to stdout, last.
+        files: by flag, (file, function that makes its text); None files are skipped.
 
     Raises:
-        PenstockError: one line for each that could not be written.
+        PenstockError: one line per file that could not be written.
     """
     outputs: list[tuple[str, Callable[[], None]]] = [
         (f"{flag}: {path}", partial(_write, path, make)) for flag, (path, make) in files.items() if path
@@ -61,7 +61,7 @@ def put_out(table: Callable[[], None], files: Mapping[str, tuple[Path | None, Ca
             write()
         except OSError as error:
             problems.append(f"{name}: cannot be written: {error.strerror or error}")
-            if name == "stdout":  # else the interpreter tries again when it ends
+            if name == "stdout":  # else the interpreter flushes it again at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if problems:
         raise PenstockError("\n".join(problems))

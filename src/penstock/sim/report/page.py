@@ -1,4 +1,4 @@
-"""A simulation's report as one HTML file, of one deployment or of several side by side."""
+"""The HTML report of one simulated deployment, or of several side by side."""
 
 import html
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ _PAIR_WIDTH_PX = 380
 
 
 def make_page(heading: str, runs: Sequence[Run]) -> str:
-    """Write the page.
+    """Make the page.
 
     Args:
-        heading: what was played, on what.
-        runs: what came of it; several are put side by side.
+        heading: workload and deployments.
+        runs: the runs; several are shown side by side.
     """
     rows = summarize([run.report for run in runs])
     body = _one(runs[0], rows) if len(runs) == 1 else _several(runs, rows)
@@ -56,7 +56,7 @@ def _several(runs: Sequence[Run], rows: list[Row]) -> str:
 def _about(run: Run) -> str:
     graph, deployment = run.deployment.graph, run.deployment
     slo = "" if run.slo is None else f", targets: TTFT {say_s(run.slo.ttft_s)}, TPOT {say_s(run.slo.itl_s)}"
-    yields = [role_group.spec.tokens_per_step for role_group in deployment.answering]
+    yields = [role_group.spec.tokens_per_step for role_group in deployment.decoding]
     speculation = "" if max(yields) == 1 else f", {max(yields):g} tokens a decode step"
     link = f"; {deployment.link}" if deployment.link else ""
     return html.escape(
@@ -66,7 +66,7 @@ def _about(run: Run) -> str:
 
 
 def _devices(role_groups: Sequence[RoleGroup]) -> str:
-    """Say what the workers of each role are on."""
+    """Format the devices of each role."""
     if len(role_groups) == 1:
         return f"{role_groups[0].devices:,} {role_groups[0].hardware.name}"
     return " and ".join(

@@ -1,4 +1,4 @@
-"""Sums of many values, as reports give them."""
+"""Percentiles and ratios of reports."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ _PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: NDArray[np.float64]) -> dict[str, float | None]:
-    """Give `mean`, `p50`, `p90` and `p99`; None of nothing."""
+    """Give `mean`, `p50`, `p90` and `p99`; None for an empty array."""
     found: dict[str, float | None] = {"mean": float(values.mean()) if len(values) else None}
     for percent in _PERCENTILES:
         found[f"p{percent}"] = float(np.percentile(values, percent)) if len(values) else None
@@ -15,5 +15,5 @@ def percentiles(values: NDArray[np.float64]) -> dict[str, float | None]:
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """Divide; None where there is nothing to divide by."""
+    """Divide; None if the denominator is 0."""
     return numerator / denominator if denominator else None

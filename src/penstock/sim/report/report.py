@@ -1,4 +1,4 @@
-"""What a simulation came to: one JSON of stable keys."""
+"""The JSON report of a simulation, with stable keys."""
 
 import resource
 from typing import Any
@@ -19,26 +19,26 @@ _HOUR_S = 3600.0
 def make_report(
     recording: Recording, deployment: Deployment, slo: Slo | None, *, wall_s: float
 ) -> dict[str, Any]:
-    """Sum a recording up.
+    """Make the report of a recording.
 
-    Keys, with the unit in the name; None where there is nothing to say:
-    `requests`, `completed`, `failed`; `duration_s` from the first request to the last one's end; `ttft_s`,
-    `itl_s` (per request: mean time between its tokens) and `e2e_s`, each with `mean`, `p50`, `p90`, `p99`;
-    `output_tokens_per_s`; `goodput_rps`, requests a second within both targets of the SLO; `kv_hit_ratio`,
-    cached prompt tokens over prompt tokens, and `kv_hit_ratio_by_tier`, its parts by the tier that had them;
-    `tenants`, by name where requests have one, each with `requests`, `failed`, `ttft_s` and `prompt_token_share` and
-    `output_token_share`, parts of what was completed;
-    `roles`, by name: what its workers did, queues and KV use over time where samples were taken; `kv_transfer`, how many
-    prompts were disaggregated (`remote`) or not (`local`), the bytes moved for it, the time from first to second
-    token of those, and what went wrong, None without prefill workers;
-    `gpu_hours`; `tokens_per_joule` and `usd_per_million_tokens`, of
-    output tokens, at the power and price of the hardware's entry. `wall` is about this run and not repeatable.
+    Keys have their unit in the name; a value without data is None:
+    `requests`, `completed`, `failed`; `duration_s` from the first request to the last one's end;
+    `ttft_s`, `itl_s` (mean time between a request's tokens) and `e2e_s`, each with `mean`, `p50`, `p90`, `p99`;
+    `output_tokens_per_s`; `goodput_rps`, requests per second that meet both targets;
+    `kv_hit_ratio`, cached prompt tokens / prompt tokens; `kv_hit_ratio_by_tier`, the same by tier of the hit;
+    `tenants`, by name if requests have one, each with `requests`, `failed`, `ttft_s`, `prompt_token_share` and
+    `output_token_share` (fractions of the completed tokens);
+    `roles`, by name: counters of its workers, and queue and KV use over time if sampled;
+    `kv_transfer`: requests with remote (`remote`) and local (`local`) prefill, bytes moved, time from first to second token
+    of remote ones, and failures; None without prefill workers;
+    `gpu_hours`; `tokens_per_joule` and `usd_per_million_tokens`, per output token at the hardware's power and price;
+    `wall`, real time of this run, not reproducible.
 
     Args:
-        recording: of one run.
-        deployment: what served it.
-        slo: what counts as good, None for nothing.
-        wall_s: how long the run took.
+        recording: recording of one run.
+        deployment: the simulated deployment.
+        slo: targets of goodput; None for no goodput.
+        wall_s: real seconds of the run.
     """
     tokens = np.asarray(recording.output_tokens)
     ttft_s, itl_s, e2e_s = latencies_s(recording)
@@ -76,7 +76,7 @@ def make_report(
 
 
 def _hit_ratios(recording: Recording, deployment: Deployment, prompt_tokens: int) -> dict[str, float | None]:
-    """Split the hit ratio by tier, None for those that no worker has."""
+    """Split the hit ratio by tier; None for tiers that no worker has."""
     device, *lower = Tier
     there = {device, *(tier for role_group in deployment.role_groups for tier, _ in role_group.lower_blocks)}
     found = dict(zip(lower, recording.onboarded_tokens, strict=False))
@@ -103,7 +103,7 @@ def _by_tenant(recording: Recording, ttft_s: NDArray[np.float64]) -> dict[str, A
 def latencies_s(
     recording: Recording,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Give TTFT, mean time between tokens (0 for a single one) and end-to-end time of every completed request."""
+    """Give (TTFT, mean ITL, end-to-end time) of every completed request; ITL is 0 for one token."""
     times = (recording.sent_s, recording.first_token_s, recording.last_token_s)
     sent, first, last = (np.asarray(a) for a in times)
     gaps = np.asarray(recording.output_tokens) - 1
@@ -111,7 +111,7 @@ def latencies_s(
 
 
 def is_good(recording: Recording, slo: Slo) -> NDArray[np.bool_]:
-    """Say of every completed request whether it met both targets."""
+    """Give (completed,) bool: whether each request met both targets."""
     ttft_s, itl_s, _ = latencies_s(recording)
     met: NDArray[np.bool_] = (ttft_s <= slo.ttft_s) & (itl_s <= slo.itl_s)
     return met

@@ -1,4 +1,4 @@
-"""A report's parts about roles: what the workers of each did, and what handing prompts over came to."""
+"""Report sections per role, and of KV transfers between roles."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from penstock.sim.simulate import Recording, Samples
 
 
 def report_roles(recording: Recording, deployment: Deployment) -> dict[str, Any]:
-    """Sum up by role; figures over time are None where no samples were taken."""
+    """Make the section of each role; values over time are None without samples."""
     return {
         role_group.role.value: _report_role(recording, role_group) for role_group in deployment.role_groups
     }
@@ -50,7 +50,7 @@ def _over_time(samples: Samples | None, role: Role) -> dict[str, Any]:
 
 
 def _mean_and_max(values: NDArray[np.float64]) -> dict[str, float | None]:
-    """Of all workers at all times."""
+    """Give mean and maximum over all workers and times."""
     known = values[np.isfinite(values)]
     if not len(known):
         return {"mean": None, "max": None}
@@ -58,8 +58,8 @@ def _mean_and_max(values: NDArray[np.float64]) -> dict[str, float | None]:
 
 
 def report_kv_transfer(recording: Recording, deployment: Deployment) -> dict[str, Any] | None:
-    """Sum up the KV transfers; None where there can be none."""
-    if len(deployment.answering) == len(deployment.role_groups):
+    """Make the section of KV transfers; None without prefill workers."""
+    if len(deployment.decoding) == len(deployment.role_groups):
         return None
     second_s = np.asarray(recording.second_token_s) - np.asarray(recording.first_token_s)
     is_remote = np.isfinite(second_s)

@@ -1,4 +1,4 @@
-"""A report's values for people: each with its name and unit, and beside others what is best and by how much."""
+"""The table of a report: values with name and unit, and a comparison of several reports."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ Report = dict[str, Any]
 class Cell:
     """One value of one report.
 
-    difference: to the first report's, in percent; empty where there is nothing to compare
-    is_best:    of all reports, where some differ
+    difference: percent from the first report; empty without a comparison
+    is_best:    best of all reports, if these differ
     """
 
     value: str
@@ -34,9 +34,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """One line: where its value is, its unit, and whether more (1) or less (-1) of it is better, or neither (0).
+    """One table row: path of the value in the report, unit, and whether more (1) or less (-1) is better, or neither (0).
 
-    An optional one is left out where no lower tier is in any report.
+    An optional row is left out if no report has lower tiers.
     """
 
     name: str
@@ -96,7 +96,7 @@ _SCALES = {"%": 100.0, "MB": 1e-6, "GB": 1e-9}
 
 
 def summarize(reports: Sequence[Report]) -> list[Row]:
-    """Put reports side by side; the rows of a family, as the percentiles of one latency, share their unit."""
+    """Make the rows of several reports; rows of one family, such as percentiles of TTFT, share a unit."""
     tiers = _tiers(reports)
     figures = (*_FIGURES, *_kv_transfer_figures(reports), *_tenant_figures(reports))
     slowest_s: dict[str, float] = {}
@@ -116,7 +116,7 @@ def summarize(reports: Sequence[Report]) -> list[Row]:
 
 
 def _tiers(reports: Sequence[Report]) -> set[str]:
-    """Name the tiers that any deployment has, where that is more than the device."""
+    """Give the tiers of all deployments; empty if all have the device only."""
     tiers = {
         tier
         for report in reports
@@ -127,7 +127,7 @@ def _tiers(reports: Sequence[Report]) -> set[str]:
 
 
 def _kv_transfer_figures(reports: Sequence[Report]) -> list[_Figure]:
-    """Show what roles came to, and handing over between them, where any deployment has several."""
+    """Give the rows of roles and KV transfers, if any deployment has several roles."""
     if all(report["kv_transfer"] is None for report in reports):
         return []
     roles = [role for role in Role if any(role in report["roles"] for report in reports)]
@@ -153,7 +153,7 @@ def _tenant_figures(reports: Sequence[Report]) -> list[_Figure]:
 def _value(report: Report, path: tuple[str, ...]) -> float | None:
     value: Any = report
     for part in path:
-        if value is None or part not in value:  # a tenant or role of another report
+        if value is None or part not in value:  # this report lacks the tenant or role
             return None
         value = value[part]
     return None if value is None else float(value)

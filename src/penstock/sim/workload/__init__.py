@@ -1,1 +1,1 @@
-"""What users ask, and when: traces, synthetic sessions, prompts without text."""
+"""Workloads: traces, synthetic sessions, prompts without text."""

@@ -1,4 +1,4 @@
-"""Request traces: Azure's CSV and Mooncake's JSON lines, plain or gzipped, told apart by their content.
+"""Request traces: Azure's CSV and Mooncake's JSON lines, plain or gzipped, detected by content.
 
 Sources: Azure/AzurePublicDataset (AzureLLMInferenceTrace_*.csv); kvcache-ai/Mooncake (FAST25-release/traces).
 """
@@ -17,11 +17,11 @@ import msgspec
 from penstock.core.errors import ConfigError
 
 PREFIX_BLOCK_TOKENS = 512
-"""Prompt tokens that one of Mooncake's hash ids stands for."""
+"""Prompt tokens per hash id of a Mooncake trace."""
 SPAN_MAX_S = 366 * 86_400.0
-"""How far apart the requests of one workload may be: what is further is a wrong unit, not a workload."""
+"""Longest time span of a workload; a longer one means a wrong unit."""
 TOKENS_MAX = 10_000_000
-"""In a prompt or an answer; far above every model's context."""
+"""Most tokens of a prompt or output; far above every model's context."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -32,10 +32,10 @@ _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request: when it came, counted from the first one, and how long it was.
+    """One request: its time since the first one, and its token counts.
 
-    `prefix_ids` names its prompt's blocks of 512 tokens: equal leading ids are a shared prefix. Empty where the
-    trace does not tell.
+    `prefix_ids` are ids of its prompt's blocks of 512 tokens: equal leading ids are a shared prefix. Empty if the trace
+    has none.
     """
 
     at_s: float
@@ -56,14 +56,14 @@ _Parse = Callable[[str], TraceRow]
 
 
 def read_trace(path: Path, *, on_bad: OnBad | None = None) -> list[TraceRow]:
-    """Read a trace, in order of time.
+    """Read a trace, sorted by time.
 
     Args:
         path: the file.
-        on_bad: told of each line that is wrong, which is then left out; None makes the first one an error.
+        on_bad: called for each bad line, which is skipped; None raises for the first one.
 
     Raises:
-        ConfigError: the file cannot be read, is of no known format, or has a wrong line; file and line are named.
+        ConfigError: the file cannot be read, has an unknown format, or a bad line; the text has file and line.
     """
     reader = _Reader(path, on_bad)
     try:
@@ -82,7 +82,7 @@ def read_trace(path: Path, *, on_bad: OnBad | None = None) -> list[TraceRow]:
 
 
 class _Reader:
-    """Turns lines into rows; the first line that fits a format decides which it is."""
+    """Parses lines to rows; the first line that fits a format decides the format."""
 
     def __init__(self, path: Path, on_bad: OnBad | None) -> None:
         self._path = path
@@ -115,7 +115,7 @@ class _Reader:
                     yield row
 
     def nothing_read(self) -> ConfigError:
-        """Say why there is no row after the whole file was read."""
+        """Make the error of a file without a row."""
         if not self._num_bad:
             return ConfigError(f"{self._path}: holds no request; expected at least one row")
         lines = "its only line is" if self._num_bad == 1 else f"all {self._num_bad:,} lines are"
@@ -130,7 +130,7 @@ class _Reader:
         self._on_bad(problem)
 
     def _row(self, line: bytes) -> TraceRow | None:
-        """Read a line; None for one that is blank or the header."""
+        """Parse a line; None for a blank line or the header."""
         if len(line) == _LINE_BYTES_MAX:
             raise ValueError(f"expected less than {_LINE_BYTES_MAX:,} bytes in a line")
         try:
@@ -222,6 +222,6 @@ def _count(name: str, value: str) -> int:
 
 
 def _short(value: object) -> str:
-    """Quote a value that may be a whole page."""
+    """Quote a value, shortened."""
     text = repr(value)
     return text if len(text) <= _QUOTED_MAX else f"{text[:_QUOTED_MAX]}..."

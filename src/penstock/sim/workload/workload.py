@@ -1,4 +1,4 @@
-"""What users ask, and when: from a trace, or made up from a few numbers and a seed."""
+"""Workloads as sessions: from a trace, or synthetic from a few numbers and a seed."""
 
 import math
 import random
@@ -18,71 +18,71 @@ from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, SPAN_MAX_S, TOKENS_
 
 _SHARED_UNIT_TOKENS = 16
 _RATE_MAX = 1e6
-_PREFIX_TOKENS_MAX = 1_000_000_000  # of all groups: 500 MB of names
+_PREFIX_TOKENS_MAX = 1_000_000_000  # over all groups: 500 MB of names
 _DAY_S = 86_400.0
-_TENANTS_MAX = 100  # each has rows in the report
+_TENANTS_MAX = 100  # each adds rows to the report
 _TENANT_CHARACTERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: `input_tokens` is the whole prompt, the conversation so far included."""
+    """One request: `input_tokens` is the whole prompt, including the conversation so far."""
 
     input_tokens: int
     output_tokens: int
     think_s: float = 0.0
-    """How long after the end of the turn before it is sent."""
+    """Seconds from the end of the previous turn until it is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One user: turns one after the other, each a longer part of the same stream of tokens."""
+    """One conversation: consecutive turns, each a longer prefix of the same token stream."""
 
     at_s: float
     turns: tuple[Turn, ...]
     prompt: Prompt
     adapter: int | None = None
-    """Which of the deployment's LoRA adapters it asks for."""
+    """Index of the LoRA adapter it requests; None for the model itself."""
     slo_ttft_s: float | None = None
-    """What each of its requests wants its first token to take at most, if it says."""
+    """TTFT target of each request; None for none."""
     slo_itl_s: float | None = None
-    """And each further token."""
+    """ITL target of each request; None for none."""
     tenant: str = ""
-    """Who it says it is; empty for nobody."""
+    """Tenant; empty for none."""
 
 
 class WorkloadConfig(Config):
-    """A made-up workload. Lengths and gaps are means; a seed draws the rest."""
+    """A synthetic workload. Lengths and gaps are means of random draws."""
 
     requests: int = Field(default=1000, ge=1, le=1_000_000)
-    """All turns of all sessions together, rounded up to whole sessions."""
+    """Requests of all sessions, rounded up to whole sessions."""
     rate_per_s: float = Field(gt=0, le=_RATE_MAX)
-    """Sessions that begin each second."""
+    """Sessions that start per second."""
     burstiness: float = Field(default=1.0, gt=0, le=1000)
-    """Variance of the gaps between sessions over their squared mean: 1 is Poisson, more comes in bursts (Gamma)."""
+    """Variance / squared mean of the gaps between sessions: 1 is Poisson, more is bursty (Gamma)."""
     input_tokens: int = Field(default=1024, ge=1, le=TOKENS_MAX)
-    """New prompt tokens of each turn, the shared prefix not counted."""
+    """New prompt tokens of each turn, without the shared prefix."""
     output_tokens: int = Field(default=256, ge=1, le=1_000_000)
     """Tokens of each answer."""
     spread: float = Field(default=0.0, ge=0, le=3)
-    """Standard deviation of the lengths' logarithm; 0 makes all equal."""
+    """Standard deviation of the logarithm of lengths; 0 makes them equal."""
     turns: int = Field(default=1, ge=1, le=1000)
-    """Requests of one conversation."""
+    """Requests per conversation."""
     think_s: float = Field(default=10.0, ge=0, le=_DAY_S)
-    """Mean time between an answer's end and the next turn, exponential."""
+    """Mean seconds between an answer's end and the next turn, exponential."""
     shared_prefix_tokens: int = Field(default=0, ge=0, le=1_000_000)
-    """Prompt tokens that all sessions of a group begin with."""
+    """Prompt tokens shared by all sessions of a group."""
     prefix_groups: int = Field(default=1, ge=1, le=1_000_000)
-    """Groups, equally likely."""
+    """Number of groups, equally likely."""
     adapters: int = Field(default=0, ge=0, le=10_000)
-    """LoRA adapters that sessions ask for, equally likely: the first ones that the graph's role lists. 0: the model itself."""
+    """Number of LoRA adapters that sessions request, equally likely: the first ones in the graph's role. 0: the model itself."""
 
     slo_ttft_s: float | None = Field(default=None, ge=0.001, le=3600)
-    """Seconds that each request wants its first token to take at most, as if clients sent that target; None sends none."""
+    """TTFT target of each request in seconds, as if sent by clients; None sends none."""
     slo_itl_s: float | None = Field(default=None, ge=0.0001, le=60)
-    """Seconds that each request wants each further token to take at most; None sends none."""
+    """ITL target of each request in seconds; None sends none."""
     tenants: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, max_length=_TENANTS_MAX)
-    """Who sends the sessions: names, and parts of them in proportion to these numbers. None: nobody says who it is."""
+    """Tenants by name, with their relative share of sessions; empty: no tenants."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -121,7 +121,7 @@ class WorkloadConfig(Config):
 
 
 def make_sessions(config: WorkloadConfig, rng: random.Random) -> Iterator[Session]:
-    """Make a workload up, in order of time."""
+    """Generate a synthetic workload, sorted by time."""
     at_s = 0.0
     shape = 1.0 / config.burstiness
     unit = _SHARED_UNIT_TOKENS
@@ -131,7 +131,7 @@ def make_sessions(config: WorkloadConfig, rng: random.Random) -> Iterator[Sessio
     names, parts = list(config.tenants), list(accumulate(config.tenants.values()))
     for number in range(math.ceil(config.requests / config.turns)):
         adapter = rng.randrange(config.adapters) if config.adapters else None
-        # The same text has other KV under another adapter, and so another name.
+        # Equal text has different KV, hence different names, under another adapter.
         group = (rng.randrange(config.prefix_groups), *(() if adapter is None else (adapter,)))
         if prefix_tokens and group not in groups:
             groups[group] = named_units(named(run, 1, *group), prefix_tokens // unit)
@@ -146,17 +146,17 @@ def make_sessions(config: WorkloadConfig, rng: random.Random) -> Iterator[Sessio
 def trace_sessions(
     rows: Sequence[TraceRow], *, seed: int, hit_ratio: float = 0.0, block_size: int = _SHARED_UNIT_TOKENS
 ) -> Iterator[Session]:
-    """Make each row of a trace a session of one turn.
+    """Convert each row of a trace to a session of one turn.
 
     Args:
         rows: in order of time.
-        seed: names what requests do not share.
-        hit_ratio: for rows that do not tell their prefix: the share of all prompt tokens that an infinite cache
-            would have. Each prompt begins with so much of one of a few common streams.
-        block_size: what they share are whole blocks of so many tokens, so that a cache can have all of it.
+        seed: names the tokens that requests do not share.
+        hit_ratio: for rows without prefix ids: fraction of all prompt tokens that an infinite cache would hit. Each prompt
+            then starts with a prefix of one of a few common streams.
+        block_size: shared prefixes are whole blocks of this many tokens.
 
     Raises:
-        ConfigError: a ratio that is none.
+        ConfigError: hit_ratio is not in [0, 1).
     """
     if not 0 <= hit_ratio < 1:
         raise ConfigError(f"--hit-ratio: must be >= 0 and < 1, got {hit_ratio:g}")
@@ -176,10 +176,10 @@ def trace_sessions(
 
 
 class _CommonStreams:
-    """What prompts begin with, so that in sum a set share of their tokens was there before.
+    """Shared prefixes of prompts that give a set cache hit ratio in sum.
 
-    What a prompt shares is no hit where it is the first to share it, and short prompts have no room for whole blocks:
-    what is still owed to the ratio is carried on to the next prompts.
+    The first prompt with a prefix gets no hit, and short prompts have no whole block to share: the deficit is carried over to
+    the next prompts.
     """
 
     _COUNT = 32
@@ -193,7 +193,7 @@ class _CommonStreams:
         self._owed_tokens = 0.0
 
     def share(self, input_tokens: int, rng: random.Random) -> NDArray[np.uint64]:
-        """Choose what one prompt begins with; at least one token stays its own."""
+        """Choose the shared prefix of one prompt; at least one token stays its own."""
         self._owed_tokens += self._hit_ratio * input_tokens
         stream = rng.randrange(self._COUNT)
         room = max(input_tokens - 1, 0) // self._block_size
@@ -206,15 +206,15 @@ class _CommonStreams:
 def rescaled(
     rows: Sequence[TraceRow], *, speed: float | None = None, rate_per_s: float | None = None
 ) -> list[TraceRow]:
-    """Play a trace faster or slower.
+    """Rescale the times of a trace.
 
     Args:
-        rows: in order of time, from 0.
-        speed: so many times as fast.
-        rate_per_s: instead, with so many requests a second on average.
+        rows: sorted by time, from 0.
+        speed: factor on the request rate.
+        rate_per_s: mean requests per second, instead of `speed`.
 
     Raises:
-        ConfigError: both, or one that is not positive, or absurd.
+        ConfigError: both are given, or one is out of range.
     """
     if speed is not None and rate_per_s is not None:
         raise ConfigError(f"--speed {speed:g} and --rate {rate_per_s:g}: give one of them")
@@ -249,7 +249,7 @@ def _make_turns(config: WorkloadConfig, rng: random.Random) -> Iterator[Turn]:
 
 
 def _length(mean: int, spread: float, rng: random.Random) -> int:
-    """Draw a log-normal length of this mean."""
+    """Draw a log-normal length with this mean."""
     if not spread:
         return mean
     return max(1, round(mean * math.exp(rng.gauss(-spread * spread / 2, spread))))

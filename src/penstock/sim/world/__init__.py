@@ -1,1 +1,1 @@
-"""Simulated hosts: network, request plane, discovery and KV transport, with real routers and workers on them."""
+"""The simulated cluster: hosts, network, request plane, discovery and KV transport, under real routers and workers."""

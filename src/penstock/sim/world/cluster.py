@@ -1,4 +1,4 @@
-"""A whole deployment on one virtual loop: real dispatchers and workers, simulated hosts, network and engines."""
+"""A whole deployment on one virtual event loop: real dispatchers and workers, simulated hosts, network and engines."""
 
 import asyncio
 import random
@@ -32,19 +32,19 @@ from penstock.worker.worker import Worker, WorkerIdentity
 
 
 class SimEngine(Engine, KvBlocks, Protocol):
-    """An engine that can check itself, and that may tell of steps later than they are done."""
+    """A simulated engine, which may deliver finished steps late."""
 
     @property
     def pool(self) -> BlockPool | TieredPool:
-        """Its blocks; they are there once it was started."""
+        """Its block pool, after `start`."""
         ...
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         ...
 
     def so_far(self) -> Step | None:
-        """Give what came of steps that are done and was to be told later."""
+        """Give the undelivered results of finished steps."""
         ...
 
 
@@ -53,18 +53,18 @@ MakeEngine = Callable[[Pace], SimEngine]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What the workers of one role are made of, each alike but for `adapters` and place, by the number it is started as."""
+    """How to create the workers of one role. Adapters and location depend on the worker's start index."""
 
     make_engine: MakeEngine
     prices: Prices | None = None
     adapters_of: Callable[[int], Sequence[str]] = lambda _: ()
     location_of: Callable[[int], Location] = lambda _: Location()
-    """Where a worker is started; a host that is not named is one of its own. Frontends are where `router` says."""
+    """Location of a worker; without a host it gets a host of its own. Frontends are at `router.location`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What a simulated deployment is made of. Where one role is PREFILL, all transfer KV."""
+    """Parts of a simulated deployment. With a PREFILL role, all workers have KV transfer."""
 
     card: ModelCard
     workers: Mapping[Role, WorkerSpec]
@@ -77,7 +77,7 @@ class ClusterSpec:
 
 @dataclass(slots=True, eq=False)
 class SimWorker:
-    """A worker and the host it has for itself. `is_draining` once it was told to stop."""
+    """A worker on its own host. `is_draining` is set by `drain`."""
 
     name: str
     role: Role
@@ -90,7 +90,7 @@ class SimWorker:
 
 
 class SimCluster:
-    """Workers by name, and the frontends' dispatchers. Enter it; leaving it stops all at once."""
+    """Workers by name, and the frontends' dispatchers. An async context; leaving it stops everything at once."""
 
     def __init__(self, spec: ClusterSpec, rng: random.Random) -> None:
         self.spec = spec
@@ -100,12 +100,12 @@ class SimCluster:
         self.sim_transports = SimTransports(self.network, self._kv_way)
         self.dispatchers: list[Dispatcher] = []
         self.errors: dict[str, PenstockError] = {}
-        """Why workers ended, of those that did so with an error; by host."""
+        """Errors of workers that ended by one, by host."""
         self._rng = rng
         self._workers: dict[str, SimWorker] = {}
         self._numbers = 0
         self._started: Counter[Role] = Counter()
-        self._places: dict[str, Location] = {}  # of all workers that were ever started
+        self._places: dict[str, Location] = {}  # of all workers ever started
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
@@ -124,7 +124,7 @@ class SimCluster:
         await self._group.__aexit__(kind, error, trace)
 
     async def add_frontend(self, config: RouterConfig) -> Dispatcher:
-        """Run one more dispatcher, on the next host of `frontend_hosts`."""
+        """Start one more dispatcher, on the next of `frontend_hosts`."""
         host = f"frontend-{len(self.dispatchers) + 1}"
         config = config.model_copy(update={"location": self._locate(host, config.location)})
         dispatcher = Dispatcher(
@@ -143,11 +143,11 @@ class SimCluster:
 
     @property
     def workers(self) -> Mapping[str, SimWorker]:
-        """Those that were neither killed nor ended by themselves."""
+        """Running workers by name."""
         return self._workers
 
     async def start(self, name: str, role: Role = Role.AGGREGATED) -> SimWorker:
-        """Run a worker on a new host; returns once it is registered or has failed."""
+        """Start a worker on a new host; returns once it is registered or has failed."""
         self._numbers += 1
         number, spec = self._started[role], self.spec.workers[role]
         self._started[role] += 1
@@ -174,7 +174,7 @@ class SimCluster:
         return running
 
     def _agent(self, host: str) -> TransferAgent | None:
-        """Make what moves KV of a host's worker; nothing where no KV is transferred."""
+        """Create the transfer agent of a host's worker; None without a PREFILL role."""
         if Role.PREFILL not in self.spec.workers:
             return None
         config = self.spec.worker.kv_transfer.transfer.model_copy(
@@ -183,18 +183,18 @@ class SimCluster:
         return TransferAgent(host, config, transports=[self.sim_transports.at(host)])
 
     def _kv_way(self, one: str, other: str) -> Way:
-        """Say what lies between two workers, as their routers take it to be."""
+        """Give the network path between two workers, as routers assume it."""
         return self.spec.router.kv_way(self._places[one], self._places[other])
 
     def _locate(self, host: str, location: Location) -> Location:
-        """Put a host where it is to be; one of which nothing is said is nowhere."""
+        """Set a host's location; a host without one stays unlocated."""
         located = location if location.host else location.model_copy(update={"host": host})
         if location != Location():
             self.network.locate(host, located)
         return located
 
     def settle(self, name: str) -> None:
-        """Have a worker's frontends hear what they would have heard by now from an engine that tells every step."""
+        """Deliver a worker's finished steps to its frontends, as an engine that runs every step has done."""
         worker = self._workers[name]
         step = worker.engine.so_far()
         if step is not None:
@@ -202,14 +202,14 @@ class SimCluster:
             self.plane.hurry(worker.host)
 
     def kill(self, name: str) -> None:
-        """Make a worker vanish like a killed process: connections break, its lease runs out, nothing is said."""
+        """Kill a worker like a process: connections break, its lease expires, no goodbye is sent."""
         worker = self._workers.pop(name)
         self.registry.kill(worker.host)
         self.plane.kill(worker.host)
         worker.task.cancel()
 
     def drain(self, name: str) -> None:
-        """Tell a worker to finish what it has, and end."""
+        """Drain a worker: it finishes its requests and ends."""
         worker = self._workers[name]
         worker.is_draining = True
         worker.worker.stop()

@@ -1,8 +1,7 @@
-"""A simulated network: who can reach whom, and when what was sent arrives.
+"""A simulated network: reachability of hosts, and arrival times of messages.
 
-Hosts are names. Every connection is two pipes, each in order, with latency and bandwidth. What is sent over
-a cut path waits, as TCP would repeat it; a path that stays cut for longer than peers are patient ends its
-connections on both sides.
+Hosts are names. A connection is two pipes, each ordered, with latency and bandwidth. Messages over a cut path wait, as TCP
+would resend them; a path that stays cut longer than the peers' timeouts ends its connections on both sides.
 """
 
 import asyncio
@@ -19,39 +18,39 @@ from penstock.core.types.location import Location
 from penstock.perf.topology import Topology, Way
 
 REGISTRY = "registry"
-"""The host where discovery lives."""
+"""Host of the discovery registry."""
 
 
 class NetworkConfig(Config):
-    """What lies between the hosts of a simulation."""
+    """Network of a simulation."""
 
     latency_s: float = Field(default=0.0002, ge=0)
-    """One way, between any two hosts of which it is not known where they are."""
+    """One-way latency between hosts without a location."""
     jitter_s: float = Field(default=0.0, ge=0)
-    """A random part of this is added to each message's latency; the order is kept."""
+    """Each message's latency is increased by a random part of this; order is kept."""
     bandwidth_bytes_per_s: float = Field(default=1.25e9, gt=0)
-    """Of each direction of each connection, likewise."""
+    """Bandwidth per direction of a connection between hosts without a location."""
     event_loss: float = Field(default=0.0, ge=0, lt=1)
-    """Share of KV event messages that never arrive."""
+    """Fraction of KV event messages that are lost."""
     load_delay_s: float = Field(default=0.0, ge=0)
-    """Load reports arrive so much later than anything else."""
+    """Extra latency of load reports."""
     lease_ttl_s: float = Field(default=5.0, gt=0)
     """A registration that is not renewed for this long is dropped."""
 
 
 class Link(Protocol):
-    """Something that depends on the path between two hosts."""
+    """An object that depends on the path between two hosts."""
 
     @property
     def ends(self) -> tuple[str, str]: ...
 
     def on_path(self, *, is_open: bool) -> None:
-        """Note that the path was cut, or is open again."""
+        """Called when the path is cut or open again."""
         ...
 
 
 class SimNetwork:
-    """The paths between hosts, and all randomness on them. One event loop owns it."""
+    """The paths between hosts, with their randomness. One event loop owns it."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class SimNetwork:
         )
         self.rng = rng
         self.event_loss = self.config.event_loss
-        """May be changed while it runs."""
+        """Fraction of lost KV events; may be changed during a run."""
         self._cuts: dict[tuple[str, str], int] = {}
         self._frozen: dict[str, int] = {}
         self._links: dict[Link, None] = {}
@@ -74,25 +73,25 @@ class SimNetwork:
         self._locations: dict[str, Location] = {}
 
     def locate(self, host: str, location: Location) -> None:
-        """Say where a host is; between two that are somewhere lies what the topology says, and not what `config` does."""
+        """Set a host's location; between two located hosts the topology holds instead of `config`."""
         self._locations[host] = location
 
     def way(self, one: str, other: str) -> Way:
-        """Say what lies between two hosts."""
+        """Give the network path between two hosts."""
         here, there = self._locations.get(one), self._locations.get(other)
         return self._way if here is None or there is None else self._topology.way(here, there)
 
     def is_open(self, one: str, other: str) -> bool:
-        """Say whether two hosts can reach each other now."""
+        """Tell whether two hosts can reach each other now."""
         return not (self._cuts.get(_pair(one, other)) or self._frozen.get(one) or self._frozen.get(other))
 
     async def reach(self, one: str, other: str) -> None:
-        """Go one way over a path, waiting for as long as it is cut."""
+        """Wait for the one-way latency of a path, and while it is cut."""
         await asyncio.sleep(self.latency_s(one, other))
         await self.opened(one, other)
 
     async def opened(self, one: str, other: str) -> None:
-        """Wait for as long as a path is cut."""
+        """Wait while a path is cut."""
         while not self.is_open(one, other):
             await self._news.wait()
 
@@ -101,12 +100,12 @@ class SimNetwork:
         return self.way(one, other).latency_s + self.jitter_s()
 
     def jitter_s(self) -> float:
-        """Draw what one message is later than others."""
+        """Draw the jitter of one message."""
         jitter_s = self.config.jitter_s
         return self.rng.random() * jitter_s if jitter_s else 0.0
 
     def cut(self, one: str, other: str) -> None:
-        """Let nothing pass between two hosts until `mend`, as often as it was cut."""
+        """Cut the path between two hosts until `mend` was called as often as `cut`."""
         pair = _pair(one, other)
         self._cuts[pair] = self._cuts.get(pair, 0) + 1
         self._tell()
@@ -116,7 +115,7 @@ class SimNetwork:
         self._tell()
 
     def freeze(self, host: str) -> None:
-        """Let nothing in or out of a host until `thaw`, as often as it was frozen: its process is stopped."""
+        """Stop a host's traffic until `thaw` was called as often as `freeze`: its process is stopped."""
         self._frozen[host] = self._frozen.get(host, 0) + 1
         self._tell()
 
@@ -125,7 +124,7 @@ class SimNetwork:
         self._tell()
 
     def add(self, link: Link) -> None:
-        """Tell `link` of its path until `drop`."""
+        """Call `link.on_path` for changes until `drop`."""
         self._links[link] = None
         if not self.is_open(*link.ends):
             link.on_path(is_open=False)
@@ -134,7 +133,7 @@ class SimNetwork:
         self._links.pop(link, None)
 
     def check_at_rest(self) -> None:
-        """Raise AssertionError where a fault was never taken back."""
+        """Raise AssertionError if a cut or freeze was not undone."""
         assert not self._cuts, f"paths still cut: {sorted(self._cuts)}"
         assert not self._frozen, f"hosts still frozen: {sorted(self._frozen)}"
 
@@ -147,7 +146,7 @@ class SimNetwork:
 
 @dataclass(slots=True)
 class _Burst:
-    """What one end sent at one moment: it travels as one write does, and arrives once all its bytes have."""
+    """Messages sent at one moment: like one socket write, they arrive together once all bytes have."""
 
     arrival_s: float
     latency_s: float
@@ -155,18 +154,18 @@ class _Burst:
 
 
 class Pipe:
-    """One direction of a connection: what is sent arrives in order, or waits while the path is cut."""
+    """One direction of a connection: messages arrive in order, and wait while the path is cut."""
 
     def __init__(self, network: SimNetwork, ends: tuple[str, str]) -> None:
         self.is_deaf = False
-        """Set once nobody listens at the far end: what arrives is lost."""
+        """True once the far end is closed: arriving messages are lost."""
         self._network = network
         way = network.way(*ends)
         self._latency_s, self._bandwidth_bytes_per_s = way.latency_s, way.bandwidth_bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._bursts: deque[_Burst] = deque()
-        self._newest: _Burst | None = None  # while more may join it
-        self._sent_s = 0.0  # when it was begun
+        self._newest: _Burst | None = None  # burst that may still grow
+        self._sent_s = 0.0  # start time of the newest burst
         self._timer: asyncio.TimerHandle | None = None
         self._wire_free_s = 0.0
         self._last_s = 0.0
@@ -187,14 +186,14 @@ class Pipe:
             self._bursts.append(burst)
         burst.calls.append((call, args))
         arrival_s = wire_s + burst.latency_s
-        if arrival_s > self._last_s:  # what is sent later never overtakes
+        if arrival_s > self._last_s:  # later messages never overtake
             self._last_s = arrival_s
         burst.arrival_s = self._last_s
         if self._timer is None and self._is_open:
             self._arm()
 
     def set_open(self, *, is_open: bool) -> None:
-        """Hold what is on its way, or let it go on."""
+        """Pause or resume messages in flight."""
         self._is_open = is_open
         if not is_open:
             self._disarm()
@@ -202,7 +201,7 @@ class Pipe:
             self._arm()
 
     def hurry(self) -> None:
-        """Deliver what is on its way now, unless the path is cut."""
+        """Deliver messages in flight now, unless the path is cut."""
         if self._is_open:
             for burst in self._bursts:
                 burst.arrival_s = self._loop.time()
@@ -210,7 +209,7 @@ class Pipe:
             self._deliver()
 
     def clear(self) -> None:
-        """Lose what is on its way."""
+        """Drop messages in flight."""
         for burst in self._bursts:
             burst.calls.clear()
         self._bursts.clear()
@@ -245,7 +244,7 @@ def _pair(one: str, other: str) -> tuple[str, str]:
 
 
 def _count_down(counts: dict[Any, int], key: Any) -> None:
-    """Take one away; a key that is not there is the caller's mistake."""
+    """Decrement a count; a missing key is a caller's bug."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

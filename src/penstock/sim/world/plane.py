@@ -1,6 +1,6 @@
-"""A request plane over the simulated network: the same credits and the same endings as over sockets.
+"""A request plane over the simulated network, with the credits and connection ends of the real one.
 
-Messages are passed as they are, without encoding: that is tested elsewhere, and would be half of a run's time.
+Messages are passed without encoding, which is tested elsewhere and would take half of a run's time.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService, WorkerSink
 from penstock.sim.world.network import Pipe, SimNetwork
 
-_FRAME_BYTES = 64  # what a message takes beside hashes; tokens of a step count for nothing beside it
+_FRAME_BYTES = 64  # size of a message besides hashes; a step's tokens are negligible
 _NO_HASHES = PackedHashes(b"")
 
 
 class SimPlane:
-    """Every host's way to the others' workers; `at` gives a host's own end."""
+    """The request plane of all hosts; `at` gives one host's."""
 
     def __init__(self, network: SimNetwork, config: PlaneConfig | None = None) -> None:
         self.network = network
@@ -42,21 +42,21 @@ class SimPlane:
         return HostPlane(self, host)
 
     def hurry(self, host: str) -> None:
-        """Deliver at once what a host has sent to its frontends, where the path is open."""
+        """Deliver a host's messages in flight to frontends at once, over open paths."""
         for server in self.servers.values():
             if server.host == host:
                 for link in tuple(server.links):
                     link.down.hurry()
 
     def kill(self, host: str) -> None:
-        """End the processes of a host: their peers hear it as soon as the network allows, they hear nothing."""
+        """Kill the processes of a host: peers learn of it over the network."""
         for server in [s for s in self.servers.values() if s.host == host]:
             del self.servers[server.address]
             for link in tuple(server.links):
                 link.die()
 
     def break_links(self, worker_host: str, frontend_host: str) -> None:
-        """Reset the connections between two hosts that stay alive."""
+        """Reset the connections between two running hosts."""
         for server in self.servers.values():
             for link in tuple(server.links):
                 if link.ends == (worker_host, frontend_host):
@@ -64,7 +64,7 @@ class SimPlane:
 
 
 class HostPlane:
-    """A `seams.RequestPlane`, seen from one host."""
+    """The `seams.RequestPlane` of one host."""
 
     def __init__(self, plane: SimPlane, host: str) -> None:
         self._plane = plane
@@ -94,7 +94,7 @@ class HostPlane:
 
 
 class SimServer:
-    """A worker's listening end."""
+    """A worker's listening endpoint."""
 
     def __init__(self, plane: SimPlane, host: str, address: str, service: WorkerService) -> None:
         self.host = host
@@ -112,9 +112,9 @@ class SimServer:
 
 
 class _Link:
-    """One connection; towards the worker it is its `FrontendSink` and `EventSink`.
+    """One connection; the worker uses it as `FrontendSink` and `EventSink`.
 
-    `up` leads to the worker, `down` to the frontend. Each end learns of the connection's end by itself.
+    `up` leads to the worker, `down` to the frontend. Each side learns of the connection's end separately.
     """
 
     def __init__(self, server: SimServer, worker_id: WorkerId, frontend_host: str, sink: WorkerSink) -> None:
@@ -127,7 +127,7 @@ class _Link:
         self.down = Pipe(server.network, self.ends)
         self._sink = sink
         self._is_greeted = False
-        self._untold: dict[RequestId, int] = {}  # tokens taken of the open requests, and not granted yet
+        self._untold: dict[RequestId, int] = {}  # by open request: tokens read and not granted yet
         self._grant_tokens = max(1, server.config.window_tokens // 4)
         self._load: WorkerLoad | None = None
         self._load_delay_s = server.network.config.load_delay_s
@@ -183,7 +183,7 @@ class _Link:
         self.up.send(_FRAME_BYTES, self._abort, request_id)
 
     def send_grant(self, request_id: RequestId, tokens: int) -> None:
-        """Tell the worker of tokens that were taken, once they are a part of the window; not of ended requests."""
+        """Grant credits for tokens read, once they are a fraction of the window; not for ended requests."""
         untold = self._untold.get(request_id)
         if untold is None:
             return
@@ -248,17 +248,17 @@ class _Link:
             self._patience = loop.call_later(timeout_s, self.reset, "it was silent for too long")
 
     def say_goodbye(self) -> None:
-        """End it from the worker's side, after what was pushed before."""
+        """Close from the worker's side, after earlier messages."""
         self._leave_worker(tell=True)
         self.down.send(_FRAME_BYTES, self._leave_frontend, "it said goodbye")
 
     def die(self) -> None:
-        """End it as the worker's process ends."""
+        """Close because the worker's process ends."""
         self._leave_worker(tell=False)
         self.down.send(_FRAME_BYTES, self._leave_frontend, "its process is gone")
 
     def hang_up(self) -> None:
-        """End it from the frontend's side."""
+        """Close from the frontend's side."""
         if self.frontend_up:
             self.frontend_up = False
             self.down.is_deaf = True
@@ -267,7 +267,7 @@ class _Link:
             self._forget_if_over()
 
     def reset(self, why: str) -> None:
-        """End it on both sides at once, and lose what is on its way."""
+        """Close on both sides at once; messages in flight are lost."""
         self.up.clear()
         self.down.clear()
         self._leave_worker(tell=True)
@@ -304,7 +304,7 @@ class _Link:
 
 
 class SimConnection:
-    """A frontend's end."""
+    """A frontend's side of a connection."""
 
     def __init__(self, link: _Link) -> None:
         self._link = link
@@ -365,10 +365,10 @@ class SimConnection:
 
 
 def _num_bytes(request: Request | Prefetch) -> int:
-    """Count what a request takes on the wire; what is long in it is bytes already, and only the rest is encoded.
+    """Estimate a request's size on the wire: long fields are bytes already, only the rest is encoded.
 
     Raises:
-        RequestError: a number or a text in it does not fit the wire.
+        RequestError: a field cannot be encoded.
     """
     rest = msgspec.structs.replace(request, block_hashes=_NO_HASHES)
     num_bytes = _FRAME_BYTES + len(request.block_hashes)

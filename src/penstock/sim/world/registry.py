@@ -1,4 +1,4 @@
-"""Discovery over the simulated network: a registry on a host of its own, with leases that can be lost."""
+"""Discovery over the simulated network: a registry on its own host, with leases that can expire."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,10 +12,10 @@ _RENEWALS_A_LEASE = 3
 
 
 class SimRegistry:
-    """The registry itself; `at` gives a host's way to it.
+    """The registry; `at` gives a host's client.
 
-    Renewals are not sent one by one: a lease runs out once its host has not reached the registry for
-    `lease_ttl_s`, and a worker that hears that its lease has lapsed registers again.
+    Renewals are not simulated: a lease expires once its host could not reach the registry for `lease_ttl_s`. A worker that
+    learns of its expired lease registers again.
     """
 
     def __init__(self, network: SimNetwork) -> None:
@@ -28,18 +28,18 @@ class SimRegistry:
         return HostDiscovery(self, host)
 
     def kill(self, host: str) -> None:
-        """Renew nothing of this host any more."""
+        """Stop renewing the host's leases."""
         for registration in [r for r in self.registrations.values() if r.host == host]:
             registration.abandon()
 
     def lose_lease(self, host: str) -> None:
-        """Drop the host's registrations, as a registry that lost its memory does; they come back by themselves."""
+        """Drop the host's registrations, as after a registry restart; the host registers again."""
         for registration in [r for r in self.registrations.values() if r.host == host]:
             registration.lapse("lease lost")
 
 
 class HostDiscovery:
-    """A `seams.Discovery`, seen from one host."""
+    """The `seams.Discovery` of one host."""
 
     def __init__(self, registry: SimRegistry, host: str) -> None:
         self.registry = registry
@@ -61,14 +61,14 @@ class HostDiscovery:
         return HostWatch(self, self.registry.table.cursor(wakeup.set), wakeup)
 
     async def close(self) -> None:
-        """End this host's watches, and leave the registry to the others."""
+        """End this host's watches; other hosts keep using the registry."""
         self.is_closed = True
         for wakeup in self._wakeups:
             wakeup.set()
 
 
 class HostWatch(TableWatch):
-    """What `HostDiscovery.watch` gives: news take their way through the network."""
+    """Watch of `HostDiscovery.watch`; changes arrive over the network."""
 
     def __init__(self, discovery: HostDiscovery, cursor: TableCursor, wakeup: asyncio.Event) -> None:
         super().__init__(discovery, cursor, wakeup)
@@ -84,13 +84,13 @@ class HostWatch(TableWatch):
 
 
 class SimRegistration:
-    """One worker's place in the registry."""
+    """One worker's registration."""
 
     def __init__(self, registry: SimRegistry, host: str, instance: Instance) -> None:
         self.host = host
         self._registry = registry
         self._instance = instance
-        self._timer: asyncio.TimerHandle | None = None  # to the end of the lease, or to the next registering
+        self._timer: asyncio.TimerHandle | None = None  # end of the lease, or next registration
         self._is_listed = True
         self._is_alive = True
         registry.registrations[instance.worker_id] = self
@@ -115,7 +115,7 @@ class SimRegistration:
         self._end("withdrawn")
 
     def abandon(self) -> None:
-        """Renew no more: the process is gone."""
+        """Stop renewing: the process has ended."""
         self._is_alive = False
         self._registry.network.drop(self)
         if not self._is_listed:
@@ -124,7 +124,7 @@ class SimRegistration:
             self._start(self._registry.network.config.lease_ttl_s, self._end)
 
     def lapse(self, reason: str = "lease expired") -> None:
-        """Drop the registration; a living worker that reaches the registry registers again."""
+        """Drop the registration; a running worker registers again when it reaches the registry."""
         if not self._is_alive:
             self._end(reason)
             return

@@ -1,4 +1,4 @@
-"""The simulated transport: moves no bytes, and takes the time that the network between two hosts would."""
+"""The simulated transport: moves no bytes, and takes the time of the network between two hosts."""
 
 import asyncio
 from collections import Counter
@@ -11,28 +11,28 @@ from penstock.seams import Link, TransportHost
 from penstock.sim.world.network import SimNetwork
 from penstock.transfer.transports.quiet import QuietTransport
 
-NAME = "wires"
+NAME = "timed"
 _CROSSINGS = 4
-"""Of the way, each of its latency: the request, the bytes, the word that they are read, and its answer. Links between the
-agents of a simulation take no time by themselves."""
+"""One-way latencies per transfer: request, bytes, completion, its acknowledgement. Links between simulated agents take no
+time themselves."""
 
 
 class SimTransports:
-    """Those of all hosts. One event loop owns it.
+    """The transports of all hosts. One event loop owns it.
 
     A host's port sends one transfer after the other, in the order in which they were asked for, each at the full speed of
     its way, and receives likewise (docs/decisions/0011).
     """
 
     def __init__(self, network: SimNetwork, way: Callable[[str, str], Way]) -> None:
-        """Begin idle.
+        """Create it without transfers.
 
         Args:
-            network: says whether two hosts reach each other.
-            way: what lies between two hosts for KV.
+            network: gives reachability.
+            way: gives the network path of KV between two hosts.
         """
         self.received_bytes: Counter[str] = Counter()
-        """By host."""
+        """Bytes received, by host."""
         self._network = network
         self._way = way
         self._sends_until_s: dict[str, float] = {}
@@ -43,15 +43,15 @@ class SimTransports:
         return asyncio.get_running_loop()
 
     def at(self, host: str) -> "SimTransport":
-        """Give a host's end."""
+        """Give a host's transport."""
         return SimTransport(self, host)
 
     def way(self, one: str, other: str) -> Way:
-        """Say what lies between two hosts for KV."""
+        """Give the network path of KV between two hosts."""
         return self._way(one, other)
 
     async def move(self, source: str, target: str, way: Way, num_bytes: int) -> None:
-        """Let a transfer's time go by; the ports' time stays taken where it is cancelled."""
+        """Wait for the time of a transfer; a cancelled one keeps its ports busy."""
         now_s = self._loop.time()
         start_s = max(now_s, self._sends_until_s.get(source, 0.0), self._receives_until_s.get(target, 0.0))
         end_s = start_s + num_bytes / way.bandwidth_bytes_per_s
@@ -62,7 +62,7 @@ class SimTransports:
 
 
 class SimTransport(QuietTransport):
-    """A `seams.Transport` of one host. It takes any memory, and touches none."""
+    """The `seams.Transport` of one host; accepts any memory and touches none."""
 
     name = NAME
     checksums = False
@@ -92,7 +92,7 @@ class SimTransport(QuietTransport):
 
 
 class SimChannel:
-    """From one host to another."""
+    """Channel from one host to another."""
 
     def __init__(self, sim_transports: SimTransports, here: str, there: str) -> None:
         self._sim_transports = sim_transports
@@ -121,7 +121,7 @@ class SimChannel:
 
 
 class SimMove:
-    """So many bytes from one host to another."""
+    """One transfer from one host to another."""
 
     def __init__(
         self, sim_transports: SimTransports, ends: tuple[str, str], way: Way, num_bytes: int
