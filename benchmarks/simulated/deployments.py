@@ -15,11 +15,11 @@ from penstock.core.errors import ConfigError
 from penstock.graph import Slo
 from penstock.perf.search.demand import Demand
 from penstock.perf.search.search import Layout
-from penstock.plan.answer import promising
+from penstock.plan.answer import Answer, find_answer
 from penstock.plan.graph_text import graph_of
-from penstock.plan.question import Question
+from penstock.plan.processes import Processes
 from penstock.plan.report import name_layout
-from penstock.plan.trial import Effort, Proposal, try_layout
+from penstock.plan.trial import Effort, Proposal
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.workload.workload import WorkloadConfig
 
@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         help="only the systems whose name begins so, as 671b or 8b-h100, or only the calculated curves",
     )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="processes that simulate (default: all cores, at most 8)"
+    )
     parser.add_argument("--no-scales", action="store_true", help="leave out the goodput by number of GPUs")
 
 
@@ -63,16 +66,17 @@ def run(options: argparse.Namespace) -> Report:
     if options.quick:
         names = [name for name in names if name in _QUICK_SYSTEMS] or names[:1]
     log.configure("error", process="bench")
-    bench = (
-        _Bench(_QUICK_EFFORT, _QUICK_SEARCH, _QUICK_OUTPUT_TOKENS)
-        if options.quick
-        else _Bench(_EFFORT, _SEARCH, _OUTPUT_TOKENS)
-    )
-    for system in SIMULATED:
-        if system.name in names:
-            bench.simulate(system)
-            if system.name in _SCALED and not options.no_scales:
-                bench.scale(system, _SCALES[:1] if options.quick else _SCALES)
+    with Processes(options.jobs) as processes:
+        bench = (
+            _Bench(processes, _QUICK_EFFORT, _QUICK_SEARCH, _QUICK_OUTPUT_TOKENS)
+            if options.quick
+            else _Bench(processes, _EFFORT, _SEARCH, _OUTPUT_TOKENS)
+        )
+        for system in SIMULATED:
+            if system.name in names:
+                bench.simulate(system)
+                if system.name in _SCALED and not options.no_scales:
+                    bench.scale(system, _SCALES[:1] if options.quick else _SCALES)
     samples: dict[str, list[float]] = {}
     if with_curves:
         samples, curve_layouts = curves(**_QUICK_CURVES if options.quick else {})
@@ -101,6 +105,7 @@ def run(options: argparse.Namespace) -> Report:
 
 @dataclass(slots=True)
 class _Bench:
+    processes: Processes
     effort: Effort
     search: Search
     output_tokens: int
@@ -110,14 +115,16 @@ class _Bench:
     """By system and kind, at the laxest target."""
 
     def simulate(self, system: System) -> None:
-        """Simulate the most promising layouts of each kind."""
+        """Simulate the most promising layouts of each kind; the search goes on from those that keep a stricter target."""
         kept: dict[str, Proposal] = {}
         for name, slo in _SLOS.items():
             question = system.ask(self._demand(slo))
-            search = question.search()
-            kinds = {"aggregated": search.aggregated(), "disaggregated": search.disaggregated()}
-            for kind, layouts in kinds.items():
-                best = self._best(question, promising(question, layouts, self.effort), kept.get(kind))
+            try:
+                answer = find_answer(question, self.processes, effort=self.effort, kept=list(kept.values()))
+            except ConfigError:  # no layout keeps the targets
+                answer = Answer(question, ())
+            for kind in ("aggregated", "disaggregated"):
+                best = answer.best_of(disaggregated=kind == "disaggregated")
                 if best is not None:
                     kept[kind] = best
                     self.best[system.name, kind] = best.layout
@@ -140,15 +147,6 @@ class _Bench:
             key = f"{system.name}_goodput_rps_per_gpu_x{devices}"
             self.figures[key] = found.good_per_s / devices
             _tell(f"{key}: {self.figures[key]:.3f} requests/s a GPU")
-
-    def _best(self, question: Question, layouts: list[Layout], stricter: Proposal | None) -> Proposal | None:
-        """Find the layout with the largest rate; `stricter` keeps a stricter target."""
-        known = {stricter.layout.role_groups: stricter} if stricter else {}
-        found = [try_layout(question, each.layout, self.effort, each.seen) for each in known.values()] + [
-            try_layout(question, layout, self.effort) for layout in layouts if layout.role_groups not in known
-        ]
-        kept = [proposal for proposal in found if proposal is not None]
-        return max(kept, key=lambda proposal: proposal.seen.rate_per_s, default=None)
 
     def _note(self, key: str, system: System, best: Proposal | None) -> None:
         rate_per_s = 0.0 if best is None else best.seen.rate_per_s

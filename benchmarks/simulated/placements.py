@@ -11,7 +11,6 @@ import numpy as np
 
 from benchmarks.simulated.slower import SLOWER
 from penstock.bench.report import Report
-from penstock.core.errors import ConfigError
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.roofline.factors import Factors
@@ -49,8 +48,6 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         ConfigError: an option is wrong.
     """
-    if options.jobs is not None and options.jobs < 1:
-        raise ConfigError(f"--jobs: must be >= 1, got {options.jobs}")
     check_outputs({"--plot": options.plot}, [options.json] if options.json else [])
     found = _Found()
     with Processes(options.jobs) as processes:

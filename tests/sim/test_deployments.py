@@ -166,3 +166,9 @@ def test_the_router_expects_what_was_measured_and_engines_may_run_on_something_e
     assert engines[0].decode_step_s(point.batch, point.batch * point.context) == pytest.approx(point.seconds)
     assert told[0] == told[1] != told[2]
     assert engines[1].decode_step_s(1, 256) != engines[0].decode_step_s(1, 256)
+
+
+@pytest.mark.parametrize("name", ["deployments", "placements"])
+def test_a_wrong_number_of_processes_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--quick", "--jobs", "0"]) == 2
+    assert "--jobs: must be >= 1, got 0" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.core import log
+from penstock.core.errors import ConfigError
 
 JOBS_MAX = 8
 
@@ -18,7 +19,13 @@ class Processes:
     """A pool that Ctrl-C does not reach: who started it ends it. Enter it."""
 
     def __init__(self, jobs: int | None = None) -> None:
-        """Prepare; `jobs` is all cores, and at most a few, where it is left out."""
+        """Prepare `jobs` processes, by default one for each core and at most `JOBS_MAX`.
+
+        Raises:
+            ConfigError: jobs < 1.
+        """
+        if jobs is not None and jobs < 1:
+            raise ConfigError(f"--jobs: must be >= 1, got {jobs}")
         count = jobs or min(len(os.sched_getaffinity(0)), JOBS_MAX)
         self._pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare)
 
