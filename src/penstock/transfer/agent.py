@@ -26,15 +26,15 @@ from penstock.transfer.link.links import AgentLink
 from penstock.transfer.link.metadata import decode_metadata
 from penstock.transfer.notification_queue import NotificationQueue
 from penstock.transfer.peer_table import PeerTable
-from penstock.transfer.posting.handle import TransferHandle
-from penstock.transfer.posting.peer import Peer
-from penstock.transfer.posting.prepared import PreparedTransfer
-from penstock.transfer.posting.routes import Route
-from penstock.transfer.posting.running import RunningTransfers
 from penstock.transfer.regions.buffers import region_of
 from penstock.transfer.regions.pairs import pair_ranges
 from penstock.transfer.regions.quarantine import Quarantine
 from penstock.transfer.regions.regions import RegionTable, Registration, RemoteRegion
+from penstock.transfer.requests.handle import TransferHandle
+from penstock.transfer.requests.peer import Peer
+from penstock.transfer.requests.prepared import PreparedTransfer
+from penstock.transfer.requests.routes import Route
+from penstock.transfer.requests.running import RunningTransfers
 
 _log = get_logger()
 _REFUSALS_KEPT = 64

@@ -9,11 +9,11 @@ from penstock.core.errors import PeerLost, TransferError, TransferRefused
 from penstock.seams import Storage, Transport
 from penstock.transfer.link.links import AgentLink
 from penstock.transfer.link.metadata import AgentMetadata
-from penstock.transfer.posting.peer import Peer
-from penstock.transfer.posting.routes import Route
-from penstock.transfer.posting.running import RunningTransfers
 from penstock.transfer.regions.quarantine import call_after
 from penstock.transfer.regions.regions import RemoteRegion
+from penstock.transfer.requests.peer import Peer
+from penstock.transfer.requests.routes import Route
+from penstock.transfer.requests.running import RunningTransfers
 
 
 class Dialler(Protocol):

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from penstock.core.descriptors import Descriptors, MemoryKind, Region, RegionInfo, TransferOp
 from penstock.core.errors import PeerLost, TransferRefused
 from penstock.transfer.link.links import AgentLink
-from penstock.transfer.posting.routes import Route
 from penstock.transfer.regions.regions import RemoteRegion, distinct, expect_inside
+from penstock.transfer.requests.routes import Route
 
 _STORED = {
     MemoryKind.FILE: "files of agent {} are reached by itself only; read its memory instead",

@@ -14,10 +14,10 @@ from penstock.core.errors import (
     TransferRefused,
 )
 from penstock.seams import Move
-from penstock.transfer.posting.handle import Telemetry, TransferHandle
-from penstock.transfer.posting.peer import Peer
-from penstock.transfer.posting.routes import Route, choose, next_of
 from penstock.transfer.regions.regions import distinct
+from penstock.transfer.requests.handle import Telemetry, TransferHandle
+from penstock.transfer.requests.peer import Peer
+from penstock.transfer.requests.routes import Route, choose, next_of
 
 _FINAL = (TransferRefused, TransferCancelled, ChecksumMismatch)
 """What another transport would not do better."""

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import TransferCancelled
 from penstock.sim.loop.loop import run_virtual
-from penstock.transfer.posting.handle import Telemetry, TransferHandle
+from penstock.transfer.requests.handle import Telemetry, TransferHandle
 
 
 def test_who_is_cancelled_twice_still_waits_until_memory_is_free():

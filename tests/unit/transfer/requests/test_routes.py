@@ -9,7 +9,7 @@ from penstock.core.descriptors import TransferCost
 from penstock.core.errors import DeadlineExceeded, TransferError, TransferRefused
 from penstock.sim.loop.loop import run_virtual
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.posting.routes import Route, choose, next_of
+from penstock.transfer.requests.routes import Route, choose, next_of
 from penstock.transfer.transports.memory import MemoryTransport
 
 READ = TransferOp.READ

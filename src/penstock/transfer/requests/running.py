@@ -18,8 +18,8 @@ from penstock.seams import Move
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.counters import TransferCounters, add
 from penstock.transfer.notification_queue import NotificationQueue
-from penstock.transfer.posting.peer import Peer
-from penstock.transfer.posting.prepared import TransferRequest
+from penstock.transfer.requests.peer import Peer
+from penstock.transfer.requests.prepared import TransferRequest
 
 _log = get_logger()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.descriptors import TransferOp
 from penstock.seams import Storage, TransferChannel, Transport
-from penstock.transfer.posting.speeds import Speeds
+from penstock.transfer.requests.speeds import Speeds
 
 _REST_S, _REST_S_MAX = 1.0, 60.0
 """For so long a transport that failed is left alone where another one can; twice as long after each failure more."""
