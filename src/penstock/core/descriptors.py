@@ -76,10 +76,6 @@ class RegionInfo(Wire, frozen=True):
         """Return the key that proves the right to `op`; empty without that right."""
         return self.read_key if op is TransferOp.READ else self.write_key
 
-    def shares_key(self, other: "RegionInfo") -> bool:
-        """Say whether both describe the same region of the same agent; region ids of two agents may be equal."""
-        return any(key and key == other.key(op) for op in TransferOp for key in (self.key(op),))
-
     def with_keys_of(self, older: "RegionInfo") -> "RegionInfo":
         """Fill in missing keys from an earlier grant of the same region."""
         return msgspec.structs.replace(

@@ -197,28 +197,6 @@ class TransferAgent:
         for one in self._parts():
             await one.deregister(region_id)
 
-    def query(self, region: Registration | RemoteRegion) -> Mapping[str, object]:
-        """Say what is known of a region: kind, size, whether it is still registered, transports, transfers under way.
-
-        Keys: `kind`, `size_bytes`, `name`, `registered`, `transports`, `transfers`.
-        """
-        if isinstance(region, Registration):
-            registered = region in self._table
-            transfers = self.running.using_local(region.region_id)
-        else:
-            peer = self._met.who_gave(region)
-            registered = peer is not None
-            transfers = [] if peer is None else self.running.using_remote(peer, region.region_id)
-        info = region.info
-        return {
-            "kind": info.kind,
-            "size_bytes": info.size_bytes,
-            "name": info.name,
-            "registered": registered,
-            "transports": tuple(info.ways),
-            "transfers": len(transfers),
-        }
-
     # -- peers ----------------------------------------------------------------------------------------------------
 
     def metadata(

@@ -10,7 +10,6 @@ from penstock.seams import Storage, Transport
 from penstock.transfer.link.links import AgentLink
 from penstock.transfer.link.metadata import AgentMetadata
 from penstock.transfer.regions.quarantine import call_after
-from penstock.transfer.regions.regions import RemoteRegion
 from penstock.transfer.requests.peer import Peer
 from penstock.transfer.requests.routes import Route
 from penstock.transfer.requests.running import RunningTransfers
@@ -69,14 +68,6 @@ class PeerTable:
         if isinstance(peer, Peer):
             peer.check_alive()
         raise PeerLost(f"agent {name} is not connected (any more); connect to it first")
-
-    def who_gave(self, region: RemoteRegion) -> Peer | None:
-        """Find the peer that this region was given by, as long as it has it."""
-        for peer in self.by_name.values():
-            info = peer.infos.get(region.region_id)
-            if info is not None and info.shares_key(region.info):
-                return peer
-        return None
 
     async def meet(self, found: AgentMetadata) -> Peer:
         """Connect, unless it is known already, and learn of its regions.

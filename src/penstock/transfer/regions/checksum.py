@@ -44,13 +44,6 @@ def checksum_ranges(addresses: Numbers, lengths: Numbers) -> Sums:
     return sums
 
 
-def crc32c(data: bytes | bytearray | memoryview | NDArray[np.uint8]) -> int:
-    """Sum one contiguous buffer, such as a header."""
-    array = np.frombuffer(data, np.uint8)
-    (total,) = checksum_ranges(np.array([array.ctypes.data], np.uint64), np.array([array.size], np.uint64))
-    return int(total)
-
-
 def checksum_ranges_python(addresses: Numbers, lengths: Numbers) -> Sums:
     """Do what the native `checksum_ranges` does, at about 100 MB/s."""
     expect_columns(addresses, lengths)

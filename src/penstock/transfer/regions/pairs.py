@@ -4,7 +4,7 @@ import numpy as np
 
 from penstock.core.descriptors import Descriptors, RangePairs
 from penstock.core.errors import TransferRefused
-from penstock.transfer.regions.ranges import coalesce_by_region
+from penstock.transfer.regions.ranges import coalesce
 
 
 def pair_ranges(local: Descriptors, remote: Descriptors) -> RangePairs:
@@ -26,7 +26,7 @@ def pair_ranges(local: Descriptors, remote: Descriptors) -> RangePairs:
         raise TransferRefused(
             f"range {wrong}: {int(lengths[wrong])} bytes here, {int(remote.lengths[wrong])} at the peer; give equal lengths"
         )
-    merged = coalesce_by_region(local.offsets, remote.offsets, lengths, local.region_ids, remote.region_ids)
+    merged = coalesce(local.offsets, remote.offsets, lengths, local.region_ids, remote.region_ids)
     local_offsets, remote_offsets, lengths, local_regions, remote_regions = merged
     return RangePairs(
         Descriptors(local_regions, local_offsets, lengths),

@@ -171,34 +171,12 @@ def check_bounds_python(offsets: Numbers, lengths: Numbers, size: int) -> int:
     return int(outside.argmax()) if outside.any() else -1
 
 
-def coalesce(local: Numbers, remote: Numbers, lengths: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Merge each pair of ranges into the one before it where it goes on on both sides; drop empty ones.
-
-    The order stays. A length never wraps around 64 bits.
-
-    Args:
-        local: (n,) offsets or addresses.
-        remote: (n,) offsets or addresses.
-        lengths: (n,) bytes.
-
-    Returns:
-        (local, remote, lengths), each (m,) with m <= n, which own their memory.
-
-    Raises:
-        ValueError: the arrays differ in length.
-        TypeError: they are not contiguous uint64.
-    """
-    if native is None:
-        same = np.zeros(len(lengths), np.uint64)
-        return coalesce_python(local, remote, lengths, same, same)[:3]
-    merged: tuple[Numbers, Numbers, Numbers] = native.coalesce(local, remote, lengths)
-    return merged
-
-
-def coalesce_by_region(
+def coalesce(
     local: Numbers, remote: Numbers, lengths: Numbers, local_regions: Numbers, remote_regions: Numbers
 ) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
-    """Do what `coalesce` does, where ranges of different regions are never neighbours.
+    """Merge each pair of ranges into the one before it if it continues both; drop empty ones. The order stays.
+
+    Ranges of different regions are never neighbours. A length never wraps around 64 bits.
 
     Args:
         local: (n,) offsets in `local_regions`.
@@ -208,7 +186,7 @@ def coalesce_by_region(
         remote_regions: (n,) region ids.
 
     Returns:
-        (local, remote, lengths, local_regions, remote_regions), each (m,).
+        (local, remote, lengths, local_regions, remote_regions), each (m,) with m <= n; they own their memory.
 
     Raises:
         ValueError: the arrays differ in length.

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from penstock.core.descriptors import Descriptors, OffsetArray
 from penstock.core.errors import TransferRefused
 from penstock.core.types.kv_layout import KvLayout, RankLayout
-from penstock.transfer.regions.ranges import coalesce_by_region
+from penstock.transfer.regions.ranges import coalesce
 from penstock.transfer.reshard.strides import IndexArray, Strides
 
 _SHARED_FIELDS = (
@@ -254,7 +254,7 @@ def _move(
     to, at, to_region, at_region = (np.broadcast_to(column, shape).reshape(-1) for column in columns)
     order = np.lexsort((to, to_region))  # neighbours on both sides follow each other at the target
     lengths = np.full(len(order), target.head_dim * target.element_bytes, np.uint64)
-    to, at, lengths, to_region, at_region = coalesce_by_region(
+    to, at, lengths, to_region, at_region = coalesce(
         to[order], at[order], lengths, to_region[order], at_region[order]
     )
     return RankMove(_side(taken, at_region, at), _side(given, to_region, to), lengths)

@@ -80,12 +80,8 @@ class IoThreads:
             if job.running == 0 and not job.done.done():
                 job.done.set_result(None)
 
-    async def finish(self, job: Job, grace_s: float | None = None) -> None:
+    async def finish(self, job: Job) -> None:
         """Wait for a job; a cancellation stops it and goes on once no thread is at it.
-
-        Args:
-            job: which.
-            grace_s: how long a cancellation waits for that, as a thread may hang in the kernel; None for ever.
 
         Raises:
             TransferError: a step failed, or it was stopped with this error.
@@ -97,9 +93,6 @@ class IoThreads:
             except asyncio.CancelledError as error:  # the kernel may still be at this memory: wait on
                 cancelled = error
                 self.stop(job)
-                if grace_s is not None:
-                    await asyncio.wait([job.done], timeout=grace_s)
-                    break
         if cancelled is not None:
             raise cancelled
         if job.error is not None:

@@ -3,7 +3,7 @@ import pytest
 
 from penstock.core.native import native
 from penstock.transfer.regions import checksum
-from penstock.transfer.regions.checksum import checksum_ranges, crc32c
+from penstock.transfer.regions.checksum import checksum_ranges
 
 
 @pytest.fixture(params=["native", "python"], autouse=True)
@@ -12,6 +12,12 @@ def implementation(request, monkeypatch):
         monkeypatch.setattr(checksum, "native", None)
     elif native is None:
         pytest.skip("installed with PENSTOCK_NATIVE=OFF")
+
+
+def crc32c(data) -> int:
+    array = np.frombuffer(data, np.uint8)
+    (total,) = checksum_ranges(np.array([array.ctypes.data], np.uint64), np.array([array.size], np.uint64))
+    return int(total)
 
 
 def one_bit_at_a_time(data: bytes) -> int:

@@ -10,7 +10,6 @@ from penstock.transfer.regions.ranges import (
     ProcessMemoryError,
     check_bounds,
     coalesce,
-    coalesce_by_region,
     copy_ranges,
     read_process,
     write_process,
@@ -135,28 +134,34 @@ class TestCheckBounds:
         assert check_bounds(column(1, 0), column(2**64 - 2, 2**64 - 1), 2**64 - 1) == -1
 
 
+def merge(local, remote, lengths):
+    """Merge ranges of one region on each side."""
+    same = np.zeros(len(lengths), np.uint64)
+    return coalesce(local, remote, lengths, same, same)[:3]
+
+
 class TestCoalesce:
     def test_neighbours_on_both_sides_become_one(self):
-        merged = coalesce(column(0, 10, 30, 20, 25), column(100, 110, 130, 60, 65), column(10, 20, 5, 5, 5))
+        merged = merge(column(0, 10, 30, 20, 25), column(100, 110, 130, 60, 65), column(10, 20, 5, 5, 5))
         assert [part.tolist() for part in merged] == [[0, 20], [100, 60], [35, 10]]
 
     def test_neighbours_on_one_side_stay(self):
-        merged = coalesce(column(0, 10), column(100, 111), column(10, 20))
+        merged = merge(column(0, 10), column(100, 111), column(10, 20))
         assert [part.tolist() for part in merged] == [[0, 10], [100, 111], [10, 20]]
 
     def test_empty_ranges_go(self):
-        merged = coalesce(column(7, 0, 500, 10), column(7, 100, 600, 110), column(0, 10, 0, 10))
+        merged = merge(column(7, 0, 500, 10), column(7, 100, 600, 110), column(0, 10, 0, 10))
         assert [part.tolist() for part in merged] == [[0], [100], [20]]
-        assert all(part.tolist() == [] for part in coalesce(column(3), column(4), column(0)))
+        assert all(part.tolist() == [] for part in merge(column(3), column(4), column(0)))
 
     def test_regions_are_never_neighbours(self):
-        merged = coalesce_by_region(
+        merged = coalesce(
             column(0, 10, 20), column(0, 10, 20), column(10, 10, 10), column(1, 1, 1), column(4, 4, 5)
         )
         assert [part.tolist() for part in merged] == [[0, 20], [0, 20], [20, 10], [1, 1], [4, 5]]
 
     def test_inputs_stay_as_they_are(self):
         columns = column(0, 10), column(0, 10), column(10, 10)
-        for part in coalesce(*columns):
+        for part in merge(*columns):
             part[:] = 99
         assert [part.tolist() for part in columns] == [[0, 10], [0, 10], [10, 10]]

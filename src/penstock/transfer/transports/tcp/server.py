@@ -86,11 +86,6 @@ class TcpSession:
     _unauthenticated: int = 0  # streams that have not said their number yet
     _unmet: set[socket.socket] = field(default_factory=set)  # those of them that nobody listens to yet
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no memory is used for it."""
-        return not self._pushes
-
     def received(self, frame: TcpFrame | UnknownFrame) -> None:
         """Take a message.
 
