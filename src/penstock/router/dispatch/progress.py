@@ -1,4 +1,4 @@
-"""What has come of a request so far: what its reader has not taken yet, and how it would go on elsewhere."""
+"""A request's tokens so far: what its reader has not taken yet, and the request that goes on elsewhere."""
 
 import msgspec
 import numpy as np
@@ -11,13 +11,13 @@ from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, num_tokens
 from penstock.router.workers.member import identity
 
 _TARGET_SHARE_MIN = 0.1
-"""Of a target for the first token, so much is left for choosing a worker however long the request has waited."""
+"""Share of the TTFT target that a worker is chosen by at least, however long the request has waited."""
 
 
 class Progress:
-    """The tokens of one request, whichever workers they came from. One task owns it.
+    """The tokens of one request, from any workers. One task owns it.
 
-    All that was received counts as the user's, read or not: the next worker goes on after it.
+    Received tokens count whether the reader has taken them or not: the next worker goes on after them.
     """
 
     def __init__(self, request: Request, card: ModelCard, hash_key: bytes) -> None:
@@ -38,13 +38,13 @@ class Progress:
         self.taken_tokens = 0
         """Output tokens that the reader has taken."""
         self.identity = identity(card)
-        """Of the workers that can take it."""
+        """The identity of cards whose workers can take the request."""
         self._request = request
         self.block_size = card.block_size
         self._hash_key = hash_key
         self._output = bytearray()  # received here, beyond what the request brought along
         self.unread: list[Delta] = []
-        """What the reader has not taken; `take` gives it merged."""
+        """Deltas that the reader has not taken; `take` merges them."""
         self._extend_hashes()
         have, expected = (
             len(self._request.block_hashes) // 16,
@@ -58,7 +58,7 @@ class Progress:
             )
 
     def add(self, delta: Delta) -> None:
-        """Take what a worker sent; its error, if any, is the caller's business."""
+        """Add what a worker sent; the caller handles its error."""
         self._output += delta.token_ids
         self.output_tokens += len(delta.token_ids) >> 2
         if delta.cached_tokens is not None:
@@ -83,7 +83,7 @@ class Progress:
         return delta
 
     def request(self) -> Request:
-        """Say what to send to a worker now: the prompt and all tokens so far."""
+        """Give the request to send to a worker now: the prompt and all tokens so far."""
         if self._output:
             request = self._request
             self._request = msgspec.structs.replace(
@@ -96,11 +96,7 @@ class Progress:
         return self._request
 
     def request_in_time(self, passed_s: float) -> Request:
-        """Say the same, with what is left of the target for the first token: who is late is urgent, but not without end.
-
-        Args:
-            passed_s: since the request was opened.
-        """
+        """Give the same request with what is left of its TTFT target, `passed_s` after it was opened."""
         request = self.request()
         target_s = request.slo_ttft_s
         if target_s is None:

@@ -1,4 +1,4 @@
-"""What all requests of one dispatcher use together."""
+"""What all requests of one dispatcher share, and the errors that they end with."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,14 +18,14 @@ from penstock.router.workers.member import Condition
 
 
 class Open(Protocol):
-    """A request that is under way, as far as all together need it."""
+    """An open request."""
 
     def fail(self, error: PenstockError) -> None: ...
 
 
 @dataclass(slots=True)
 class Shared:
-    """Of one event loop. `requests` are those that are open."""
+    """One dispatcher's parts; `requests` are open. One event loop owns it."""
 
     config: RouterConfig
     fleet: Fleet
@@ -37,7 +37,7 @@ class Shared:
     requests: dict[RequestId, Open] = field(default_factory=dict)
 
     def admit(self, request: Request, now_s: float) -> None:
-        """See whether a request may be opened.
+        """Refuse a request that may not be opened.
 
         Raises:
             Overloaded: too many are open.
@@ -60,7 +60,7 @@ class Shared:
             raise quarantined(remaining_s)
 
     def no_worker(self, request: Request) -> Unavailable:
-        """Word that none of the request's model was ready in time."""
+        """Make the error for a model without a ready worker."""
         models = ", ".join(sorted(self.fleet.models())) or "none"
         prefill = [
             view.name
@@ -78,7 +78,7 @@ class Shared:
 
     @staticmethod
     def late(request: Request, output_tokens: int) -> DeadlineExceeded:
-        """Word that a request's time is up."""
+        """Make the error for a request past its deadline."""
         return DeadlineExceeded(
             f"request {request.request_id}: {request.deadline_s:g} s have passed and {output_tokens} of at most"
             f" {request.sampling.max_tokens} tokens are there; allow more time or ask for fewer tokens"

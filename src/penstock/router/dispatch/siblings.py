@@ -1,4 +1,4 @@
-"""Several answers to one prompt: it is computed once, and who answers it again goes where it was."""
+"""Several answers to one prompt (`n` > 1): the prompt is computed once, and the others follow to that worker."""
 
 from typing import Protocol, Self
 
@@ -12,9 +12,8 @@ class _Waiting(Protocol):
 class Siblings:
     """The open requests of one prompt. One event loop owns it.
 
-    The first that is to be sent computes the prompt, where the policy has it; the others wait for its first token, and
-    follow it then: their prompts are in that worker's cache. Each goes on alone afterwards. Where the first one ends or
-    its worker is lost, the next one is the first.
+    The first request is routed by the policy. The others wait for its first token and go to its worker, whose cache has the
+    prompt. Afterwards each goes on alone. Where the first ends early or its worker is lost, the next becomes the first.
     """
 
     def __init__(self) -> None:
@@ -24,19 +23,19 @@ class Siblings:
         self._place: WorkerId | None = None  # where the prompt is computed, once it is
 
     def joined(self, request: _Waiting) -> Self:
-        """Take in one more."""
+        """Add a request."""
         self._members.append(request)
         return self
 
     def leave(self, request: _Waiting) -> None:
-        """Let one go that has ended, in whatever way. Safe twice."""
+        """Remove a request that has ended. Safe twice."""
         if request in self._members:
             self._members.remove(request)
             if self._first is request and self._place is None:
                 self.lost()
 
     def must_wait(self, request: _Waiting) -> bool:
-        """Say whether another one computes the prompt now; if nobody does, this one is to, or it is computed."""
+        """Say whether this request waits for another that computes the prompt; if none does, this one becomes the first."""
         if len(self._members) < 2:
             return False
         if self._first is None:
@@ -44,17 +43,17 @@ class Siblings:
         return self._first is not request and self._place is None
 
     def place(self, request: _Waiting) -> WorkerId | None:
-        """Name the worker to follow to; None for the first one."""
+        """Give the worker to follow; None for the first request, and until the prompt is computed."""
         return None if self._first is request else self._place
 
     def computed(self, request: _Waiting, worker_id: WorkerId) -> None:
-        """Take note that one has a token from the worker that answers it."""
+        """Note the first token of a request, and the worker that answers it."""
         if self._first is request and self._place is None:
             self._place = worker_id
             self._wake()
 
     def lost(self) -> None:
-        """Follow nobody any more: a worker that had some of them is lost."""
+        """Follow no worker any more: a worker of these requests is lost."""
         self._first = self._place = None
         self._wake()
 

@@ -1,8 +1,7 @@
-"""The order of queued requests.
+"""The order of queued requests: fair queueing between priorities, then between tenants, then by arrival and work.
 
-A request that is sent early waits at the worker where its queue looked shortest then; a queued one goes to the
-worker that is free first, and by then more is known. Who comes next is decided in two steps of fair queueing, between
-priorities and between the tenants of one, and then by when each came and how much it costs others.
+A request that is sent early waits at the worker whose queue looked shortest then. A queued request goes to the worker that
+is free first.
 """
 
 import math
@@ -18,7 +17,7 @@ from penstock.core.wire import num_tokens
 from penstock.router.config import QueueConfig
 
 _RATE_OVER = 64
-"""The queue's pace is that of so many requests that left it last."""
+"""The queue's rate is measured over so many requests that left last."""
 _RETRY_AFTER_S_MAX = 60.0
 _PRIORITIES = (-1, 0, 1)
 
@@ -30,11 +29,11 @@ class QueuedRequest:
     request: Request
     since_s: float
     work_s: float
-    """What it takes at best, as predicted when it came."""
+    """Predicted seconds of work on the best worker, at arrival."""
     wait_s: float = 0.0
-    """Until there is room for it anywhere, as predicted when it came."""
+    """Predicted seconds until some worker has room, at arrival."""
     share_s: float = 0.0
-    """What all workers together take to compute its prompt, none of it cached."""
+    """Seconds that all workers together need for its prompt, uncached."""
     turn: tuple[float, int] = (0.0, 0)
 
     @property
@@ -43,7 +42,7 @@ class QueuedRequest:
 
     @property
     def tokens(self) -> int:
-        """What it counts for in a share: tokens of its prompt."""
+        """What the request is charged in its tenant's share: prompt tokens."""
         return num_tokens(self.request.token_ids)
 
 
@@ -53,7 +52,7 @@ def _turn(queued: QueuedRequest) -> tuple[float, int]:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """What waits of one tenant with one priority, by turn; `served` is its share's clock, in tokens."""
+    """One tenant's queued requests of one priority, by turn; `served` is the tenant's virtual clock, in tokens."""
 
     tenant: str
     served: float
@@ -61,19 +60,19 @@ class _Line:
 
 
 class _Lines:
-    """The tenants of one priority. `served` is this priority's own clock, in tokens by weight."""
+    """The tenants of one priority; `served` is the priority's virtual clock, in tokens over weight."""
 
     def __init__(self, weight: float, owing_max: int) -> None:
         self.weight = weight
         self.served = 0.0
         self.by_tenant: dict[str, _Line] = {}
-        self._clock = 0.0  # where the last one served began: who comes anew begins there
+        self._clock = 0.0  # `served` of the tenant served last: a new tenant begins there
         self._order: list[tuple[float, str]] = []  # (served, tenant), sorted
         self._owing: OrderedDict[str, float] = OrderedDict()  # `served` of tenants with nothing waiting
         self._owing_max = owing_max
 
     def __iter__(self) -> Iterator[_Line]:
-        """Give the lines, those whose turn it is first."""
+        """Give the lines by turn."""
         return (self.by_tenant[tenant] for _, tenant in self._order)
 
     def add(self, queued: QueuedRequest) -> None:
@@ -136,8 +135,8 @@ class FairQueue:
         """Have a request wait.
 
         Raises:
-            Overloaded: the queue is full, or its tenant has as many waiting as there is room left: one alone may
-                have half of the queue, and there is always room for another.
+            Overloaded: the queue is full, or its tenant has as many queued as there is room left. So one tenant alone gets half
+                of the queue, and there is always room for another tenant.
         """
         model, size = queued.request.model, self._config.requests_max
         mine = self._of_tenant.get(queued.tenant, 0)
@@ -168,14 +167,13 @@ class FairQueue:
         lines.add(queued)
 
     def discard(self, queued: QueuedRequest) -> None:
-        """Forget a request that waits and is given up."""
+        """Forget a queued request that is given up."""
         self._remove(queued, charged=False)
 
     def candidates(self) -> Sequence[QueuedRequest]:
-        """Give those that may be next, at least one if any waits, at most `looked_at_max`; the first has the turn.
+        """Give the requests that may be next, at most `looked_at_max`; the first has the turn.
 
-        They are of the priority whose turn it is, of its tenants whose shares are within one prompt of the least, and
-        the first of these.
+        They have the priority whose turn it is, and belong to tenants within one prompt of the least served tenant.
         """
         if not self._num_queued:
             return ()
@@ -189,19 +187,19 @@ class FairQueue:
         return [queued for line in near for queued in line.queued[:each]]
 
     def take(self, queued: QueuedRequest, now_s: float) -> None:
-        """Let a candidate go: it is charged to its tenant's and its priority's share."""
+        """Release a candidate, and charge it to its tenant and its priority."""
         self._clock = max(self._clock, self._by_priority[_priority(queued.request)].served)
         self._left_at_s.append(now_s)
         self._remove(queued, charged=True)
 
     def turn_s(self, queued: QueuedRequest, work_s: float) -> float:
-        """Say whose turn is earlier: who came earlier, unless it takes much more."""
+        """Give the sort key within a tenant: arrival time plus weighted work, in seconds."""
         return queued.since_s + min(self._config.work_weight * work_s, self._config.overtaken_s_max)
 
     def drain_s(self, now_s: float, wait_s: float = 0.0) -> float:
-        """Predict how long those that wait now will take to leave.
+        """Predict the seconds until all queued requests have left, at the rate of the last that left.
 
-        At the pace of the last ones; before there were two, their prompts' at the workers' after `wait_s`, when there is room.
+        Before two have left, their prompts' work counts instead, from `wait_s` on, when there is room.
         """
         if len(self._left_at_s) < 2:
             return wait_s + self._share_s
@@ -236,7 +234,7 @@ class FairQueue:
 
 
 def retry_after_s(drain_s: float) -> int:
-    """Say when to send a request again that is refused, where those that wait take so long to leave."""
+    """Give the Retry-After of a refused request, from the seconds until the queue has drained."""
     return math.ceil(min(max(drain_s, 1.0), _RETRY_AFTER_S_MAX))
 
 

@@ -22,12 +22,12 @@ from penstock.router.metrics import RouterMetrics
 from penstock.router.queue.fair_queue import FairQueue, QueuedRequest
 
 _PAUSE_S = 0.02
-"""After a look that found no room, the next comes this much later at the earliest: a price takes some 0.1 ms."""
+"""After a look that found no room, the next look comes at least this much later: pricing a request takes some 0.1 ms."""
 _SOON_S = 0.1
-"""A place in a batch that comes free by then is as good as free: the way there takes a part of that, and so that it is not
-empty meanwhile. What waits in a worker cannot be overtaken."""
+"""A batch slot that comes free within this time counts as free, so that the slot is not empty while the request travels.
+Requests that wait inside a worker cannot be overtaken."""
 _LOOK_AGAIN_S = 1.0
-"""Predictions also change by themselves, as answers turn out to be shorter; a look comes this often in any case."""
+"""Predictions also change by themselves, as answers turn out shorter. So a look comes at least this often."""
 
 
 QueueKey = tuple[str, str | None, bool]
@@ -45,15 +45,15 @@ class Waiting(Protocol):
         ...
 
     def wake(self) -> None:
-        """Have its reader look at its ticket again."""
+        """Wake its reader, which looks at the ticket again."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request's ticket in the queue: `queued` while it waits, `released` from its turn until it has been sent.
+    """A request's ticket: `queued` while the request waits, `released` from its turn until it is sent.
 
-    `key` names its queue, None until the request has waited.
+    `key` names the queue; None until the request has waited.
     """
 
     request_queue: "RequestQueue"
@@ -63,7 +63,7 @@ class Ticket:
     released: bool = False
 
     def stops(self, candidates: ScoredCandidates) -> bool:
-        """Say whether the request has to wait, and have it wait if so; it is woken when it may go.
+        """Queue the request if it has to wait, and say whether it does; `wake` is called when it may go.
 
         Raises:
             Overloaded: too many wait already.
@@ -71,7 +71,7 @@ class Ticket:
         return self.request_queue.stops(self, candidates)
 
     def leave(self) -> None:
-        """Give it up, whatever it has come to. Safe twice."""
+        """Give the ticket up, queued or released. Safe twice."""
         self.request_queue.leave(self)
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class RequestQueue:
         return len(self._tickets) + len(self._released)
 
     def drain_s(self, now_s: float) -> float:
-        """Predict how long those that wait now will take to leave; of several queues, the longest."""
+        """Predict the seconds until all queued requests have left; of several queues, the longest."""
         return max((queue.drain_s(now_s) for queue in self._queues.values()), default=0.0)
 
     def ticket(self, waiting: Waiting) -> Ticket:
@@ -113,7 +113,7 @@ class RequestQueue:
         return Ticket(self, waiting)
 
     def stops(self, ticket: Ticket, candidates: ScoredCandidates) -> bool:
-        """Say whether a request has to wait, and have it wait if so; it is woken when it may go.
+        """Queue a request if it has to wait, and say whether it does; it is woken when it may go.
 
         Raises:
             Overloaded: too many wait already.
@@ -124,7 +124,7 @@ class RequestQueue:
             return True
         key = _queue_key(candidates)
         is_first = key not in self._queues and key not in self._released
-        if is_first:  # what needs no look at all workers is nearly always enough
+        if is_first:  # the chosen worker alone nearly always decides
             begins_soon = not candidates.is_disaggregated and candidates.begins_within(
                 self._config.threshold_s
             )
@@ -134,13 +134,13 @@ class RequestQueue:
         return True
 
     def _room(self, candidates: ScoredCandidates) -> NDArray[np.bool_]:
-        """Say which of the workers that may get a request have room for it: also those that say that nobody waits there.
+        """Mask (num_slots,) the eligible workers with room for a request.
 
-        So a worker that is faster than predicted is never left idle. Of a prompt that is to be handed over, none has any
-        while no worker that answers has room for more.
+        A worker has room within `threshold_s`, or where its report says that no request waits there: so a worker that is faster
+        than predicted is never idle. Prefill workers have no room while no decode worker has.
         """
         threshold_s, context = self._config.threshold_s, candidates.context
-        assert threshold_s is not None, "asked for only where some are held"
+        assert threshold_s is not None, "asked only where requests are queued"
         if candidates.is_disaggregated and not self._can_be_answered(candidates, threshold_s):
             return np.zeros_like(context.eligible)
         room: NDArray[np.bool_] = candidates.waits_s() <= threshold_s
@@ -152,7 +152,7 @@ class RequestQueue:
         return room
 
     def _can_be_answered(self, candidates: ScoredCandidates, threshold_s: float) -> bool:
-        """Say whether the workers that answer are to have a place soon enough; prompts that are being computed have theirs there."""
+        """Say whether decode workers will have a batch slot soon enough; prompts under way have theirs there already."""
         pool, context = self._fleet.pools[candidates.request.model], candidates.context
         ready = pool.ready
         if not pool.has_ready:
@@ -169,7 +169,7 @@ class RequestQueue:
             return
         if queued is not None:
             self._queues[key].discard(queued)
-            self._let_go(key, ticket, queued)
+            self._leave_queue(key, ticket, queued)
         if ticket.released:
             ticket.released = False
             del self._released[key]
@@ -221,8 +221,8 @@ class RequestQueue:
             self._listening.enter_context(self._fleet.changes.telling(self._on_change))
         self._look_at(self._next_s)  # it may be the first in turn
 
-    def _let_go(self, key: QueueKey, ticket: Ticket, queued: QueuedRequest) -> None:
-        """Note that a request does not wait any more; it has left its queue."""
+    def _leave_queue(self, key: QueueKey, ticket: Ticket, queued: QueuedRequest) -> None:
+        """Note that a request has left its queue."""
         ticket.queued = None
         del self._tickets[queued]
         if not len(self._queues[key]):
@@ -240,7 +240,7 @@ class RequestQueue:
         self._look_at(self._next_s)
 
     def _look_at(self, time_s: float) -> None:
-        """Look at this time, or in the next turn if it has passed."""
+        """Look at this time, or in the loop's next turn where the time has passed."""
         loop = asyncio.get_running_loop()
         if self._timer is not None:
             if self._look_s <= time_s:
@@ -250,24 +250,24 @@ class RequestQueue:
         self._timer = loop.call_at(self._look_s, self._look)
 
     def _look(self) -> None:
-        """Let one request of each queue go, if there is room."""
+        """Release one request of each queue if there is room."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
         for key in tuple(self._queues):
             if key not in self._released:
-                self._let_one_through(key, now_s)
+                self._release_one(key, now_s)
         if self._tickets:
             self._next_s = now_s + _PAUSE_S
             self._look_at(now_s + _LOOK_AGAIN_S)
 
-    def _let_one_through(self, key: QueueKey, now_s: float) -> None:
+    def _release_one(self, key: QueueKey, now_s: float) -> None:
         queue = self._queues[key]
         queued = self._next_of(queue)
         if queued is None:
             return
         ticket = self._tickets[queued]
         queue.take(queued, now_s)
-        self._let_go(key, ticket, queued)
+        self._leave_queue(key, ticket, queued)
         self._tell(key, ticket)
 
     def _tell(self, key: QueueKey, ticket: Ticket) -> None:
@@ -276,10 +276,9 @@ class RequestQueue:
         ticket.waiting.wake()
 
     def _next_of(self, queue: FairQueue) -> QueuedRequest | None:
-        """Choose who goes; where nobody may get it any more, the request's reader has to see to that.
+        """Choose the request to release; a request without any eligible worker is released for its reader to handle.
 
-        The first in turn says whether there is room at all, so that a large one does not wait for ever while small
-        ones find some.
+        Nothing is released unless the first in turn has room, so that a large request does not wait for ever behind small ones.
         """
         chosen, least = None, math.inf
         for queued in queue.candidates():

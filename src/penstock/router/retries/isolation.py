@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 
 class PoisonIsolation:
-    """One place, and those who wait for it, first come, first served. One event loop owns it."""
+    """One slot for a suspect, and a queue for it. One event loop owns it."""
 
     def __init__(self) -> None:
         self._holder: object | None = None
         self._waiting: dict[object, Callable[[], None]] = {}
 
     def enter(self, suspect: object, wake: Callable[[], None]) -> bool:
-        """Take the place if it is free and nobody came before; else `wake` is called once it may be.
+        """Take the slot if it is free and no suspect waits before; else `wake` is called once it may be free.
 
-        Whoever asked calls `leave` in the end, whether it got the place or not.
+        The caller calls `leave` in the end in either case.
         """
         if self._holder is suspect:
             return True
@@ -25,7 +25,7 @@ class PoisonIsolation:
         return True
 
     def leave(self, suspect: object) -> None:
-        """Give the place back, or wait no longer. Safe twice, and for those who never asked."""
+        """Give the slot back, or stop waiting. Safe twice, and for requests that never asked."""
         self._waiting.pop(suspect, None)
         if self._holder is suspect:
             self._holder = None
@@ -34,8 +34,8 @@ class PoisonIsolation:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has the place or waits for it."""
+        """Whether no suspect has the slot or waits for it."""
         return self._holder is None and not self._waiting
 
     def check(self) -> None:
-        assert self._holder not in self._waiting, "isolation: nobody waits for the place it has"
+        assert self._holder not in self._waiting, "isolation: the holder does not wait"

@@ -1,8 +1,7 @@
-"""When requests whose workers were lost go on elsewhere: some at once, the others one after the other.
+"""When requests of lost workers go on elsewhere: `at_once` of them now, the others spread over `spread_s`.
 
-The pace follows what was lost: the more wait, the closer they come, so that a host with thousands of streams is made up
-for within seconds, and the loop has room for others between two of them. Nobody is refused: what waits is bounded by
-the requests that are open, and each of them has its own deadline.
+So thousands of streams of a lost host go on within seconds, and the loop serves other requests between two of them. No request
+is refused: open requests are bounded, and each has its deadline.
 """
 
 from collections import deque
@@ -11,22 +10,22 @@ from penstock.router.config import MigrationConfig
 
 
 class Pace:
-    """Gives those that come one after the other their times to go. One event loop owns it."""
+    """Gives each request its time to go on. One event loop owns it."""
 
     def __init__(self, config: MigrationConfig) -> None:
         self._config = config
         self.expected = 0
-        """Requests that are about to come for their time."""
+        """Requests that will ask for their time soon."""
         self._at_once = float(config.at_once)
         self._seen_s = 0.0
-        self._departures_s: deque[float] = deque()  # of those put off that have yet to go, in order
+        self._departures_s: deque[float] = deque()  # of waiting requests, in order
 
     def expect(self, change: int) -> None:
-        """Note that one more request (1) is about to come for its time, or that one does not come (-1)."""
+        """Count a request that will ask for its time (1), or that no longer will (-1)."""
         self.expected += change
 
     def depart(self, now_s: float) -> float:
-        """Give one request its time to go; returns how many seconds it waits."""
+        """Give one request its time to go on, in seconds from now."""
         at_once, spread_s = self._config.at_once, self._config.spread_s
         if not spread_s:
             return 0.0

@@ -1,4 +1,4 @@
-"""Contents suspected of taking worker after worker down: refused for a while."""
+"""Prompts suspected of killing workers: refused for a while."""
 
 import hashlib
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from penstock.router.config import RetryConfig
 
 
 class Quarantine:
-    """A bounded set of contents, each with the time until which it is refused."""
+    """A bounded set of prompts by hash, each with the time until which it is refused."""
 
     def __init__(self, config: RetryConfig) -> None:
         self._config = config
@@ -18,7 +18,7 @@ class Quarantine:
         return len(self._until_s)
 
     def put(self, request: Request, now_s: float) -> None:
-        """Refuse this content from now on."""
+        """Refuse this request's content from now on."""
         content = _content(request)
         self._until_s[content] = now_s + self._config.quarantine_s
         self._until_s.move_to_end(content)
@@ -26,7 +26,7 @@ class Quarantine:
             self._until_s.popitem(last=False)
 
     def remaining_s(self, request: Request, now_s: float) -> float | None:
-        """Say how much longer this content is refused; None if it is not."""
+        """Give the seconds that this content is still refused; None if it is not."""
         while self._until_s and next(iter(self._until_s.values())) <= now_s:
             self._until_s.popitem(last=False)
         if not self._until_s:  # nearly always: nothing to hash

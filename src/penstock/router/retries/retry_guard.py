@@ -1,4 +1,4 @@
-"""What keeps retries from doing harm, for all requests of a frontend together."""
+"""Bounds of retries over all requests of a frontend."""
 
 import random
 
@@ -10,7 +10,7 @@ from penstock.router.retries.quarantine import Quarantine
 
 
 class RetryGuard:
-    """A pace for lost requests, a budget for refused ones, and isolation and quarantine against a prompt that kills workers."""
+    """The pace of lost requests, the budget of refused ones, and isolation and quarantine of prompts that kill workers."""
 
     def __init__(
         self, config: RetryConfig, migrations: MigrationConfig, *, metrics: RouterMetrics, rng: random.Random
@@ -32,13 +32,13 @@ class RetryGuard:
         self.isolation.check()
 
     def check_at_rest(self) -> None:
-        """Raise AssertionError where something is left of requests that have ended."""
+        """Raise AssertionError where ended requests left something."""
         assert not self.pace.expected, f"{self.pace.expected} are about to move"
-        assert self.isolation.is_empty, "a suspect has its place, or waits for it"
+        assert self.isolation.is_empty, "a suspect has the slot, or waits for it"
 
 
 class RetryBudget:
-    """A token bucket: tries are earned with time and with requests, up to a burst; beyond it a refusal stands."""
+    """A token bucket of retries, so that full workers are not overrun. Time and opened requests fill it, up to `burst`."""
 
     def __init__(self, config: RetryConfig) -> None:
         self._config = config
@@ -46,11 +46,11 @@ class RetryBudget:
         self._seen_s = 0.0
 
     def earn(self) -> None:
-        """Note that a request was opened."""
+        """Add what an opened request earns."""
         self._balance = min(self._balance + self._config.per_request, self._config.burst)
 
     def spend(self, now_s: float) -> bool:
-        """Spend one try; False, and nothing is spent, where none is left."""
+        """Spend one retry; False where none is left."""
         config = self._config
         self._balance = min(self._balance + (now_s - self._seen_s) * config.per_s, config.burst)
         self._seen_s = now_s

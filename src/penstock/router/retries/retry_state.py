@@ -1,4 +1,4 @@
-"""A request's retry state: its losses and refusals so far, and whether it is tried again."""
+"""A request's retry state: its losses and refusals so far, and whether it is retried."""
 
 import math
 
@@ -15,22 +15,22 @@ _log = get_logger()
 
 
 class RetryState:
-    """One request's losses and refusals. Every method that may be the last straw raises what its reader gets.
+    """One request's losses and refusals. A method that ends the request raises the error that its reader gets.
 
-    After a loss it goes on elsewhere in its turn, however often, as long as it gets on. A refusal before any token costs one
-    of `refusals_max`, and a try of the budget. Losses that the request may have caused, none between that it cannot have,
-    lead to isolation, and then its content to quarantine.
+    After a loss the request goes on elsewhere, however often, as long as it makes progress. A refusal before any token costs
+    one of `refusals_max` and one retry of the budget. Consecutive losses that the request may have caused lead to isolation,
+    and then to quarantine of its content.
     """
 
     def __init__(self, request: Request, retry_guard: RetryGuard) -> None:
         self.migrations = 0
         """Times it went on elsewhere because its worker was lost."""
         self.lost: set[WorkerId] = set()
-        """Workers lost under it: better than none, if they are back."""
+        """Workers lost with this request: tried again only where no other worker is ready."""
         self.avoided: set[WorkerId] = set()
-        """Workers that said themselves that they will not go on with it."""
+        """Workers that refused this request or gave it up."""
         self.was_stale = False
-        """Whether it was sent back since it was last routed: its next route is the same one, chosen anew."""
+        """Whether its last route was stale: the next route replaces it and is not counted again."""
         self.last_refusal: Overloaded | None = None
         self._request = request
         self._retry_guard = retry_guard
@@ -43,27 +43,27 @@ class RetryState:
 
     @property
     def needs_isolation(self) -> bool:
-        """Whether one more loss that it may have caused puts its content in quarantine."""
+        """Whether one more suspicious loss puts its content in quarantine."""
         return self._suspicions + 1 >= self._retry_guard.config.deaths_max
 
     def on_progress(self) -> None:
-        """Note that a worker computes it and does well: what came before was not its doing."""
+        """Note progress: earlier losses were not caused by this request."""
         self._suspicions = self._losses = 0
         self._stalled_since_s = None
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether it may be sent back once more as requests of other routers came first."""
+        """Whether a worker may return it once more because other routers' requests came first."""
         return self._stale_routes < self._retry_guard.config.stale_routes_max
 
     def on_stale_route(self) -> None:
-        """Note that it was sent back, having done nothing wrong."""
+        """Note that a worker returned it because its route was stale."""
         self.was_stale = True
         self._stale_routes += 1
         self._retry_guard.metrics.stale_routes.inc()
 
     def on_loss(self, worker_id: WorkerId, *, is_suspect: bool) -> None:
-        """Note that its worker was lost, and whether it may have been the cause."""
+        """Note that its worker was lost; `is_suspect` where the request may have caused that."""
         self.lost.add(worker_id)
         if is_suspect:
             self._suspicions += 1
@@ -72,7 +72,7 @@ class RetryState:
         """Note that a worker did not take the request.
 
         Raises:
-            Overloaded: it was refused too often, or too much is tried again already.
+            Overloaded: it was refused too often, or the retry budget is spent.
         """
         retry_guard = self._retry_guard
         retry_guard.metrics.refusals.inc()
@@ -85,16 +85,16 @@ class RetryState:
             raise refusal
 
     def about_to_move(self, *, is_expected: bool = True) -> None:
-        """Note that it will `migrate` once its reader gets to that, or does not any more. Safe twice."""
+        """Note whether it will `migrate` soon. Safe twice."""
         if self._is_expected is not is_expected:
             self._is_expected = is_expected
             self._retry_guard.pace.expect(1 if is_expected else -1)
 
     def migrate(self, cause: PenstockError, now_s: float, output_tokens: int) -> float:
-        """Count a move to another worker; returns how many seconds to wait before it.
+        """Count a move to another worker, and give the seconds to wait before it.
 
         Raises:
-            Unavailable: it has been losing workers for too long without getting on, or is to be quarantined.
+            Unavailable: it has lost workers for too long without progress, or its content is quarantined now.
         """
         request, retry_guard = self._request, self._retry_guard
         self.about_to_move(is_expected=False)
@@ -148,7 +148,7 @@ class RetryState:
 
 
 def quarantined(remaining_s: float) -> Unavailable:
-    """Word the refusal of a content in quarantine."""
+    """Make the error for content in quarantine."""
     return Unavailable(
         "the servers that took this prompt failed one after another, perhaps because of it, so it is refused for"
         f" {math.ceil(remaining_s)} s; send it again after that, or change it",
@@ -157,5 +157,5 @@ def quarantined(remaining_s: float) -> Unavailable:
 
 
 def is_move(interruption: PenstockError) -> bool:
-    """Say whether what ended an attempt is that its worker is lost; else it was refused or sent back."""
+    """Say whether an attempt ended as its worker was lost, rather than refused, returned or parked."""
     return not isinstance(interruption, (Overloaded, StaleRoute, Parked))
