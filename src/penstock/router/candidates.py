@@ -36,11 +36,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class ScoredCandidates:
-    """What a request costs on every worker, good for this turn of the loop: loads are live.
+    """A request's cost on every worker. Valid in this turn of the loop only, as loads are live.
 
-    `context` and `choice` are of the worker that computes the prompt: a prefill worker where `is_disaggregated`, and then
-    `decision` has the decode worker. `decision` compares both ways to answer the request, None where only one is open. `tie` settles equal prices. `excluded` workers may not
-    get the request. `wait_terms` are the rows of the terms that predict its wait, none for policies that do not predict it.
+    context, choice: of the worker that computes the prompt: the prefill worker where `is_disaggregated`
+    tie:             settles equal prices
+    excluded:        workers that must not get the request
+    wait_terms:      rows of the terms that predict its wait; empty for policies that predict none
+    decision:        both ways to answer the request; None where no prefill worker may get the prompt
     """
 
     request: Request
@@ -69,28 +71,28 @@ class ScoredCandidates:
         return [first, (decision.rest_context, decision.rest)]
 
     def waits_s(self) -> NDArray[np.float64]:
-        """Give (num_slots,) seconds before its work would begin."""
+        """Give (num_slots,) predicted seconds until its work begins."""
         queue, memory = self.wait_terms
         terms = self.choice.terms
         waits_s: NDArray[np.float64] = terms[queue] + terms[memory]
         return waits_s
 
     def begins_within(self, seconds: float) -> bool:
-        """Say whether its work would begin so soon where it is cheapest, in a place of the batch that is free."""
+        """Say whether the cheapest worker has a free batch slot and begins its work within `seconds`."""
         queue, memory = self.wait_terms
         context, slot, terms = self.context, self.choice.slot, self.choice.terms
         present = context.running_requests[slot] + context.waiting_requests[slot]
-        has_place = bool(present < context.prices.batch_requests[slot])
-        return has_place and bool(terms[queue, slot] + terms[memory, slot] <= seconds)
+        has_slot = bool(present < context.prices.batch_requests[slot])
+        return has_slot and bool(terms[queue, slot] + terms[memory, slot] <= seconds)
 
     def work_s(self) -> NDArray[np.float64]:
-        """Give (num_slots,) seconds that it costs beside its own waiting; infinite where it may not go."""
+        """Give (num_slots,) seconds of its cost without its own wait; infinite for workers that are not eligible."""
         work_s: NDArray[np.float64] = self.choice.prices()
         np.subtract(work_s, self.waits_s(), out=work_s, where=np.isfinite(work_s))
         return work_s
 
     def share_s(self) -> float:
-        """Give what it takes if all workers that may get it shared the work: its prompt, none of it cached, or its place, where that is more."""
+        """Give the seconds that all eligible workers together need for it: its uncached prompt, or its batch slot where that is more."""
         context = self.context
         prices, eligible = context.prices, context.eligible
         speeds = prices.prompts_at_once / np.maximum(prices.prefill_token_s, TOKEN_S_MIN)

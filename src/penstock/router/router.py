@@ -1,4 +1,4 @@
-"""Which workers get a request, and why."""
+"""The router: which workers get a request, and why."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ _log = get_logger()
 
 
 class Router:
-    """Chooses by policy over what the fleet knows. Pure bookkeeping: it sends and waits for nothing."""
+    """Chooses workers by policy over the fleet's state. It sends nothing and waits for nothing; one event loop owns it."""
 
     def __init__(
         self, fleet: Fleet, config: RouterConfig, *, metrics: RouterMetrics, rng: random.Random
@@ -58,8 +58,10 @@ class Router:
             )
         self._has_thresholds = config.busy_kv_share is not None or config.busy_queued_tokens is not None
         self._metrics = metrics
-        self._turn = rng.randrange(1 << 16)  # frontends beside each other do not take turns in step
-        self._prompt_turn = self._turn  # of its own: else who has two prefill workers would use one of them
+        self._turn = rng.randrange(1 << 16)  # several frontends do not take turns in step
+        self._prompt_turn = (
+            self._turn
+        )  # its own count: with one for both, of two prefill workers only one would be used
         self.decisions = Decisions(config.explain)
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
@@ -75,12 +77,12 @@ class Router:
         *,
         beside: WorkerId | None = None,
     ) -> ScoredCandidates | None:
-        """Price a request on all workers: its prompt on a prefill worker too, where two workers cost less than one.
+        """Price a request on all workers, and disaggregated where there are prefill workers.
 
         Args:
             request: with its block hashes.
             exclude: workers that must not get it.
-            beside: who has just computed an equal prompt, and gets this one too, if it may; None for anybody.
+            beside: the worker that has just computed the same prompt, and gets this request if eligible; None for any.
 
         Returns:
             None where no worker of its model may get it now.
@@ -123,7 +125,7 @@ class Router:
     def _eligible(
         self, request: Request, ready: NDArray[np.bool_], exclude: Collection[WorkerId]
     ) -> NDArray[np.bool_] | None:
-        """Say which of the workers that are ready may get a request; None where none may."""
+        """Mask the ready workers that may get a request; None where none may."""
         if request.adapter is not None:
             ready = self.fleet.pools[request.model].adapters.among(ready, request.adapter)
         if exclude:
@@ -135,10 +137,10 @@ class Router:
     def _prefillers(
         self, request: Request, pool: WorkerPool, exclude: Collection[WorkerId], context: RoutingContext
     ) -> NDArray[np.bool_] | None:
-        """Say which prefill workers may get its prompt; None where none may.
+        """Mask the prefill workers that may get a prompt; None where none may.
 
-        One that hands over to none of those that may go on would compute it for nothing.
-        One whose blocks hold no more than it and a token would say that the answer ends there.
+        A prefill worker is left out where no eligible decode worker can read its KV, and where its KV holds no more than the
+        prompt and one token, as it would end the answer there.
         """
         if not pool.has_ready_prefill:
             return None
@@ -203,13 +205,13 @@ class Router:
                 metrics.prefill_predicted_s.labels(part).inc(max(seconds, 0.0))
 
     def arrived(self, model: str) -> None:
-        """Count a request, however often it is routed."""
+        """Count a request once, however often it is routed."""
         pool = self.fleet.pools.get(model)
         if pool is not None:
             pool.traffic.arrived(self._loop.time())
 
     def _on_failure(self, error: Exception) -> None:
-        """Count and log that the policy failed, the first time where in its code."""
+        """Count and log that the policy failed, with a traceback the first time."""
         self._metrics.policy_failures.labels(self._selector.policy.name).inc()
         _log.error(
             "policy_failed",
@@ -233,7 +235,7 @@ class Router:
         return eligible
 
     def _without_busy(self, eligible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Leave out the workers past a threshold, unless all are."""
+        """Leave out workers past a busy threshold, unless all are."""
         loads, config = self.fleet.loads, self._config
         calm = eligible.copy()
         if config.busy_kv_share is not None:
@@ -298,9 +300,9 @@ class Router:
         )
 
     def _reason(self, context: RoutingContext, slot: int, overlaps: NDArray[np.int32]) -> RouteReason:
-        """Say what the cached prefix made of a choice."""
+        """Give the reason of a choice: what the cached prefix made of it."""
         overlap = int(overlaps[slot])
-        if overlaps[overlaps.argmax()] > overlap:  # perhaps where it may not go
+        if overlaps[overlaps.argmax()] > overlap:  # perhaps on a worker that is not eligible
             overlaps = overlaps * context.eligible
         best = overlaps[overlaps.argmax()]
         if np.count_nonzero(context.eligible) == 1:

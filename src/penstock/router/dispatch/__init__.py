@@ -1,1 +1,1 @@
-"""A request from its arrival to its last token, whatever happens to its workers."""
+"""A request from its arrival to its last token, over any number of workers."""

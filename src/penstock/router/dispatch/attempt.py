@@ -1,4 +1,4 @@
-"""One request on one worker, or its prompt on one and its answer on the next, until all that it took there is given back."""
+"""One attempt at a request: what it holds on its worker, or on its prefill and its decode worker, until released."""
 
 import secrets
 
@@ -15,23 +15,23 @@ from penstock.router.metrics import RouterMetrics
 from penstock.router.workers.member import Condition, DeltaHandler
 
 _EARLY_STEPS = 2
-"""A prompt's and a first one that only decodes: a request that takes its worker down as it comes does so within them."""
+"""The prompt's step and the first decode step: a request that kills its worker does so within these."""
 
 
 class DecodeSide:
-    """The decode worker of a prompt that a prefill worker computes: told of it, and reserved until the request goes there.
+    """The decode worker of a prompt under prefill: a prefetch and a reservation there, until the request follows.
 
-    A `DeltaHandler` of its own. `go_on` or `drop` ends it.
+    A `DeltaHandler` of its own. End it with `go_on` or `drop`.
     """
 
     def __init__(self, shared: Shared, route: Route, prefill: Route, request: Request) -> None:
-        """Tell the decode worker, which reads the KV as it is computed.
+        """Send the prefetch: the decode worker reads KV while the prompt is computed.
 
         Args:
             shared: the dispatcher's.
             route: to the decode worker.
             prefill: to the prefill worker, which gets the prompt next.
-            request: as it is before that.
+            request: the one to come.
 
         Raises:
             WorkerLost: the connection has ended; nothing is reserved.
@@ -58,7 +58,7 @@ class DecodeSide:
         self._is_open = True
 
     def go_on(self, request: Request, handler: DeltaHandler, source: "Attempt") -> "Attempt":
-        """Send the request itself, whose prompt is computed; `source` is told to let its KV go once there is a token.
+        """Send the request itself after the prefill; `source` releases its KV once the decode worker has a token.
 
         Raises:
             WorkerLost: the decode worker is lost, or takes nothing new.
@@ -73,7 +73,7 @@ class DecodeSide:
         return Attempt(self._fleet, self.route, request, handler, source=source)
 
     def drop(self) -> None:
-        """Tell the decode worker that the request does not come. Safe twice."""
+        """Tell the decode worker that no request follows. Safe twice."""
         if self._is_open:
             self._connection.abort(self._request_id)
             self._close("dropped")
@@ -81,10 +81,10 @@ class DecodeSide:
     # -- DeltaHandler
 
     def on_delta(self, delta: Delta) -> None:
-        """Nothing comes before the request went there."""
+        """Nothing comes before the request is sent."""
 
     def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
-        """Keep on computing the prompt: it is `go_on` that has another one chosen."""
+        """Let the prefill go on: `go_on` fails then, and another worker is chosen."""
         del error, alone
         if self._is_open:
             self._close("dropped")
@@ -97,9 +97,9 @@ class DecodeSide:
 
 
 class Attempt:
-    """A connection that carries a request's deltas, and a reservation for it. `release` it once.
+    """A request's connection and reservation on one worker. `release` it once.
 
-    Where the request goes on after its prompt, `decode` is where; where it came from a prefill worker, `source` is that attempt.
+    On a prefill worker `decode` is the decode worker that goes on. On a decode worker `source` is the prefill worker's attempt.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Attempt:
         decode: DecodeSide | None = None,
         source: "Attempt | None" = None,
     ) -> None:
-        """Send the request where the route leads.
+        """Send the request to the route's worker.
 
         Raises:
             WorkerLost: the connection has ended; nothing is reserved.
@@ -125,10 +125,10 @@ class Attempt:
         self._source = source
         self.has_tokens = False
         self.early_steps = _EARLY_STEPS
-        """Of the first steps that give it tokens, so many are still to come."""
+        """How many of the first steps with tokens are still to come."""
         self._member = fleet.slots.at(route.slot)
         self.has_begun = not self._member.instance.engine.announces
-        """Whether its worker has said that it computes it; taken for granted where that one does not say so."""
+        """Whether the worker has begun to compute the request; True where the worker does not say so."""
         self._fleet = fleet
         self._request_id: RequestId = request.request_id
         self._sent_tokens = request.num_emitted
@@ -138,17 +138,17 @@ class Attempt:
 
     @property
     def is_early(self) -> bool:
-        """Whether a failure now may be this request's doing: its worker computes it, and has not done so for long."""
+        """Whether the request may have caused a failure now: its worker began to compute it a step or two ago."""
         return self.has_begun and self.early_steps > 0
 
     def on_first_token(self) -> None:
-        """Take back what was reserved for the prefill, and let the prompt's KV go where it was computed."""
+        """Release the prefill's reservation, and the prompt's KV on the prefill worker."""
         self.has_tokens = True
         self._fleet.loads.prefill_done(self._reservation)
         self._let_source_go()
 
     def prefilled(self, request: Request, handle: KvHandle | None, handler: DeltaHandler) -> "Attempt":
-        """Go on at the decode worker, with the first token. This attempt is over, whatever happens.
+        """Go on at the decode worker with the first token. This attempt is over in any case.
 
         Raises:
             WorkerLost: the decode worker is lost, or takes nothing new.
@@ -156,7 +156,7 @@ class Attempt:
             RequestError: the request is larger than the plane carries.
         """
         decode, self.decode = self.decode, None
-        assert decode is not None, "its prompt is computed for somebody else"
+        assert decode is not None, "its prompt is computed for a decode worker"
         self.release()
         request = msgspec.structs.replace(
             request, expected_cached_tokens=decode.route.cached_tokens, kv=handle
@@ -168,25 +168,25 @@ class Attempt:
             raise
 
     def compare(self, cached_tokens: int, block_size: int, metrics: RouterMetrics) -> None:
-        """Count how far a guess of what the worker has cached was true."""
+        """Count how many of the tokens guessed to be cached were cached."""
         if self._member.is_predicted:
             guessed = self.route.overlap_blocks * block_size
             metrics.predicted_hit_tokens.inc(guessed)
             metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
 
     def grant(self, taken_from: int, taken_to: int) -> None:
-        """Allow the worker as many more tokens as the reader took, of those that this worker sent.
+        """Grant the worker credit for the tokens of its own that the reader took.
 
         Args:
-            taken_from: the output tokens that the reader had before, those that came with the request included.
-            taken_to: those that it has now.
+            taken_from: output tokens that the reader had before, including those that came with the request.
+            taken_to: output tokens that it has now.
         """
         tokens = taken_to - max(taken_from, self._sent_tokens)
         if tokens > 0:
             self.connection.grant(self._request_id, tokens)
 
     def finish(self, progress: Progress) -> None:
-        """Note that the worker has sent all of the answer."""
+        """Note that the answer is complete."""
         if self._member.is_predicted:
             self._fleet.answered(self.route.slot, progress.request())
 
@@ -195,7 +195,7 @@ class Attempt:
         self.connection.abort(self._request_id)
 
     def release(self) -> None:
-        """Give the reservation back and take no more deltas; the other worker of the request lets go, too."""
+        """Release the reservation, take no more deltas, and release the request's other worker."""
         self._fleet.loads.release(self._reservation)
         self._fleet.finished(self.route.slot, self._request_id)
         self._let_source_go()

@@ -1,6 +1,6 @@
-"""The whole life of requests, for any frontend: choose a worker, stream its tokens, survive its loss.
+"""Requests of one frontend process: choose workers, stream tokens, survive the loss of workers.
 
-All logic is here and none in HTTP, so that it runs alike over sockets, in one process and on virtual time.
+Nothing here knows HTTP, so it runs over sockets, within a process and on virtual time.
 """
 
 import asyncio
@@ -94,9 +94,9 @@ class Dispatcher:
             await self._group.__aexit__(None, None, None)
 
     def open(self, request: Request, *, beside: RequestStream | None = None) -> OpenRequest:
-        """Prepare a request; it is sent when the context is entered, and cancelled when it is left.
+        """Prepare a request. Entering its context sends it, leaving cancels it.
 
-        Missing block hashes are computed. The prompts of those `beside` each other are computed once.
+        Missing block hashes are computed. Requests opened `beside` each other share one prompt, which is computed once.
         """
         siblings = beside.siblings if isinstance(beside, OpenRequest) else Siblings()
         return OpenRequest(self._shared, request, siblings)
@@ -110,11 +110,11 @@ class Dispatcher:
         return self._shared.fleet.expects(name)
 
     def retry_after_s(self) -> float:
-        """Predict when there is room for one more request: once those that wait here now have left."""
+        """Predict the seconds until all queued requests have left."""
         return retry_after_s(self._shared.request_queue.drain_s(asyncio.get_running_loop().time()))
 
     async def looked(self) -> None:
-        """Wait until discovery has said which workers there are, and each was tried to be reached once."""
+        """Wait until discovery has listed the workers, and a connection to each was tried once."""
         await self._until(lambda: self._shared.fleet.has_looked)
 
     async def serving(self) -> None:
@@ -141,7 +141,7 @@ class Dispatcher:
         return self._shared.fleet.workers()
 
     def explain(self, request_id: str) -> Sequence[Explanation]:
-        """Say why a request was sent where it was, each time, or each of an answer's choices; nothing where that is not known."""
+        """Explain the decisions about a request, oldest first; empty where they are not known."""
         return self._shared.router.decisions.of(request_id)
 
     def latest_decisions(self, most: int) -> Sequence[Explanation]:
@@ -160,5 +160,5 @@ class Dispatcher:
         shared.retry_guard.check()
         shared.request_queue.check()
         in_fleet = sum(view.open_requests for view in shared.fleet.workers())
-        at_most = 2 * len(shared.requests)  # where the prompt is computed, and where its KV is read meanwhile
+        at_most = 2 * len(shared.requests)  # on a prefill and on a decode worker
         assert in_fleet <= at_most, f"{in_fleet} requests are sent, {len(shared.requests)} open"

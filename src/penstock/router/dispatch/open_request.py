@@ -1,6 +1,6 @@
-"""One request from its first route to its end, whatever happens to its workers.
+"""One request from its first route to its end, over any number of workers.
 
-It has no task of its own: deltas are taken as they arrive, and everything that waits is done by its reader.
+It has no task of its own: deltas are taken as they arrive, and its reader does everything that waits.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from penstock.router.workers.member import identity
 class OpenRequest:
     """A `seams.RequestStream`: enter it to send the request, iterate for deltas, leave it to cancel the rest.
 
-    Deltas received while the reader was away come as one. The last has a `finish_reason`; any failure is one
-    PenstockError after the deltas before it. One task reads it.
+    Deltas received while the reader was away come merged. The last has a `finish_reason`; a failure is one PenstockError
+    after the deltas before it. One task reads it.
     """
 
     def __init__(self, shared: Shared, request: Request, siblings: Siblings) -> None:
@@ -53,12 +53,12 @@ class OpenRequest:
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.kv_transfers = 0  # times a worker computed its prompt for another one to go on with
+        self.kv_transfers = 0  # times its prompt was computed by a prefill worker
         self._retry_state = RetryState(request, shared.retry_guard)
         self._has_waited = False
 
     async def __aenter__(self) -> Self:
-        """Send the request to a worker; waits for one where its model has none.
+        """Send the request to a worker; wait for one where its model has none.
 
         Raises:
             Overloaded: too many requests are open, or no worker takes it.
@@ -116,17 +116,17 @@ class OpenRequest:
 
     @property
     def migrations(self) -> int:
-        """Times it went on elsewhere because its worker was lost."""
+        """Times it moved as its worker was lost."""
         return self._retry_state.migrations
 
     @property
     def prompt_tokens(self) -> int:
-        """The true length of the prompt, however often the request moved."""
+        """The length of the prompt alone, without tokens of earlier attempts."""
         return num_tokens(self.request.token_ids) - self.request.num_emitted
 
     @property
     def output_tokens(self) -> int:
-        """Tokens received so far, those that came with the request included."""
+        """Output tokens so far, including those that came with the request."""
         return self.request.num_emitted if self._progress is None else self._progress.output_tokens
 
     @property
@@ -135,7 +135,7 @@ class OpenRequest:
         return 0 if self._progress is None else self._progress.cached_tokens or 0
 
     def fail(self, error: PenstockError) -> None:
-        """End the request with this error, once its reader has taken what came before. The first error counts."""
+        """End the request with this error, after the deltas before it. The first error counts."""
         if self._error is None and self._finish_reason is None:
             self._error = error
             self._abort()
@@ -179,7 +179,7 @@ class OpenRequest:
     # -- the life of an attempt
 
     async def _attempt_until_sent(self) -> None:
-        """Choose who computes and answers the request, and send it; wait while none has time, and where there is none."""
+        """Choose workers and send the request; wait in the queue while all are busy, and for a worker where there is none."""
         with self._shared.request_queue.ticket(self) as ticket:
             give_up_at_s: float | None = None
             while True:
@@ -227,12 +227,12 @@ class OpenRequest:
         )
         exclude, beside = retry_state.avoided | retry_state.lost, self.siblings.place(self)
         candidates = self._shared.router.score(request, exclude, beside=beside)
-        if candidates is None and retry_state.lost:  # one that was lost and is back is better than none
+        if candidates is None and retry_state.lost:  # a lost worker that is back is better than none
             candidates = self._shared.router.score(request, retry_state.avoided)
         return candidates
 
     def _is_queued(self, ticket: Ticket, candidates: ScoredCandidates) -> bool:
-        """Say whether it has to wait in the request queue; what has begun, was refused or has waited does not wait again."""
+        """Say whether it waits in the request queue. A request that has tokens, was refused or has waited does not wait again."""
         has_begun = self._has_waited or self.output_tokens > self.request.num_emitted
         is_late = (
             has_begun or self._retry_state.avoided or self._retry_state.lost or self.siblings.place(self)
@@ -244,7 +244,7 @@ class OpenRequest:
         return self._shared.router.take(candidates, again=again)
 
     def _send_by(self, plan: Plan) -> bool:
-        """Send the request as planned; False if a worker does not take it."""
+        """Send the request as planned; False if a worker refuses it."""
         assert self._progress is not None, "a plan was made for it"
         request, route, decode = self._progress.request(), plan.decode, None
         try:
@@ -262,7 +262,7 @@ class OpenRequest:
         return False
 
     def _check_refusals(self) -> None:
-        """Give up where every worker has refused."""
+        """Raise the last refusal where every ready worker has refused."""
         refusal, pool = self._retry_state.last_refusal, self._shared.fleet.pools.get(self.request.model)
         if refusal is not None and pool is not None and pool.has_ready:
             raise Overloaded(
@@ -272,7 +272,7 @@ class OpenRequest:
             )
 
     def _send(self, route: Route, decode: DecodeSide | None) -> None:
-        """Send the request, or its prompt alone where `decode` goes on with it."""
+        """Send the request, or its prompt alone where a decode worker goes on."""
         assert self._progress is not None, "a plan was made for it"
         known = self._shared.fleet.loads.peer_arrivals(route.slot)
         request = msgspec.structs.replace(
@@ -294,18 +294,18 @@ class OpenRequest:
         return None if self._deadline_at_s is None else max(self._deadline_at_s - self._loop.time(), 0.0)
 
     async def _go_on_after(self, interruption: PenstockError) -> None:
-        """Take the request elsewhere, if it may."""
+        """Send the request to another worker, if it may be retried."""
         now_s = self._loop.time()
         if is_move(interruption):
             delay_s = self._retry_state.migrate(interruption, now_s, self.output_tokens)
             with self._shared.metrics.migrating_requests.track_inprogress():
                 await self._wait_until(now_s + delay_s)
         if self._retry_state.needs_isolation:
-            await self._enter_probation()
+            await self._isolate()
         await self._attempt_until_sent()
 
-    async def _enter_probation(self) -> None:
-        """Wait until no other suspect runs without having shown, by a token, that it does no harm."""
+    async def _isolate(self) -> None:
+        """Wait until no other suspected request runs without tokens."""
         while not self._shared.retry_guard.isolation.enter(self, self.wake):
             if self._error is not None:
                 raise self._error
@@ -314,7 +314,7 @@ class OpenRequest:
     # -- what happens to it
 
     def _on_early_tokens(self, attempt: Attempt, progress: Progress) -> None:
-        """Note one of the first steps that give it tokens on this worker."""
+        """Note one of the first steps with tokens on this worker."""
         attempt.early_steps -= 1
         if not attempt.early_steps:
             self._shared.retry_guard.isolation.leave(self)
@@ -328,7 +328,7 @@ class OpenRequest:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
 
     def _on_error(self, error: PenstockError, attempt: Attempt) -> None:
-        """Handle the worker's own word that it will not go on."""
+        """Handle an error that the worker sent."""
         self._release()
         if isinstance(error, Overloaded) and not attempt.has_tokens:
             try:
@@ -353,11 +353,11 @@ class OpenRequest:
             self.fail(error)
 
     def _go_on_decoding(self, attempt: Attempt, progress: Progress, handle: KvHandle | None) -> None:
-        """Go on at the decode worker: the prompt is computed, and its first token is here. Where that one cannot, plan anew."""
+        """Go on at the decode worker with the first token of the prefill worker. Where the decode worker refuses, plan anew."""
         self.kv_transfers += 1
         self._attempt = None
         self._shared.retry_guard.isolation.leave(self)
-        assert attempt.decode is not None, "its prompt is computed for somebody"
+        assert attempt.decode is not None, "its prompt is computed for a decode worker"
         decode_id = attempt.decode.route.worker_id
         request = msgspec.structs.replace(progress.request(), deadline_s=self._remaining_s())
         try:
@@ -372,7 +372,7 @@ class OpenRequest:
 
     def _interrupt(self, error: PenstockError) -> None:
         if self.output_tokens >= self.request.sampling.max_tokens and self._progress is not None:
-            self._progress.end(FinishReason.LENGTH)  # only the word that this was all got lost
+            self._progress.end(FinishReason.LENGTH)  # all tokens are here; only the end was lost
             self._finish(FinishReason.LENGTH)
         elif self._error is None:
             self._interruption = error
@@ -414,7 +414,7 @@ class OpenRequest:
             attempt.release()
 
     def _leave(self) -> None:
-        """Give everything back. Safe twice."""
+        """Release everything. Safe twice."""
         self._abort()
         self.siblings.leave(self)
         if self._deadline_timer is not None:
@@ -437,12 +437,12 @@ class OpenRequest:
     # -- waiting
 
     def wake(self) -> None:
-        """Have the reader see what has happened."""
+        """Wake the reader."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def _wait_until(self, time_s: float) -> None:
-        """Wait until this loop time, or until something happens to the request."""
+        """Wait until this loop time, or until `wake`."""
         self._waiter = self._loop.create_future()
         timeout_s = None if time_s == math.inf else time_s - self._loop.time()
         await asyncio.wait((self._waiter,), timeout=timeout_s)

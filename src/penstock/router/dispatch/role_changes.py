@@ -1,6 +1,6 @@
-"""Changes of workers' roles, asked for by name: what would leave a model without anybody to answer is refused here.
+"""Changes of workers' roles by name. A change that would leave a model without a worker that answers is refused.
 
-The worker does it; discovery tells every router, and this one waits until it has heard.
+The worker changes itself. Discovery tells every router, and this router waits until it has heard.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.workers.member import Condition, Member
 
 _ANSWER_S_MAX = 600.0
-"""A worker that has not answered by then has been asked in vain: it drains for less, unless it is set otherwise."""
+"""Longest wait for a worker's answer; draining takes less, unless set otherwise."""
 _HEARD_S_MAX = 10.0
 _NAMED_MAX = 16
 
 
 class RoleChanged(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a worker; `took_s` from asking until this router could send it something in its new role."""
+    """A role change; `took_s` lasts from the request until this router may use the worker in its new role."""
 
     worker: str
     before: Role
@@ -37,10 +37,10 @@ class RoleChanges:
         self._to_prefill: set[WorkerId] = set()
 
     async def change(self, name: str, role: Role) -> RoleChanged:
-        """Have a worker become one of another role, and wait until routers may send it something as that.
+        """Change a worker's role, and wait until this router may use it.
 
         Raises:
-            RequestError: nobody is called so (404), or it cannot become that (409).
+            RequestError: no worker has this name (404), or it cannot take the role (409).
             Unavailable: the worker cannot be reached, or has not answered.
         """
         loop = asyncio.get_running_loop()
@@ -71,7 +71,7 @@ class RoleChanges:
         return RoleChanged(worker=name, before=before, role=role, took_s=loop.time() - asked_s)
 
     def _find(self, name: str) -> Member:
-        """Find the worker of this name; of several, as while one is started anew, the one that is there."""
+        """Find the worker of this name; of several, as during a restart, the connected one."""
         listed = [member for member in self._fleet.slots.now() if member is not None and member.listed]
         named = [member for member in listed if member.instance.name == name]
         found = [member for member in named if member.connection is not None] or named
@@ -92,7 +92,7 @@ class RoleChanges:
         return found[0]
 
     def _others_that_answer(self, member: Member) -> list[Member]:
-        """Find who may get whole requests for the same model, and is to go on so."""
+        """Find the other workers of the model that answer requests and are not becoming prefill workers."""
         return [
             other
             for other in self._fleet.slots.now()
@@ -104,7 +104,7 @@ class RoleChanges:
         ]
 
     async def _heard(self, member: Member, role: Role) -> None:
-        """Wait until discovery says here what the worker has become."""
+        """Wait until discovery reports the new role."""
         changed = asyncio.Event()
         try:
             async with asyncio.timeout(_HEARD_S_MAX):
@@ -122,10 +122,10 @@ class RoleChanges:
 
 
 def _check_not_last(member: Member, others: Sequence[Member]) -> None:
-    """Refuse to take from a model, or from an adapter, the last worker that answers.
+    """Refuse to change the last worker that answers for a model or an adapter.
 
     Raises:
-        RequestError: it is that (409).
+        RequestError: the worker is the last (409).
     """
     instance = member.instance
     adapters = {adapter for other in others for adapter in other.instance.adapters}
@@ -140,10 +140,10 @@ def _check_not_last(member: Member, others: Sequence[Member]) -> None:
 
 
 def _check_context(member: Member, others: Sequence[Member]) -> None:
-    """Refuse to have a prefill worker answer that would end answers sooner than others do.
+    """Refuse to let a prefill worker answer whose context is shorter than others'.
 
     Raises:
-        RequestError: its KV holds fewer tokens than those of one of the others (409).
+        RequestError: its KV holds fewer tokens than another worker's (409).
     """
     own = member.instance.card.context_length
     longest = max((other.instance.card.context_length for other in others), default=own)
