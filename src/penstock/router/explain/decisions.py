@@ -1,4 +1,4 @@
-"""The latest routing decisions, as arrays of what they went by: cheap to keep, explained when somebody asks."""
+"""The latest routing decisions, kept as arrays and explained on request."""
 
 import asyncio
 from collections import deque
@@ -23,7 +23,7 @@ _OBJECT_BYTES = 1024  # of one decision beside its arrays' content
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The choice of one worker, and what it went by; columns are by slot."""
+    """The choice of one worker and its inputs, as columns by slot."""
 
     slot: int
     reason: RouteReason
@@ -38,11 +38,11 @@ class Part:
         return arrays + self.eligible.nbytes
 
     def kept(self) -> "Part":
-        """Make one that does not change with the fleet."""
+        """Copy what changes with the fleet."""
         return replace(self, eligible=self.eligible.copy())
 
     def shown(self, most: int) -> tuple[list[int], int | None]:
-        """Name the slots to show, the chosen first, then by cost, the longest prefix's among them; and the next best."""
+        """Give the slots to show: the chosen, the cheapest others, the longest prefix's; and the slot of the next best."""
         costs, slots = self.terms.sum(axis=0), np.flatnonzero(self.eligible)
         cheapest = slots[np.argsort(costs[slots], kind="stable")].tolist()
         cheapest.remove(self.slot)
@@ -56,11 +56,14 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """What a plan went by; nothing here changes after it. Columns are by slot.
+    """The inputs of a plan, as columns by slot; immutable.
 
-    `decode` is the choice of who answers, `prompt` that of a prefill worker, None where there is none. `answering` are those
-    that might have answered, were it not for the prefill worker. `conditions` are
-    indices of `CONDITIONS`, `slots` the workers in the slots, `excluded` those that must not get the request.
+    decode:     the choice of the worker that answers
+    prompt:     the choice of the prefill worker; None without one
+    answering:  workers eligible to answer, before a prefill worker was chosen
+    conditions: indices of `CONDITIONS`
+    slots:      the worker in each slot
+    excluded:   workers that must not get the request
     """
 
     request_id: str
@@ -87,7 +90,7 @@ class Decision:
         )
 
     def explain(self, now_s: float, candidates_max: int) -> Explanation:
-        """Put it in words, with so many of the candidates, and of those left out."""
+        """Explain it, with at most `candidates_max` of the candidates and of the workers left out."""
         part, left_out = self.decode, self._left_out()
         shown, next_slot = part.shown(candidates_max)
         return Explanation(
@@ -156,7 +159,7 @@ class Decision:
         )
 
     def _left_out(self) -> list[LeftOut]:
-        """Say of each of the model's workers that was not eligible, why."""
+        """Say why each other worker of the model was not eligible."""
         left_out, eligible = [], self.decode.eligible
         if self.prompt is not None:
             eligible = eligible | self.prompt.eligible
@@ -165,7 +168,7 @@ class Decision:
                 continue
             condition = CONDITIONS[self.conditions[slot]]
             if condition is None:
-                continue  # nothing was known of it yet
+                continue  # it had just been listed
             why = condition.value
             if condition in {Condition.READY, Condition.PREFILL_ONLY}:
                 why = self._why_not(slot, member)
@@ -190,12 +193,12 @@ class Decision:
 
 
 class Decisions:
-    """The latest, bounded by number and by memory. One event loop owns it."""
+    """The latest decisions, bounded by number and memory. One event loop owns it."""
 
     def __init__(self, config: ExplainConfig) -> None:
         self._config = config
         self._kept: deque[Decision] = deque()
-        self._by_id: dict[str, deque[Decision]] = {}  # under a request's id, and under that of its answer
+        self._by_id: dict[str, deque[Decision]] = {}  # under the request's id and under its answer's
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -203,11 +206,11 @@ class Decisions:
 
     @property
     def keeps_any(self) -> bool:
-        """Whether there is room for any, so that making one is worth it."""
+        """Whether any decision is kept."""
         return self._config.decisions_max > 0
 
     def keep(self, decision: Decision) -> None:
-        """Add the latest; the oldest goes where there is no room."""
+        """Keep a decision; the oldest are dropped past the bounds."""
         kept, config = self._kept, self._config
         kept.append(decision)
         for key in _keys(decision.request_id):
@@ -251,6 +254,6 @@ class Decisions:
 
 
 def _keys(request_id: str) -> tuple[str, ...]:
-    """Give what a decision is asked for by: its request's id, and its answer's, which has the number of a choice less."""
+    """Give the ids that find a decision: the request's, and the answer's, which lacks the number of the choice."""
     answer_id, _, choice = request_id.rpartition("-")
     return (request_id, answer_id) if answer_id and choice.isdecimal() else (request_id,)

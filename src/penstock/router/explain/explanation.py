@@ -1,7 +1,4 @@
-"""Why a request went where it went, in words and numbers for people; docs/routing-reference.md says what each field is.
-
-Kept decisions are arrays; only what is asked for becomes one of these.
-"""
+"""Explanations of decisions, for people; docs/routing-reference.md says what each field is."""
 
 from enum import StrEnum
 
@@ -11,19 +8,19 @@ from penstock.core.types.events import Tier
 
 
 class RouteReason(StrEnum):
-    """What a decision came to, whatever the policy."""
+    """Why a worker was chosen, for any policy."""
 
     ONLY_WORKER = "only_worker"
-    SESSION = "session"  # the worker of the request's session, whatever it costs there
-    NO_PREFIX = "no_prefix"  # nobody holds any of it
-    LONGEST_PREFIX = "longest_prefix"  # nobody holds more of it than the chosen one
-    SHORTER_PREFIX = "shorter_prefix"  # somebody holds more of it, but cost more
+    SESSION = "session"  # the worker of the request's session
+    NO_PREFIX = "no_prefix"  # no worker holds any of it
+    LONGEST_PREFIX = "longest_prefix"  # no worker holds more of it than the chosen one
+    SHORTER_PREFIX = "shorter_prefix"  # another worker holds more of it, and costs more
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that might have got the request. `cost` is the sum of `terms` where the policy says any.
+    """An eligible worker. `cost` is the sum of `terms` where the policy has terms; None rules the worker out.
 
-    None is a cost that rules it out. `overlap_blocks` of the prompt are there, in `tier_blocks` by tier.
+    `overlap_blocks` of the prompt are cached there, `tier_blocks` of them in each tier.
     """
 
     worker: str
@@ -34,10 +31,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker of the model that could not get the request: its condition, or `busy`, `excluded`, `without_adapter`, `other_role`, `unfit`.
+    """A worker of the model that was not eligible, and why: its condition, or one of these.
 
-    Busy is past a threshold; excluded is who refused this request, was lost with it, or was named by a gateway; unfit is a
-    decode worker that cannot read the prefill worker's KV, or a prefill worker that the prompt does not fit or whose KV nobody can read.
+    busy:            past a busy threshold
+    excluded:        it refused this request, was lost with it, or was excluded by a gateway
+    without_adapter: it does not serve the LoRA adapter
+    other_role:      a prefill worker, where none was needed
+    unfit:           a decode worker that cannot read the prefill worker's KV, or a prefill worker whose KV no decode worker
+                     can read or which the prompt does not fit
     """
 
     worker: str
@@ -45,14 +46,16 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the prompt was to be computed: `remote` by the prefill worker `worker`, else by the worker that answers.
+    """Where the prompt is computed: `remote` by the prefill worker `worker`, else by the worker that answers.
 
-    `next_worker`, `reason`, `candidates` and `num_candidates` are of the prefill worker as an `Explanation`'s are of the one
-    that answers. `local` is what the whole request was expected to cost there, `prefill` and `decode` its two parts elsewhere, moving
-    the KV among the latter with the fixed `kv_transfer`, and `link_setup` what was charged beside for a link that was never used;
-    None where the policy's costs are no times, or nothing was compared. `local_worker`, `prefill_worker` and `decode_worker` are
-    the workers whose costs were compared. `setting` is the field of `router.disagg` that decided against these sums: `local_tokens_max`, or
-    `late_token_share`, as the first token comes in half the time from the worker that answers.
+    local, local_worker: cost of the whole request on one worker, and that worker
+    prefill, prefill_worker: cost of the prompt on a prefill worker
+    decode, decode_worker: cost of the rest on a decode worker, KV transfer included, with its fixed part `kv_transfer`
+    link_setup: charge beside these for a link that was never used
+    setting: the field of `router.disagg` that decided against these sums; None where the sums decided
+    next_worker, reason, candidates, num_candidates: of the prefill worker, as an `Explanation` has them of the decode worker
+
+    Costs are None where the policy's costs are no times, or where nothing was compared.
     """
 
     remote: bool
@@ -73,10 +76,13 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision. `worker` answers. `candidates`: the one chosen, then the cheapest, and whoever holds most of the prefix.
+    """One decision: `worker` answers.
 
-    `prefill` says where the prompt is computed, and by whom, where there are prefill workers. There were `num_candidates` and `num_left_out` in all. Costs and terms are in `unit`: `ms`, or `none` where they
-    are no times. `age_s` is how long ago it was.
+    candidates: the chosen worker, the cheapest others, and the worker that holds most of the prefix; `num_candidates` in all
+    left_out: workers that were not eligible; `num_left_out` in all
+    prefill: where the prompt is computed, where there are prefill workers
+    unit: of costs and terms: `ms`, or `none` where they are no times
+    age_s: seconds since the decision
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""A decision's inputs as plain data for its log line, and back: the same numbers, to the last bit.
+"""A decision's inputs as plain data for its log line, and back to the same bits.
 
-It knows nothing of what a `RoutingContext` holds: fields are written by name, an array with its type and shape.
+Fields are written by name, arrays with type and shape, whatever fields a `RoutingContext` has.
 """
 
 from dataclasses import fields
@@ -17,16 +17,20 @@ from penstock.router.policy.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import PriceColumns, RoutingContext
 
 EVENT = "request_routed"
-"""What the log line is called."""
+"""Event name of the log line."""
 _Nested = PriceColumns | Budget | Kinds
 _NESTED: dict[str, type[_Nested]] = {"prices": PriceColumns, "override": Budget, "kinds": Kinds}
 _Recorded = RoutingContext | DisaggInputs | _Nested
 
 
 class RecordedDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """One log line's fields. `worker` in `slot` answers; another one computes the prompt where there is a `prefill_slot`. `tie` settles equal prices; `workers` are by slot, None where there is none.
+    """One log line's fields.
 
-    `sessions_max` and `session_idle_s` are the policy's, if it keeps sessions.
+    worker, slot: the worker that answers
+    prefill_slot: the prefill worker's slot; None without one
+    tie: settles equal prices
+    workers: names by slot, None for a free slot
+    sessions_max, session_idle_s: of a policy that keeps sessions
     """
 
     request_id: str
@@ -37,9 +41,9 @@ class RecordedDecision(msgspec.Struct, frozen=True, kw_only=True):
     tie: int
     workers: list[str | None]
     context: dict[str, Any]
-    """As a whole, where there was a choice."""
+    """Of the whole request."""
     inputs: dict[str, Any] | None = None
-    """What was weighed beside it, where its prompt might have been computed apart or was."""
+    """Of the disaggregation decision; None where there was none."""
     prefill_slot: int | None = None
     sessions_max: int = SESSIONS_MAX
     session_idle_s: float = SESSION_IDLE_S
@@ -60,12 +64,12 @@ def recorded_context(data: dict[str, Any]) -> RoutingContext:
 
 
 def record_inputs(inputs: DisaggInputs) -> dict[str, Any]:
-    """Write what a context was weighed beside as plain data."""
+    """Write the inputs of a disaggregation decision as plain data."""
     return _record(inputs) | {"config": inputs.config.model_dump()}
 
 
 def recorded_inputs(data: dict[str, Any]) -> DisaggInputs:
-    """Make it again.
+    """Make the inputs again.
 
     Raises:
         ValueError: it is not what this version writes.

@@ -1,4 +1,4 @@
-"""Decisions made again from their log lines, by the policy that made them or by another one."""
+"""Replays: decisions made again from their log lines, by the same policy or another."""
 
 import json
 from collections import Counter
@@ -16,9 +16,11 @@ from penstock.router.policy.selector import WorkerSelector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A decision made again. `costs_more` is what the logged choice costs beyond the new one by the new policy.
+    """A decision made again.
 
-    Workers are written as `prefill/decode` where two were chosen. `costs_more` is None where one has the prompt computed apart, the other not, and the policy's costs do not compare these ways.
+    worker, again: the logged and the new choice; `prefill/decode` where two workers were chosen
+    costs_more: cost of the logged choice beyond the new one, by the new policy; None where only one of the two is
+        disaggregated and the policy's costs do not compare these
     """
 
     request_id: str
@@ -35,14 +37,13 @@ class Replayed:
 
 @dataclass(slots=True)
 class Replay:
-    """Makes decisions again, in the order of their log. What a policy remembers, it remembers by process.
+    """Makes decisions again, in the order of their log, with one policy object for each process that logged.
 
-    A policy that goes by its own past (`seams.HistoryPolicy`) is told what was chosen then: it repeats itself if the
-    log has all its decisions from the start.
+    A `seams.HistoryPolicy` is told the logged choices, so it repeats itself if the log has its decisions from the start.
     """
 
     policy: str | None = None
-    """What `router.policy` takes; None is the policy of each line."""
+    """As `router.policy`; None is each line's own policy."""
     other_lines: Counter[str] = field(default_factory=Counter)
     """Lines without a decision: `event` of another kind, and `text` that is no JSON."""
     _selectors: dict[tuple[str, str], WorkerSelector] = field(default_factory=dict)

@@ -1,11 +1,11 @@
-"""How busy each worker is: its own report, plus what was sent to it since.
+"""The load of each worker: its last report, plus what was sent to it since.
 
-A report says how many of this frontend's requests it includes (`WorkerLoad.accepted_requests`); requests go
-to a worker in order, so the reservations it covers are exactly the first that many. A reservation therefore
-counts from the moment of the decision until the first report that knows of it, and never twice.
+A report says how many of this frontend's requests it includes (`WorkerLoad.accepted_requests`). Requests go to a worker in
+order, so a report covers exactly the first reservations. A reservation counts from the decision until the first report that
+covers it, and never twice.
 
-The `own` columns leave reports aside: what this router sent there and has not seen the end of. The `peer` columns are
-the same of all other routers, as of the worker's last report: it tells each router what it has from the others.
+The `own` columns ignore reports: unfinished requests of this router. The `peer` columns are the same of all other routers, as
+of the worker's last report.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from penstock.core.types.load import WorkerLoad
 
 Column = NDArray[np.int64]
-# Rows of the table of columns; those from _OWN on leave reports aside.
+# Rows of the table of columns; rows from _OWN on ignore reports.
 (
     _RUNNING,
     _WAITING,
@@ -41,9 +41,9 @@ Column = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """What one request adds to a worker until the worker's own report says so, and to `own` until it ends.
+    """What one request adds to a worker's load until a report covers it, and to the `own` columns until it ends.
 
-    `number` counts the requests sent on the present connection, from 1. One that `is_expected` is about to be sent there.
+    `number` counts the requests sent on the present connection, from 1. `is_expected`: a prefetch; the request follows.
     """
 
     slot: int
@@ -58,7 +58,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Reserved:
-    """One worker's sum of what its report does not include yet."""
+    """Sums of one worker's reservations that no report covers yet."""
 
     requests: int = 0
     prefill_tokens: int = 0
@@ -68,7 +68,7 @@ class Reserved:
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """One worker's. `sent` counts the requests on the present connection."""
+    """One worker's account; `sent` counts the requests on the present connection."""
 
     load: WorkerLoad | None = None
     sent: int = 0
@@ -78,38 +78,37 @@ class _Account:
 
 
 class LoadTracker:
-    """Load columns by worker slot, each (num_slots,): reported + reserved. Not thread-safe; one task owns it.
+    """Load columns by worker slot, each (num_slots,) int64: reported plus reserved. Not thread-safe; one task owns it.
 
-    The columns are kept true with every change, so that reading them costs nothing. They are views that cannot
-    be written to; read them again after `grow`.
+    Columns change with every call, so reading them costs nothing. They are read-only views; take them anew after `grow`.
     """
 
     def __init__(self, num_slots: int = 1) -> None:
         self._show(np.zeros((_OWN_BLOCKS + 1, num_slots), dtype=np.int64))
         self._accounts = [_Account() for _ in range(num_slots)]
         self.listener: Callable[[], None] | None = None
-        """Called when some worker may have less to do than before."""
+        """Called when a worker may have less to do."""
 
     def _show(self, table: Column) -> None:
         self._table = table
         self._rows = [memoryview(row) for row in table]
-        """Of the table: a number is read or written here in a third of the time."""
+        """Of the table: a memoryview reads or writes one number in a third of the time."""
         columns = table.view()
         columns.flags.writeable = False
         self.running_requests: Column = columns[_RUNNING]
-        """Those reserved included: they run as soon as they arrive, or wait there."""
+        """Reserved requests included."""
         self.waiting_requests: Column = columns[_WAITING]
-        """Those expected included: their prompts are computed elsewhere."""
+        """Expected requests included."""
         self.active_blocks: Column = columns[_ACTIVE]
         self.cached_blocks: Column = columns[_CACHED]
-        """Blocks whose content can be found, in use or not."""
+        """Blocks in the prefix cache, in use or not."""
         self.context_tokens: Column = columns[_CONTEXT]
-        """Of all that is decoded there, as of the last report."""
+        """Tokens of context of decoding requests, as of the last report."""
         self.total_blocks: Column = columns[_TOTAL]
-        """0 where a worker has not said how many it has."""
+        """0 where unknown."""
         self.queued_prefill_tokens: Column = columns[_QUEUED]
         self.unreported_requests: Column = columns[_UNREPORTED]
-        """Sent there since the last report, and so among those running."""
+        """Reserved requests, also counted as running."""
         self.peer_requests: Column = columns[_PEER]
         self.peer_prefill_tokens: Column = columns[_PEER_PREFILL]
         self.peer_prefill_pairs: Column = columns[_PEER_PAIRS]
@@ -118,9 +117,9 @@ class LoadTracker:
         self.own_requests: Column = columns[_OWN]
         """Requests of this router that have not ended."""
         self.own_prefill_tokens: Column = columns[_OWN_PREFILL]
-        """What they had to compute when they were sent; nothing once their first token is here."""
+        """Prompt tokens to compute of requests without a first token."""
         self.own_prefill_pairs: Column = columns[_OWN_PAIRS]
-        """Of one of these tokens and one that it attends to."""
+        """Pairs of such a token and a token that it attends to."""
         self.own_blocks: Column = columns[_OWN_BLOCKS]
         """Blocks of their prompts, shared ones counted for each."""
 
@@ -129,7 +128,7 @@ class LoadTracker:
         return len(self._accounts)
 
     def reset(self, slot: int, total_blocks: int = 0) -> None:
-        """Begin anew with a worker's slot: a new connection counts requests from 1, and nothing is reserved."""
+        """Start a slot anew: a new connection counts requests from 1, and nothing is reserved."""
         for reservation in self._accounts[slot].uncovered:
             reservation.covered = True
         self._accounts[slot] = _Account()
@@ -137,7 +136,7 @@ class LoadTracker:
         self._set_total(slot, total_blocks)
 
     def resize(self, slot: int, total_blocks: int) -> None:
-        """Take what is said anew of how many blocks a worker has; its own report counts more."""
+        """Take a worker's number of blocks from discovery; a load report overrides it."""
         if self._accounts[slot].load is None:
             self._set_total(slot, total_blocks)
 
@@ -150,14 +149,14 @@ class LoadTracker:
         *,
         is_expected: bool = False,
     ) -> Reservation:
-        """Count a request that is being sent now, in the order in which requests are sent.
+        """Reserve for a request that is sent now; call in the order of sending.
 
         Args:
-            slot: where it goes.
-            prefill_tokens: what it has to compute there.
+            slot: the worker.
+            prefill_tokens: prompt tokens to compute there.
             blocks: of its prompt.
-            cached_tokens: those of its prompt before the ones to compute.
-            is_expected: whether it is but announced, and comes once its prompt is computed elsewhere.
+            cached_tokens: prompt tokens before these.
+            is_expected: only a prefetch is sent now; the request follows after its prefill elsewhere.
         """
         account = self._accounts[slot]
         account.sent += 1
@@ -173,10 +172,10 @@ class LoadTracker:
         return reservation
 
     def report(self, slot: int, load: WorkerLoad) -> int:
-        """Take a worker's newest account; it replaces the reservations it includes.
+        """Take a worker's newest report, which replaces the reservations that it covers.
 
         Returns:
-            How many requests other routers have sent there since its last report.
+            Requests that other routers have sent there since its last report.
         """
         account = self._accounts[slot]
         account.load = load
@@ -208,7 +207,7 @@ class LoadTracker:
         return max(arrivals, 0)
 
     def prefill_done(self, reservation: Reservation) -> None:
-        """Note the first token: no prompt of this request is queued any more."""
+        """Note the first token: the request's prompt is computed."""
         slot, tokens = reservation.slot, reservation.prefill_tokens
         if not tokens:
             return
@@ -222,7 +221,7 @@ class LoadTracker:
             self.listener()
 
     def release(self, reservation: Reservation) -> None:
-        """Note that the request has ended, in whatever way. Safe twice."""
+        """Release a reservation. Safe twice."""
         if not reservation.open:
             return
         reservation.open = False
@@ -253,11 +252,11 @@ class LoadTracker:
         return self._accounts[slot].load
 
     def peer_arrivals(self, slot: int) -> int | None:
-        """Count the requests that a worker has taken from other routers, as it says; None before its first report."""
+        """Count the requests that a worker has taken from other routers; None before its first report."""
         return self._accounts[slot].peer_arrivals
 
     def reserved(self, slot: int) -> Reserved:
-        """Sum what a worker's report does not include yet."""
+        """Sum a worker's reservations that no report covers yet."""
         return replace(self._accounts[slot].reserved)
 
     def grow(self, num_slots: int) -> None:
@@ -308,7 +307,7 @@ class LoadTracker:
             )
 
     def _set_total(self, slot: int, total_blocks: int) -> None:
-        """Write a number that somebody else says, however absurd."""
+        """Write a number of blocks; it is clipped, as it comes from another process."""
         self._table[_TOTAL, slot] = min(max(total_blocks, 0), np.iinfo(np.int64).max)
 
     def _add_reserved(self, reservation: Reservation, sign: int) -> None:

@@ -1,4 +1,4 @@
-"""One worker as this frontend knows it: what discovery says, and what its connection says."""
+"""One worker as this frontend knows it, from discovery and from its connection."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -21,41 +21,44 @@ from penstock.seams import Connection
 
 
 class DeltaHandler(Protocol):
-    """Who waits for one request's deltas. Sync, must not raise."""
+    """Receives one request's deltas. Its methods must not raise."""
 
     def on_delta(self, delta: Delta) -> None: ...
 
     def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
-        """The worker is gone; nothing more comes from it. `alone`: it had no other request, as far as is known."""
+        """Note that the worker is lost. `alone`: as far as is known, it had no other request."""
         ...
 
 
 class Condition(StrEnum):
-    """What may be done with a worker. Only a ready one gets new requests."""
+    """What a worker may get. Only a ready worker gets new requests."""
 
     READY = "ready"
     DRAINING = "draining"
     CONNECTING = "connecting"  # never reached so far
-    LOST = "lost"  # the connection ended or cannot be made again, whatever discovery says
+    LOST = "lost"  # the connection ended
     WITHDRAWN = "withdrawn"  # no longer in discovery; finishes what it has
-    MISMATCHED = "mismatched"  # its blocks are named otherwise than those of the model's other workers
-    PREFILL_ONLY = "prefill_only"  # never gets whole requests
+    MISMATCHED = "mismatched"  # its card has other block hashes than the canonical model card
+    PREFILL_ONLY = "prefill_only"  # a ready prefill worker
 
 
 CONDITIONS: tuple[Condition | None, ...] = (None, *Condition)
-"""What the numbers in columns of conditions stand for; None where there is no worker."""
+"""Conditions by their number in columns; None for a free slot."""
 
 
 def identity(card: ModelCard) -> tuple[int, bytes]:
-    """Say what block hashes depend on: workers that differ here cannot take each other's requests."""
+    """Give what block hashes depend on; workers that differ here cannot share requests."""
     return card.block_size, card.salt
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A worker's state. `requests` holds those sent and not ended; `closing` ends the present connection.
+    """A worker's state.
 
-    `noted` is the condition that the fleet counts it under.
+    matching: whether its card has the block hashes of the canonical model card
+    requests: sent and not ended
+    closing:  ends the present connection
+    noted:    the condition under which the fleet counts it
     """
 
     instance: Instance
@@ -115,7 +118,7 @@ class Member:
         mismatch: str | None,
         kv_transfer_problem: str | None,
     ) -> "WorkerView":
-        """Say what people are told of it; the arguments are what others know of it."""
+        """Describe it for people; the arguments are known elsewhere."""
         instance, subscriber = self.instance, self.subscriber
         return WorkerView(
             worker_id=self.worker_id,
@@ -149,14 +152,16 @@ class Member:
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as `/admin/workers` shows it. `condition` says whether it gets requests, `problem` why not.
+    """A worker as `/admin/workers` shows it.
 
-    `kv_transfer_problem` says why no prompt is handed over by it, as a prefill worker, or to it; None where that can be, or
-    where there is no prefill worker.
-    `load` is its own last report, None before the first; `reserved_*` is what this frontend sent since.
-    `indexed_blocks` are what it is known to hold, or guessed to, if `predicted`. `event_sequence` is the last event batch applied, None before the first.
-    `price_factor`: its steps were found to take so many times what it says, None where it says nothing; `price_trusted` is
-    False where they are more than twice off even so.
+    problem:                why it gets no requests; None where it does
+    kv_transfer_problem:    why it transfers KV with no other worker; None where it can, or without prefill workers
+    load:                   its last report; None before the first
+    reserved_*:             sent by this frontend since that report
+    indexed_blocks:         blocks that it holds, as the index knows, or guesses where `predicted`
+    event_sequence:         the last event batch applied; None before the first
+    price_factor:           measured step times over its prices; None where it publishes none
+    price_trusted:          False where its steps are more than twice off even so
     """
 
     worker_id: int

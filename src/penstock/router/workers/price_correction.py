@@ -1,8 +1,7 @@
 """Price correction: the factor between a worker's published prices and its measured step times.
 
-While a batch only decodes, two reports say how many steps lie between them and when they came: what these took over
-what the prices say they take is one observation. Prompts that were computed in between would have to be guessed. A worker that
-gets nothing to do cannot show that it is well again, so what was learned of it is forgotten.
+While a batch only decodes, two reports give the number of steps between them and their time: this time over the predicted
+time is one observation. Reports with a prefill in between are skipped. An idle worker shows nothing, so its factor is forgotten.
 """
 
 from dataclasses import dataclass, field
@@ -12,18 +11,18 @@ from penstock.core.types.load import WorkerLoad
 from penstock.perf.online import Correction
 
 _STEPS_MIN = 8
-"""A report may come at any moment of a step: of eight, that is an eighth at most."""
+"""A report comes at any moment of a step, so eight steps are wrong by an eighth at most."""
 FORGOTTEN_S = 30.0
-"""An idle worker's factor is forgotten after this long: what a wrong guess costs is a few requests in so much time."""
+"""An idle worker's factor is forgotten after this long, and the worker is tried again."""
 _MOVE_MIN = 0.02
-"""Prices are good to a few percent, so smaller changes do not change what is applied."""
+"""Smaller changes are not applied, as prices are good to a few percent."""
 
 
 @dataclass(slots=True)
 class PriceCorrection:
-    """One worker's steps against its prices. One event loop owns it.
+    """One worker's correction. One event loop owns it.
 
-    `factor` is what the prices are to be multiplied by: what was learned, as of its last change of more than 2 %.
+    `factor` multiplies the prices. It follows what was learned in changes of more than 2 %.
     """
 
     prices: Prices | None
@@ -34,11 +33,11 @@ class PriceCorrection:
 
     @property
     def trusted(self) -> bool:
-        """Whether steps take, within a factor of two, what the corrected prices say."""
+        """Whether steps are within a factor of two of the corrected prices."""
         return self._correction.trusted
 
     def forget_if_idle(self, now_s: float) -> bool:
-        """Go back to what the worker says of itself once it has done nothing for `FORGOTTEN_S`.
+        """Go back to the published prices of a worker that was idle for `FORGOTTEN_S`.
 
         Returns:
             Whether `factor` has changed.
@@ -51,7 +50,7 @@ class PriceCorrection:
         return was != 1.0
 
     def report(self, load: WorkerLoad, now_s: float) -> bool:
-        """Learn from a load report that arrived now.
+        """Learn from a load report that has just arrived.
 
         Returns:
             Whether `factor` has changed.

@@ -1,4 +1,4 @@
-"""What each worker of a model says its work takes, times how far it was found to be from that, as columns by slot."""
+"""The price table: published prices of a model's workers times their corrections, as columns by slot."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +16,17 @@ _SCALARS = (
     "decode_sequence_s",
     "decode_token_s",
 )
-_CORRECTED = 3  # the first so many scalars: those of prompts
+_CORRECTED = 3  # the first so many scalars are of prompts
 _TOLERATED = 1.5
-"""A worker's prompts are priced as it says until it was found to be so many times off, and then by what is past that: its
-queue tells of small errors as well, and keeps it from getting more than its cache is good for."""
+"""Corrections up to this factor are not applied, and larger ones only as far as they exceed it: a slow worker's queue shows
+small errors as well."""
 _BATCH = len(_SCALARS)
 _ROUND_TRIP, _BYTE, _AT_ONCE, _PLACES = _BATCH + 1, _BATCH + 2, _BATCH + 3, _BATCH + 4
 _TIERS = _BATCH + 5
 _PLACES_UNKNOWN = 1e9
 
 PRICE_S_MAX = 3600.0
-"""Nothing that is priced takes longer: so what a price is multiplied with ends in a number."""
+"""Upper bound of every price, so that products stay finite."""
 UNKNOWN = Prices(
     prefill_step_s=3.5e-3,
     prefill_token_s=2e-5,
@@ -36,14 +36,13 @@ UNKNOWN = Prices(
     decode_token_s=4.2e-8,
     onboard_token_s=(0.0, 3.3e-6, 2.6e-5, 1.3e-4),
 )
-"""Where no worker of a model says anything: an 8B model in bf16 on one H100 by the roofline. Alike for all workers,
-they still weigh work against work."""
+"""Prices where no worker publishes any: an 8B model in bf16 on one H100 by the roofline."""
 
 
 class PriceTable:
-    """Prices by worker slot; who has said none is taken for the median of those who have. One event loop owns it.
+    """Prices by worker slot; a worker without prices gets the medians of the others. One event loop owns it.
 
-    A change costs O(1); medians, of what was said, are found anew when prices are next asked for.
+    A change costs O(1). Medians are computed when prices are next asked for.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -55,12 +54,12 @@ class PriceTable:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """How far the fastest worker and the slowest one are from what they say; 1 where none says any."""
+        """The smallest and the largest correction; 1 without prices."""
         factors = self._factors[self._known]
         return (float(factors.min()), float(factors.max())) if len(factors) else (1.0, 1.0)
 
     def put(self, slot: int, instance: Instance, factor: float = 1.0, way: Way | None = None) -> None:
-        """Take what a worker says, how far it is from that, and what lies between it and here; None is nothing."""
+        """Take a worker's prices, its correction, and the way between it and this router; None for no way."""
         prices = instance.prices
         self._factors[slot] = factor
         self._columns = None
@@ -74,10 +73,10 @@ class PriceTable:
         self._table[_PLACES, slot] = instance.engine.max_running_requests or _PLACES_UNKNOWN
 
     def correct(self, slot: int, factor: float) -> None:
-        """Note that a worker's steps take so many times what it says: what is past `_TOLERATED` its prompts are priced with.
+        """Take a worker's correction: past `_TOLERATED` its prompts are priced with it.
 
-        Its decode steps are priced as it says: what they cost here is a preference, and every token that flees a
-        slow worker's pace takes room from the caches of the others (docs/decisions/0012).
+        Decode steps are priced as published: their cost is a preference, and requests that flee a slow worker take cache from
+        the others.
         """
         self._factors[slot] = factor
         if self._columns is not None and self._known[slot]:
@@ -106,7 +105,7 @@ class PriceTable:
         return self._columns
 
     def check(self) -> None:
-        """Raise AssertionError where a price is none."""
+        """Raise AssertionError where a price is no finite time."""
         table = self._table[:, self._known]
         assert np.isfinite(table).all(), "prices: finite"
         assert (table >= 0).all(), "prices: never below nothing"
@@ -142,13 +141,13 @@ class PriceTable:
 
 
 def _applied(factors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Leave out what of factors is tolerated."""
+    """Give what of the factors exceeds `_TOLERATED`."""
     applied: NDArray[np.float64] = factors / np.clip(factors, 1 / _TOLERATED, _TOLERATED)
     return applied
 
 
 def _row(prices: Prices) -> NDArray[np.float64]:
-    """Lay prices out as rows; what is not finite or below nothing counts as nothing, and what is past `PRICE_S_MAX` as that."""
+    """Lay prices out as rows, clipped to 0 and `PRICE_S_MAX`; what is not finite becomes 0."""
     tiers = (*prices.onboard_token_s, *(0.0,) * len(Tier))[: len(Tier)]
     row = np.array([*(getattr(prices, name) for name in _SCALARS), *(0.0,) * (_TIERS - _BATCH), *tiers])
     return np.where(np.isfinite(row), row.clip(0.0, PRICE_S_MAX), 0.0)

@@ -1,4 +1,4 @@
-"""What one model's requests are like: how many come, and how long their answers are, lately."""
+"""One model's recent traffic: request rate and mean answer length."""
 
 import math
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ _FIRST_GUESS_TOKENS = 256.0
 
 @dataclass(slots=True)
 class Traffic:
-    """Averages that forget exponentially, on loop time. One event loop owns it.
+    """Exponentially forgetting averages, on loop time. One event loop owns it.
 
-    Until answers have ended, `mean_output_tokens` is a guess that weighs as much as one of them.
+    `mean_output_tokens` begins with a guess that weighs as much as one answer.
     """
 
     _arrivals: float = 0.0
@@ -31,14 +31,14 @@ class Traffic:
         self._arrivals_at_s = now_s
 
     def ended(self, output_tokens: int, now_s: float) -> None:
-        """Count an answer that came to its end."""
+        """Count a completed answer."""
         kept = _kept(now_s - self._ended_at_s, _LENGTH_WINDOW_S) if self._ended_at_s > -math.inf else 1.0
         self._answers = self._answers * kept + 1.0
         self._tokens = self._tokens * kept + output_tokens
         self._ended_at_s = now_s
 
     def rate_per_s(self, now_s: float) -> float:
-        """Say how many requests come in a second; too few in the first `_RATE_WINDOW_S`."""
+        """Give the request rate; too low in the first `_RATE_WINDOW_S`."""
         return self._arrivals * _kept(now_s - self._arrivals_at_s, _RATE_WINDOW_S) / _RATE_WINDOW_S
 
     def check(self) -> None:
