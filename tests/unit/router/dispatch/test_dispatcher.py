@@ -496,7 +496,7 @@ def test_refusals_are_bounded():
             sum(worker.instance is not None for worker in map(setting.cluster.worker, setting.engines)) == 6
         )
         accepted = [setting.cluster.worker(name)._frontends for name in setting.engines]
-        assert sum(f.sent for frontends in accepted for f in frontends.everybody()) == 4
+        assert sum(f.sent for frontends in accepted for f in frontends.all) == 4
 
     play(scene, num_workers=6)
 
