@@ -1,1 +1,1 @@
-"""Floor 2: how processes find and call each other: discovery, request plane, event plane."""
+"""Floor 2: how processes find and call each other: discovery, request plane, KV events."""

@@ -1,7 +1,7 @@
-"""The first three frames of a connection: each side proves to know the deployment's secret, and says its versions.
+"""The first three frames of a connection: both sides prove that they know the deployment's secret, and compare versions.
 
-The server sends a fresh nonce; the client answers with its own and an HMAC over both; the server's reply carries
-the other HMAC. The secret itself, and anything it could be read from, is never sent or logged.
+The server sends a fresh nonce. The client answers with its own nonce and an HMAC over both. The server's reply carries
+another HMAC over both. The secret is never sent or logged.
 """
 
 import hashlib
@@ -14,10 +14,11 @@ from penstock.core.hashing import DEFAULT_KEY, HASH_VERSION
 from penstock.core.ids import WorkerId
 from penstock.core.wire import WIRE_VERSION, Wire
 
-STRANGER_FRAME_BYTES_MAX = 4096
-"""What a server reads of one frame before it knows who sent it."""
+UNAUTHENTICATED_FRAME_BYTES_MAX = 4096
+"""Longest frame that a server accepts before the client has authenticated."""
 _NONCE_BYTES = 16
-_NEIGHBOURS = 1  # wire versions that far apart understand each other
+_VERSION_DISTANCE_MAX = 1
+"""Wire versions that differ by no more than this understand each other."""
 
 
 class Challenge(Wire, frozen=True, tag="challenge"):
@@ -28,9 +29,11 @@ class Challenge(Wire, frozen=True, tag="challenge"):
 
 
 class Hello(Wire, frozen=True, tag="hello"):
-    """The client's answer: who it is, and proof that it knows the deployment's secret.
+    """The client's answer, with a proof that it knows the deployment's secret.
 
-    `worker_id` is whom it expects here; `window_tokens` what it takes of each request before it grants more.
+    Attributes:
+        worker_id: worker that the client expects at this address.
+        window_tokens: tokens of each request that the worker may send before the client grants more.
     """
 
     wire_version: int
@@ -44,7 +47,7 @@ class Hello(Wire, frozen=True, tag="hello"):
 
 
 class HelloReply(Wire, frozen=True, tag="hello_reply"):
-    """The server's side of the same; with `error` set it closes the connection."""
+    """The server's answer, with its own proof; after a reply with `error` the server closes the connection."""
 
     wire_version: int
     hash_version: int = 0
@@ -57,9 +60,12 @@ class HelloReply(Wire, frozen=True, tag="hello_reply"):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a process is to its peers.
+    """Identity of a process towards its peers.
 
-    `worker_id` is the worker that serves here, None for a frontend. `secret` and `hash_key` are the deployment's.
+    Attributes:
+        worker_id: worker of this process; None for a frontend.
+        hash_key: the deployment's key for block hashes.
+        secret: the deployment's secret.
     """
 
     process: str = ""
@@ -69,7 +75,7 @@ class Identity:
 
     @property
     def key_fingerprint(self) -> str:
-        """Names the hash key without giving it away: it is 128 random bits."""
+        """Digest of the hash key, to compare keys without sending them; the key has 128 random bits."""
         return hashlib.sha256(b"penstock hash key" + self.hash_key).hexdigest()[:16]
 
 
@@ -83,7 +89,7 @@ def hello(
     """Answer a challenge.
 
     Raises:
-        ProtocolError: the server's wire version is too far from ours.
+        ProtocolError: the server's wire version is incompatible.
     """
     _check_wire_version(challenge.wire_version)
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -100,7 +106,7 @@ def hello(
 
 
 def reply(identity: Identity, challenge: Challenge, hello: Hello) -> HelloReply:
-    """Check a client and answer it; a refusal is a reply with `error`."""
+    """Check a client's hello and make the reply; a refusal is a reply with `error`."""
     try:
         _check_wire_version(hello.wire_version)
         _check_proof(hello.proof, _proof(identity.secret, b"hello", challenge.nonce, hello.nonce))
@@ -123,10 +129,10 @@ def reply(identity: Identity, challenge: Challenge, hello: Hello) -> HelloReply:
 
 
 def check_reply(identity: Identity, challenge: Challenge, hello: Hello, reply: HelloReply) -> None:
-    """Check the server that accepted us.
+    """Check the reply of a server that accepted this client.
 
     Raises:
-        ProtocolError: it does not know the secret, or hashes differently.
+        ProtocolError: the server does not know the secret, or has another hash version or key.
     """
     _check_proof(reply.proof, _proof(identity.secret, b"reply", challenge.nonce, hello.nonce))
     _check_hashes(identity, reply.hash_version, reply.key_fingerprint)
@@ -138,7 +144,7 @@ def _proof(secret: bytes, side: bytes, server_nonce: bytes, client_nonce: bytes)
 
 
 def _check_wire_version(theirs: int) -> None:
-    if abs(theirs - WIRE_VERSION) > _NEIGHBOURS:
+    if abs(theirs - WIRE_VERSION) > _VERSION_DISTANCE_MAX:
         raise ProtocolError(
             f"wire version: the peer speaks {theirs}, this process {WIRE_VERSION} and its neighbours; "
             "bring both to the same release of Penstock"

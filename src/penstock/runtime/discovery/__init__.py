@@ -1,1 +1,1 @@
-"""Who serves what, kept true by leases."""
+"""Discovery: a registry of workers with leases."""

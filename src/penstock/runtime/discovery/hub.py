@@ -1,6 +1,6 @@
-"""The registry of one machine: a server inside the supervisor that keeps registrations as long as their leases.
+"""The hub: one machine's registry, a server in the supervisor that keeps registrations for as long as their leases.
 
-Nothing is stored. A hub that restarts is filled again by its clients, which register anew by themselves.
+Nothing is stored on disk. Clients of a restarted hub register again by themselves.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class _Lease:
 
 
 class LocalHub:
-    """Keeps who serves what on this machine. One event loop owns it."""
+    """The registry of one machine. One event loop owns it."""
 
     def __init__(
         self,
@@ -51,21 +51,21 @@ class LocalHub:
         listen: str = "tcp://127.0.0.1:0",
         config: DiscoveryConfig | None = None,
     ) -> None:
-        """Do nothing until `start`.
+        """Make a hub; `start` listens.
 
         Args:
-            identity: with the deployment's secret, which every client must prove to know.
+            identity: has the deployment's secret, which every client must prove to know.
             listen: `unix:///PATH`, or a loopback `tcp://HOST:PORT`.
             config: bounds and times.
 
         Raises:
-            ConfigError: a TCP address that others can reach, or without a secret.
+            ConfigError: a TCP address that other machines can reach, or TCP without a secret.
         """
         self.config = config or DiscoveryConfig()
         self.identity = identity
         self.hub_id = secrets.token_hex(8)
         self.address = listen
-        """Where clients connect; its real port after `start`."""
+        """Where clients connect; with the actual port after `start`."""
         self.table = InstanceTable(watchers_max=self.config.connections_max)
         self.table.mark_synced()
         self.clients: set[_Client] = set()
@@ -83,17 +83,17 @@ class LocalHub:
         self.address = str(self._bound)
 
     def watch(self) -> AsyncIterator[InstanceChange]:
-        """Do as `Discovery.watch`, for the supervisor's own process."""
+        """Like `Discovery.watch`, for the supervisor's own process."""
         return self.table.watch()
 
     async def close(self) -> None:
-        """Say goodbye to every client; they keep what they know. Safe twice."""
+        """Close the connections to all clients, which keep the instances they know. Safe twice."""
         if self._sockets is None:
             return
         sockets, self._sockets = self._sockets, None
         sockets.close()
         remove_socket(self._bound)
-        await sockets.wait_closed()  # who was accepted before is a client now
+        await sockets.wait_closed()  # every accepted connection is in `clients` now
         for lease in self._leases.values():
             lease.timer.cancel()
         self._leases.clear()
@@ -124,7 +124,7 @@ class LocalHub:
         self.table.put(instance)
 
     def renew(self, owner: "_Client", worker_ids: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-        """Prolong the leases that this client has; returns those that it has not."""
+        """Renew the leases of this client; return the workers that it has no lease of."""
         lapsed = []
         for worker_id in worker_ids:
             lease = self._leases.get(worker_id)
@@ -171,7 +171,7 @@ class _Client:
         self.channel: FrameChannel[HubMessage] = FrameChannel(
             CODEC,
             self,
-            frame_bytes_max=handshake.STRANGER_FRAME_BYTES_MAX,
+            frame_bytes_max=handshake.UNAUTHENTICATED_FRAME_BYTES_MAX,
             write_buffer_bytes=64 << 10,
             write_bytes_max=config.frame_bytes_max,
             heartbeat_interval_s=config.lease_ttl_s / 3,
@@ -210,16 +210,16 @@ class _Client:
                 self._hub.withdraw(self, worker_id, "withdrawn")
             case Watch():
                 if self._cursor is None:
-                    self._cursor = self._hub.table.cursor(self._tell)
-                    self._tell()
+                    self._cursor = self._hub.table.cursor(self._send_changes)
+                    self._send_changes()
             case _:
                 raise ProtocolError(f"{type(message).__name__}: a client of the hub does not send this")
 
     def unknown_received(self, tag: str) -> None:
-        """Something a newer client can do without."""
+        """Ignore it: a newer client works without an answer."""
 
     def channel_writable(self) -> None:
-        self._tell()
+        self._send_changes()
 
     def channel_closed(self, reason: str) -> None:
         if self._hello_timer is not None:
@@ -253,8 +253,8 @@ class _Client:
             reply = Registered(worker_id=instance.worker_id, error=error.to_info())
         self.channel.send(reply)
 
-    def _tell(self) -> None:
-        """Send what this watcher has not been told, as far as there is room; the rest follows with the room."""
+    def _send_changes(self) -> None:
+        """Send pending changes to this watcher until the write buffer is full; `channel_writable` continues."""
         if self._cursor is not None:
             changes = self._cursor.changes()
             while self.channel.writable and (change := next(changes, None)) is not None:

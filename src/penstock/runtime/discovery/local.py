@@ -1,8 +1,7 @@
 """Discovery through the hub of this machine's supervisor.
 
-The hub may go and come back at any time: registrations are renewed and made again without anybody asking, and
-watchers keep what they know. A hub that comes back empty gets one lease's time to be filled again before
-what it lacks counts as gone.
+The hub may restart at any time. Clients then register again by themselves, and watchers keep the instances they know. An
+instance that has not registered with the restarted hub after one lease time counts as gone.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ _log = get_logger()
 
 
 class LocalDiscovery:
-    """A client of the hub at `address`; inside its context it connects, and connects again.
+    """A client of the hub at `address`; it connects when entered, and reconnects by itself.
 
         async with LocalDiscovery(address, identity, rng=rng) as discovery:
             registration = await discovery.register(instance)
@@ -57,12 +56,12 @@ class LocalDiscovery:
         rng: random.Random,
         config: DiscoveryConfig | None = None,
     ) -> None:
-        """Do nothing until the context is entered.
+        """Make a client; entering the context connects it.
 
         Args:
-            address: the hub's.
-            identity: with the deployment's secret.
-            rng: for the jitter.
+            address: the hub's address.
+            identity: has the deployment's secret.
+            rng: for jitter.
             config: bounds and times.
         """
         self._address = Address.parse(address, source="hub")
@@ -74,7 +73,7 @@ class LocalDiscovery:
         self._session: _Session | None = None
         self._last_error = "it does not answer"
         self._watching = False
-        self._hub_id = ""  # of the hub that watchers were last in step with
+        self._hub_id = ""  # hub of the last sync
         self._absent: set[WorkerId] = set()  # known, but not registered with the restarted hub yet
         self._grace: asyncio.TimerHandle | None = None
         self._closed = False
@@ -90,7 +89,7 @@ class LocalDiscovery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-        await self._tasks.__aexit__(None, None, None)  # an error of the body goes on as it is
+        await self._tasks.__aexit__(None, None, None)  # an error of the body propagates unchanged
 
     @property
     def connected(self) -> bool:
@@ -121,7 +120,7 @@ class LocalDiscovery:
         return self._table.watch()
 
     async def close(self) -> None:
-        """Say goodbye, which withdraws what is registered, and end every watch. Safe twice."""
+        """Close the connection, which withdraws all registrations, and end every watch. Safe twice."""
         if self._closed:
             return
         self._closed = True
@@ -149,11 +148,11 @@ class LocalDiscovery:
             await asyncio.sleep(longest_s * self._rng.uniform(0.5, 1.0))
 
     async def _connect_once(self) -> None:
-        """Connect, and stay until the connection ends.
+        """Connect, and wait until the connection ends.
 
         Raises:
-            OSError, TimeoutError: nobody answers.
-            PenstockError: the hub refuses us.
+            OSError, TimeoutError: the hub does not answer.
+            PenstockError: the hub refuses this client.
         """
         session = _Session(self, self._identity, self._config)
         try:
@@ -182,7 +181,10 @@ class LocalDiscovery:
                 pass
 
     def _on_synced(self, hub_id: str, present: set[WorkerId], lease_ttl_s: float) -> None:
-        """Settle what the hub did not name: gone for the hub we knew, given time by one that has restarted."""
+        """Handle known instances that the hub did not report.
+
+        If the hub is the same as before, they are gone. If it has restarted, they have `lease_ttl_s` to register again.
+        """
         absent = {worker_id for worker_id in self._table if worker_id not in present}
         if hub_id != self._hub_id:
             self._hub_id = hub_id
@@ -197,22 +199,22 @@ class LocalDiscovery:
 
     def _end_grace(self) -> None:
         absent, self._absent = self._absent, set()
-        if self._session is not None:  # else the next hub will tell
+        if self._session is not None:  # else the next sync decides
             for worker_id in absent:
                 self._table.remove(worker_id, "it did not register again with the restarted hub")
 
 
 class LocalRegistration:
-    """One worker's place in the hub, made again whenever the hub comes back."""
+    """One worker's registration with the hub, repeated after every reconnect."""
 
     def __init__(self, discovery: LocalDiscovery, instance: Instance) -> None:
         self.instance = instance
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done with the hub's first answer."""
+        """Resolved by the hub's first answer."""
         self._discovery = discovery
 
     def send(self) -> None:
-        """Announce the instance if the hub is there; if not, that is done once it is."""
+        """Register the instance if the hub is connected; else this happens on the next connection."""
         session = self._discovery._session
         if session is not None:
             session.channel.send(Register(instance=self.instance))
@@ -261,11 +263,11 @@ class _Session:
         self._close_timeout_s = config.connect_timeout_s
         self._hello: tuple[handshake.Challenge, handshake.Hello] | None = None
         self._trusted = False
-        self._present: set[WorkerId] | None = None  # named so far; None once all present have been
+        self._present: set[WorkerId] | None = None  # workers reported before `WatchSynced`; None after it
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, welcome: Welcome, registrations: "tuple[LocalRegistration, ...]", *, watch: bool) -> None:
-        """Register, watch and renew."""
+        """Send registrations, watch, and start to renew leases."""
         for registration in registrations:
             registration.send()
         if watch:
@@ -315,7 +317,7 @@ class _Session:
                 )
 
     def unknown_received(self, tag: str) -> None:
-        """Something of a newer hub that this client can do without."""
+        """Ignore it: a message of a newer hub that this client does not need."""
 
     def channel_writable(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Discovery inside one process: the reference for the others, and what tests and simulations use."""
+"""Discovery inside one process: the reference implementation, also for tests and simulations."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,8 +11,8 @@ from penstock.runtime.discovery.table import InstanceTable
 class MemoryDiscovery:
     """A registry shared by everything on one event loop.
 
-    A lease cannot be missed inside one process, so its clock runs only for a registration that was
-    `abandon`ed: that is what a worker which dies or hangs looks like.
+    Inside one process leases are never missed, so only an `abandon`ed registration expires. Tests use `abandon` to imitate
+    a worker that dies or hangs.
     """
 
     def __init__(self, *, lease_ttl_s: float = 5.0) -> None:
@@ -44,7 +44,7 @@ class MemoryDiscovery:
 
 
 class MemoryRegistration:
-    """One worker's place in a `MemoryDiscovery`."""
+    """One worker's registration in a `MemoryDiscovery`."""
 
     def __init__(self, discovery: MemoryDiscovery, worker_id: WorkerId) -> None:
         self.worker_id = worker_id
@@ -57,6 +57,6 @@ class MemoryRegistration:
         self._discovery._withdraw(self, "withdrawn")
 
     def abandon(self) -> None:
-        """Stop renewing the lease, as a worker that dies does: watchers hear of it after `lease_ttl_s`."""
+        """Stop renewing the lease, like a worker that dies: watchers see the removal after `lease_ttl_s`."""
         loop = asyncio.get_running_loop()
         loop.call_later(self._discovery.lease_ttl_s, self._discovery._withdraw, self, "lease expired")

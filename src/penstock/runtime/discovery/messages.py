@@ -1,4 +1,4 @@
-"""What the local hub and its clients say to each other."""
+"""Messages between the local hub and its clients."""
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import WorkerId
@@ -9,14 +9,14 @@ from penstock.runtime.handshake import Challenge, Hello, HelloReply
 
 
 class Welcome(Wire, frozen=True, tag="welcome"):
-    """The hub's first message to a client it accepted; a restarted hub has another `hub_id`."""
+    """The hub's first message to an accepted client; a restarted hub has another `hub_id`."""
 
     hub_id: str
     lease_ttl_s: float
 
 
 class Register(Wire, frozen=True, tag="register"):
-    """Announce an instance, or replace what was announced; `Registered` answers."""
+    """Register or update an instance; `Registered` answers."""
 
     instance: Instance
 
@@ -27,7 +27,7 @@ class Registered(Wire, frozen=True, tag="registered"):
 
 
 class Renew(Wire, frozen=True, tag="renew"):
-    """Keep these leases for another `lease_ttl_s`; `Lapsed` names those that are gone already."""
+    """Renew these leases for another `lease_ttl_s`; `Lapsed` lists those that have expired already."""
 
     worker_ids: tuple[WorkerId, ...]
 
@@ -41,7 +41,7 @@ class Withdraw(Wire, frozen=True, tag="withdraw"):
 
 
 class Watch(Wire, frozen=True, tag="watch"):
-    """Tell everything present, then `WatchSynced`, then every change."""
+    """Subscribe: the hub sends all present instances, then `WatchSynced`, then every change."""
 
 
 class Change(Wire, frozen=True, tag="change"):

@@ -1,7 +1,7 @@
-"""The instances one process knows of, and how their changes are told.
+"""The instances that one process knows, and watchers of their changes.
 
-A watcher compares what it last told with what is true now, so it needs no queue: its memory is bounded
-by the number of instances however slow its reader is, and quick changes in between collapse into one.
+A watcher compares the state that it last reported with the current one, so it needs no queue. Its memory is bounded by the
+number of instances, however slow its reader is, and quick successive changes collapse into one.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from penstock.core.errors import Overloaded
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import Instance, InstanceChange, InstancePut, InstanceRemoved, WatchSynced
 
-_REASONS_MAX = 1024  # why the latest instances went; a watcher further behind than this tells no reason
+_REASONS_MAX = 1024  # latest removals whose reason is kept; a watcher further behind reports no reason
 
 
 class InstanceTable:
@@ -56,7 +56,7 @@ class InstanceTable:
         self._wake()
 
     def mark_synced(self) -> None:
-        """Have every watcher yield `WatchSynced` once it has told what is known now."""
+        """Make every watcher yield `WatchSynced` after the changes so far."""
         self._syncs += 1
         self._wake()
 
@@ -66,10 +66,10 @@ class InstanceTable:
         self._wake()
 
     def cursor(self, wakeup: Callable[[], None]) -> "TableCursor":
-        """Follow the table; `wakeup` is called whenever the cursor may have something to tell.
+        """Make a cursor; `wakeup` is called when it may have changes.
 
         Raises:
-            Overloaded: `watchers_max` cursors are there already.
+            Overloaded: there are `watchers_max` cursors already.
         """
         if len(self._wakeups) >= self._watchers_max:
             raise Overloaded(f"discovery: {self._watchers_max} watchers already; close one (watchers_max)")
@@ -78,10 +78,10 @@ class InstanceTable:
         return cursor
 
     def watch(self) -> "TableWatch":
-        """Yield what is known, then `WatchSynced` (once `mark_synced` was called), then changes.
+        """Yield all known instances, then `WatchSynced` (once `mark_synced` was called), then changes.
 
         Raises:
-            Overloaded: `watchers_max` watchers are there already.
+            Overloaded: there are `watchers_max` watchers already.
         """
         wakeup = asyncio.Event()
         wakeup.set()
@@ -93,44 +93,44 @@ class InstanceTable:
 
 
 class TableCursor:
-    """What one watcher has been told."""
+    """The state that one watcher has reported."""
 
     def __init__(self, table: InstanceTable) -> None:
         self._table = table
-        self._told: dict[WorkerId, Instance] = {}
-        self._syncs_told = 0
+        self._reported: dict[WorkerId, Instance] = {}
+        self._syncs_reported = 0
 
     def changes(self) -> Iterator[InstanceChange]:
-        """Give the differences between what was told and what is, each as it is at that moment."""
+        """Yield the differences between the reported state and the current one, and mark them as reported."""
         table = self._table
         syncs = table._syncs
-        for worker_id in [w for w in self._told if w not in table._instances]:
-            del self._told[worker_id]
+        for worker_id in [w for w in self._reported if w not in table._instances]:
+            del self._reported[worker_id]
             yield InstanceRemoved(worker_id=worker_id, reason=table._reasons.get(worker_id, ""))
-        for instance in [i for i in table._instances.values() if self._told.get(i.worker_id) != i]:
-            self._told[instance.worker_id] = instance
+        for instance in [i for i in table._instances.values() if self._reported.get(i.worker_id) != i]:
+            self._reported[instance.worker_id] = instance
             yield InstancePut(instance=instance)
-        if syncs != self._syncs_told:
-            self._syncs_told = syncs
+        if syncs != self._syncs_reported:
+            self._syncs_reported = syncs
             yield WatchSynced()
 
     def close(self) -> None:
-        """Follow no more. Safe twice."""
+        """Remove the cursor. Safe twice."""
         self._table._wakeups.pop(self, None)
 
 
 class WatchOwner(Protocol):
-    """Whose end is the end of its watches."""
+    """An owner whose closing ends its watches."""
 
     @property
     def is_closed(self) -> bool: ...
 
 
 class TableWatch:
-    """The iterator that `Discovery.watch` gives. A cancelled wait loses nothing: take the next change later."""
+    """The iterator of `Discovery.watch`. A cancelled `anext` loses no change."""
 
     def __init__(self, owner: "WatchOwner", cursor: TableCursor, wakeup: asyncio.Event) -> None:
-        """Follow a cursor until the owner is closed; `wakeup` is set when either may have news."""
+        """Yield a cursor's changes until the owner is closed; `wakeup` is set when either has changed."""
         self._owner = owner
         self._cursor = cursor
         self._wakeup = wakeup
@@ -151,7 +151,7 @@ class TableWatch:
         raise StopAsyncIteration
 
     async def _hear(self) -> None:
-        """Wait until the news are here; in one process they are at once."""
+        """Wait until the changes arrive; a hook for simulated networks, nothing to wait for in one process."""
 
     def __del__(self) -> None:
-        self._cursor.close()  # an `async for` that was left needs no other end
+        self._cursor.close()  # so leaving an `async for` is enough

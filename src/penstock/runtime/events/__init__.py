@@ -1,1 +1,1 @@
-"""KV events from a worker to whoever routes: replay ring, snapshot, gap detection."""
+"""KV events from workers to routers: replay ring, snapshots, gap detection."""

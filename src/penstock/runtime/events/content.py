@@ -1,4 +1,4 @@
-"""What one worker holds: the copies of each block by tier, and the block before it."""
+"""The content of one worker's caches: copies of each block by tier, and each block's parent."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -12,20 +12,23 @@ from penstock.core.wire import PackedHashes, pack_hashes
 __all__ = ["Content", "ContentPython"]
 
 Runs = list[tuple[PackedHashes, int | None, Copies]]
-"""Chains of blocks held alike: hashes, parent, copies by tier."""
+"""Chains of blocks with equal copies by tier: (hashes, parent of the first, copies)."""
 
 _TIERS = tuple(Tier)
 _ALL = 1 << 62
 
 
 class Walk(Protocol):
-    """All that a worker held at one moment, told bit by bit however that changes meanwhile, parents before children."""
+    """An incremental iteration over a worker's content as of one moment, parents before children.
+
+    Later changes of the content do not affect it.
+    """
 
     @property
     def is_done(self) -> bool: ...
 
     def next(self, steps: int) -> Runs:
-        """Go on by so many steps, each of which looks at one block; gives what there is to tell by then."""
+        """Visit up to `steps` more blocks and return their runs."""
         ...
 
 
@@ -34,15 +37,15 @@ class _Content(Protocol):
 
 
 class ContentCalls:
-    """Calls that either content answers alike."""
+    """Methods shared by the native content and its Python reference."""
 
     def runs(self: _Content) -> Runs:
-        """Give all of it at once."""
+        """Return the whole content at once."""
         return self.walk().next(_ALL)
 
 
 class ContentWalkPython:
-    """The Python reference of the native walk: it looks at everything when it begins."""
+    """Python reference of the native walk; it copies everything when it begins."""
 
     def __init__(self, runs: Runs) -> None:
         self._blocks = _single(runs)
@@ -66,15 +69,15 @@ class ContentWalkPython:
 
 
 class ContentPython(ContentCalls):
-    """A map and nothing beside it, as nobody looks for prefixes here. One task owns it.
+    """Python reference of the native content: a plain map, without a prefix index. One task owns it.
 
-    Engines may store equal blocks more than once and remove each copy on its own, so that copies count; beyond 4,095
-    of a block in a tier, further ones do not. A hash names its whole prefix, so that its parent never changes.
+    Engines may store equal blocks several times and remove each copy separately, so copies are counted, up to 4,095 of a
+    block in a tier. A hash names its whole prefix, so a block's parent never changes.
     """
 
     def __init__(self) -> None:
         self.unknown_removals = 0
-        """Blocks removed that were not held: the engine's bookkeeping is off by as many."""
+        """Removed blocks that were not held; each is a bookkeeping error of the engine."""
         self._copies: dict[int, Copies] = {}
         self._parents: dict[int, int | None] = {}
 
@@ -82,7 +85,7 @@ class ContentPython(ContentCalls):
         return len(self._copies)
 
     def store(self, hashes: Hashes, parent: int | None, tier: Tier) -> None:
-        """Note one more copy of each block, each the parent of the next; `parent` is before the first."""
+        """Add a copy of each block of a chain; `parent` is the first one's parent."""
         for block_hash in as_list(hashes):
             copies = self._copies.get(block_hash)
             if copies is None:
@@ -91,7 +94,7 @@ class ContentPython(ContentCalls):
             parent = block_hash
 
     def remove(self, hashes: Hashes, tier: Tier) -> None:
-        """Note one copy less of each block; those not held are counted and otherwise ignored."""
+        """Remove a copy of each block; blocks that are not held only count in `unknown_removals`."""
         for block_hash in as_list(hashes):
             copies = self._copies.get(block_hash)
             if copies is None or not copies[_TIERS.index(tier)]:
@@ -104,23 +107,23 @@ class ContentPython(ContentCalls):
                 del self._copies[block_hash], self._parents[block_hash]
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Remove everything."""
         self._copies.clear()
         self._parents.clear()
 
     def walk(self) -> Walk:
-        """Begin to tell what there is now."""
+        """Begin an iteration over the current content."""
         return ContentWalkPython(self._all_runs())
 
     def _all_runs(self) -> Runs:
         runs: list[tuple[list[int], int | None, Copies]] = []
-        parents, said = self._parents, dict.fromkeys(self._parents, False)
+        parents, visited = self._parents, dict.fromkeys(self._parents, False)
         ends = self._parents.keys() - set(self._parents.values())
-        for end in (*ends, *self._parents):  # the latter reach those whose parents go in a circle
+        for end in (*ends, *self._parents):  # the latter reach blocks whose parents form a cycle
             path: list[int] = []
             at: int | None = end
-            while at is not None and said.get(at) is False:
-                said[at] = True
+            while at is not None and visited.get(at) is False:
+                visited[at] = True
                 path.append(at)
                 at = parents[at]
             for block_hash in reversed(path):
@@ -131,7 +134,7 @@ class ContentPython(ContentCalls):
         return [(pack_hashes(hashes), parent, copies) for hashes, parent, copies in runs]
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state is inconsistent."""
         assert self._copies.keys() == self._parents.keys(), (
             "content: each block has a parent or is a first one"
         )
@@ -143,7 +146,7 @@ class ContentPython(ContentCalls):
 
 
 def _single(runs: Runs) -> Iterator[tuple[PackedHashes, bytes | None, Copies]]:
-    """Give each block of some runs: its hash, that before it, and its copies."""
+    """Yield (hash, parent, copies) of each block of the runs."""
     for hashes, first_parent, copies in runs:
         parent = None if first_parent is None else first_parent.to_bytes(8, "little")
         for at in range(0, len(hashes), 8):

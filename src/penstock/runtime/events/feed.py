@@ -1,7 +1,7 @@
-"""Brings one subscriber of a worker's events up to date, as fast as its connection takes them.
+"""Sends a worker's KV events to one subscriber, as fast as its connection takes them.
 
-It holds no events of its own: what a full connection could not take is read again from the worker's replay
-ring, or as a snapshot where the ring is too short. A snapshot goes out one message in a turn of the event loop.
+A feed buffers no events. What a full connection could not take is read again from the worker's replay ring, or from a
+snapshot if the ring is too short. Of a snapshot, one message is sent per turn of the event loop.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from penstock.seams import WorkerService
 
 
 class EventOutlet(Protocol):
-    """Where a feed sends."""
+    """The connection that a feed sends to."""
 
     @property
     def writable(self) -> bool: ...
@@ -29,12 +29,12 @@ class EventFeed:
         self._outlet = outlet
         self._pending: Iterator[EventMessage | None] | None = None
         self._turn: asyncio.Handle | None = None
-        self._sent: int | None = None  # the sequence that the subscriber has once all sent so far has arrived
+        self._sent: int | None = None  # sequence of the last batch or whole snapshot sent
         self._behind = False
         self._subscribed = False
 
     def subscribe(self, after_sequence: int | None) -> None:
-        """Send what comes after this sequence (None: a snapshot), and go on; again resyncs."""
+        """Send the events after this sequence (None: a snapshot) and all later ones; a second call resyncs."""
         self._sent = after_sequence
         self._behind = False
         self._pending = self._service.events_after(after_sequence)
@@ -50,7 +50,7 @@ class EventFeed:
             self._send(message)
 
     def pump(self) -> None:
-        """Send what the connection has room for, and of a snapshot no more than one message in a turn of the loop."""
+        """Send until the connection is full; of a snapshot, at most one message per turn of the loop."""
         while self._outlet.writable and self._turn is None:
             if self._pending is not None:
                 try:
@@ -61,7 +61,7 @@ class EventFeed:
                 if message is not None:
                     self._send(message)
                 if not isinstance(message, EventBatch):
-                    self._turn = asyncio.get_running_loop().call_soon(self._go_on)
+                    self._turn = asyncio.get_running_loop().call_soon(self._resume)
             elif self._behind:
                 self._behind = False
                 self._pending = self._service.events_after(self._sent)
@@ -78,7 +78,7 @@ class EventFeed:
             self._turn.cancel()
             self._turn = None
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._turn = None
         self.pump()
 

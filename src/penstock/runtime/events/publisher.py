@@ -29,7 +29,7 @@ _log = get_logger()
 
 
 class ContentMirror:
-    """What a worker holds, summed up from its events."""
+    """The content of a worker's caches, derived from its KV events."""
 
     def __init__(self) -> None:
         self._content = Content()
@@ -40,11 +40,11 @@ class ContentMirror:
 
     @property
     def unknown_removals(self) -> int:
-        """Blocks removed that were not held: the engine's bookkeeping is off by as many."""
+        """Removed blocks that were not held; each is a bookkeeping error of the engine."""
         return self._content.unknown_removals
 
     def counts(self) -> dict[tuple[int, Tier], int]:
-        """Give copies held by (hash, tier)."""
+        """(hash, tier) -> copies."""
         return {
             (block_hash, tier): count
             for hashes, _, copies in self._content.runs()
@@ -64,7 +64,7 @@ class ContentMirror:
                 self._content.clear()
 
     def snapshot(self, sequence: int, chunk_hashes: int) -> Snapshot:
-        """Begin to say the whole content, of which `sequence` is the latest batch; later events do not show in it."""
+        """Make a snapshot of the content as of batch `sequence`, the latest one; later events do not affect it."""
         return Snapshot(self._content.walk(), sequence, self._block_size, chunk_hashes)
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class ContentMirror:
 
 
 class EventPublisher:
-    """Numbers a worker's batches 1, 2, 3, ... and brings any subscriber up to date. One task owns it."""
+    """Numbers a worker's event batches 1, 2, 3, ... and replays them to subscribers. One task owns it."""
 
     def __init__(self, config: EventConfig | None = None) -> None:
         self.config = config or EventConfig()
@@ -80,13 +80,13 @@ class EventPublisher:
         self.sequence = 0
         """Number of the latest batch; 0 before the first."""
         self._ring: deque[tuple[EventBatch, int]] = deque()
-        """With the hashes of each."""
+        """(batch, number of its hashes), oldest first."""
         self._ring_hashes = 0
         self._sinks: list[EventSink] = []
-        self._snapshot: weakref.ref[Snapshot] | None = None  # the latest, while somebody reads it
+        self._snapshot: weakref.ref[Snapshot] | None = None  # the latest, while a subscriber reads it
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Number one step's events and push them to every subscriber; nothing for no events."""
+        """Number one step's events and push them to every subscriber; without events, do nothing."""
         if not events:
             return
         self.sequence += 1
@@ -99,11 +99,11 @@ class EventPublisher:
             sink.push_event(batch)
 
     def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
-        """Give what a subscriber that has applied `sequence` lacks: the tail, or a snapshot and no tail.
+        """Return what a subscriber that has applied `sequence` lacks: the later batches, or a snapshot without them.
 
         Returns:
-            Messages that are made as they are read, and None wherever enough was done for one turn of the event loop.
-            Those who read snapshots at the same time share one; what came after it they ask for then.
+            lazily built messages, with None where enough was done for one turn of the event loop. Subscribers that read
+            a snapshot at the same time share it, and afterwards ask for the batches after it.
         """
         if sequence == self.sequence:
             return iter(())
@@ -140,7 +140,7 @@ class EventPublisher:
             self._ring_hashes -= ring.popleft()[1]
 
     def _current_snapshot(self) -> Snapshot:
-        """Give the one that somebody else still reads, if all that came since can be had, or begin one."""
+        """Return the snapshot that another subscriber still reads, if the ring has all later batches; else begin one."""
         snapshot = None if self._snapshot is None else self._snapshot()
         if snapshot is None or not self._first_kept() <= snapshot.sequence + 1:
             snapshot = self.mirror.snapshot(self.sequence, self.config.snapshot_chunk_hashes)
@@ -150,7 +150,7 @@ class EventPublisher:
 
 
 def _num_hashes(batch: EventBatch) -> int:
-    """Count a batch's hashes, at least one an event."""
+    """Count a batch's hashes, at least one per event."""
     count = 0
     for event in batch.events:
         count += 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes) >> 3 or 1

@@ -1,4 +1,4 @@
-"""All that a worker held at one moment, as messages that are made when they are read, a bounded amount of work at a time."""
+"""Snapshots of a worker's content, as messages that are built lazily, with bounded work at a time."""
 
 from collections.abc import Iterator
 
@@ -8,49 +8,49 @@ from penstock.runtime.events.content import Runs, Walk
 
 _HASH_BYTES = 8
 _STEPS_AT_ONCE = 4096
-"""Blocks of a worker's content that are looked at in one go: 0.5 ms on a shared AMD EPYC."""
+"""Blocks visited at a time: 0.5 ms on a shared AMD EPYC."""
 _EVENTS_MAX = 512
-"""Events in one message and made in one go, where blocks hang together so little that each needs its own."""
+"""Events in one message, and built at a time; reached if blocks form chains so short that each needs its own event."""
 
 
 class Snapshot:
-    """Read by any number of subscribers at once, who share the work. One task owns it."""
+    """A snapshot that any number of subscribers may read at once; they share its messages. One task owns it."""
 
     def __init__(self, walk: Walk, sequence: int, block_size: int, chunk_hashes: int) -> None:
-        """Say what `walk` tells.
+        """Make a snapshot.
 
         Args:
-            walk: begun when `sequence` was the latest batch.
-            sequence: what the snapshot stands for.
-            block_size: of the blocks.
-            chunk_hashes: how many a message may have.
+            walk: iteration begun when `sequence` was the latest batch.
+            sequence: the batch whose content the snapshot has.
+            block_size: tokens in a block.
+            chunk_hashes: most hashes in a message.
         """
         self.sequence = sequence
         self._walk = walk
         self._block_size = block_size
         self._chunk_hashes = chunk_hashes
-        self._said: list[EventSnapshot] = []
-        self._open: list[BlockStored] = []  # of the next message
+        self._built: list[EventSnapshot] = []
+        self._open: list[BlockStored] = []  # events of the next message
         self._room = chunk_hashes
         self._events = self._make_events()
         self._is_whole = False
 
     def messages(self) -> Iterator[EventSnapshot | None]:
-        """Give all messages, and None wherever enough was done for one turn of the event loop."""
+        """Yield all messages, and None where enough was done for one turn of the event loop."""
         index = 0
         while True:
-            if index < len(self._said):
-                yield self._said[index]
+            if index < len(self._built):
+                yield self._built[index]
                 index += 1
             elif self._is_whole:
                 return
             else:
-                self._go_on()
-                if index == len(self._said):
+                self._continue()
+                if index == len(self._built):
                     yield None
 
-    def _go_on(self) -> None:
-        """Do a part of the work: at most one message comes of it."""
+    def _continue(self) -> None:
+        """Do a part of the work, which yields at most one message."""
         for count, event in enumerate(self._events, 1):
             if event is None:
                 return
@@ -66,14 +66,14 @@ class Snapshot:
         self._is_whole = True
 
     def _close(self, *, last: bool) -> None:
-        self._said.append(
-            EventSnapshot(sequence=self.sequence, chunk=len(self._said), last=last, events=tuple(self._open))
+        self._built.append(
+            EventSnapshot(sequence=self.sequence, chunk=len(self._built), last=last, events=tuple(self._open))
         )
         self._open = []
         self._room = self._chunk_hashes
 
     def _make_events(self) -> Iterator[BlockStored | None]:
-        """Give all events, parents before children, and None where enough was looked at in one go."""
+        """Yield all events, parents before children, and None after every `_STEPS_AT_ONCE` blocks."""
         while not self._walk.is_done:
             yield from self._events_of(self._walk.next(_STEPS_AT_ONCE))
             yield None

@@ -1,7 +1,7 @@
-"""Follows one worker's KV events: applies them in order, and asks again when some are missing.
+"""Follows one worker's KV events: applies them in order, and resyncs when some are missing.
 
-A router that connects, reconnects or sees a gap needs nothing but this: it names the last batch it has
-applied, and the worker sends the rest or a snapshot.
+A router that connects, reconnects or sees a gap names the last batch that it has applied, and the worker sends the later
+batches or a snapshot.
 """
 
 import asyncio
@@ -22,22 +22,20 @@ _log = get_logger()
 
 
 class EventFault(StrEnum):
-    """What can be wrong with events. Of each there is a count."""
+    """What can be wrong with an event message; each kind is counted."""
 
-    GAP = "gap"  # others are missing before it: asked for again
-    REPEATED = "repeated"  # it came before: passed over
-    BLOCK_SIZE = (
-        "block_size"  # it is of blocks of another size than the model's: passed over, the whole is asked for
-    )
-    MALFORMED = "malformed"  # it has hashes that are none: passed over, the whole is asked for
+    GAP = "gap"  # earlier batches are missing: resync
+    REPEATED = "repeated"  # received before: ignored
+    BLOCK_SIZE = "block_size"  # blocks of another size than the model's: ignored, a snapshot is requested
+    MALFORMED = "malformed"  # malformed hashes: ignored, a snapshot is requested
 
 
 class EventSubscriber:
-    """Keeps one worker's content in step with its events. One task owns it; `push` never blocks.
+    """Keeps a copy of one worker's content in sync with its events. One task owns it; `push` never blocks.
 
-    Messages may come late, twice, out of order or not at all: content is only ever changed by the next batch
-    in order or by the next part of a snapshot, so it always equals what the worker held at `sequence`. Parts are applied as
-    they come, a bounded amount of work each: from the first to the last there is no sequence, and content is a part.
+    Messages may arrive late, twice, out of order or not at all. Only the next batch in order, or the next chunk of a
+    snapshot, changes the content, so it always equals the worker's content at `sequence`. Chunks are applied as they arrive;
+    until the last one, `sequence` is None and the content is incomplete.
     """
 
     def __init__(
@@ -50,21 +48,21 @@ class EventSubscriber:
         on_fault: Callable[[EventFault], None],
         config: EventConfig | None = None,
     ) -> None:
-        """Follow `connection`'s worker once `start` is called.
+        """Make a subscriber; `start` subscribes.
 
         Args:
-            connection: where to ask; its events go to `push`.
+            connection: the worker; the caller passes its events to `push`.
             apply: called with the events of each batch, in order.
-            replace: called with each part of a snapshot, in order: store its blocks; with the first, forget this worker's
-                before.
-            rng: for the jitter.
-            on_fault: called with what is wrong with messages or their order.
+            replace: called with each chunk of a snapshot, in order. It stores the chunk's blocks; for chunk 0 it first
+                removes all blocks of this worker.
+            rng: for jitter.
+            on_fault: called with each fault of a message.
             config: bounds and delays.
         """
         self.sequence: int | None = None
-        """The last batch applied; None before the first snapshot, and while one is applied."""
+        """The last batch applied; None before the first snapshot, and during one."""
         self.resyncs = 0
-        """How often a gap, or a doubt, made it ask again."""
+        """Resyncs after a gap or a `doubt`."""
         self._connection = connection
         self._apply = apply
         self._replace = replace
@@ -72,23 +70,23 @@ class EventSubscriber:
         self._on_fault = on_fault
         self._config = config or EventConfig()
         self._parts_hashes = 0
-        self._parts_of: int | None = None  # the sequence of the snapshot under way
+        self._parts_of: int | None = None  # sequence of the snapshot in progress
         self._next_chunk = 0
-        self._newest = 0  # the highest number seen
+        self._newest = 0  # highest sequence seen
         self._tries = 0
         self._doubts = 0
-        self._in_doubt = False  # and so only a whole snapshot will do
+        self._in_doubt = False  # only a whole snapshot helps
         self._timer: asyncio.TimerHandle | None = None
-        self._waits_long = False  # the timer does, for the next snapshot of a worker that was doubted before
+        self._waits_long = False  # the timer is that of a repeated `doubt`
         self._closed = False
 
     @property
     def synced(self) -> bool:
-        """Whether it has the worker's content and knows of nothing missing."""
+        """Whether the content is complete as far as known."""
         return self.sequence is not None and self._timer is None
 
     def start(self) -> None:
-        """Ask for the worker's content. The answer, as all that follows, comes through `push`."""
+        """Ask for the worker's content; all messages arrive through `push`."""
         self._ask()
 
     def push(self, message: EventMessage) -> None:
@@ -102,10 +100,10 @@ class EventSubscriber:
                 self._on_snapshot(message)
 
     def doubt(self) -> bool:
-        """Ask for the whole content, as what was applied may not be it: soon, and the next times more and more patiently.
+        """Request a snapshot, since the applied content may be wrong: soon at first, later with growing delays.
 
         Returns:
-            Whether it was not going to already.
+            False if a snapshot was requested already, or the subscriber is closed.
         """
         if self._in_doubt or self._closed:
             return False
@@ -120,13 +118,13 @@ class EventSubscriber:
         return True
 
     def close(self) -> None:
-        """Ask no more and ignore what still comes. Safe twice."""
+        """Stop; ignore messages that still arrive. Safe twice."""
         self._closed = True
         self._cancel()
 
     def _on_batch(self, batch: EventBatch) -> None:
         if self._parts_of is not None and batch.sequence <= self._parts_of and self.sequence is None:
-            self._on_fault(EventFault.REPEATED)  # or is in the snapshot under way
+            self._on_fault(EventFault.REPEATED)  # the snapshot in progress includes it
         elif self.sequence is None or batch.sequence > self.sequence + 1:
             self._on_gap(batch.sequence)
         elif batch.sequence == self.sequence + 1:
@@ -138,7 +136,7 @@ class EventSubscriber:
 
     def _on_snapshot(self, snapshot: EventSnapshot) -> None:
         if self.sequence is not None and snapshot.sequence <= self.sequence and not self._in_doubt:
-            self._on_fault(EventFault.REPEATED)  # or overtaken
+            self._on_fault(EventFault.REPEATED)
             return
         if snapshot.chunk == 0:
             self._drop_parts()
@@ -162,10 +160,10 @@ class EventSubscriber:
         self._replace(self._connection.worker_id, snapshot)
         if snapshot.last:
             self._drop_parts()
-            self._in_doubt = False  # whatever is wrong with it: more than the whole cannot be had
+            self._in_doubt = False
             self._settle()
         else:
-            self._arm(self._config.resync_timeout_s_max)  # it is coming: no need to ask meanwhile
+            self._arm(self._config.resync_timeout_s_max)  # more chunks are on their way
 
     def _drop_parts(self) -> None:
         self._parts_hashes = 0
@@ -193,7 +191,7 @@ class EventSubscriber:
         self._waits_long = False
 
     def _settle(self) -> None:
-        """Stop asking, unless a message told of more than has been applied."""
+        """Stop asking if everything seen has been applied."""
         if self.sequence is not None and self.sequence >= self._newest and not self._in_doubt:
             self._tries = 0
             self._cancel()

@@ -1,4 +1,4 @@
-"""What a frontend has asked one worker for over a connection, and not heard the end of."""
+"""Calls from a frontend to one worker that have not been answered yet."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,17 +8,17 @@ from penstock.core.errors import PenstockError
 
 
 class Calls:
-    """Questions by number. Who asks too often is refused by the worker; one event loop owns it."""
+    """Pending calls by id. One event loop owns it; the worker bounds their number."""
 
     def __init__(self) -> None:
         self._ids = count(1)
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     async def ask(self, send: Callable[[int], None]) -> None:
-        """Send a question, told its number, and wait for the answer. The caller bounds the time.
+        """Send a call with a new id, and wait for its answer. The caller sets a timeout.
 
         Raises:
-            PenstockError: what `answered` or `fail` was told.
+            PenstockError: the error passed to `answered` or `fail`.
         """
         call_id = next(self._ids)
         self._waiting[call_id] = future = asyncio.get_running_loop().create_future()
@@ -29,7 +29,7 @@ class Calls:
             del self._waiting[call_id]
 
     def answered(self, call_id: int, error: PenstockError | None) -> None:
-        """Hear that it is done, or why not; nobody may be waiting for it any more."""
+        """Resolve a call: None for success, else its error; ignored if nothing waits for it any more."""
         future = self._waiting.get(call_id)
         if future is None or future.done():
             return
@@ -39,6 +39,6 @@ class Calls:
             future.set_exception(error)
 
     def fail(self, error: PenstockError) -> None:
-        """End all with this error: no answer will come."""
+        """Fail all pending calls: no answers will arrive."""
         for call_id in tuple(self._waiting):
             self.answered(call_id, error)

@@ -1,16 +1,16 @@
-"""A model card's files on their way: cut into chunks by the worker, put together and verified by the frontend."""
+"""Transfer of model-card files: the worker cuts them into chunks, the frontend joins and verifies them."""
 
 import hashlib
 from collections.abc import Iterator
 
 from penstock.core.errors import ProtocolError, RequestError
 
-CHUNK_BYTES = 64 << 10  # small beside a write buffer, so that deltas pass in between
-FETCHES_MAX = 16  # files under way on one connection
+CHUNK_BYTES = 64 << 10  # small compared to a write buffer, so that deltas can pass between chunks
+FETCHES_MAX = 16  # concurrent files on one connection
 
 
 def chunks(content: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Cut a file into (bytes, whether they are the last); an empty file is one empty chunk."""
+    """Yield (bytes, is_last) chunks of a file; an empty file is one empty chunk."""
     for start in range(0, max(1, len(content)), CHUNK_BYTES):
         yield content[start : start + CHUNK_BYTES], start + CHUNK_BYTES >= len(content)
 
@@ -20,7 +20,7 @@ def missing_file(sha256: str) -> RequestError:
 
 
 class FileReceiver:
-    """Puts one file together."""
+    """Joins the chunks of one file."""
 
     def __init__(self, sha256: str, bytes_max: int) -> None:
         self._sha256 = sha256
@@ -32,7 +32,7 @@ class FileReceiver:
         """Append a chunk.
 
         Raises:
-            ProtocolError: the file is longer than a frontend accepts.
+            ProtocolError: the file is longer than `bytes_max`.
         """
         if len(self._content) + len(data) > self._bytes_max:
             raise ProtocolError(
@@ -42,10 +42,10 @@ class FileReceiver:
         self._digest.update(data)
 
     def finish(self) -> bytes:
-        """Give the content.
+        """Return the content.
 
         Raises:
-            ProtocolError: its hash is another one.
+            ProtocolError: its hash differs from the requested one.
         """
         got = self._digest.hexdigest()
         if got != self._sha256:

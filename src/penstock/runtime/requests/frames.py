@@ -1,4 +1,4 @@
-"""The messages of a request plane's connection. See `penstock.core.net.framing` for how they are cut and checked."""
+"""The messages of a request-plane connection; `penstock.core.net.framing` encodes and decodes them."""
 
 from penstock.core.errors import ErrorInfo, RequestError
 from penstock.core.ids import RequestId
@@ -24,13 +24,13 @@ class Abort(Wire, frozen=True, tag="abort"):
 
 
 class Grant(Wire, frozen=True, tag="grant"):
-    """Tokens that the readers of these requests have taken since the last grant."""
+    """(request id, tokens) that the readers have consumed since the last grant."""
 
     grants: tuple[tuple[RequestId, int], ...]
 
 
 class Subscribe(Wire, frozen=True, tag="subscribe"):
-    """Send the events after this sequence (None: a snapshot), and all later ones."""
+    """Send the KV events after this sequence (None: a snapshot), and all later ones."""
 
     after_sequence: int | None = None
 
@@ -41,7 +41,7 @@ class Fetch(Wire, frozen=True, tag="fetch"):
 
 
 class FetchChunk(Wire, frozen=True, tag="fetch_chunk"):
-    """The next bytes of a file, or why there are none."""
+    """The next bytes of a file, or an error."""
 
     fetch_id: int
     data: bytes = b""
@@ -50,21 +50,21 @@ class FetchChunk(Wire, frozen=True, tag="fetch_chunk"):
 
 
 class ChangeRole(Wire, frozen=True, tag="change_role"):
-    """Become a worker of this role; `RoleChanged` answers, perhaps much later."""
+    """Change the worker's role; `RoleChanged` answers, perhaps much later."""
 
     call_id: int
     role: Role
 
 
 class RoleChanged(Wire, frozen=True, tag="role_changed"):
-    """It is done, or why not."""
+    """The role has changed, or `error` says why not."""
 
     call_id: int
     error: ErrorInfo | None = None
 
 
 class Deltas(Wire, frozen=True, tag="deltas"):
-    """All that one engine step brought for one frontend."""
+    """All deltas of one engine step for one frontend."""
 
     deltas: tuple[Delta, ...]
 
@@ -83,15 +83,15 @@ Frame = (
 )  # fmt: skip
 
 CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))
-"""A KV event of a newer kind ends no connection: the subscriber gets a snapshot instead."""
+"""A KV event of an unknown kind does not end the connection: the subscriber requests a snapshot instead."""
 
 
 UNENCODABLE = (OverflowError, TypeError, ValueError)
-"""What encoding a message raises for a number or a text that does not fit the wire."""
+"""Exceptions of encoding a message with a number or text that msgpack cannot represent."""
 
 
 def cannot_be_sent(request: Request | Prefetch, error: Exception) -> RequestError:
-    """Word that a request cannot be encoded: it is its sender's fault."""
+    """Make the error for a request that cannot be encoded."""
     return RequestError(
         f"request {request.request_id!r}: cannot be sent: {error}; integers must fit into 64 bits and "
         "text must be valid Unicode"

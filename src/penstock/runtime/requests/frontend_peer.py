@@ -1,4 +1,4 @@
-"""A frontend as its worker sees it: one connection, its requests, its credits, its subscription."""
+"""The worker's end of a connection to one frontend: requests, credits, KV events, files."""
 
 import asyncio
 from collections import deque
@@ -48,18 +48,18 @@ class FrontendPeer:
         config: PlaneConfig,
         peers: set["FrontendPeer"],
     ) -> None:
-        """Wait for the client's hello.
+        """Make a peer that waits for the client's hello.
 
         Args:
             service: the worker.
-            identity: who the worker's process is.
+            identity: identity of the worker's process.
             config: bounds and times.
-            peers: those connected now; it keeps itself in there while it is.
+            peers: set of connected peers; the peer adds and removes itself.
         """
         self.channel: FrameChannel[Frame] = FrameChannel(
             CODEC,
             self,
-            frame_bytes_max=handshake.STRANGER_FRAME_BYTES_MAX,
+            frame_bytes_max=handshake.UNAUTHENTICATED_FRAME_BYTES_MAX,
             write_buffer_bytes=config.write_buffer_bytes,
             write_bytes_max=2 * config.connection_bytes_max,
             heartbeat_interval_s=config.heartbeat_interval_s,
@@ -72,7 +72,7 @@ class FrontendPeer:
         self._peers = peers
         self._challenge = handshake.challenge()
         self._hello_timer: asyncio.TimerHandle | None = None
-        self._outbox: Outbox | None = None  # there once the client has been accepted
+        self._outbox: Outbox | None = None  # None until the client is accepted
         self._load: WorkerLoad | None = None
         self._feed = EventFeed(service, self)
         self._reads: dict[int, asyncio.Future[bytes | None]] = {}
@@ -99,7 +99,7 @@ class FrontendPeer:
         self.channel.send(Event(message=message))
 
     def finish(self, reason: str) -> None:
-        """Close once everything held has gone out; the caller bounds the time."""
+        """Close once all buffered deltas are sent; the caller sets a timeout."""
         self._finishing = reason
         self._finish_if_idle()
 
@@ -149,7 +149,7 @@ class FrontendPeer:
                 )
 
     def unknown_received(self, tag: str) -> None:
-        """A request of a newer frontend that cannot be served; the channel has counted it."""
+        """Ignore a message of a newer frontend; the channel has counted it."""
 
     def channel_writable(self) -> None:
         if self._outbox is not None:
@@ -197,11 +197,11 @@ class FrontendPeer:
         self._service.connected(self)
 
     def _abort_later(self, request_id: RequestId) -> None:
-        """Abort outside of the engine step whose deltas were too many."""
+        """Abort in the next turn of the loop, not within the step whose deltas exceeded the bound."""
         asyncio.get_running_loop().call_soon(self._service.abort, request_id, self)
 
     def _send_held(self, outbox: Outbox) -> None:
-        """Send what was held, a buffer's worth at a time, while there is room."""
+        """Send buffered deltas, one write buffer at a time, while the connection has room."""
         while outbox.has_held and self.channel.writable:
             now = outbox.take(self._config.write_buffer_bytes)
             if not now:
@@ -226,7 +226,7 @@ class FrontendPeer:
         read.add_done_callback(partial(self._on_read, fetch))
 
     def _on_read(self, fetch: Fetch, read: asyncio.Future[bytes | None]) -> None:
-        """Send what was read, unless its frontend has gone."""
+        """Send a file that was read, unless the frontend has gone."""
         if self._reads.pop(fetch.fetch_id, None) is not read or read.cancelled() or not self.channel.is_open:
             return
         content = None if read.exception() is not None else read.result()
@@ -249,7 +249,7 @@ class FrontendPeer:
         self.channel.send(FetchChunk(fetch_id=fetch.fetch_id, last=True, error=error.to_info()))
 
     def _send_files(self) -> None:
-        """Send chunks of all files in turn while there is room."""
+        """Send chunks of all files in turn, while the connection has room."""
         while self._files and self.channel.writable:
             fetch_id, content = self._files.popleft()
             data, last = next(content)

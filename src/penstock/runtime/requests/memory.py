@@ -1,7 +1,7 @@
-"""The request plane inside one process: the reference for the others, and what tests and simulations use.
+"""The request plane inside one process: the reference implementation, also for tests and simulations.
 
-Messages are really encoded and decoded, so that what works here works over a socket, and each is delivered
-by a later turn of the event loop, in order, so that no call ever re-enters its caller.
+Messages are encoded and decoded, so that what works here works over a socket. Each is delivered in order in a later turn of
+the event loop, so no call re-enters its caller.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class MemoryPlane:
         return MemoryConnection(link)
 
     def kill(self, address: str) -> None:
-        """Make the worker at `address` vanish like a killed process: its frontends hear `lost`, it hears nothing."""
+        """Imitate a killed worker process: its frontends' sinks get `lost`, the worker gets nothing."""
         server = self._servers.pop(address, None)
         if server is not None:
             for link in tuple(server.links):
@@ -102,7 +102,7 @@ class _Link:
         )
 
     def later(self, call: Callable[..., None], *args: Any) -> None:
-        """Call unless the link has ended by then."""
+        """Call in the next turn of the loop, unless the link has ended by then."""
         self._loop.call_soon(self._deliver, call, *args)
 
     def _deliver(self, call: Callable[..., None], *args: Any) -> None:

@@ -1,9 +1,10 @@
-"""What one frontend may be sent now, and what waits for it.
+"""Per-frontend outbox: which deltas may be sent now, and which are buffered.
 
-Each request has a credit in tokens, which its reader renews by granting what it has taken. Deltas that exceed it,
-or that come while the connection is full, are merged per request, so that a slow reader costs tokens' bytes and
-not objects, and holds up nobody else. What is held is bounded: beyond that the request is parked. Its engine stops, what is
-held goes out as its reader takes it, and then `Parked` does: the frontend sends the request again, with all tokens it has by then.
+Each request has a credit in tokens, which its reader renews by granting the tokens that it has consumed. Deltas beyond the
+credit, or while the connection is full, are buffered and merged per request. So a slow reader costs bytes, not objects, and
+does not delay other requests. The buffer is bounded: beyond the bound the request is parked. The engine stops it, the
+buffered tokens are sent as the reader consumes them, and then the error `Parked` is sent. The frontend then sends the request
+again, with all tokens that it has by then.
 """
 
 import sys
@@ -16,8 +17,8 @@ from penstock.core.log import get_logger
 from penstock.core.types.requests import Delta, FinishReason, KvHandle, TokenLogprob
 from penstock.core.wire import NO_TOKENS, PackedTokens
 
-# What Python needs to hold anything for one request, for a logprob, and for one of its alternatives;
-# summed up from sys.getsizeof on CPython 3.11.
+# Memory for the buffer of one request, for a logprob, and for one of its alternatives: sums of sys.getsizeof on
+# CPython 3.11.
 _STREAM_BYTES = 320
 _LOGPROB_BYTES = 160
 _ALTERNATIVE_BYTES = 116
@@ -31,7 +32,7 @@ def _logprobs_bytes(logprobs: Iterable[TokenLogprob]) -> int:
 
 @dataclass(slots=True)
 class _Held:
-    """Deltas of one request, merged."""
+    """The merged buffered deltas of one request."""
 
     tokens: bytearray = field(default_factory=bytearray)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -42,7 +43,7 @@ class _Held:
     num_bytes: int = _STREAM_BYTES
 
     def merge(self, delta: Delta) -> int:
-        """Add a delta; returns by how many bytes this grew."""
+        """Add a delta; return by how many bytes the buffer grew."""
         self.tokens += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
@@ -56,7 +57,7 @@ class _Held:
         return growth
 
     def cut(self, request_id: RequestId, tokens: int) -> Delta:
-        """Take off a delta of the first `tokens` tokens; the finish stays for the last."""
+        """Remove the first `tokens` tokens as a delta; `finish_reason` stays for the last delta."""
         delta = Delta(
             request_id=request_id,
             token_ids=PackedTokens(bytes(self.tokens[: 4 * tokens])),
@@ -103,18 +104,18 @@ class Outbox:
         bytes_max: int,
         abort: Callable[[RequestId], None],
     ) -> None:
-        """Start with no request.
+        """Make an outbox without requests.
 
         Args:
-            window_tokens: credit of a request before the first grant.
-            stream_bytes_max: held for one request, and a delta more.
-            bytes_max: held for all of them together. Past half of it each request has an equal share of that half.
+            window_tokens: initial credit of a request.
+            stream_bytes_max: bytes buffered for one request, plus one delta.
+            bytes_max: bytes buffered for all requests. Beyond half of it each request may use an equal share of that half.
             abort: called when a request is parked.
         """
         self.window_tokens = window_tokens
         self.held_bytes = 0
         self.parked = 0
-        """Times a request was parked because its reader was slow."""
+        """Number of times that a request was parked."""
         self._stream_bytes_max = stream_bytes_max
         self._bytes_max = bytes_max
         self._abort = abort
@@ -129,16 +130,16 @@ class Outbox:
         return bool(self._waiting)
 
     def open(self, request_id: RequestId) -> None:
-        """Expect deltas of this request; those of any other are dropped."""
+        """Accept deltas of this request; deltas of unknown requests are dropped."""
         self._streams.setdefault(request_id, _Stream(self.window_tokens))
 
     def close(self, request_id: RequestId) -> None:
-        """Forget the request and what is held for it. No error if it is unknown."""
+        """Drop a request and its buffer; no error if it is unknown."""
         self._streams.pop(request_id, None)
         self._unhold(request_id)
 
     def offer(self, deltas: Iterable[Delta], *, writable: bool) -> list[Delta]:
-        """Take a step's deltas, give back those to send now; the others are held."""
+        """Add a step's deltas; return those to send now and buffer the others."""
         now: list[Delta] = []
         parked, is_cut = self.parked, False
         for delta in deltas:
@@ -157,19 +158,18 @@ class Outbox:
         if self.held_bytes > self._bytes_max:
             self._shed()
         if writable and (is_cut or self.parked != parked):
-            now += (
-                self.take()
-            )  # what there is credit for, as its reader may grant no more before; a word alone needs none
+            # Send as much as the credit allows, since the reader may grant no more before it gets that.
+            now += self.take()
         return now
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
-        """Add credit; what may go now comes out of `take`. No error if the request is unknown."""
+        """Add credit; `take` then returns what may be sent. No error if the request is unknown."""
         stream = self._streams.get(request_id)
         if stream is not None and tokens > 0:
             stream.credit_tokens += tokens
 
     def take(self, bytes_max: int = sys.maxsize) -> list[Delta]:
-        """Give what is held and has credit, about `bytes_max` of it; who got only a part comes last next time."""
+        """Remove and return buffered deltas with credit, about `bytes_max`; a request sent in part goes to the end."""
         now: list[Delta] = []
         room = bytes_max
         for request_id, held in tuple(self._waiting.items()):
@@ -201,14 +201,17 @@ class Outbox:
             self._park(request_id, stream, held)
 
     def _share_bytes(self) -> int:
-        """What one request may have held now. Who is over it is parked long before all together are too much, with nothing lost."""
+        """Bytes that one request may buffer now.
+
+        It shrinks as the outbox fills, so that single requests are parked, without losing tokens, before `_shed` has to drop any.
+        """
         half = self._bytes_max // 2
         if self.held_bytes <= half:
             return self._stream_bytes_max
         return min(self._stream_bytes_max, half // len(self._waiting))
 
     def _shed(self) -> None:
-        """Drop what is held, the largest first, until all together are within their bound; it is computed again."""
+        """Drop buffers, the largest first, until the outbox is within its bound; their tokens are computed again."""
         while self.held_bytes > self._bytes_max:
             largest = max(
                 (r for r, held in self._waiting.items() if held.num_bytes > _STREAM_BYTES),
@@ -222,7 +225,7 @@ class Outbox:
             self._park(largest, stream, self._wait(largest, stream, _Held()))
 
     def _park(self, request_id: RequestId, stream: _Stream, held: _Held) -> None:
-        """Stop a request, and have its frontend send it again once what is held has been read."""
+        """Stop a request; its frontend sends it again after reading the buffered tokens and the error."""
         tokens = len(held.tokens) >> 2
         error = Parked(
             f"request {request_id}: its reader is slow, {tokens} tokens wait for it; it goes on once they are read"

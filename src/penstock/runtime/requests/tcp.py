@@ -1,4 +1,4 @@
-"""The request plane over sockets: one connection from each frontend to each worker, TCP or Unix."""
+"""The request plane over TCP or Unix sockets: one connection from each frontend to each worker."""
 
 import asyncio
 from dataclasses import replace
@@ -25,16 +25,16 @@ class TcpPlane:
         advertise_host: str | None = None,
         config: PlaneConfig | None = None,
     ) -> None:
-        """Do nothing yet.
+        """Make a plane; `serve` listens, `connect` connects.
 
         Args:
-            identity: who this process is, with the deployment's secret and hash key.
+            identity: identity of this process, with the deployment's secret and hash key.
             listen: where `serve` listens, `tcp://HOST:PORT` or `unix:///PATH`.
-            advertise_host: the name under which other hosts reach this one, where it differs from that in `listen`.
+            advertise_host: host name to register, if it differs from the one in `listen`.
             config: bounds and times.
 
         Raises:
-            ConfigError: `listen` is no address, or one that other machines reach while there is no secret.
+            ConfigError: `listen` is no address, or other machines can reach it while there is no secret.
         """
         self._identity = identity or Identity()
         self._listen = Address.parse(listen, source="listen")
@@ -47,7 +47,7 @@ class TcpPlane:
         self._config = config or PlaneConfig()
 
     async def serve(self, service: WorkerService) -> "TcpServer":
-        """Listen.
+        """Listen for frontends.
 
         Raises:
             ConfigError: the address is in use, not allowed or not of this host.
@@ -101,7 +101,7 @@ class TcpServer:
     async def close(self) -> None:
         self._sockets.close()
         remove_socket(self._bound)
-        await self._sockets.wait_closed()  # who was accepted before is a peer now
+        await self._sockets.wait_closed()  # every accepted connection is in `_peers` now
         peers = tuple(self._peers)
         for peer in peers:
             peer.finish("the worker closes")

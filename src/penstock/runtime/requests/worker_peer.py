@@ -1,4 +1,4 @@
-"""A worker as its frontend sees it: the connection that all requests of one frontend to one worker share."""
+"""The frontend's end of a connection to one worker, shared by all its requests."""
 
 import asyncio
 from dataclasses import dataclass
@@ -68,17 +68,17 @@ class WorkerPeer:
             heartbeat_timeout_s=config.heartbeat_timeout_s,
         )
         self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the worker has accepted us; an exception says why not."""
+        """Resolved when the worker has accepted this frontend, else failed."""
         self.entered = False
-        """Whether the sink hears of the connection's end."""
+        """Whether the sink is told when the connection ends."""
         self._instance = instance
         self._sink = sink
         self._identity = identity
         self._config = config
         self._hello: tuple[handshake.Challenge, handshake.Hello] | None = None
         self._closing = False
-        self._untold: dict[RequestId, int] = {}  # tokens taken of the open requests, and not granted yet
-        self._grants: dict[RequestId, int] = {}  # to go out with the next turn of the loop
+        self._ungranted: dict[RequestId, int] = {}  # open requests -> tokens consumed and not granted yet
+        self._grants: dict[RequestId, int] = {}  # to send in the next turn of the loop
         self._grant_tokens = max(1, config.window_tokens // 4)
         self._fetches: dict[int, _Fetching] = {}
         self._fetch_ids = count(1)
@@ -90,11 +90,11 @@ class WorkerPeer:
         return self._instance.worker_id
 
     async def enter(self) -> None:
-        """Wait for the worker's welcome; from here on the sink hears if the connection is lost.
+        """Wait until the worker has accepted this frontend; then the sink is told if the connection is lost.
 
         Raises:
             WorkerLost: the connection ended.
-            ProtocolError: the two sides do not fit together.
+            ProtocolError: wire versions, hash versions, hash keys or secrets do not match.
         """
         await self.welcomed
         if not self.channel.is_open:
@@ -103,7 +103,7 @@ class WorkerPeer:
 
     def submit(self, request: Request) -> None:
         self._send(request, Submit(request=request))
-        self._untold[request.request_id] = 0
+        self._ungranted[request.request_id] = 0
 
     def prefetch(self, prefetch: Prefetch) -> None:
         self._send(prefetch, PrefetchKv(prefetch=prefetch))
@@ -111,9 +111,9 @@ class WorkerPeer:
     def _send(self, request: Request | Prefetch, message: Submit | PrefetchKv) -> None:
         if not self.channel.is_open:
             raise self._lost("before this request")
-        if len(self._untold) >= self._config.requests_max:
+        if len(self._ungranted) >= self._config.requests_max:
             raise Overloaded(
-                f"{self._name}: {len(self._untold)} requests are under way on this connection (requests_max); "
+                f"{self._name}: {len(self._ungranted)} requests are under way on this connection (requests_max); "
                 "try another worker"
             )
         if self.channel.buffered_bytes > self._config.connection_bytes_max:
@@ -138,17 +138,17 @@ class WorkerPeer:
         self.channel.send(Abort(request_id=request_id))
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
-        untold = self._untold.get(request_id)
-        if untold is None:
+        ungranted = self._ungranted.get(request_id)
+        if ungranted is None:
             return  # finished or aborted: nothing more will come
-        untold += tokens
-        if untold < self._grant_tokens:
-            self._untold[request_id] = untold
+        ungranted += tokens
+        if ungranted < self._grant_tokens:
+            self._ungranted[request_id] = ungranted
             return
-        self._untold[request_id] = 0
+        self._ungranted[request_id] = 0
         if not self._grants:
             asyncio.get_running_loop().call_soon(self._send_grants)
-        self._grants[request_id] = self._grants.get(request_id, 0) + untold
+        self._grants[request_id] = self._grants.get(request_id, 0) + ungranted
 
     def subscribe(self, after_sequence: int | None) -> None:
         self.channel.send(Subscribe(after_sequence=after_sequence))
@@ -171,7 +171,7 @@ class WorkerPeer:
         await self._calls.ask(lambda call_id: self.channel.send(ChangeRole(call_id=call_id, role=role)))
 
     async def close(self) -> None:
-        """Say goodbye; the worker aborts whatever is left of our requests."""
+        """Close the connection; the worker aborts the frontend's unfinished requests."""
         self._closing = True
         self.channel.close("the frontend closes")
         try:
@@ -208,7 +208,7 @@ class WorkerPeer:
                 )
 
     def unknown_received(self, tag: str) -> None:
-        """Have the content sent as a snapshot where an event could not be understood, at most once a heartbeat."""
+        """Request a snapshot after an event of an unknown kind, at most once per heartbeat interval."""
         now = asyncio.get_running_loop().time()
         if tag == "event" and now >= self._resync_again_s:
             self._resync_again_s = now + self._config.heartbeat_interval_s
@@ -236,7 +236,7 @@ class WorkerPeer:
         return WorkerLost(f"{self._name}: the connection ended: {reason}; try another worker")
 
     def _forget(self, request_id: RequestId) -> None:
-        self._untold.pop(request_id, None)
+        self._ungranted.pop(request_id, None)
         self._grants.pop(request_id, None)
 
     def _send_grants(self) -> None:
@@ -279,7 +279,7 @@ class WorkerPeer:
     def _on_chunk(self, chunk: FetchChunk) -> None:
         fetching = self._fetches.get(chunk.fetch_id)
         if fetching is None or fetching.content.done():
-            return  # its caller has gone
+            return  # the caller has gone
         try:
             if chunk.error is not None:
                 raise from_info(chunk.error)

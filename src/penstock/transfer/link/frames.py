@@ -7,7 +7,7 @@ from penstock.core.wire import Wire
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 FRAME_BYTES_MAX = 16 << 20
-STRANGER_FRAME_BYTES_MAX = 4096
+UNAUTHENTICATED_FRAME_BYTES_MAX = 4096
 """What an agent reads of one frame before it knows who sent it."""
 NOTIFICATION_BYTES_MAX = 1 << 20
 

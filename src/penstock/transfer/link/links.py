@@ -20,7 +20,7 @@ from penstock.core.net.framing import FrameCodec
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.link.frames import (
     FRAME_BYTES_MAX,
-    STRANGER_FRAME_BYTES_MAX,
+    UNAUTHENTICATED_FRAME_BYTES_MAX,
     LinkFrame,
     Notification,
     TransportMessage,
@@ -156,7 +156,7 @@ class SocketLink:
         self.channel: FrameChannel[LinkFrame] = FrameChannel(
             _CODEC,
             self,
-            frame_bytes_max=STRANGER_FRAME_BYTES_MAX,
+            frame_bytes_max=UNAUTHENTICATED_FRAME_BYTES_MAX,
             write_buffer_bytes=_WRITE_BUFFER_BYTES,
             write_bytes_max=_WRITE_BYTES_MAX,
             heartbeat_interval_s=config.heartbeat_timeout_s / 4,
