@@ -15,15 +15,15 @@ from penstock.runtime.requests.tcp import TcpPlane
 from penstock.testing.loop import run_async
 from penstock.worker.worker import Worker, WorkerIdentity
 from tests.support.cluster import small_card
-from tests.support.hand_engine import HandEngine
+from tests.support.manual_engine import ManualEngine
 
-Scene = Callable[[Dispatcher, list[HandEngine], list[Worker]], Awaitable[None]]
+Scene = Callable[[Dispatcher, list[ManualEngine], list[Worker]], Awaitable[None]]
 
 
 @asynccontextmanager
-async def deployment(num_workers: int) -> AsyncIterator[tuple[Dispatcher, list[HandEngine], list[Worker]]]:
+async def deployment(num_workers: int) -> AsyncIterator[tuple[Dispatcher, list[ManualEngine], list[Worker]]]:
     discovery = MemoryDiscovery()
-    engines = [HandEngine() for _ in range(num_workers)]
+    engines = [ManualEngine() for _ in range(num_workers)]
     workers = [
         Worker(
             engine,
@@ -71,14 +71,14 @@ def make_request(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3, 4, 5
     )
 
 
-def emit_many(engine: HandEngine, first: int, last: int, *, finish: bool = False) -> None:
+def emit_many(engine: ManualEngine, first: int, last: int, *, finish: bool = False) -> None:
     for token in range(first, last):
         done = finish and token == last - 1
         engine.emit("r", token, finish=FinishReason.LENGTH if done else None)
 
 
 def test_a_reader_that_stalls_is_sent_its_window_and_later_everything():
-    async def scene(dispatcher: Dispatcher, engines: list[HandEngine], workers: list[Worker]) -> None:
+    async def scene(dispatcher: Dispatcher, engines: list[ManualEngine], workers: list[Worker]) -> None:
         (engine,) = engines
         async with dispatcher.open(make_request()) as stream:
             await until(lambda: engine.requests)
@@ -93,7 +93,7 @@ def test_a_reader_that_stalls_is_sent_its_window_and_later_everything():
 
 
 def test_a_cancel_reaches_the_engine_while_another_stream_goes_on():
-    async def scene(dispatcher: Dispatcher, engines: list[HandEngine], workers: list[Worker]) -> None:
+    async def scene(dispatcher: Dispatcher, engines: list[ManualEngine], workers: list[Worker]) -> None:
         (engine,) = engines
         async with dispatcher.open(make_request("other")) as other:
             async with dispatcher.open(make_request()):
@@ -108,7 +108,7 @@ def test_a_cancel_reaches_the_engine_while_another_stream_goes_on():
 
 
 def test_a_stream_moves_when_its_connection_breaks():
-    async def scene(dispatcher: Dispatcher, engines: list[HandEngine], workers: list[Worker]) -> None:
+    async def scene(dispatcher: Dispatcher, engines: list[ManualEngine], workers: list[Worker]) -> None:
         async with dispatcher.open(make_request()) as stream:
             await until(lambda: any(engine.requests for engine in engines))
             first, second = sorted(engines, key=lambda engine: not engine.requests)
@@ -132,7 +132,7 @@ def test_a_stream_moves_when_its_connection_breaks():
 
 
 def test_a_worker_that_drains_finishes_its_streams():
-    async def scene(dispatcher: Dispatcher, engines: list[HandEngine], workers: list[Worker]) -> None:
+    async def scene(dispatcher: Dispatcher, engines: list[ManualEngine], workers: list[Worker]) -> None:
         (engine,) = engines
         async with dispatcher.open(make_request()) as stream:
             await until(lambda: engine.requests)

@@ -13,7 +13,7 @@ from penstock.core.types.steps import Step
 from penstock.core.wire import num_tokens, pack_tokens
 
 
-class HandEngine:
+class ManualEngine:
     """Implements `Engine`. `requests` are those submitted and neither finished nor aborted."""
 
     def __init__(self, info: EngineInfo | None = None) -> None:

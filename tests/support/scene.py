@@ -15,14 +15,14 @@ from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.workers.member import WorkerView
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_engine import HandEngine
+from tests.support.manual_engine import ManualEngine
 
 PROMPT = tuple(range(100, 121))
 """Five full blocks of four tokens, and one token."""
 HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]
 """(5,) uint64, the low halves of its blocks' names."""
 
-Engines = dict[str, HandEngine]
+Engines = dict[str, ManualEngine]
 """By worker: `w1`, `w2` and so on."""
 Scene = Callable[[MemoryCluster, Dispatcher, Engines], Awaitable[None]]
 
@@ -32,7 +32,7 @@ def play(scene: Scene, num_workers: int = 3, config: RouterConfig | None = None)
 
     async def main() -> None:
         async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
-            engines = {f"w{number}": HandEngine() for number in range(1, num_workers + 1)}
+            engines = {f"w{number}": ManualEngine() for number in range(1, num_workers + 1)}
             for name, engine in engines.items():
                 await cluster.start(name, engine)
             await asyncio.sleep(0.01)

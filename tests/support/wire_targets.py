@@ -14,7 +14,7 @@ from penstock.core.descriptors import Descriptors, Granted, Keys, MemoryKind, Re
 from penstock.core.errors import PenstockError, ProtocolError
 from penstock.core.net.framing import FrameReader
 from penstock.seams import Transport
-from penstock.transfer.link.frames import STRANGER_FRAME_BYTES_MAX, link_codec
+from penstock.transfer.link.frames import UNAUTHENTICATED_FRAME_BYTES_MAX, link_codec
 from penstock.transfer.link.grants import Grants
 from penstock.transfer.link.metadata import decode_metadata
 from penstock.transfer.regions.regions import RegionTable
@@ -40,7 +40,7 @@ def feed_metadata(data: bytes) -> None:
 def feed_link(data: bytes) -> None:
     """Read what a stranger sends after it has said that it is a link."""
     with contextlib.suppress(ProtocolError):
-        for payload in FrameReader(STRANGER_FRAME_BYTES_MAX).feed(data):
+        for payload in FrameReader(UNAUTHENTICATED_FRAME_BYTES_MAX).feed(data):
             _codec.decode(payload)
 
 

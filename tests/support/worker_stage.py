@@ -17,7 +17,7 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from penstock.worker.worker import Worker, WorkerIdentity
 from tests.support.cluster import small_card
-from tests.support.hand_engine import HandEngine
+from tests.support.manual_engine import ManualEngine
 
 
 class Sink:
@@ -81,7 +81,7 @@ class Stage:
         config: WorkerConfig | None = None,
         read_file: Callable[[str], bytes | None] = {"abc": b"content"}.get,
     ) -> None:
-        self.engine = HandEngine()
+        self.engine = ManualEngine()
         self.discovery = MemoryDiscovery()
         self.worker = Worker(
             self.engine,

@@ -12,8 +12,8 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster, memory_transport
-from tests.support.hand_engine import HandEngine
 from tests.support.kv_transfer import PRICES, meet_late, tiny_engine, tiny_request, whole_answer
+from tests.support.manual_engine import ManualEngine
 
 
 def play(scene, names=("p0", "d0"), *, engine=tiny_engine, **options):
@@ -185,7 +185,7 @@ def test_an_engine_that_cannot_give_its_kv():
     async def main():
         async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
             for name in ("a0", "a1"):
-                await cluster.start(name, HandEngine(), transport=memory_transport())
+                await cluster.start(name, ManualEngine(), transport=memory_transport())
             await dispatcher.looked()
             with pytest.raises(RequestError, match="does not give its KV blocks") as refusal:
                 await dispatcher.change_role("a0", Role.PREFILL)

@@ -37,7 +37,7 @@ def make_request(
 
 
 @dataclass
-class HandEngine:
+class ManualEngine:
     """A `PagedRunner` with its scheduler and pool, stepped without an event loop."""
 
     runner: Any
@@ -93,12 +93,12 @@ def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def engine(checkpoint) -> Callable[..., HandEngine]:
+def engine(checkpoint) -> Callable[..., ManualEngine]:
     """Make an engine; settings are of the runner, or of the scheduler."""
     from penstock.engine.paged.config import PagedConfig
     from penstock.engine.paged.runner import PagedRunner
 
-    def make(architecture: str = "llama", **settings: Any) -> HandEngine:
+    def make(architecture: str = "llama", **settings: Any) -> ManualEngine:
         scheduling = {key: settings.pop(key) for key in list(settings) if key in SchedulerConfig.model_fields}
         parts = {key: settings.pop(key) for key in ("make_fence",) if key in settings}
         config = {"model": str(checkpoint(architecture)), "kv_blocks": 400, "block_size": 8} | settings
@@ -113,7 +113,7 @@ def engine(checkpoint) -> Callable[..., HandEngine]:
             hash_key=DEFAULT_KEY,
         )
         scheduler = Scheduler(pool, limits, SchedulerConfig(**scheduling), eos_token_ids=info.eos_token_ids)
-        return HandEngine(runner, scheduler, pool)
+        return ManualEngine(runner, scheduler, pool)
 
     return make
 

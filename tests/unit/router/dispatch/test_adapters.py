@@ -19,18 +19,18 @@ from penstock.router.service.routing_service import RoutingService
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, small_card
-from tests.support.hand_engine import HandEngine
+from tests.support.manual_engine import ManualEngine
 
 PROMPT = tuple(range(100, 121))
 
-Scene = Callable[[MemoryCluster, Dispatcher, dict[str, HandEngine]], Awaitable[None]]
+Scene = Callable[[MemoryCluster, Dispatcher, dict[str, ManualEngine]], Awaitable[None]]
 
 
 def play(scene: Scene, workers: dict[str, tuple[str, ...]], **config: object) -> None:
     async def main() -> None:
         settings = RouterConfig.parse(config, source="test")
         async with MemoryCluster() as cluster, cluster.dispatcher(settings) as dispatcher:
-            engines = {name: HandEngine() for name in workers}
+            engines = {name: ManualEngine() for name in workers}
             for name, adapters in workers.items():
                 silent = WorkerConfig(kv_events=False)
                 await cluster.start(name, engines[name], config=silent, adapters=adapters)
@@ -53,7 +53,7 @@ def make_request(request_id: str, adapter: str | None = None) -> Request:
     )
 
 
-async def answered(dispatcher: Dispatcher, engines: dict[str, HandEngine], request: Request) -> str:
+async def answered(dispatcher: Dispatcher, engines: dict[str, ManualEngine], request: Request) -> str:
     """Run a request to its end; returns who answered."""
     async with dispatcher.open(request) as stream:
         worker = dispatcher.explain(request.request_id)[-1].worker
@@ -65,7 +65,7 @@ async def answered(dispatcher: Dispatcher, engines: dict[str, HandEngine], reque
 
 
 def test_requests_go_to_a_holder_of_their_adapter_only():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         for number in range(6):
             assert await answered(dispatcher, engines, make_request(f"a{number}", "a")) == "w1"
             assert await answered(dispatcher, engines, make_request(f"b{number}", "b")) in {"w2", "w3"}
@@ -85,7 +85,7 @@ def test_requests_go_to_a_holder_of_their_adapter_only():
 
 
 def test_prefixes_of_adapters_and_of_the_model_never_mix():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         cached = {}
         for adapter in (None, "a", "b", None, "a", "b"):
             request = make_request(f"{adapter}{len(cached)}", adapter)
@@ -105,7 +105,7 @@ def test_the_names_of_blocks_differ_by_adapter_whatever_is_in_the_names():
 
 
 def test_models_list_adapters_while_somebody_has_them():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         assert list(dispatcher.models()) == ["tiny", "a", "b"]
         assert dispatcher.models()["b"].parent == "tiny"
         assert dispatcher.models() is dispatcher.models(), (
@@ -119,10 +119,10 @@ def test_models_list_adapters_while_somebody_has_them():
 
 
 def test_a_request_waits_for_its_adapter_and_no_other_worker_will_do():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         async def start() -> None:
             await asyncio.sleep(2)
-            engines["w2"] = HandEngine()
+            engines["w2"] = ManualEngine()
             await cluster.start("w2", engines["w2"], adapters=("b",))
 
         async with asyncio.TaskGroup() as group:
@@ -136,7 +136,7 @@ def test_a_request_waits_for_its_adapter_and_no_other_worker_will_do():
 
 
 def test_a_worker_refuses_what_it_does_not_have():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         cluster.worker("w1")._adapters = ()  # it says otherwise
         async with dispatcher.open(make_request("r", "a")) as stream:
             reading = asyncio.ensure_future(anext(stream))
@@ -164,7 +164,7 @@ def test_the_router_alone_takes_an_adapter_for_a_model():
 
 
 def test_who_waits_for_one_adapter_holds_nobody_up_who_asks_for_another():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         busy = WorkerLoad(running_requests=1, waiting_requests=1, queued_prefill_tokens=1_000_000)
         dispatcher._shared.fleet.loads.report(0, busy)
         waiting = asyncio.ensure_future(dispatcher.open(make_request("r", "a")).__aenter__())

@@ -25,7 +25,7 @@ from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster, small_card
-from tests.support.hand_engine import HandEngine
+from tests.support.manual_engine import ManualEngine
 
 PROMPT = (5, 6, 7, 8, 9, 10)
 
@@ -52,14 +52,14 @@ class Setting:
     """Workers `w1`, `w2`, ... with hand-driven engines, and one dispatcher that knows them."""
 
     def __init__(
-        self, cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]
+        self, cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]
     ) -> None:
         self.cluster = cluster
         self.dispatcher = dispatcher
         self.engines = engines
 
-    async def add(self, name: str, **options: object) -> HandEngine:
-        engine = self.engines[name] = HandEngine()
+    async def add(self, name: str, **options: object) -> ManualEngine:
+        engine = self.engines[name] = ManualEngine()
         await self.cluster.start(name, engine, **options)
         await asyncio.sleep(0.01)
         return engine
@@ -599,7 +599,7 @@ def test_a_host_with_2048_streams_is_lost_and_each_of_them_goes_on():
 def test_closing_the_dispatcher_ends_streams_clearly():
     async def main() -> None:
         async with MemoryCluster() as cluster:
-            engine = HandEngine()
+            engine = ManualEngine()
             await cluster.start("w1", engine)
             async with cluster.dispatcher() as dispatcher:
                 await asyncio.sleep(0.01)
@@ -677,7 +677,7 @@ def test_a_model_replaced_by_one_with_other_blocks_ends_what_would_move():
     async def scene(setting: Setting) -> None:
         async with setting.dispatcher.open(make_request()) as stream:
             await settle()
-            other = HandEngine()
+            other = ManualEngine()
             other.info = type(other.info)(
                 block_size=8, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
             )
@@ -694,7 +694,7 @@ def test_a_model_replaced_by_one_with_other_blocks_ends_what_would_move():
 async def spread_of_a_burst(config: RouterConfig) -> tuple[list[int], list[Dispatcher]]:
     """Have four routers get two requests each at the same moment; give how many each of eight workers has."""
     async with MemoryCluster() as cluster, AsyncExitStack() as stack:
-        engines = [HandEngine() for _ in range(8)]
+        engines = [ManualEngine() for _ in range(8)]
         for number, engine in enumerate(engines):
             await cluster.start(f"w{number}", engine)
         dispatchers = [await stack.enter_async_context(cluster.dispatcher(config)) for _ in range(4)]

@@ -19,7 +19,7 @@ from penstock.router.explain.explanation import Explanation, LeftOut, RouteReaso
 from penstock.router.explain.replay import Replay
 from penstock.router.workers.price_table import UNKNOWN
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_engine import HandEngine
+from tests.support.manual_engine import ManualEngine
 from tests.support.scene import HASHES, PROMPT, Engines, make_request, play, view
 
 
@@ -28,7 +28,7 @@ async def decide(dispatcher: Dispatcher, request_id: str, *prompt: tuple[int, ..
         return dispatcher.explain(request_id)[-1]
 
 
-async def store(engine: HandEngine, start: int, stop: int, tier: Tier = Tier.DEVICE) -> None:
+async def store(engine: ManualEngine, start: int, stop: int, tier: Tier = Tier.DEVICE) -> None:
     parent = int(HASHES[start - 1]) if start else None
     event = BlockStored(
         block_hashes=pack_hashes(HASHES[start:stop]), parent_block_hash=parent, block_size=4, tier=tier
@@ -73,7 +73,7 @@ def test_each_worker_is_priced_by_its_own_prices_and_its_own_memory():
         del engines
         plain = msgspec.structs.replace(UNKNOWN, prefill_step_s=0.0, prefill_pair_s=0.0, prefill_token_s=1e-3)
         quick = msgspec.structs.replace(plain, prefill_token_s=5e-4, decode_step_s=plain.decode_step_s / 2)
-        large = HandEngine().info
+        large = ManualEngine().info
         small = msgspec.structs.replace(large, total_blocks=3)
         for name, prices, info in (
             ("plain", plain, large),
@@ -81,7 +81,7 @@ def test_each_worker_is_priced_by_its_own_prices_and_its_own_memory():
             ("small", plain, small),
             ("silent", None, large),
         ):
-            await cluster.start(name, HandEngine(info), prices=prices)
+            await cluster.start(name, ManualEngine(info), prices=prices)
         await asyncio.sleep(0.01)
         decision = await decide(dispatcher, "a")
         assert decision.worker == "quick"
@@ -106,7 +106,7 @@ def test_who_is_left_out_is_told_as_it_was_then():
         decision = await decide(dispatcher, "a")
         assert decision.worker == "w3"
         assert decision.left_out == (LeftOut(worker="w1", why="busy"), LeftOut(worker="w2", why="lost"))
-        await cluster.start("w4", HandEngine())
+        await cluster.start("w4", ManualEngine())
         await asyncio.sleep(20)
         loads.report(0, WorkerLoad())
         assert dispatcher.explain("a")[0].left_out == decision.left_out, "w2 is gone, w4 in its slot, w1 idle"

@@ -11,12 +11,12 @@ from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.workers.member import Condition
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_engine import HandEngine
+from tests.support.manual_engine import ManualEngine
 from tests.support.scene import HASHES, play, settle, stored, view
 
 
 def test_a_broken_connection_is_made_again_and_content_asked_for_anew():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         engines["w1"].step(events=[stored(HASHES)])
         await settle()
         (server,) = cluster.plane._servers.values()
@@ -44,7 +44,7 @@ def test_a_worker_of_another_language_is_shown_with_its_problem():
 
             cluster.plane.connect = connect
             async with cluster.dispatcher() as dispatcher:
-                await cluster.start("w1", HandEngine())
+                await cluster.start("w1", ManualEngine())
                 await asyncio.sleep(60)
                 shown = view(dispatcher, "w1")
                 assert shown.condition is Condition.CONNECTING
@@ -55,7 +55,7 @@ def test_a_worker_of_another_language_is_shown_with_its_problem():
 
 
 def test_a_lost_worker_is_warned_of_once():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         with capture_logs() as logs:
             cluster.kill("w1")
             await asyncio.sleep(3.0)
@@ -70,7 +70,7 @@ def test_an_unreachable_worker_is_tried_with_growing_pauses():
     async def main() -> None:
         config = RouterConfig(reconnect_s_max=5.0)
         async with MemoryCluster(lease_ttl_s=1000) as cluster, cluster.dispatcher(config) as dispatcher:
-            await cluster.start("w1", HandEngine())
+            await cluster.start("w1", ManualEngine())
             await asyncio.sleep(0.01)
             failures = dispatcher._shared.metrics.connect_failures
             cluster.kill("w1")
@@ -97,7 +97,7 @@ def test_a_worker_that_hangs_up_again_and_again_is_not_called_in_a_tight_loop():
                 return connection
 
             cluster.plane.connect = connect_and_break
-            await cluster.start("w1", HandEngine())
+            await cluster.start("w1", ManualEngine())
             await asyncio.sleep(100.0)
             assert 20 <= view(dispatcher, "w1").connections <= 50
 

@@ -24,8 +24,8 @@ from penstock.seams import RoutingContext
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, small_card
-from tests.support.hand_engine import HandEngine
 from tests.support.kv_transfer import tiny_engine
+from tests.support.manual_engine import ManualEngine
 from tests.support.scene import HASHES, PROMPT, make_request, play, settle, stored, view
 
 
@@ -36,7 +36,7 @@ async def route(dispatcher: Dispatcher, request: Request) -> str:
 
 
 def test_a_prefix_attracts_requests_to_its_holder():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         engines["w2"].step(events=[stored(HASHES[:3])])
         engines["w3"].step(events=[stored(HASHES)])
         await settle()
@@ -74,7 +74,7 @@ def test_a_prefix_attracts_requests_to_its_holder():
 
 
 def test_prompts_shorter_than_a_block_are_spread_by_what_they_say():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         async def idle_route(token: int) -> str:
             await asyncio.sleep(1.0)
             return await route(dispatcher, make_request("r", (token, 7)))
@@ -92,7 +92,7 @@ def test_workers_with_and_without_events_in_one_fleet():
     async def main() -> None:
         config = RouterConfig(predicted_s=10.0)
         async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
-            told, silent = HandEngine(), HandEngine()
+            told, silent = ManualEngine(), ManualEngine()
             await cluster.start("silent", silent, config=WorkerConfig(kv_events=False))
             await asyncio.sleep(0.01)
             async with dispatcher.open(make_request("a")) as stream:
@@ -129,7 +129,7 @@ def test_workers_with_and_without_events_in_one_fleet():
 
 
 def test_a_session_follows_its_worker_and_not_its_slot():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         def turn(number: int) -> Request:
             request = make_request(f"turn {number}", tuple(range(number, number + 21)))
             return msgspec.structs.replace(request, session="s")
@@ -139,7 +139,7 @@ def test_a_session_follows_its_worker_and_not_its_slot():
             assert [await route(dispatcher, turn(number)) for number in (2, 3)] == [home] * 2
         cluster.kill(home)
         await asyncio.sleep(6)
-        await cluster.start("w9", HandEngine())
+        await cluster.start("w9", ManualEngine())
         await asyncio.sleep(0.01)
         second = await route(dispatcher, turn(4))
         assert second != home
@@ -149,7 +149,7 @@ def test_a_session_follows_its_worker_and_not_its_slot():
 
 
 def test_busy_workers_get_requests_only_while_all_are():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         engines["w1"].step(events=[stored(HASHES)])
         await settle()
         small = PROMPT[::-1][:4]
@@ -179,7 +179,7 @@ def test_busy_workers_get_requests_only_while_all_are():
 
 
 def test_a_frontend_that_comes_late_knows_the_prefixes_too():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         engines["w2"].step(events=[stored(HASHES)])
         await settle()
         async with cluster.dispatcher() as late:
@@ -190,7 +190,7 @@ def test_a_frontend_that_comes_late_knows_the_prefixes_too():
 
 
 def test_two_requests_at_once_do_not_both_see_an_idle_worker():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         async with dispatcher.open(make_request("a")), dispatcher.open(make_request("b", PROMPT[::-1])):
             first, second = (decision.worker for decision in dispatcher.latest_decisions(9))
             assert first != second
@@ -204,7 +204,7 @@ def test_two_requests_at_once_do_not_both_see_an_idle_worker():
 
 
 def test_other_frontends_hear_of_the_load_they_did_not_cause():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         async with cluster.dispatcher() as other:
             await asyncio.sleep(0.01)
             async with dispatcher.open(make_request("a")):
@@ -218,8 +218,8 @@ def test_other_frontends_hear_of_the_load_they_did_not_cause():
 
 
 def test_each_models_requests_go_to_its_own_workers_whoever_has_the_prefix_or_time():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
-        other = HandEngine()
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
+        other = ManualEngine()
         await cluster.start("other", other, card=small_card("other"))
         engines["w1"].step(events=[stored(HASHES)])
         await settle()
@@ -248,7 +248,7 @@ def test_guesses_are_each_routers_own_and_load_is_not():
             cluster.dispatcher() as other,
         ):
             for name in ("w1", "w2"):
-                await cluster.start(name, HandEngine(), config=WorkerConfig(kv_events=False))
+                await cluster.start(name, ManualEngine(), config=WorkerConfig(kv_events=False))
             await asyncio.sleep(0.01)
             async with one.open(make_request("a")):
                 await settle()
@@ -267,7 +267,7 @@ def test_guesses_are_each_routers_own_and_load_is_not():
 
 
 def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         engines["w2"].step(events=[stored(HASHES)])
         await settle()
         cluster.kill("w2")
@@ -288,7 +288,7 @@ def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it():
 
 
 def test_a_stream_survives_the_loss_of_the_only_connection():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         engine = engines["w1"]
         async with dispatcher.open(make_request()) as stream:
             await settle()
@@ -306,7 +306,7 @@ def test_a_stream_survives_the_loss_of_the_only_connection():
     play(scene, num_workers=1)
 
 
-class Stepping(HandEngine):
+class Stepping(ManualEngine):
     """Takes fifty steps a second while anything runs."""
 
     def load(self):
@@ -320,7 +320,7 @@ def test_a_new_frontend_has_looked_once_it_has_tried_all_workers_that_are_listed
             async with cluster.dispatcher() as alone:
                 await alone.looked()
             for name in ("w1", "w2"):
-                await cluster.start(name, HandEngine())
+                await cluster.start(name, ManualEngine())
             cluster.kill("w2")  # it is listed until its lease ends
             async with cluster.dispatcher() as dispatcher:
                 assert not dispatcher.models()
@@ -365,7 +365,7 @@ def test_how_slow_a_worker_is_shows_and_is_learned_anew_over_a_new_connection():
 
 
 def test_a_draining_worker_finishes_and_gets_nothing_new():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         engines["w1"].step(events=[stored(HASHES)])
         await settle()
         async with dispatcher.open(make_request()) as stream:
@@ -388,8 +388,8 @@ def test_a_draining_worker_finishes_and_gets_nothing_new():
 def test_a_model_or_adapter_whose_only_worker_drains_is_not_unknown():
     """Who asks for it is told to come back: another worker may be on its way."""
 
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
-        worker = await cluster.start("w1", HandEngine(), adapters=["sql"])
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
+        worker = await cluster.start("w1", ManualEngine(), adapters=["sql"])
         await settle()
         assert set(dispatcher.models()) == {"tiny", "sql"}
         assert not dispatcher.expects("sql"), "it is there"
@@ -406,7 +406,7 @@ def test_a_model_or_adapter_whose_only_worker_drains_is_not_unknown():
 
 
 def test_a_withdrawn_worker_may_finish_what_it_has():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         async with dispatcher.open(make_request()) as stream:
             await settle()
             cluster.discovery._table.remove(cluster.worker("w1").instance.worker_id, "the operator said so")
@@ -422,11 +422,11 @@ def test_a_withdrawn_worker_may_finish_what_it_has():
 
 
 def test_workers_that_name_blocks_otherwise_wait_until_the_others_are_gone():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         info = EngineInfo(
             block_size=8, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
         )
-        await cluster.start("w2", HandEngine(info), card=small_card(block_size=8))
+        await cluster.start("w2", ManualEngine(info), card=small_card(block_size=8))
         await asyncio.sleep(0.01)
         assert view(dispatcher, "w2").condition is Condition.MISMATCHED
         assert dispatcher.models()["tiny"].block_size == 4
@@ -486,7 +486,7 @@ def test_a_version_of_which_only_prefill_workers_are_left_gives_way_in_time():
 
 
 def test_prefill_workers_get_no_whole_requests():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         instance = cluster.worker("w1").instance
         prefill = msgspec.structs.replace(instance, role=Role.PREFILL)
         cluster.discovery._table.put(prefill)
@@ -502,7 +502,7 @@ def test_prefill_workers_get_no_whole_requests():
 
 
 def test_too_many_workers_are_left_out_until_there_is_room():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         assert [worker.name for worker in dispatcher.workers()] == ["w1", "w2"]
         cluster.worker("w1").stop()
         await asyncio.sleep(1.0)
@@ -521,8 +521,8 @@ def test_files_come_from_any_worker_that_has_them():
 
     async def main() -> None:
         async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            await cluster.start("w1", HandEngine(), card=card)  # lists it and has lost it
-            await cluster.start("w2", HandEngine(), card=card, files={file.sha256: content})
+            await cluster.start("w1", ManualEngine(), card=card)  # lists it and has lost it
+            await cluster.start("w2", ManualEngine(), card=card, files={file.sha256: content})
             await asyncio.sleep(0.01)
             for _ in range(5):
                 assert await dispatcher.fetch_file(dispatcher.models()["tiny"], file) == content
@@ -537,7 +537,7 @@ def test_files_come_from_any_worker_that_has_them():
 
 
 def test_the_view_is_json_for_people():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         async with dispatcher.open(make_request()):
             await settle()
             shown = json.loads(msgspec.json.encode(dispatcher.workers()))
@@ -552,7 +552,7 @@ def test_the_view_is_json_for_people():
 
 
 def test_listeners_are_told_once_a_turn_however_much_has_changed():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         told = []
         fleet = dispatcher._shared.fleet
         with fleet.changes.telling(lambda: told.append(len(dispatcher.models()))):
@@ -561,7 +561,7 @@ def test_listeners_are_told_once_a_turn_however_much_has_changed():
             await settle()
             assert 1 <= len(told) <= 2
             assert told[-1] == 0
-        await cluster.start("w5", HandEngine())
+        await cluster.start("w5", ManualEngine())
         await settle()
         assert told[-1] == 0
         assert dispatcher.models()
@@ -570,7 +570,7 @@ def test_listeners_are_told_once_a_turn_however_much_has_changed():
 
 
 def test_slots_are_used_again_and_columns_grow_by_doubling():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         fleet = dispatcher._shared.fleet
         assert len(fleet.pools["tiny"].ready) == fleet.loads.num_slots == fleet.tree.num_slots == 8
         for name in ("w2", "w4"):
@@ -578,7 +578,7 @@ def test_slots_are_used_again_and_columns_grow_by_doubling():
         await asyncio.sleep(1.0)
         dispatcher.check()
         for name in ("w6", "w7", "w8"):
-            await cluster.start(name, HandEngine())
+            await cluster.start(name, ManualEngine())
         await settle()
         assert [worker.name for worker in dispatcher.workers()] == ["w1", "w6", "w3", "w7", "w5", "w8"]
         assert fleet.pools["tiny"].ready.tolist() == [True] * 6 + [False] * 2
@@ -587,7 +587,7 @@ def test_slots_are_used_again_and_columns_grow_by_doubling():
 
 
 def test_columns_are_for_reading():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         fleet = dispatcher._shared.fleet
         for column in (fleet.pools["tiny"].ready, fleet.loads.running_requests, fleet.loads.own_blocks):
             with pytest.raises(ValueError, match="read-only"):
@@ -597,7 +597,7 @@ def test_columns_are_for_reading():
 
 
 def test_who_is_ruled_out_gets_nothing_and_is_told_so():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]) -> None:
+    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         dispatcher._shared.router._selector = WorkerSelector(First())
         assert await route(dispatcher, make_request()) == "w1"
         decision = dispatcher.latest_decisions(1)[-1]

@@ -17,7 +17,7 @@ from penstock.router.policy.policies import POLICIES, choose, make_policy
 from penstock.sim.loop.loop import run_virtual
 from penstock.testing.routing_policy import RoutingPolicySuite, some_contexts
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_engine import HandEngine
+from tests.support.manual_engine import ManualEngine
 from tests.support.scene import make_request, play
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -126,7 +126,7 @@ def test_a_policy_with_a_history_is_told_every_decision(tmp_path, monkeypatch):
         loop = asyncio.get_running_loop()
         async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
             for name in ("one", "two"):
-                await cluster.start(name, HandEngine())
+                await cluster.start(name, ManualEngine())
             await asyncio.sleep(0.01)
             times = []
             for number in range(4):

@@ -18,7 +18,7 @@ from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.policy.selector import WorkerSelector
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.hand_engine import HandEngine
+from tests.support.manual_engine import ManualEngine
 
 
 class Slow:
@@ -44,7 +44,7 @@ class Homes(Slow):
         return terms
 
 
-class Queueing(HandEngine):
+class Queueing(ManualEngine):
     """Says that somebody waits while it has anything to do."""
 
     def load(self):
@@ -53,7 +53,7 @@ class Queueing(HandEngine):
 
 class Setting:
     def __init__(
-        self, cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, HandEngine]
+        self, cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]
     ) -> None:
         self.cluster = cluster
         self.dispatcher = dispatcher
@@ -96,7 +96,7 @@ def play(
     *,
     num_workers: int = 1,
     no_worker_wait_s: float = 60.0,
-    make_engine: Callable[[], HandEngine] = Queueing,
+    make_engine: Callable[[], ManualEngine] = Queueing,
     policy: type[Slow] = Slow,
     **queue: object,
 ) -> None:
@@ -146,11 +146,11 @@ def test_a_worker_that_says_that_nobody_waits_there_gets_more():
         for name in "abc":
             setting.finish(name)
 
-    play(scene, make_engine=HandEngine)
+    play(scene, make_engine=ManualEngine)
 
 
 def test_a_queue_is_shared_by_the_prompts_that_are_computed_beside_each_other():
-    def make_engine() -> HandEngine:
+    def make_engine() -> ManualEngine:
         engine = Queueing()
         engine.info = msgspec.structs.replace(engine.info, prompts_at_once=4)
         return engine

@@ -14,7 +14,6 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop.loop import run_virtual
 from penstock.transfer import TransferAgent, TransferConfig
 from tests.support.cluster import MemoryCluster, small_card
-from tests.support.hand_engine import HandEngine
 from tests.support.kv_transfer import (
     BLOCK_SIZE,
     PRICES,
@@ -23,6 +22,7 @@ from tests.support.kv_transfer import (
     tiny_request,
     whole_answer,
 )
+from tests.support.manual_engine import ManualEngine
 
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 MODEL = KvLayout(
@@ -132,7 +132,7 @@ def test_without_a_transport_in_common_nothing_is_transferred():
 def test_an_engine_that_gives_no_kv_gets_no_kv_transfer():
     async def scene(cluster, dispatcher):
         await cluster.start("p", tiny_engine(), role=Role.PREFILL)
-        await cluster.start("a", HandEngine(), role=Role.AGGREGATED)
+        await cluster.start("a", ManualEngine(), role=Role.AGGREGATED)
         await dispatcher.looked()
         assert "a: one of the two moves no KV" in problems(dispatcher)["p"]
         candidates = dispatcher._shared.router.score(tiny_request("a"))
@@ -199,6 +199,6 @@ def test_an_engine_that_gives_no_kv_is_refused_in_a_role_that_moves_it(role):
             with pytest.raises(
                 ConfigError, match=f"role {role}: the engine of w does not give its KV blocks"
             ):
-                await cluster.start("w", HandEngine(), role=role)
+                await cluster.start("w", ManualEngine(), role=role)
 
     run_virtual(main())
