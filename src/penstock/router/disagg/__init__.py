@@ -1,1 +1,1 @@
-"""Whether a prompt is computed where it is answered, or by a prefill worker; two sums of seconds decide."""
+"""The disaggregation decision: one worker, or a prefill and a decode worker."""

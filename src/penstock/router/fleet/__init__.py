@@ -1,1 +1,1 @@
-"""All workers: who is listed, connected, and may get a request now."""
+"""All workers: which are listed, connected, and ready for requests."""

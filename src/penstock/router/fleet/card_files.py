@@ -1,4 +1,4 @@
-"""The files of a model card, from the workers that have them."""
+"""Fetches files of a model card from workers."""
 
 import asyncio
 import random
@@ -15,13 +15,13 @@ _log = get_logger()
 
 
 async def fetch_file(card: ModelCard, file: CardFile, members: Iterable[Member], rng: random.Random) -> bytes:
-    """Fetch a card's file from any of the members that has it.
+    """Fetch a card's file from any member that has it.
 
     Args:
         card: of the model.
         file: one of its files.
-        members: who may be asked.
-        rng: says in which order.
+        members: asked in random order.
+        rng: for the order.
 
     Raises:
         Unavailable: no worker answered.

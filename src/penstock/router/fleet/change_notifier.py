@@ -9,13 +9,13 @@ class ChangeNotifier:
     """The listeners of one kind of change. One event loop owns it."""
 
     def __init__(self) -> None:
-        """Have no listener."""
+        """Begin without listeners."""
         self._listeners: dict[Callable[[], None], None] = {}
         self._is_due = False
 
     @contextmanager
     def telling(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Have `listener` called in the turn after something has changed."""
+        """Call `listener` in the loop's turn after a change, while the context is open."""
         assert listener not in self._listeners, "each listens once"
         self._listeners[listener] = None
         try:
@@ -24,7 +24,7 @@ class ChangeNotifier:
             del self._listeners[listener]
 
     def tell_soon(self) -> None:
-        """Call all listeners in the next turn."""
+        """Call all listeners in the loop's next turn."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._tell)

@@ -1,7 +1,7 @@
-"""Keeps a connection to each worker that is listed, and hands on what it brings.
+"""The connector: one connection to each listed worker, and what arrives over it.
 
-A worker whose connection ends gets nothing more and its prefixes are forgotten at once; it is tried again as long
-as it is listed. Workers are the truth: over every new connection their blocks are asked for anew.
+A worker whose connection ends gets no more requests, and its prefixes are forgotten at once. The connector tries again as long
+as the worker is listed, and asks for its blocks anew over every new connection.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _log = get_logger()
 
 
 class Connector:
-    """Connects members of a fleet. What it learns goes to the member, the index and the loads; one event loop owns it."""
+    """Connects members of a fleet, and passes what they report to the index and the loads. One event loop owns it."""
 
     def __init__(
         self,
@@ -44,19 +44,19 @@ class Connector:
         on_arrivals: Callable[[Member, int], None],
         on_kv_reads: Callable[[Member, Sequence[KvRead]], None],
     ) -> None:
-        """Connect to nobody yet; `keep_connected` does.
+        """Connect to no worker yet; `keep_connected` does.
 
         Args:
-            plane: connects.
-            indexer: told of the blocks a worker has, and to forget them.
-            loads: told of the load it reports.
-            config: times and pauses.
-            metrics: told of ends and failures.
+            plane: connects to workers.
+            indexer: follows their blocks.
+            loads: follows their load reports.
+            config: timeouts and pauses.
+            metrics: counts lost connections and failures.
             rng: for jitter.
-            on_change: called when a member was connected or lost, or could not be reached for the first time.
-            on_drift: called when the factor of a member's `price_correction` has changed.
+            on_change: called when a member was connected or lost, and at the first failure to reach it.
+            on_price_correction: called when a member's price factor has changed.
             on_arrivals: called with the number of requests that other routers have sent to a member.
-            on_kv_reads: called with what a member has read of others' KV, as often as it says so.
+            on_kv_reads: called with the totals that a member has read of others' KV.
         """
         self._plane = plane
         self._indexer = indexer
@@ -75,11 +75,11 @@ class Connector:
         return asyncio.get_running_loop()
 
     async def keep_connected(self, member: Member) -> None:
-        """Connect, and again whenever the connection is lost, for as long as the worker is listed."""
+        """Connect, and reconnect whenever the connection is lost, as long as the worker is listed."""
         loop = self._loop
         shortest_s, longest_s = self._config.reconnect_s_max / 100, self._config.reconnect_s_max
         pause_s = shortest_s
-        was_lost = False  # of which `worker_lost` has told
+        was_lost = False  # as `worker_lost` has logged
         while member.listed:
             sink = MemberSink(self, member)
             self._loads.reset(member.slot, total_blocks=member.instance.engine.total_blocks)
@@ -91,7 +91,7 @@ class Connector:
             except (PenstockError, TimeoutError) as error:
                 self._on_unreachable(member, error, was_lost=was_lost)
                 was_lost = False
-                if isinstance(error, ProtocolError):  # one of the two has to be replaced first
+                if isinstance(error, ProtocolError):  # retrying soon is in vain: the versions differ
                     pause_s = longest_s
             else:
                 connected_s = loop.time()
@@ -105,7 +105,7 @@ class Connector:
                 pause_s = min(2 * pause_s, longest_s)
 
     def submit(self, member: Member, request: Request | Prefetch) -> Connection:
-        """Send a request, or word of one, over the member's connection.
+        """Send a request or a prefetch over the member's connection.
 
         Raises:
             WorkerLost: it has ended.
@@ -124,7 +124,7 @@ class Connector:
         return connection
 
     async def _hold(self, member: Member, connection: Connection, sink: "MemberSink") -> None:
-        """Use a connection until it is lost or not needed any more."""
+        """Use a connection until it is lost or no longer needed."""
         try:
             if not sink.ended:
                 self._on_connected(member, connection, sink)
@@ -223,7 +223,7 @@ class Connector:
             self._metrics.show_prefill_worker(member.instance.name, load.waiting_requests, load.oldest_wait_s)
 
     def _detach(self, member: Member, error: WorkerLost) -> None:
-        """Forget what only the connection kept true, and end what ran on it."""
+        """Forget the member's blocks and loads, and end the requests on its connection."""
         if member.connection is None:
             return
         member.connection = None
@@ -239,7 +239,7 @@ class Connector:
 
 
 class MemberSink:
-    """A `seams.WorkerSink`: takes what one connection brings; deaf once the connection is given up."""
+    """A `seams.WorkerSink` of one connection; it ignores everything once the connection is given up."""
 
     def __init__(self, connector: Connector, member: Member) -> None:
         self.ended = False

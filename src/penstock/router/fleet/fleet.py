@@ -1,7 +1,7 @@
-"""The workers there are, seen from one frontend process: who is listed, who may get requests, and where each one is.
+"""The fleet: all workers as one frontend process sees them.
 
-Discovery says who should be there; a connection (`connector.py`) says who is. Every change to one worker costs O(1),
-so that a thousand that come at once are no different from one.
+Discovery lists workers; a connection to each (`connector.py`) says whether it is there. A change to one worker costs O(1), so
+a thousand workers may come at once.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Fleet:
         self.slot_followers: list[SlotFollower] = []
         """Told of slots, and of KV that was read."""
         self.pools: dict[str, WorkerPool] = {}
-        """By model; those without any worker are not there."""
+        """Pools by model; every pool has a worker."""
         self._connector = Connector(
             plane,
             self._indexer,
@@ -75,7 +75,7 @@ class Fleet:
             metrics=metrics,
             rng=rng,
             on_change=self._note_connection,
-            on_price_correction=self._note_drift,
+            on_price_correction=self._note_price_correction,
             on_arrivals=self._note_arrivals,
             on_kv_reads=self._note_kv_reads,
         )
@@ -86,7 +86,7 @@ class Fleet:
         self._members: dict[WorkerId, Member] = {}
         self.slots = WorkerSlots()
         self.changes = ChangeNotifier()
-        """That something about some worker has changed."""
+        """Told of every change of a worker."""
         self._models: Mapping[str, ModelCard] | None = None  # as of the last change
         self._left_out: dict[WorkerId, Instance] = {}
         self._counts = dict.fromkeys(Condition, 0)
@@ -94,12 +94,12 @@ class Fleet:
         self._synced = False
         for condition in Condition:
             metrics.workers.labels(condition).set(0)
-        self._show_drift()
+        self._show_price_factors()
 
     async def run(self) -> None:
-        """Follow discovery, and keep a connection to everybody in it, until cancelled."""
+        """Follow discovery, and keep a connection to each listed worker, until cancelled."""
         async with asyncio.TaskGroup() as self._group:
-            self._group.create_task(self._tidy_up(), name="what time brings")
+            self._group.create_task(self._tidy_up(), name="tidy up")
             # Cancelling arrives inside the iterator, as the body never waits: it cleans up by itself.
             async for change in self._discovery.watch():
                 match change:
@@ -113,7 +113,7 @@ class Fleet:
                         assert_never(change)
 
     def models(self) -> Mapping[str, ModelCard]:
-        """Name the models that some worker can take requests for now, and their adapters; a model's name comes first."""
+        """Give the card of each model and adapter with a ready worker, by name; a model's name wins over an adapter's."""
         if self._models is None:
             models: dict[str, ModelCard] = {}
             for pool in self.pools.values():
@@ -126,13 +126,13 @@ class Fleet:
         return self._models
 
     def expects(self, name: str) -> bool:
-        """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
+        """Say whether a listed worker that is not ready serves this model or adapter."""
         away = (m.instance for m in self._members.values() if m.listed and m.condition is not Condition.READY)
         return any(name == instance.card.name or name in instance.adapters for instance in away)
 
     @property
     def has_looked(self) -> bool:
-        """Whether all workers that discovery lists were tried to be reached once."""
+        """Whether a connection to each worker that discovery lists was tried once."""
         return self._synced and all(
             m.connections or m.problem is not None for m in self._members.values() if m.listed
         )
@@ -142,10 +142,10 @@ class Fleet:
         return None if member is None else member.slot
 
     def submit(self, slot: int, request: Request | Prefetch, handler: DeltaHandler) -> Connection:
-        """Send a request, or word of one; from now on its deltas go to `handler`, until `finished`.
+        """Send a request or a prefetch; its deltas go to `handler` until `finished`.
 
         Raises:
-            WorkerLost: the connection has ended; the worker is not ready any more.
+            WorkerLost: the connection has ended.
         """
         member = self.slots.at(slot)
         connection = self._connector.submit(member, request)
@@ -155,7 +155,7 @@ class Fleet:
         return connection
 
     def answered(self, slot: int, request: Request) -> None:
-        """Guess that a worker also holds the blocks of its answer: those of `request`, which has its tokens."""
+        """Guess that a worker also holds the blocks of its answer; `request` has the answer's tokens."""
         self._indexer.sent(slot, request.block_hashes)
 
     def finished(self, slot: int, request_id: RequestId) -> None:
@@ -174,7 +174,7 @@ class Fleet:
         return await fetch_file(card, file, self._members.values(), self._rng)
 
     def workers(self) -> list[WorkerView]:
-        """Describe every worker known, in the order of their slots."""
+        """Describe every worker, by slot."""
         return [self._view(member) for member in self.slots.now() if member is not None]
 
     def check(self) -> None:
@@ -238,7 +238,7 @@ class Fleet:
         self._settle(member)
 
     def _admit(self, instance: Instance) -> Member | None:
-        """Give a new worker a slot and connect to it, if there is room."""
+        """Give a new worker a slot and connect to it; None past `workers_max`."""
         if len(self._members) >= self._config.workers_max:
             self._left_out[instance.worker_id] = instance
             _log.warning("worker_left_out", worker=instance.name, workers_max=self._config.workers_max)
@@ -298,7 +298,7 @@ class Fleet:
     # -- what may be done with each
 
     def _settle(self, member: Member) -> None:
-        """Take over what discovery said about a worker."""
+        """Take what discovery says about a worker."""
         model = member.instance.card.name
         pool = self.pools.get(model)
         if pool is None:
@@ -318,11 +318,11 @@ class Fleet:
             self._note(changed)
         if not len(pool):
             del self.pools[model]
-        self._show_drift()
+        self._show_price_factors()
         self._tell_soon()
 
     def _note(self, member: Member) -> None:
-        """Say anew whether a worker may get requests."""
+        """Note whether a worker may get requests."""
         condition = member.condition
         pool = self.pools[member.instance.card.name]
         pool.set_ready(member.slot, is_ready=condition in _READY)
@@ -331,14 +331,14 @@ class Fleet:
             self._tell_soon()
 
     def _note_connection(self, member: Member) -> None:
-        """Take over that a worker was reached, was lost, or could not be reached."""
+        """Note that a worker was connected or lost, or could not be reached."""
         self._note(member)
         self._tell_soon()
 
-    def _note_drift(self, member: Member) -> None:
-        """Price a worker anew: it was found to be slower or faster than it says."""
+    def _note_price_correction(self, member: Member) -> None:
+        """Apply a worker's changed price correction."""
         self.pools[member.instance.card.name].prices.correct(member.slot, member.price_correction.factor)
-        self._show_drift()
+        self._show_price_factors()
 
     async def _tidy_up(self) -> None:
         """Forget what is old, and choose canonical cards anew where no worker answers."""
@@ -347,24 +347,24 @@ class Fleet:
             now_s = asyncio.get_running_loop().time()
             for member in self._members.values():
                 if member.price_correction.forget_if_idle(now_s):
-                    self._note_drift(member)
+                    self._note_price_correction(member)
             self.link_bandwidths.forget_unused(now_s)
             for pool in self.pools.values():
                 for changed in pool.choose_canonical_if_unanswered(now_s, self._config.no_worker_wait_s):
                     self._note(changed)
 
-    def _show_drift(self) -> None:
+    def _show_price_factors(self) -> None:
         factors = [pool.prices.factors for pool in self.pools.values()]
         self._metrics.price_factor_min.set(min((low for low, _ in factors), default=1.0))
         self._metrics.price_factor_max.set(max((high for _, high in factors), default=1.0))
 
     def _note_arrivals(self, member: Member, requests: int) -> None:
-        """Count what other routers have sent."""
+        """Count requests that other routers have sent."""
         now_s = asyncio.get_running_loop().time()
         self.pools[member.instance.card.name].traffic.arrived(now_s, requests)
 
     def _note_kv_reads(self, member: Member, reads: Sequence[KvRead]) -> None:
-        """Price what moves between two workers by what they were found to take."""
+        """Take what a worker has read of others' KV."""
         now_s = asyncio.get_running_loop().time()
         for read in reads:
             source = self.slot_of(read.prefill_worker)

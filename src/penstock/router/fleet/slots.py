@@ -8,7 +8,7 @@ from penstock.router.workers.member import CONDITIONS, Condition, Member
 
 
 class WorkerSlots:
-    """Slots, from the lowest on, each free or a member's. One event loop owns it.
+    """Which member has which slot; the lowest free slot is taken first. One event loop owns it.
 
     worker_ids: (num_slots,) int64, the worker in each slot, 0 where it is free; for reading
     conditions: (num_slots,) uint8, indices of `CONDITIONS`; for reading
@@ -23,7 +23,7 @@ class WorkerSlots:
         self.grow(1)
 
     def next_slot(self) -> int:
-        """Give the lowest free slot, which `put` is to take; it may be the first past the columns, which then `grow`."""
+        """Give the lowest free slot, for `put`. It may lie just past the columns, which then have to `grow`."""
         if self._free:
             return heappop(self._free)
         self._members.append(None)
@@ -50,7 +50,7 @@ class WorkerSlots:
         self._now = None
 
     def note(self, member: Member, condition: Condition | None) -> None:
-        """Show what may be done with a member."""
+        """Write a member's condition into its column."""
         self._conditions[member.slot] = CONDITIONS.index(condition)
 
     def at(self, slot: int) -> Member:
@@ -64,7 +64,7 @@ class WorkerSlots:
         return self._members[slot]
 
     def now(self) -> tuple[Member | None, ...]:
-        """Give the members by slot, as they are now: the tuple stays as it is when they change."""
+        """Give the members by slot as of now; the tuple does not change."""
         if self._now is None:
             self._now = tuple(self._members)
         return self._now

@@ -1,1 +1,1 @@
-"""Between two workers: whether KV can move, and how long it takes."""
+"""Links between workers: whether KV can move over each, and how fast."""

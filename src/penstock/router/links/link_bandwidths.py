@@ -15,14 +15,14 @@ from penstock.perf.online import Correction
 from penstock.router.config import RouterConfig
 
 _SECONDS_MIN = 0.01
-"""Of reading that is one observation: event loops' clocks have milliseconds."""
+"""Seconds of reads that make one observation, as event loops' clocks have milliseconds."""
 FORGOTTEN_S = 30.0
-"""A pair that moves nothing shows nothing: what was learned of it is forgotten after this long, and it is tried again."""
+"""An idle pair's correction is forgotten after this long, and the pair is tried again."""
 
 
 @dataclass(slots=True)
 class _Pair:
-    """Up to where a pair's totals have counted, when that was, and what was learned."""
+    """A pair's totals as counted so far, when, and its correction."""
 
     counted: KvRead
     counted_s: float
@@ -30,13 +30,13 @@ class _Pair:
 
 
 class LinkBandwidths:
-    """Workers by slot. What lies before one is worked out when first asked for, and kept until somebody moves.
+    """Seconds per byte between workers, by slot. A worker's row is computed when first asked for. One event loop owns it.
 
-    One event loop owns it. There are at most as many pairs as prefill workers times those that answer.
+    There are at most as many pairs as prefill workers times decode workers.
     """
 
     def __init__(self, config: RouterConfig, num_slots: int) -> None:
-        """Know nobody.
+        """Know no worker.
 
         Args:
             config: says what lies between two locations.
@@ -49,7 +49,7 @@ class LinkBandwidths:
         self._corrected: dict[int, NDArray[np.float64]] = {}  # rows of sources of which something was learned
 
     def put(self, slot: int, location: Location) -> None:
-        """Note where a worker is."""
+        """Take a worker's location."""
         if self._locations[slot] != location:
             self._locations[slot] = location
             self._rows.clear()
@@ -62,7 +62,7 @@ class LinkBandwidths:
         self._corrected.clear()
 
     def forget(self, slot: int) -> None:
-        """Know nothing of what a worker read, or was read of."""
+        """Forget all pairs of a worker."""
         self._pairs.pop(slot, None)
         self._corrected.pop(slot, None)
         for source, readers in self._pairs.items():
@@ -70,7 +70,7 @@ class LinkBandwidths:
                 self._corrected.pop(source, None)
 
     def forget_unused(self, now_s: float) -> None:
-        """Go back to where two workers are for pairs of which nothing was heard for `FORGOTTEN_S`."""
+        """Forget the correction of pairs without a report for `FORGOTTEN_S`."""
         for source, readers in self._pairs.items():
             for pair in readers.values():
                 if pair.correction.observations and now_s - pair.counted_s >= FORGOTTEN_S:
@@ -78,9 +78,9 @@ class LinkBandwidths:
                     self._corrected.pop(source, None)
 
     def report(self, source: int, reader: int, read: KvRead, now_s: float) -> None:
-        """Learn from what the worker in slot `reader` says that it has read, by now, of the one in slot `source`.
+        """Learn from the totals that the worker in slot `reader` has read of the worker in slot `source`.
 
-        Of speed nothing is learned where the configuration says how fast all links are.
+        Nothing is learned where `router.disagg.link_bytes_per_s` is set.
         """
         if self._config.disagg.link_bytes_per_s is not None:
             return
@@ -99,7 +99,7 @@ class LinkBandwidths:
             self._corrected[source][reader] = byte_s * pair.correction.factor
 
     def byte_s(self, source: int) -> NDArray[np.float64]:
-        """Give (num_slots,) seconds that a byte takes from the worker in a slot to each; for use at once."""
+        """Give (num_slots,) seconds per byte from the worker in slot `source` to each; valid until the next change."""
         readers = self._pairs.get(source)
         if not readers:
             return self._by_location(source)

@@ -1,1 +1,1 @@
-"""How a worker is chosen: each policy prices a request on every worker at once."""
+"""Routing policies: each prices a request on every worker at once."""

@@ -1,4 +1,4 @@
-"""A policy at work: from what it may look at to the slot it chooses. Decisions and their replays both go this way."""
+"""The worker selector: applies a policy to a context and checks its costs. Decisions and replays both use it."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _WAITS = ("queue", "kv_wait")
 
 
 class Choice(NamedTuple):
-    """The slot that is cheapest, and the (num_terms, num_slots) `terms` of what was asked everywhere."""
+    """The cheapest slot, and the (num_terms, num_slots) `terms` of all slots."""
 
     slot: int
     terms: Costs
@@ -38,31 +38,31 @@ class Choice(NamedTuple):
 
 
 class WorkerSelector:
-    """Chooses by one policy, and tells it what was chosen if it wants to know. One event loop owns it."""
+    """Chooses by one policy, and tells a `HistoryPolicy` what was chosen. One event loop owns it."""
 
     def __init__(
         self, policy: RoutingPolicy, on_failure: Callable[[Exception], None] = lambda _: None
     ) -> None:
-        """Ask this policy; `on_failure` is told what it raised, before whoever asked is."""
+        """Use this policy; `on_failure` is called with what it raises, before the caller gets an error."""
         self.policy = policy
         self._on_failure = on_failure
         self._explained = policy if isinstance(policy, ExplainedPolicy) else None
         self.term_names = () if self._explained is None else tuple(self._explained.term_names)
         names = self.term_names
         self.wait_terms = [names.index(name) for name in _WAITS] if set(_WAITS) <= set(names) else []
-        """Rows of the terms that say how long a request waits at a worker before its work begins; all or none."""
+        """Rows of the terms that predict a request's wait at a worker; both or none."""
         self.prefill_term = names.index("prefill") if "prefill" in names else None
-        """Row of the term that says how long computing a prompt takes; None where none does."""
+        """Row of the term that predicts the prefill; None without one."""
         self.unit, self.scale = ("none", 1.0) if self._explained is None else ("ms", 1e3)
-        """Of costs where people see them, and what to multiply them by: a policy without terms has numbers of its own."""
+        """Unit and factor of costs in explanations. Costs of a policy without terms have no unit."""
         self._history = policy if isinstance(policy, HistoryPolicy) else None
         self._sessions = policy if isinstance(policy, SessionAffinity) else None
 
     def choose(self, context: RoutingContext, tie: int) -> Choice:
-        """Choose one of the eligible, of which there is one; `tie`, the request's hash, settles equal prices.
+        """Choose the cheapest eligible slot; at least one is eligible, and `tie`, the request's hash, settles equal prices.
 
         Raises:
-            PenstockError: the policy failed, did not give each worker a cost, or none of them is a finite number.
+            PenstockError: the policy failed, gave another number of costs than workers, or no finite cost.
         """
         eligible = context.eligible
         try:
@@ -79,7 +79,7 @@ class WorkerSelector:
         """Give the policy's terms, or its costs as the only one.
 
         Raises:
-            ValueError: they are not one for each worker.
+            ValueError: their shape is wrong.
         """
         if self._explained is None:
             priced, expected = self.policy.costs(context), context.eligible.shape
@@ -96,10 +96,10 @@ class WorkerSelector:
         return terms if self._explained is not None else terms[None]
 
     def _check_finite(self, context: RoutingContext, terms: Costs, slot: int) -> None:
-        """See whether the lowest cost is one.
+        """Check the lowest cost.
 
         Raises:
-            ValueError: it is no number, or infinite.
+            ValueError: it is not finite.
         """
         summands = terms[:, slot].tolist()
         if not math.isfinite(sum(summands)):
@@ -117,11 +117,11 @@ class WorkerSelector:
         )
 
     def follows_session(self, context: RoutingContext, slot: int) -> bool:
-        """Say whether a slot is cheapest because the request's session is there; asked before `chosen`."""
+        """Say whether a slot was chosen for the request's session; call it before `chosen`."""
         return self._sessions is not None and self._sessions.slot_of(context) == slot
 
     def chosen(self, context: RoutingContext, slot: int) -> None:
-        """Tell the policy where the request of this context, the last one priced, goes.
+        """Tell a `HistoryPolicy` the slot that the request of this context goes to.
 
         Raises:
             PenstockError: the policy failed.

@@ -1,4 +1,4 @@
-"""Requests of one session stay with one worker, where that can take them."""
+"""The `session` policy: requests of one session stay with one worker while it is eligible."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from penstock.seams import RoutingContext
 SESSIONS_MAX = 65_536
 SESSION_IDLE_S = 1800.0
 _DEARER_S = 1e-3
-"""By how much others cost more than a session's worker, at least."""
+"""How much dearer than the session's worker all others are, at least."""
 
 
 class _Place(NamedTuple):
@@ -24,19 +24,18 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SessionAffinity:
-    """A session's worker first, then as `kv` has it.
+    """The session's worker first, otherwise as `kv`.
 
-    A request without a session, with a new one, or with one whose worker is not eligible goes where `kv`
-    sends it, and its session with it. Where prompts are computed apart, a session has a worker for these, too.
-    What its worker costs stays as `kv` has it, so that waits, hand-overs and explanations are those of `kv`: the term
-    `session` makes all others dearer. A `seams.HistoryPolicy`; one event loop owns it.
+    A request without a session, of a new session, or of a session whose worker is not eligible goes where `kv` sends it, and
+    the session follows. A session has a prefill worker, too. The term `session` makes all other workers dearer; other terms
+    are those of `kv`, and so are waits, disaggregation and explanations. A `seams.HistoryPolicy`; one event loop owns it.
     """
 
     name: ClassVar[str] = "session"
     term_names: ClassVar[tuple[str, ...]] = (*PredictedSeconds.term_names, "session")
     otherwise: PredictedSeconds = field(default_factory=PredictedSeconds)
     sessions_max: int = SESSIONS_MAX
-    """Sessions remembered, those of prompts apart; past it the one unused for longest is forgotten."""
+    """Most sessions remembered, counted again for prefill workers; past it the least recently used is forgotten."""
     idle_s: float = SESSION_IDLE_S
     """How long a session without requests is remembered."""
     _places: OrderedDict[tuple[str, bool], _Place] = field(default_factory=OrderedDict)  # latest used last
@@ -76,7 +75,7 @@ class SessionAffinity:
         assert times == sorted(times), "sessions: the latest used last"
 
     def slot_of(self, context: RoutingContext) -> int | None:
-        """Find the worker of the request's session, if it may get the request."""
+        """Find the slot of the session's worker, if eligible."""
         if context.session is None:
             return None
         place = self._places.get((context.session, context.prompt_only))

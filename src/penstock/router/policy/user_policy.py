@@ -1,4 +1,4 @@
-"""Policies that are not part of Penstock: found by entry point, or as `package.module:Class`."""
+"""User policies: found by entry point, or as `package.module:Class`."""
 
 import sys
 from collections.abc import Callable
@@ -16,14 +16,14 @@ ENTRY_POINT_GROUP = "penstock.policies"
 
 
 def check_user_policy_name(name: str, known: list[str]) -> None:
-    """See whether a name can be a policy's; its code is imported by who routes, and not before.
+    """Check a user policy's name without importing its code.
 
     Args:
         name: as for `find_user_policy`.
-        known: Penstock's own names, for the hint where there is none of this name.
+        known: names of built-in policies, for the hint in errors.
 
     Raises:
-        ConfigError: it is no name of an installed policy, and not of the form `package.module:Class`.
+        ConfigError: neither an installed policy nor of the form `package.module:Class`.
     """
     if ":" not in name:
         _installed(name, known)
@@ -39,11 +39,11 @@ def check_user_policy_name(name: str, known: list[str]) -> None:
 
 
 def find_user_policy(name: str, known: list[str]) -> Callable[[], RoutingPolicy]:
-    """Import what makes a user's policy: a class, or any callable without arguments.
+    """Import a user policy: a class, or any callable without arguments that makes one.
 
     Args:
         name: `module:Class`, or the name of an entry point of the group `penstock.policies`.
-        known: Penstock's own names, for the hint where there is none of this name.
+        known: names of built-in policies, for the hint in errors.
 
     Raises:
         ConfigError: there is no such policy, or its code cannot be imported.
