@@ -1,4 +1,4 @@
-"""Settings of the router and the dispatcher: how a worker is chosen, and the bounds of everything kept."""
+"""Settings of the router and the dispatcher: how workers are chosen, and bounds."""
 
 import pydantic
 
@@ -12,130 +12,130 @@ from penstock.seams import RoutingPolicy
 
 
 class MigrationConfig(Config):
-    """How requests go on elsewhere whose workers were lost. None is refused for how many there are: they go one after the other."""
+    """How requests of lost workers go on elsewhere. None is refused; past `at_once` they go one after the other."""
 
     at_once: int = pydantic.Field(default=256, ge=1)
-    """Requests of all workers together that may go on at once; further ones are put off."""
+    """Requests that go on at once, over all workers; further ones wait."""
     spread_s: float = pydantic.Field(default=1.0, ge=0)
-    """Within this time all go on that were put off when their workers were lost together; `at_once`, where that is more. 0: nobody is put off."""
+    """Requests that wait go on within this time, or at `at_once` in this time where that is slower. 0: none waits."""
     jitter_s: float = pydantic.Field(default=0.02, ge=0)
-    """Each goes on after a random part of this besides."""
+    """Each waits a random part of this besides."""
     backoff_s_max: float = pydantic.Field(default=5.0, ge=0)
-    """A request that got next to nothing of the worker it had gone to before that was lost as well waits 0.1 s, doubled each time, up to this."""
+    """A request that made no progress since its last move waits 0.1 s, doubled each time, up to this."""
     stalled_s_max: float = pydantic.Field(default=60.0, ge=0)
-    """A request that has been losing workers for so long, next to no token between, ends with 503. Those that get on may lose as many workers as it takes."""
+    """A request that has lost workers for so long without progress ends with 503. A request that makes progress may lose any number of workers."""
 
 
 class RetryConfig(Config):
-    """What happens to a request that a worker refuses, or whose workers are lost as they begin to compute it."""
+    """What happens to a request that workers refuse, or that may be why workers are lost."""
 
     refusals_max: int = pydantic.Field(default=3, ge=0)
-    """Times one request may be tried elsewhere because a worker refused it."""
+    """Times that one refused request is tried elsewhere."""
     stale_routes_max: int = pydantic.Field(default=8, ge=0)
-    """Times a worker may send one request back as other frontends' came there first, for a choice that knows of them; then it stays."""
+    """Times that workers may return one request because other frontends' requests arrived first; then it stays."""
     burst: int = pydantic.Field(default=1024, ge=1)
-    """Refused requests of all together that may be tried elsewhere at once; past it the refusal is the answer."""
+    """Retries of refused requests in the budget of a frontend; past it the refusal is the answer."""
     per_s: float = pydantic.Field(default=10.0, ge=0)
-    """Of these tries, earned back each second."""
+    """Retries earned back each second."""
     per_request: float = pydantic.Field(default=0.2, ge=0)
-    """Of these tries, earned back with each request opened."""
+    """Retries earned back with each request."""
     deaths_max: int = pydantic.Field(default=3, ge=1)
-    """Workers lost, or steps failed, in a row as they began to compute one request, until its content is quarantined; before the last it goes on with no other suspect beside it."""
+    """Workers lost, or steps failed, in a row as they began to compute one request, until its content is quarantined. Before the last it runs isolated from other suspects."""
     quarantine_s: float = pydantic.Field(default=60.0, gt=0)
-    """How long a content suspected of so many losses is refused."""
+    """How long a quarantined content is refused."""
     quarantined_max: int = pydantic.Field(default=4096, ge=1)
-    """Contents in quarantine at once; the oldest is let out first."""
+    """Contents in quarantine at once; past it the oldest leaves."""
 
 
 class DisaggConfig(Config):
-    """When a prompt is computed by a prefill worker, where there are any, and handed over to a decode worker."""
+    """When a prompt is computed by a prefill worker for a decode worker."""
 
     remote_tokens_min: int = pydantic.Field(default=64, ge=1)
-    """Prompts of which a decode worker lacks fewer tokens are computed there."""
+    """Prompts with fewer uncached tokens on the decode worker are computed there."""
     local_tokens_max: int | None = pydantic.Field(default=None, ge=0)
-    """Prompts of which a decode worker lacks more tokens are computed by prefill workers, as long as one is there, however long they wait for it; None: whatever takes fewer seconds."""
+    """Prompts with more uncached tokens on the decode worker always go to a prefill worker, if there is one; None: whatever takes fewer seconds."""
     late_token_share: float = pydantic.Field(default=0.0, ge=0, le=1)
-    """The part of the tokens of a decode worker's streams that may be late, as it computes a prompt that would have its first token in half the time there, whatever the two above say; only with policies that predict waits, such as `kv`."""
+    """Share of a decode worker's tokens that may be late for prompts that it computes itself, where that gives the first token in half the time, whatever the two settings above say. It takes a policy that predicts waits, such as `kv`."""
     kv_transfer_s: float = pydantic.Field(default=0.005, ge=0)
-    """What a KV transfer takes beside moving bytes, in seconds."""
+    """Fixed seconds of a KV transfer, beside moving bytes."""
     link_bytes_per_s: float | None = pydantic.Field(default=None, gt=0)
-    """How fast KV moves between any two workers; None is what `router.topology` says of where they are."""
+    """Speed of KV between any two workers; None: `router.topology` by their locations."""
 
 
 class ExplainConfig(Config):
-    """What is kept of decisions, for those who ask why."""
+    """Which decisions are kept for explanations."""
 
     decisions_max: int = pydantic.Field(default=4096, ge=0)
-    """The latest decisions of a process that can be explained; 0 for none."""
+    """Latest decisions kept by a process; 0 keeps none."""
     bytes_max: int = pydantic.Field(default=16 << 20, ge=1)
-    """Memory for them, about: 1.5 KB for each with 8 workers, 80 KB with 1,000; then the oldest go sooner."""
+    """Memory for them, about: each takes 1.5 KB with 8 workers, 80 KB with 1,000. Past it the oldest are dropped."""
     candidates_max: int = pydantic.Field(default=16, ge=2)
-    """Workers that an explanation names, the cheapest first; it counts the others."""
+    """Workers that an explanation lists, the cheapest first; the others are counted."""
     logged_share: float = pydantic.Field(default=1.0, ge=0, le=1)
-    """Of the decisions, how many are logged with all that they went by, where the log level is debug."""
+    """Share of decisions that are logged with all inputs, at log level debug."""
 
 
 class QueueConfig(Config):
-    """When requests wait at the router, and whose turn it is. Only policies that predict waits, such as `kv`, hold any."""
+    """When requests wait at the router, and in which order. It takes a policy that predicts waits, such as `kv`."""
 
     threshold_s: float | None = pydantic.Field(default=2.0, gt=0)
-    """A request waits here while each worker that may get it would have it wait longer than this, and has others waiting; None: never."""
+    """A request waits here while its predicted wait on every eligible worker is longer than this, and requests wait there; None: never."""
     requests_max: int = pydantic.Field(default=2048, ge=2)
-    """Requests of one model, or of one LoRA adapter, that wait at once, for prefill workers and for others each, past which come 503s; one tenant alone may have half, past which 429s."""
+    """Requests queued at once for one model or LoRA adapter, counted separately for prefill workers; past it 503. One tenant alone gets half, past it 429."""
     work_weight: float = pydantic.Field(default=10.0, ge=0)
-    """A second of predicted work counts as much as having come so many seconds later; 0: first come, first served."""
+    """A second of predicted work counts as so many seconds of later arrival; 0: first come, first served."""
     overtaken_s_max: float = pydantic.Field(default=60.0, ge=0)
-    """However much work it is, a request goes before those of its tenant that came so much later."""
+    """A request goes before requests of its tenant that arrived so much later, whatever its work."""
     looked_at_max: int = pydantic.Field(default=8, ge=1)
-    """So many of the first in turn are priced anew where there is room, and the first of those goes there."""
+    """First requests in turn that are priced anew where a worker has room; the one with the earliest turn is sent."""
     priority_factor: float = pydantic.Field(default=4.0, ge=1)
-    """How many times the share of the next lower priority one gets, while both have requests waiting."""
+    """Share of a priority over that of the next lower one, while both have requests queued."""
 
 
 class RouterConfig(Config):
-    """One frontend process's view of the workers, and its requests."""
+    """Routing in one frontend process."""
 
     policy: str = "kv"
-    """`kv` (fewest predicted seconds), `least-loaded`, `power-of-two`, `round-robin`, `random` or `session` (the session's worker, else as `kv`); or your own: an
-    entry point's name of the group `penstock.policies`, or `package.module:Class`."""
+    """`kv` (fewest predicted seconds), `least-loaded`, `power-of-two`, `round-robin`, `random`, `session` (the session's worker, else as `kv`), an entry point of
+    the group `penstock.policies`, or `package.module:Class`."""
     sessions_max: int = pydantic.Field(default=SESSIONS_MAX, ge=1)
-    """For `session`: sessions remembered; past it the one unused for longest is forgotten."""
+    """For `session`: sessions remembered; past it the least recently used is forgotten."""
     session_idle_s: float = pydantic.Field(default=SESSION_IDLE_S, gt=0)
-    """For `session`: how long one without requests is remembered."""
+    """For `session`: how long a session without requests is remembered."""
     busy_kv_share: float | None = pydantic.Field(default=None, gt=0, le=1)
-    """A worker with more than this part of its KV blocks in use gets requests only if all are as busy; None is no limit."""
+    """A worker with a larger share of its KV blocks in use gets requests only if all are as busy; None: no limit."""
     busy_queued_tokens: int | None = pydantic.Field(default=None, ge=1)
-    """A worker with more prompt tokens than this queued gets requests only if all are as busy; None is no limit."""
+    """A worker with more queued prompt tokens gets requests only if all are as busy; None: no limit."""
     workers_max: int = pydantic.Field(default=1024, ge=1)
-    """Workers known at once; further ones are left out."""
+    """Workers known at once; further ones are ignored until one leaves."""
     adapters_max: int = pydantic.Field(default=4096, ge=0)
-    """LoRA adapters of one model known at once; requests for further ones find none."""
+    """LoRA adapters of one model known at once; further ones are not served."""
     indexed_blocks_max: int = pydantic.Field(default=16_777_216, ge=1)
-    """(worker, block) pairs in the prefix index, however many workers there are: it has room for a million, and for twice the blocks that workers say they have. Past that, old leaves are forgotten."""
+    """Upper bound of (worker, block) pairs in the prefix index, which has room for twice the blocks that workers have, and for at least a million. Past that, old leaves are forgotten."""
     predicted_s: float = pydantic.Field(default=120.0, gt=0)
-    """How long a worker that sends no KV events is taken to hold what was sent to it last."""
+    """How long a worker without KV events is taken to hold a prompt that was sent to it."""
     open_requests_max: int = pydantic.Field(default=16_384, ge=1)
-    """Requests (choices) under way at once; the next one is refused with 503."""
+    """Requests (choices) under way at once; past it 503."""
     no_worker_wait_s: float = pydantic.Field(default=60.0, ge=0)
-    """How long a request waits for a worker where its model has none."""
+    """How long a request waits for a worker of its model where none is ready."""
     connect_timeout_s: float = pydantic.Field(default=5.0, gt=0)
-    """How long a worker may take to answer a new connection."""
+    """Timeout of a new connection to a worker."""
     reconnect_s_max: float = pydantic.Field(default=5.0, gt=0)
-    """The longest pause between two tries to reach a worker; it begins at a hundredth of this and doubles."""
+    """Longest pause between two tries to reach a worker; it begins at a hundredth of this and doubles."""
     location: Location = Location()
     """Where this router runs; the environment of its process overrides it (`PENSTOCK_REGION`, `_ZONE`, `_RACK`, `_HOST`)."""
     topology: Topology = Topology()
-    """What lies between locations, so that a far worker costs what it takes to reach it."""
+    """Latency and bandwidth between locations."""
     queue: QueueConfig = QueueConfig()
-    """When requests wait here for a worker that has time, and whose turn it is."""
+    """When requests wait at the router, and in which order."""
     migrations: MigrationConfig = MigrationConfig()
-    """How requests go on elsewhere whose workers were lost."""
+    """How requests of lost workers go on elsewhere."""
     retries: RetryConfig = RetryConfig()
-    """What happens to a request that a worker refuses, or that may be why workers are lost."""
+    """What happens to a request that workers refuse, or that may be why workers are lost."""
     disagg: DisaggConfig = DisaggConfig()
     """When prompts are computed by prefill workers."""
     explain: ExplainConfig = ExplainConfig()
-    """What is kept of decisions, for those who ask why."""
+    """Which decisions are kept for explanations."""
 
     @pydantic.field_validator("policy")
     @classmethod
@@ -147,12 +147,12 @@ class RouterConfig(Config):
         return policy
 
     def kv_way(self, one: Location, other: Location) -> Way:
-        """Say what lies between two workers for KV."""
+        """Give latency and bandwidth of KV between two workers."""
         way, link_bytes_per_s = self.topology.way(one, other), self.disagg.link_bytes_per_s
         if link_bytes_per_s is None:
             return way
         return Way(latency_s=way.latency_s, bandwidth_bytes_per_s=link_bytes_per_s)
 
     def new_policy(self) -> RoutingPolicy:
-        """Make the policy, with its settings."""
+        """Make the policy with its settings."""
         return make_policy(self.policy, sessions_max=self.sessions_max, session_idle_s=self.session_idle_s)

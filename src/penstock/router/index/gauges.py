@@ -33,7 +33,7 @@ class IndexGauges:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self) -> None:
-        """Have the index read again before long."""
+        """Write the metrics within a second."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_INDEX_INTERVAL_S, self._write)
 

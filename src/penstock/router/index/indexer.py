@@ -1,4 +1,4 @@
-"""The prefix index, kept by what workers say of their blocks; of those that say nothing, by what was sent there."""
+"""Keeps the prefix index: by workers' KV events, and by prediction for workers that send none."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from penstock.runtime.events.subscriber import EventFault
 
 _HASH_BYTES = 8
 _BLOCKS_MIN = 1_000_000
-"""The index has room for these however little workers say they have, and for as many guesses of those that say nothing."""
+"""The index has room for at least so many blocks, and for as many predicted ones."""
 _ROOM_FACTOR = 2
-"""Of what workers say they have, room for so many times as much: engines may not count what they keep below the device."""
+"""Room in the index over the blocks that workers say they have: engines may not count lower tiers."""
 _RECLAIMED_AT_ONCE = 1024
-"""Blocks looked at in one turn of the event loop for what lost workers held: 0.2 ms on a shared AMD EPYC."""
+"""Blocks of lost workers reclaimed in one turn of the event loop: 0.2 ms on a shared AMD EPYC."""
 
 
 class Indexer:
-    """Keeps a tree in step with workers, by slot. Who may speak for a slot is the caller's business.
+    """Applies events and predictions to the radix tree, by worker slot. One event loop owns it.
 
-    A slot is either told of or guessed about, from `forget` to `forget`. What a worker held is forgotten at once and
-    reclaimed over the next turns of the event loop, which owns this.
+    From `forget` to `forget` a slot has events or predictions, never both. A worker's blocks are forgotten at once, and their
+    memory is reclaimed over the next turns of the loop.
     """
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
@@ -42,13 +42,13 @@ class Indexer:
         self._reclaiming: asyncio.Handle | None = None
 
     def expect(self, slot: int, blocks: int) -> None:
-        """Have room for a worker that says it has so many blocks; once there, room stays."""
+        """Make room for a worker with so many blocks; room never shrinks."""
         self._expected_blocks += blocks - self._expected.get(slot, 0)
         self._expected[slot] = blocks
         self.tree.allow(min(max(_BLOCKS_MIN, _ROOM_FACTOR * self._expected_blocks), self._blocks_max))
 
     def leave(self, slot: int) -> None:
-        """Forget a worker that is not expected to come back."""
+        """Forget a worker for good."""
         self.forget(slot)
         self._expected_blocks -= self._expected.pop(slot, 0)
 
@@ -56,12 +56,12 @@ class Indexer:
         """Apply one batch of events, in order.
 
         Args:
-            slot: the worker's.
-            events: what it says.
+            slot: of the worker.
+            events: of the worker, in order.
             block_size: of its model.
 
         Returns:
-            How many cannot be applied and were left out.
+            How many are invalid and were left out.
         """
         left_out = 0
         for event in events:
@@ -81,7 +81,7 @@ class Indexer:
         return left_out
 
     def replace(self, slot: int, part: EventSnapshot, block_size: int) -> None:
-        """Store a part of a snapshot, but what of it cannot be stored; with the first part, forget what the worker held."""
+        """Store the valid events of a part of a snapshot. The first part replaces all that the worker held."""
         if part.chunk == 0:
             self._clear(slot)
         for event in part.events:
@@ -92,12 +92,12 @@ class Indexer:
         self._gauges.note()
 
     def sent(self, slot: int, block_hashes: PackedHashes) -> None:
-        """Take a request's blocks to be stored soon, on a worker that does not say what it holds."""
+        """Predict that a worker without KV events will hold a request's blocks."""
         self._predictions.sent(slot, unpack_hashes(block_hashes)[::2])
         self._gauges.note()
 
     def forget(self, slot: int) -> None:
-        """Forget what a worker held: it is gone."""
+        """Forget all blocks of a worker."""
         self._clear(slot)
         self._predictions.forget(slot)
         self._gauges.note()
@@ -123,12 +123,12 @@ class Indexer:
             self._reclaiming = asyncio.get_running_loop().call_soon(self._reclaim)
 
     def _reclaim(self) -> None:
-        """Do a bounded part of the work, and the rest in later turns of the loop."""
+        """Reclaim a bounded number of blocks now, and the rest in later turns of the loop."""
         has_more = self.tree.reclaim(_RECLAIMED_AT_ONCE)
         self._reclaiming = asyncio.get_running_loop().call_soon(self._reclaim) if has_more else None
 
     def _fits(self, event: KvEvent, block_size: int) -> bool:
-        """Say whether an event can be applied, and count why not."""
+        """Say whether an event is valid, and count why not."""
         if isinstance(event, AllBlocksCleared):
             return True
         parent = event.parent_block_hash if isinstance(event, BlockStored) else None

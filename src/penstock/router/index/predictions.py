@@ -1,9 +1,8 @@
-"""What workers that send no KV events probably hold: the prefixes that were sent there a while ago.
+"""Predictions of what workers without KV events hold: the prefixes sent there recently.
 
-What is sent to a worker is taken to be stored there, in the same tree as what others tell of themselves, and
-is forgotten a while after it was last sent. Time is cut into intervals: in each, a block of a worker is noted once
-and counts as one more copy in the tree, which an interval's end takes back. A block thus stays until the last
-interval that used it is over, without a timer or a date of its own.
+A prefix that is sent to a worker is stored in the tree, and forgotten `ttl_s` after it was last sent. Time is cut into
+intervals. In each interval a block of a worker is stored once, as one more copy in the tree, and the end of the interval
+removes that copy. So a block stays until the last interval that used it ends, without a timer of its own.
 """
 
 import asyncio
@@ -28,10 +27,10 @@ class _Interval:
 
 
 class Predictions:
-    """Writes guesses about some slots into a tree. One event loop owns it; nobody else writes to these slots."""
+    """Writes predictions into the tree. One event loop owns it; nothing else writes to the slots of these workers."""
 
     def __init__(self, tree: RadixTree, *, ttl_s: float, blocks_max: int) -> None:
-        """Guess nothing yet.
+        """Predict nothing yet.
 
         Args:
             tree: the index.
@@ -48,7 +47,7 @@ class Predictions:
         self._timer: asyncio.TimerHandle | None = None
 
     def sent(self, slot: int, hashes: HashArray) -> None:
-        """Take a prefix to be stored on a worker from now on.
+        """Predict that a worker holds a prefix from now on.
 
         Args:
             slot: the worker's.
@@ -68,7 +67,7 @@ class Predictions:
                 self._end_oldest()
 
     def forget(self, slot: int) -> None:
-        """Guess nothing of a worker any more. The caller clears its slot in the tree."""
+        """Forget a worker's predictions. The caller clears its slot in the tree."""
         for interval in self._intervals:
             gone = len(interval.blocks.pop(slot, ()))
             interval.num_blocks -= gone
@@ -85,7 +84,7 @@ class Predictions:
         assert bool(self._intervals) == (self._timer is not None), "a timer runs while there is something"
 
     def _present(self, now_s: float) -> _Interval:
-        """Give the interval that takes what is sent now: a new one where the last is long or large enough."""
+        """Give the present interval; a new one where the last is long or large enough."""
         last = self._intervals[-1] if self._intervals else None
         if (
             last is None

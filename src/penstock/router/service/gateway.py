@@ -1,4 +1,4 @@
-"""What a gateway says to the router alone, and what it is told: servers, requests, choices, feedback."""
+"""Messages between a gateway and the router alone: servers, queries, choices, feedback."""
 
 import math
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(StrEnum):
-    """What a gateway can tell of a request; everything but FINISHED is optional."""
+    """Stages of a request in feedback; all but FINISHED are optional."""
 
     STARTED = "started"
     FIRST_TOKEN = "first_token"  # noqa: S105 - no password
@@ -92,7 +92,7 @@ def tokens_of(token_ids: TokenArray | Sequence[int]) -> TokenArray:
 
 
 def check_targets(query: Query) -> None:
-    """See whether a query's targets are any.
+    """Check a query's targets.
 
     Raises:
         RequestError: one is not a number of seconds.
@@ -104,10 +104,10 @@ def check_targets(query: Query) -> None:
 
 
 def check_server(server: Server) -> None:
-    """See whether a server can be what its gateway says.
+    """Check a server's fields.
 
     Raises:
-        RequestError: it cannot; `param` is the field.
+        RequestError: a field is invalid; `param` names it.
     """
     if not _is_http(server.url):
         raise RequestError(f"url: must be http://HOST or https://HOST, got {server.url[:100]!r}", param="url")

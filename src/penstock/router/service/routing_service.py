@@ -1,7 +1,7 @@
-"""The router alone, for gateways that send requests themselves: it names a server, and is told what became of that.
+"""The router alone, for gateways that send requests themselves: it names a server and gets feedback.
 
-Servers are any that keep a prefix cache and speak for themselves; nothing is sent to them. What they hold is
-guessed from what they were named for (`predictions.py`), how busy they are from what was not said to be finished.
+Any server with a prefix cache will do; nothing is sent to servers. The router predicts what they hold from earlier choices
+(`predictions.py`), and their load from requests without a final feedback.
 """
 
 import asyncio
@@ -46,24 +46,24 @@ from penstock.router.workers.loads import Reservation
 from penstock.router.workers.member import WorkerView
 from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
 
-_ANY_LENGTH = np.iinfo(np.int32).max  # what a server takes is its own business
+_ANY_LENGTH = np.iinfo(np.int32).max  # servers check lengths themselves
 _BATCH_TOKENS = 8192  # a usual chunk of prefill
 _SAMPLING = SamplingParams(max_tokens=1)  # of no interest here
 _TEXT_UNIT_BYTES = 4
 _NAMES_TOLD = 16
 _OF_DISPATCHERS = ("queue", "retries", "disagg", "no_worker_wait_s", "connect_timeout_s", "reconnect_s_max")
-"""Settings of who sends requests itself."""
+"""Settings without effect here."""
 
 
 class RoutingServiceConfig(Config):
-    """What a router for other gateways goes by."""
+    """Settings of the router alone."""
 
     router: RouterConfig = RouterConfig()
     """Policy, and bounds of everything kept."""
     block_size: int = pydantic.Field(default=16, ge=1)
     """Tokens in a block of the servers' prefix caches; of text, four bytes stand for a token."""
     silence_s: float = pydantic.Field(default=600.0, gt=0)
-    """A request of which nothing was heard for so long is taken to be over."""
+    """A request without feedback for so long is taken to be over."""
 
     @pydantic.field_validator("router")
     @classmethod
@@ -79,7 +79,7 @@ class RoutingServiceConfig(Config):
 
 @dataclass(slots=True, eq=False)
 class _Routed:
-    """A request under way; the fleet's `DeltaHandler` of it, though nothing but a loss ever comes."""
+    """A request under way; a `DeltaHandler` to which only losses come."""
 
     route: Route
     reservation: Reservation
@@ -109,7 +109,7 @@ class RoutingService:
         Args:
             rng: for ids and the first turn.
             config: policy, block size and bounds.
-            registry: where the metrics go; None keeps them apart.
+            registry: where the metrics go; None makes a registry.
         """
         self.config = config or RoutingServiceConfig()
         self._rng = rng
@@ -142,12 +142,12 @@ class RoutingService:
         await self._group.__aexit__(None, None, None)
 
     async def put(self, name: str, server: Server) -> WorkerView:
-        """Take in a server, or what is said anew of one; one with another URL or model is another server.
+        """Add or update a server; another URL or model under the same name is another server.
 
         Raises:
-            RequestError: it cannot be what is said of it.
-            Overloaded: as many servers as allowed are known.
-            PenstockError: nobody would take notice, outside of the service's context.
+            RequestError: a field is invalid.
+            Overloaded: `router.workers_max` servers are known.
+            PenstockError: called outside of the service's context.
         """
         if self._running is None:
             raise PenstockError("the routing service is not open; use it within `async with`")
@@ -175,7 +175,7 @@ class RoutingService:
         return await self._shown(instance)
 
     async def remove(self, name: str) -> None:
-        """Name a server no more; what was sent there stays open until its feedback.
+        """Remove a server; its requests stay open until their feedback.
 
         Raises:
             RequestError: there is none of this name (404).
@@ -197,11 +197,11 @@ class RoutingService:
                 await changed.wait()
 
     def workers(self) -> Sequence[WorkerView]:
-        """Describe every server; also those removed of which requests are open."""
+        """Describe every server, including removed ones with open requests."""
         return self._fleet.workers()
 
     def route(self, query: Query) -> Choice:
-        """Name a server for a request, and count the request as its until feedback says otherwise.
+        """Choose a server for a request, and count the request there until its feedback.
 
         Raises:
             RequestError: the prompt is empty or no prompt, a target is none, or no server has this model (404).
@@ -241,7 +241,7 @@ class RoutingService:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """Take note of what became of a request.
+        """Take feedback on a request.
 
         Args:
             request_id: the choice's.
@@ -281,7 +281,7 @@ class RoutingService:
             self._close(RequestId(request_id), "finished")
 
     def explain(self, request_id: str) -> Sequence[Explanation]:
-        """Say why a request's server was named; nothing where that is not known any more."""
+        """Explain the choice for a request; empty where it is not known."""
         return self._router.decisions.of(request_id)
 
     def latest_decisions(self, most: int) -> Sequence[Explanation]:
@@ -343,7 +343,7 @@ class RoutingService:
         raise RequestError(f"model {model!r}: no worker has it; known: {known}", http_status=404)
 
     async def _shown(self, instance: Instance) -> WorkerView:
-        """Wait until the fleet goes by what is said of a server."""
+        """Wait until the fleet has taken in a server."""
         changed = asyncio.Event()
         with self._fleet.changes.telling(changed.set):
             while True:
