@@ -10,7 +10,7 @@ from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.perf.profile.evaluation import Latency
 from penstock.profiling.plan import QUICK, SweepConfig
-from penstock.profiling.profiler import Wanted, make_profile
+from penstock.profiling.profiler import ProfileRequest, make_profile
 
 _ERROR_WANTED = 0.15
 
@@ -18,7 +18,7 @@ _ERROR_WANTED = 0.15
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="M", help="a checkpoint's directory or hub name (default: demo)")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each cell, as for penstock profile")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and points kept back (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and held-out points (default 0)")
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> Report:
             raise ConfigError(f"--repeats: must be >= 1, got {options.repeats}")
         config = replace(config, repeats=options.repeats)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    profile = asyncio.run(make_profile(Wanted("paged", options.model), config))
+    profile = asyncio.run(make_profile(ProfileRequest("paged", options.model), config))
     wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
     evaluation = profile.evaluation
     assert evaluation is not None, "judged"
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> Report:
         "profile_cpu_share": cpu_s / wall_s,
     }
     problems = [
-        f"{latency.upper()}: median error {error:.1%} at points kept back, expected below {_ERROR_WANTED:.0%}"
+        f"{latency.upper()}: median error {error:.1%} at held-out points, expected below {_ERROR_WANTED:.0%}"
         for latency in Latency
         if (error := figures[f"profile_{latency}_median_error"]) >= _ERROR_WANTED
     ]

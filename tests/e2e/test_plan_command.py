@@ -40,7 +40,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     done = run("plan", *ASKED, "--slo-itl", "0.012", *(part for pair in files.items() for part in pair))
     assert done.returncode == 0, done.stderr
-    assert "prefill and decode apart give" in done.stdout
+    assert "disaggregated serving gives" in done.stdout
     return files
 
 

@@ -63,7 +63,7 @@ def test_the_paged_engine_is_profiled_and_simulated(
     )
     assert main(["profile", "paged", "--out", str(out), *flags]) == 0
     captured = capsys.readouterr()
-    assert "points kept back: median error of TTFT" in captured.out
+    assert "held-out points: median error of TTFT" in captured.out
     assert "0 of " in captured.err, "a line now and then, as nobody watches a terminal"
     profile = Profile.load(out)
     assert (profile.engine, profile.model, profile.hardware, profile.seed) == (

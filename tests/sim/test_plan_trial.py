@@ -10,7 +10,7 @@ from penstock.perf.model.hardware import find_hardware
 from penstock.perf.search.demand import Demand
 from penstock.plan.graph_text import graph_of
 from penstock.plan.question import Question
-from penstock.plan.trial import Effort, play, requests_of_run, try_layout
+from penstock.plan.trial import Effort, requests_of_run, simulate_rate, try_layout
 from penstock.sim.deployment import plan_deployment
 
 DEMAND = Demand(input_tokens=1500, output_tokens=30, ttft_s=0.5, itl_s=0.012)
@@ -29,7 +29,7 @@ def test_the_simulator_finds_about_what_was_predicted(question, kind):
     assert proposal is not None
     assert proposal.is_simulated
     assert proposal.seen.rate_per_s == pytest.approx(layout.rate_per_s, rel=0.3)
-    assert proposal.seen.keeps(DEMAND)
+    assert proposal.seen.meets(DEMAND)
     assert 0 < proposal.seen.kv_share < 1
     assert try_layout(question, layout, EFFORT) == proposal, "it repeats"
 
@@ -46,9 +46,9 @@ def test_a_rate_that_is_known_to_do_is_where_the_search_goes_on(question):
 def test_too_much_is_seen(question):
     layout = question.search().disaggregated()[0]
     deployment = plan_deployment(graph_of(question, layout), beside=Path())
-    few, many = (play(deployment, DEMAND, factor * layout.rate_per_s, 200) for factor in (0.5, 2.0))
-    assert few.keeps(DEMAND)
-    assert not many.keeps(DEMAND)
+    few, many = (simulate_rate(deployment, DEMAND, factor * layout.rate_per_s, 200) for factor in (0.5, 2.0))
+    assert few.meets(DEMAND)
+    assert not many.meets(DEMAND)
     assert few.ttft_s < many.ttft_s
 
 

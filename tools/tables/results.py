@@ -58,7 +58,7 @@ def _engines() -> Iterator[list[str]]:
     ]  # fmt: skip
     for latency in ("ttft", "itl"):
         yield [
-            f"`profile_{latency}_median_error`, 12 points kept back, demo model",
+            f"`profile_{latency}_median_error`, 12 held-out points, demo model",
             of("profile", f"profile_{latency}_median_error", ".1f", 100) + " %", "", "", "15 %", link("profile"),
         ]  # fmt: skip
 

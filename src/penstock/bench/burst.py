@@ -1,6 +1,6 @@
-"""A burst of requests on new connections, against the same burst on connections that stand, beside a load.
+"""Compares a burst of requests on new connections with the same burst on open connections, beside a steady load.
 
-Whoever accepts slowly while it streams makes newcomers wait: their first token is late only on new connections.
+A server that accepts slowly while it streams has a higher TTFT on new connections only.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from penstock.core.errors import Unavailable
 from penstock.deploy.causes import cause_of
 
 _ROUNDS, _QUICK_ROUNDS = 3, 1
-_SETTLE_S = 1.0  # the load runs so long before each burst
+_SETTLE_S = 1.0  # seconds of load before each burst
 
 MakeClient = Callable[[], Client]
 MakeBody = Callable[[int], bytes]
@@ -25,24 +25,24 @@ MakeBody = Callable[[int], bytes]
 async def measure_burst(
     make_client: MakeClient, make_body: MakeBody, *, size: int, concurrency: int, quick: bool
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Send bursts beside a closed loop of requests.
+    """Measure bursts beside a closed-loop load.
 
     Args:
-        make_client: makes one without connections.
-        make_body: makes the body of a request, another one for each number.
+        make_client: makes a client without connections.
+        make_body: makes the body of request number n.
         size: requests in a burst, all sent at once.
-        concurrency: requests of the load under way all the time.
+        concurrency: concurrent requests of the load.
         quick: one burst of each kind instead of three.
 
     Returns:
-        Figures, and the seconds to the first token behind them.
+        (figures, TTFT samples in seconds).
 
     Raises:
         Unavailable: a request of a burst failed.
     """
     numbers = itertools.count()
     seconds: dict[str, list[float]] = {"standing_ttft_s": [], "burst_ttft_s": []}
-    load, standing = make_client(), make_client()
+    load, idle = make_client(), make_client()
 
     async def keep_busy() -> None:
         while True:
@@ -53,11 +53,11 @@ async def measure_burst(
 
     try:
         async with asyncio.TaskGroup() as group:
-            await burst(standing)  # opens its connections
+            await burst(idle)  # opens the connections
             busy = [group.create_task(keep_busy()) for _ in range(concurrency)]
             for _ in range(_QUICK_ROUNDS if quick else _ROUNDS):
                 await asyncio.sleep(_SETTLE_S)
-                seconds["standing_ttft_s"] += _ttfts(await burst(standing))
+                seconds["standing_ttft_s"] += _ttfts(await burst(idle))
                 await asyncio.sleep(_SETTLE_S)
                 new = make_client()
                 try:
@@ -70,7 +70,7 @@ async def measure_burst(
         raise cause_of(errors) from None
     finally:
         load.close()
-        standing.close()
+        idle.close()
     return _figures(seconds), seconds
 
 

@@ -1,7 +1,6 @@
 """An HTTP/1.1 client for streams of server-sent events that costs little per token.
 
-A protocol of our own instead of a client library, as the load generator often shares the machine with what it
-measures.
+It is an asyncio protocol instead of a client library, since the load generator often runs on the measured machine.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ _OK = 200
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where requests go."""
+    """Target of requests."""
 
     host: str
     port: int
@@ -30,10 +29,10 @@ class Address:
 
     @classmethod
     def parse(cls, url: str, endpoint: str, *, flag: str = "--url") -> "Address":
-        """Read a base URL such as http://127.0.0.1:8000, with or without /v1.
+        """Parse a base URL such as http://127.0.0.1:8000, with or without /v1.
 
         Raises:
-            ConfigError: it is not one; the text names `flag`.
+            ConfigError: invalid URL; the text names `flag`.
         """
         try:
             parts = urlsplit(url)
@@ -48,17 +47,17 @@ class Address:
 
 
 class Client:
-    """Sends requests, and keeps their connections for the next ones. The event loop owns it."""
+    """Sends requests over reused connections. One event loop owns it."""
 
     def __init__(
         self, address: Address, *, timeout_s: float, quickack: bool = False, api_key: str | None = None
     ) -> None:
-        """Connect when the first request comes.
+        """Create a client; it connects on the first request.
 
         Args:
-            address: where to send.
-            timeout_s: for one request, from connecting to the last byte received.
-            quickack: acknowledge every packet at once, which takes delayed ACKs out of the measurement.
+            address: target.
+            timeout_s: longest seconds of one request, from connecting to the last byte.
+            quickack: acknowledge every packet at once, to exclude delayed ACKs from the measurement.
             api_key: sent as a bearer token.
         """
         self._address = address
@@ -74,14 +73,14 @@ class Client:
         ).encode()
 
     async def send(self, body: bytes, due_s: float | None = None) -> Exchange:
-        """Send one request and wait for the end of its answer.
+        """Send one request and wait for the end of its response.
 
         Args:
             body: JSON.
-            due_s: when it should have been sent, by `perf_counter`; None is now.
+            due_s: planned send time, by `perf_counter`; None is now.
 
         Returns:
-            What came of it; what went wrong is its `failure` and no exception.
+            The exchange; an error is its `failure`, not an exception.
         """
         sent_s = perf_counter()
         exchange = Exchange(sent_s if due_s is None else due_s, sent_s)
@@ -100,9 +99,7 @@ class Client:
         reused = self._take_idle()
         connection = reused or await self._connect()
         answered = await connection.run(message, exchange)
-        if (
-            reused and not answered
-        ):  # the server closed an idle connection just then: no fault of this request
+        if reused and not answered:  # the server closed the idle connection meanwhile: retry
             connection = await self._connect()
             answered = await connection.run(message, exchange)
         if not answered:
@@ -133,7 +130,7 @@ class Client:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one exchange at a time: a head, then a body that is chunked, measured or ends with the connection."""
+    """One connection with one exchange at a time. The body is chunked, has a Content-Length or ends with the connection."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, quickack: bool) -> None:
         self._loop = loop
@@ -143,9 +140,9 @@ class _Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._ended: asyncio.Future[None] | None = None
         self._received = b""
-        self._status: int | None = None  # None until the whole head has come
+        self._status: int | None = None  # None until the headers are complete
         self._chunked = False
-        self._remaining_bytes: int | None = None  # None: to the end of the connection
+        self._remaining_bytes: int | None = None  # None: until the connection closes
         self._refusal = b""
         self._keep_alive = True
 
@@ -154,7 +151,7 @@ class _Connection(asyncio.Protocol):
         return self._transport is not None and self._keep_alive and self._exchange is None
 
     async def run(self, message: bytes, exchange: Exchange) -> bool:
-        """Send a request and wait for the end of its answer; False if there was none at all."""
+        """Send a request and wait for the end of its response; False if the connection closed without a response."""
         if self._transport is None:
             return False
         self._exchange, self._ended = exchange, self._loop.create_future()
@@ -162,7 +159,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(message)
         try:
             await self._ended
-        except BaseException:  # the rest of the answer is on its way, and nobody takes the connection back
+        except BaseException:  # unread bytes of the response follow: do not reuse the connection
             self._exchange = None
             self.close()
             raise
@@ -185,7 +182,7 @@ class _Connection(asyncio.Protocol):
         now_s = perf_counter()
         if self._quickack:
             self._enable(socket.TCP_QUICKACK)
-        if self._exchange is None:  # bytes that nobody asked for
+        if self._exchange is None:  # unexpected bytes
             self.close()
             return
         self._received += data
@@ -227,10 +224,10 @@ class _Connection(asyncio.Protocol):
             self._ended.set_result(None)
 
     def _take_head(self) -> bool:
-        """Read the head, if it is there.
+        """Parse the headers if complete.
 
         Raises:
-            ValueError: it is none.
+            ValueError: not an HTTP response.
         """
         head, end, rest = self._received.partition(b"\r\n\r\n")
         if not end:
@@ -254,10 +251,10 @@ class _Connection(asyncio.Protocol):
         return True
 
     def _take_body(self) -> tuple[bytes, bool]:
-        """Give what has come of the body, and whether that was its end.
+        """Give (new bytes of the body, whether it is complete).
 
         Raises:
-            ValueError: a chunk without a length.
+            ValueError: invalid chunk length.
         """
         if self._chunked:
             return self._take_chunks()

@@ -1,4 +1,4 @@
-"""One request and its streamed answer, as the client saw it."""
+"""One request and its streamed answer, with times at the client."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,14 +7,14 @@ import msgspec
 
 
 class Failure(StrEnum):
-    """Why a request does not count. An HTTP status is its own kind, `http_429`."""
+    """Kinds of failed requests; an HTTP status is a kind such as `http_429`."""
 
-    CONNECT = "connect"  # nobody answered at the address
-    DISCONNECTED = "disconnected"  # the answer ended early
+    CONNECT = "connect"  # no connection to the address
+    DISCONNECTED = "disconnected"  # the response ended early
     TIMEOUT = "timeout"
-    STREAM_ERROR = "stream_error"  # the server said so inside the stream
+    STREAM_ERROR = "stream_error"  # an error event in the stream
     MALFORMED = "malformed"  # not HTTP, not server-sent events, not JSON
-    EMPTY = "empty"  # a whole answer without a token
+    EMPTY = "empty"  # a complete answer without a token
 
 
 class _Delta(msgspec.Struct):
@@ -55,10 +55,10 @@ _EVENT_BYTES_MAX = 1 << 20
 
 @dataclass(slots=True)
 class Exchange:
-    """Fed with the answer's body as it comes.
+    """Parses the response body as it arrives.
 
-    Times are of `time.perf_counter`, as uvloop's clock ticks in milliseconds. `due_s` is when the request was to
-    be sent: latencies count from it, so that a client or a server that is behind shows.
+    Times are `time.perf_counter`, as uvloop's clock has a resolution of 1 ms. `due_s` is the planned send time: latencies
+    count from it, so that delays of a slow client or server are included.
     """
 
     due_s: float
@@ -67,18 +67,18 @@ class Exchange:
     last_token_s: float = 0.0
     end_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
-    """Between chunks that carried text; a chunk may hold several tokens."""
+    """Seconds between chunks with text; a chunk may hold several tokens."""
     usage: _Usage | None = None
     failure: str | None = None
     message: str = ""
     answer_id: str = ""
-    """As the server named its answer."""
+    """Id of the answer."""
     done: bool = False
-    """The stream said that it is complete."""
+    """Whether `[DONE]` arrived."""
     _rest: bytes = b""
 
     def feed(self, body: bytes, now_s: float) -> None:
-        """Take the next bytes of a stream of server-sent events."""
+        """Parse the next bytes of a stream of server-sent events."""
         if b"\r" in body:
             body = body.replace(b"\r\n", b"\n")
         *events, self._rest = (self._rest + body).split(b"\n\n")
@@ -120,7 +120,7 @@ class Exchange:
         self.last_token_s = now_s
 
     def refuse(self, status: int, body: bytes) -> None:
-        """Take an answer that is not 200, whole."""
+        """Record a response with an error status."""
         try:
             error = _chunks.decode(body).error
         except msgspec.DecodeError:
@@ -129,31 +129,31 @@ class Exchange:
         self.fail(f"http_{status}", message)
 
     def fail(self, failure: str, message: str) -> None:
-        """Note why the request does not count; the first reason stays."""
+        """Record a failure; the first one stays."""
         if self.failure is None:
             self.failure = failure
             self.message = " ".join(message.split())[:_MESSAGE_CHARACTERS_MAX]
 
     def finish(self, now_s: float) -> None:
-        """The answer's body is complete, or nothing more of it will come."""
+        """Record the end of the body, complete or not."""
         self.end_s = now_s
         if not self.done:
             self.fail(Failure.DISCONNECTED, "the answer ended before its last event, data: [DONE]")
         elif self.first_token_s is None:
             if self.output_tokens == 0:
                 self.fail(Failure.EMPTY, "the answer held no token")
-            self.first_token_s = self.last_token_s = now_s  # tokens without a text to show
+            self.first_token_s = self.last_token_s = now_s  # tokens without text
 
     @property
     def output_tokens(self) -> int:
-        """As the server counted them; without its word, one a chunk."""
+        """Output tokens: the server's count, else one per chunk."""
         if self.usage is not None:
             return self.usage.completion_tokens
         return 0 if self.first_token_s is None else 1 + len(self.gaps_s)
 
     @property
     def cached_tokens(self) -> int | None:
-        """Prompt tokens that the server found in its prefix cache; None where it does not say."""
+        """Cached prompt tokens; None if the server does not report them."""
         details = None if self.usage is None else self.usage.prompt_tokens_details
         return None if details is None else details.cached_tokens
 
@@ -167,7 +167,7 @@ class Exchange:
 
     @property
     def time_per_token_s(self) -> float | None:
-        """Mean time between tokens; None for a single one."""
+        """Mean seconds between tokens; None for one token."""
         if self.first_token_s is None or self.output_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)

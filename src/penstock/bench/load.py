@@ -1,4 +1,4 @@
-"""When requests are sent: so many at a time, at random moments, or as a trace has them."""
+"""Arrival processes: closed loop, Poisson, or trace replay."""
 
 import asyncio
 import itertools
@@ -13,7 +13,7 @@ from penstock.sim.workload.trace import TraceRow
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request to be sent `at_s` seconds after the start; None: as soon as another one has ended."""
+    """A request to send `at_s` seconds after the start; None: when another one ends."""
 
     prompt: str
     output_tokens: int
@@ -21,11 +21,11 @@ class Planned:
 
 
 Send = Callable[[Planned, float | None], Awaitable[None]]
-"""Sends a request and waits for its end; the second argument is when it was due, by `perf_counter`."""
+"""Sends a request and waits for its end; the second argument is its planned time, by `perf_counter`."""
 
 
 def steady(prompts: Prompts, input_tokens: int, output_tokens: int) -> Iterator[Planned]:
-    """Plan equal requests without end."""
+    """Yield equal requests for ever."""
     for index in itertools.count():
         yield Planned(prompts.unique(index, input_tokens), output_tokens)
 
@@ -33,7 +33,7 @@ def steady(prompts: Prompts, input_tokens: int, output_tokens: int) -> Iterator[
 def poisson(
     prompts: Prompts, input_tokens: int, output_tokens: int, *, rate: float, seed: int
 ) -> Iterator[Planned]:
-    """Plan equal requests without end that come independently of each other, `rate` a second."""
+    """Yield equal requests for ever with Poisson arrivals, `rate` per second."""
     random_ = random.Random(seed)
     at_s = 0.0
     for index in itertools.count():
@@ -44,7 +44,7 @@ def poisson(
 def replay(
     rows: Iterable[TraceRow], prompts: Prompts, *, speed: float, input_max: int | None, output_max: int | None
 ) -> Iterator[Planned]:
-    """Plan a trace's requests, `speed` times as fast, with prompts and answers cut to what is allowed."""
+    """Yield a trace's requests, `speed` times as fast, with prompts and answers cut to the limits."""
     for index, row in enumerate(rows):
         input_tokens = min(row.input_tokens, input_max or row.input_tokens)
         output_tokens = max(min(row.output_tokens, output_max or row.output_tokens), 1)
@@ -59,13 +59,13 @@ def replay(
 async def run_load(
     plan: Iterator[Planned], send: Send, *, concurrency: int, duration_s: float | None
 ) -> None:
-    """Send what is planned, and wait for the last answer.
+    """Send the planned requests and wait for the last answer.
 
     Args:
-        plan: all with `at_s`, or none.
-        send: does it.
-        concurrency: the most requests under way. One that is due while so many are waits, and its wait counts.
-        duration_s: after this nothing new is sent; None sends the whole plan.
+        plan: requests, all with `at_s` or none.
+        send: sends one request.
+        concurrency: most requests in flight. A request due beyond that waits, and its wait counts as latency.
+        duration_s: seconds after which no request is sent; None sends the whole plan.
     """
     start_s = perf_counter()
     end_s = start_s + (duration_s if duration_s is not None else float("inf"))

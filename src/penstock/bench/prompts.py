@@ -1,6 +1,6 @@
-"""Prompts of a wanted length for a model whose tokenizer is not known: the server counts a few, and the rest is a line.
+"""Prompts of a given token length for an unknown tokenizer, by a linear fit to the server's counts of two probes.
 
-Text is made of common English words, seeded: the same seed asks the same questions.
+Text is random common English words; equal seeds give equal prompts.
 """
 
 import functools
@@ -27,26 +27,26 @@ _COMMON = (
 )
 _WORDS = _COMMON.split()
 PROBES = (_WORDS[0], " ".join(_WORDS))
-"""Two prompts that the server is asked to count: one word, and every word once."""
+"""Two prompts whose tokens the server counts: one word, and every word once."""
 _BLOCK_TEXTS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What a prompt costs: `overhead_tokens` for the chat template, then so much a word."""
+    """Tokens of a prompt: `overhead_tokens` for the chat template plus `tokens_per_word` per word."""
 
     overhead_tokens: float
     tokens_per_word: float
 
     @classmethod
     def fit(cls, counted: tuple[int, int]) -> "Scale":
-        """Draw the line through the server's counts for `PROBES`."""
+        """Fit to the server's counts for `PROBES`."""
         short_tokens, long_tokens = counted
         slope = max((long_tokens - short_tokens) / (len(_WORDS) - 1), 0.1)
         return cls(max(short_tokens - slope, 0.0), slope)
 
     def words(self, num_tokens: float) -> int:
-        """Give how many words make `num_tokens` of text, without the template."""
+        """Give the number of words with `num_tokens` tokens, without the template."""
         return max(round(num_tokens / self.tokens_per_word), 1)
 
 
@@ -57,12 +57,12 @@ class Prompts:
         self._block = functools.lru_cache(maxsize=_BLOCK_TEXTS_MAX)(self._block_text)
 
     def unique(self, index: int, num_tokens: int) -> str:
-        """Write the prompt of request `index`; it shares no prefix with another one's."""
+        """Make the prompt of request `index`, which shares no prefix with others."""
         words = self._scale.words(num_tokens - self._scale.overhead_tokens)
         return text(f"{self._seed}/request/{index}", words)
 
     def shared(self, prefix_ids: tuple[int, ...], num_tokens: int) -> str:
-        """Write a prompt whose blocks of 512 tokens depend on their ids alone, cut to `num_tokens`."""
+        """Make a prompt of 512-token blocks that depend only on their ids, cut to `num_tokens`."""
         wanted = self._scale.words(num_tokens - self._scale.overhead_tokens)
         words: list[str] = []
         for prefix_id in prefix_ids:

@@ -1,7 +1,7 @@
-"""Benches by name, and how a command line reaches them.
+"""Benches by name, and their subcommands.
 
-A bench is a module with `add_arguments(parser)` and `run(options) -> Report`. It is imported when its name is
-asked for, so `penstock --help` stays quick whatever a bench imports.
+A bench is a module with `add_arguments(parser)` and `run(options) -> Report`. It is imported when used, so that
+`penstock --help` is fast.
 """
 
 import argparse
@@ -24,10 +24,10 @@ class Bench(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, options: argparse.Namespace) -> Report:
-        """Measure.
+        """Run the bench.
 
         Raises:
-            ConfigError: an option is wrong.
+            ConfigError: invalid option.
         """
         ...
 
@@ -37,12 +37,12 @@ class Benches:
     """The benches of one command."""
 
     command: str
-    """The command's name, with which each line on stderr begins."""
+    """Name of the command, the prefix of its lines on stderr."""
     modules: Mapping[str, tuple[str, str]]
-    """By the bench's name: the module that is the bench, and what the bench measures."""
+    """By bench name: (module, description)."""
 
     def add_names(self, parser: argparse.ArgumentParser) -> None:
-        """Add a subcommand of `parser` for each bench."""
+        """Register a subcommand of `parser` for each bench."""
         names = parser.add_subparsers(metavar="NAME", required=True, parser_class=_lazy(type(parser)))
         for name, (module, text) in self.modules.items():
             bench = names.add_parser(name, help=text, description=f"Measure {text}.")
@@ -57,7 +57,7 @@ class Benches:
         report = _bench(options.bench_module).run(options)
         if out is not None:
             report.write(out)
-        print(report.summary())  # noqa: T201 - what the command is for
+        print(report.summary())  # noqa: T201 - command output
         for problem in report.problems:
             print(f"{self.command} {name}: {problem}", file=sys.stderr)  # noqa: T201
         return EXIT_FAILED if report.problems else EXIT_OK
@@ -75,7 +75,7 @@ BENCHES = Benches(
 
 
 def add_parsers(commands: Any) -> None:
-    """Add `bench` and its names to the subcommands of `penstock`."""
+    """Register `bench` and its subcommands."""
     BENCHES.add_names(
         commands.add_parser(
             "bench", help="measure, and write one JSON", description="Measure, and write one JSON."
@@ -88,7 +88,7 @@ def _bench(module: str) -> Bench:
 
 
 def _lazy(kind: type[argparse.ArgumentParser]) -> type[argparse.ArgumentParser]:
-    """Make a parser class that asks its bench for the arguments when it is used."""
+    """Make a parser class that imports its bench when it parses."""
 
     class LazyParser(kind):  # type: ignore[valid-type,misc]
         complete = False

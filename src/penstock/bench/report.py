@@ -1,4 +1,4 @@
-"""What every bench writes: one JSON of one schema, so that runs can be compared across commits and machines."""
+"""The report of a bench: JSON of a common schema, to compare runs across commits and machines."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError
 
 SCHEMA = 1
-"""Raised when a reader of reports would misread a field."""
+"""Increased when readers of old reports would misread a field."""
 _GIT_TIMEOUT_S = 5
 
 
@@ -23,9 +23,8 @@ _GIT_TIMEOUT_S = 5
 class Report:
     """One run of one bench.
 
-    `figures` are what claims are made of, with the unit in the name. `samples` are the raw measurements behind
-    them, and `limits` what the same machine could do at best, measured in the same run. `problems` say in a
-    sentence each why the run does not count; they are not part of the JSON.
+    `figures` are the results, with the unit in the name. `samples` are their raw measurements. `limits` are upper bounds of
+    the machine, measured in the same run. `problems` are reasons why the run is invalid; they are not part of the JSON.
     """
 
     name: str
@@ -60,14 +59,14 @@ class Report:
             raise ConfigError(f"--json: {path}: cannot be written: {error.strerror}") from error
 
     def summary(self) -> str:
-        """Give figures and limits as aligned lines."""
+        """Format figures and limits as aligned lines."""
         rows = [*self.figures.items(), *((f"{name} (limit)", value) for name, value in self.limits.items())]
         width = max((len(name) for name, _ in rows), default=0)
         return "\n".join(f"{name:<{width}}  {_readable(value)}" for name, value in rows)
 
 
 def _dump(report: dict[str, Any]) -> str:
-    """Encode with a line for each field, and for each list of samples."""
+    """Encode with one line per field and per list of samples."""
     samples = ",\n".join(
         f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in report["samples"].items()
     )
@@ -82,7 +81,7 @@ def _readable(value: float) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the hardware and what runs on it, without naming the host."""
+    """Describe hardware and software, without the host name."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -105,11 +104,11 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """Name the checkout's commit, with `+changes` if tracked files differ; the version where there is no checkout."""
+    """Give the checkout's commit, with `+changes` if tracked files differ; without a checkout, the version."""
     package = Path(penstock.__file__).resolve().parent
     try:
         top = Path(_git(package, "rev-parse", "--show-toplevel"))
-        if top / "src" / "penstock" != package:  # installed somewhere inside another project's checkout
+        if top / "src" / "penstock" != package:  # installed inside another project's checkout
             return f"v{penstock.__version__}"
         changes = _git(package, "status", "--porcelain", "--untracked-files=no")
         return _git(package, "rev-parse", "HEAD") + ("+changes" if changes else "")

@@ -1,4 +1,4 @@
-"""Load on a running OpenAI-compatible server, and what its users would have felt."""
+"""`penstock bench serve`: load on a running OpenAI-compatible server, with latencies as its users see them."""
 
 import argparse
 import asyncio
@@ -21,7 +21,7 @@ from penstock.bench.exchange import Exchange, Failure
 from penstock.bench.load import Planned, poisson, replay, run_load, steady
 from penstock.bench.prompts import PROBES, Prompts, Scale
 from penstock.bench.report import Report
-from penstock.bench.tally import Slo, Tally
+from penstock.bench.totals import Slo, Totals
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.sim.workload.trace import TraceRow, read_trace
 
@@ -32,16 +32,16 @@ _QUICK_REQUESTS = 16
 _QUICK_CONCURRENCY = 4
 _QUICK_TOKENS = 16
 _UNKNOWN_SCALE = Scale(overhead_tokens=0.0, tokens_per_word=1.3)
-"""For a server that does not count: what common English words take with usual vocabularies."""
-_BURST_TOKENS = 64  # in and out, where a trace says how many the other requests have
-_CONCURRENCY_WITH_BURST_MAX = 256  # --rate and --trace name no number of requests under way
+"""For a server without token counts: typical for common English words."""
+_BURST_TOKENS = 64  # input and output tokens of burst requests beside a trace
+_CONCURRENCY_WITH_BURST_MAX = 256  # for --rate and --trace, which set no concurrency
 _REFRESH_S = 0.25
 _ENDPOINTS = {"chat": "chat/completions", "completions": "completions"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the server (default http://127.0.0.1:8000)")
+    add("--url", default="http://127.0.0.1:8000", help="URL of the server (default http://127.0.0.1:8000)")
     add("--model", required=True, help="as GET /v1/models names it")
     add("--endpoint", choices=tuple(_ENDPOINTS), default="chat", help="which API to call (default chat)")
     add("--api-key", metavar="KEY", help="sent as a bearer token")
@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "load", "closed (--concurrency), random (--rate) or as recorded (--trace)"
     )
     arrival = load.add_mutually_exclusive_group()
-    arrival.add_argument("--rate", type=_positive, metavar="R", help="requests a second, at random moments")
+    arrival.add_argument(
+        "--rate", type=_positive, metavar="R", help="Poisson arrivals, R requests per second"
+    )
     arrival.add_argument(
         "--trace", type=Path, metavar="FILE", help="Azure CSV or Mooncake JSONL, plain or gzipped"
     )
@@ -58,61 +60,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=_count,
         metavar="N",
-        help=f"how many (default {_REQUESTS}, the whole trace, or --duration)",
+        help=f"number of requests (default {_REQUESTS}, the whole trace, or --duration)",
     )
     load.add_argument(
         "--concurrency",
         type=_count,
         metavar="C",
-        help=f"the most under way at once (default {_CONCURRENCY}; {_OPEN_CONCURRENCY} with --rate and --trace)",
+        help=f"most requests in flight (default {_CONCURRENCY}; {_OPEN_CONCURRENCY} with --rate and --trace)",
     )
-    load.add_argument(
-        "--duration", type=_positive, metavar="S", help="send nothing new after so many seconds"
-    )
-    load.add_argument("--speed", type=_positive, metavar="X", help="play --trace X times as fast (default 1)")
+    load.add_argument("--duration", type=_positive, metavar="S", help="send no request after S seconds")
+    load.add_argument("--speed", type=_positive, metavar="X", help="run --trace X times as fast (default 1)")
     load.add_argument(
         "--input-tokens",
         type=_count,
         metavar="I",
-        help="of each prompt (default 128; the most, with --trace)",
+        help="tokens of each prompt (default 128; with --trace the most)",
     )
     load.add_argument(
         "--output-tokens",
         type=_count,
         metavar="O",
-        help="of each answer (default 64; the most, with --trace)",
+        help="tokens of each answer (default 64; with --trace the most)",
     )
     load.add_argument(
         "--burst",
         type=_count,
         metavar="N",
-        help="then measure N requests at once on new connections and on standing ones, beside --concurrency others",
+        help="then measure bursts of N requests on new and on open connections, beside --concurrency others",
     )
     load.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default 0)")
-    load.add_argument("--seed", type=int, default=0, help="of prompts and moments (default 0)")
+    load.add_argument("--seed", type=int, default=0, help="seed of prompts and arrivals (default 0)")
 
     judge = parser.add_argument_group("judgement")
-    judge.add_argument(
-        "--slo-ttft", type=_positive, metavar="S", help="goodput: most seconds to the first token"
-    )
-    judge.add_argument(
-        "--slo-itl", type=_positive, metavar="S", help="goodput: most seconds per further token"
-    )
+    judge.add_argument("--slo-ttft", type=_positive, metavar="S", help="goodput: TTFT target in seconds")
+    judge.add_argument("--slo-itl", type=_positive, metavar="S", help="goodput: ITL target in seconds")
     judge.add_argument(
         "--timeout",
         type=_positive,
         default=600.0,
         metavar="S",
-        help="give a request up after this (default 600)",
+        help="timeout of a request (default 600)",
     )
     judge.add_argument("--quickack", action="store_true", help="acknowledge packets at once (TCP_QUICKACK)")
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Put the load on the server.
+    """Run the load.
 
     Raises:
-        ConfigError: an option is wrong, or the server does not know the model.
+        ConfigError: invalid option, or the server does not serve the model.
         Unavailable: the server does not answer.
     """
     address = Address.parse(options.url, _ENDPOINTS[options.endpoint])
@@ -122,20 +118,20 @@ def run(options: argparse.Namespace) -> Report:
     load = _settle(options, rows)
     _allow_many_connections()
     cpu_s = time.process_time()
-    tally, scale = uvloop.run(_measure(options, address, load, rows))
+    totals, scale = uvloop.run(_measure(options, address, load, rows))
     cpu_s = time.process_time() - cpu_s
-    figures, samples = tally.figures(), dict(tally.samples())
+    figures, samples = totals.figures(), dict(totals.samples())
     if figures["duration_s"]:
         figures["client_cpu_cores"] = cpu_s / figures["duration_s"]
     if options.burst:
         burst_figures, burst_samples = uvloop.run(_measure_burst(options, address, load, scale))
         figures |= burst_figures
         samples |= burst_samples
-    return Report(name="serve", config=load, samples=samples, figures=figures, problems=tally.problems())
+    return Report(name="serve", config=load, samples=samples, figures=figures, problems=totals.problems())
 
 
 def _settle(options: argparse.Namespace, rows: list[TraceRow]) -> dict[str, Any]:
-    """Fill in what was not given; this is the report's `config`."""
+    """Fill in defaults; the result is the report's `config`."""
     quick, is_open = options.quick, bool(options.rate or options.trace)
     requests = options.requests
     if requests is None and not options.trace and (quick or options.duration is None):
@@ -170,19 +166,19 @@ def _settle(options: argparse.Namespace, rows: list[TraceRow]) -> dict[str, Any]
 
 async def _measure(
     options: argparse.Namespace, address: Address, load: dict[str, Any], rows: list[TraceRow]
-) -> tuple[Tally, Scale]:
+) -> tuple[Totals, Scale]:
     client = _client(options, address)
-    tally = Tally(Slo(options.slo_ttft, options.slo_itl))
+    totals = Totals(Slo(options.slo_ttft, options.slo_itl))
 
     async def send(planned: Planned, due_s: float | None) -> None:
-        tally.add(await client.send(_body(load, planned), due_s))
+        totals.add(await client.send(_body(load, planned), due_s))
 
     try:
         scale = await _probe(client, load)
         prompts = Prompts(options.seed, scale)
         with _progress(load["requests"]) as progress:
             async with asyncio.TaskGroup() as tasks:
-                shown = tasks.create_task(_show(progress, tally))
+                shown = tasks.create_task(_show(progress, totals))
                 await run_load(
                     _plan(load, prompts, rows),
                     send,
@@ -192,7 +188,7 @@ async def _measure(
                 shown.cancel()
     finally:
         client.close()
-    return tally, scale
+    return totals, scale
 
 
 async def _measure_burst(
@@ -229,7 +225,7 @@ def _plan(load: dict[str, Any], prompts: Prompts, rows: list[TraceRow]) -> Itera
 
 
 def _body(load: dict[str, Any], planned: Planned) -> bytes:
-    """Encode a request for exactly so many tokens (`min_tokens` and `ignore_eos` are common extensions)."""
+    """Encode a request with an exact output length (by the common extensions `min_tokens` and `ignore_eos`)."""
     prompt: dict[str, Any] = (
         {"messages": [{"role": "user", "content": planned.prompt}]}
         if load["endpoint"] == "chat"
@@ -250,11 +246,11 @@ def _body(load: dict[str, Any], planned: Planned) -> bytes:
 
 
 async def _probe(client: Client, load: dict[str, Any]) -> Scale:
-    """Ask for one token twice: whether the server works, and how many tokens it sees in a prompt.
+    """Send two requests for one token: check the server, and fit its token counts.
 
     Raises:
-        ConfigError: it refuses.
-        Unavailable: it does not answer, or not properly.
+        ConfigError: the server rejects the request.
+        Unavailable: the server does not answer, or with an invalid answer.
     """
     counted = []
     for prompt in PROBES:
@@ -297,26 +293,26 @@ def _progress(total: int | None) -> Progress:
     return progress
 
 
-async def _show(progress: Progress, tally: Tally) -> None:
-    """Draw the progress every so often; cancelled at the end."""
+async def _show(progress: Progress, totals: Totals) -> None:
+    """Update the progress bar until cancelled."""
     (task,) = progress.task_ids
     tokens = 0
     with contextlib.suppress(asyncio.CancelledError):
         while True:
             await asyncio.sleep(_REFRESH_S)
-            rate = (tally.output_tokens - tokens) / _REFRESH_S
-            tokens = tally.output_tokens
-            failed = tally.failures.total()
+            rate = (totals.output_tokens - tokens) / _REFRESH_S
+            tokens = totals.output_tokens
+            failed = totals.failures.total()
             progress.update(
                 task,
-                completed=tally.requests,
+                completed=totals.requests,
                 rate=f"{rate:,.0f} tokens/s" + (f", {failed} failed" if failed else ""),
             )
             progress.refresh()
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit of open files to what the system allows: a connection is one."""
+    """Raise the limit of open files to the hard limit: each connection is a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,1 +1,1 @@
-"""What `penstock doctor` runs: which transports work here, between which memories and how fast, and why others do not."""
+"""`penstock doctor`: tests which transports work on this host between which memories, how fast, and why others do not."""

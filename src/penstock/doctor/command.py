@@ -1,4 +1,4 @@
-"""What `penstock doctor` does."""
+"""The command `penstock doctor`."""
 
 import asyncio
 import sys
@@ -16,14 +16,14 @@ from penstock.doctor.tables import absences, paths_table
 
 
 def run_command(out: Path | None, directory: Path | None) -> int:
-    """Examine and print; 1 if something failed that should work.
+    """Test all transports and print the findings; returns 1 if a transfer failed that should work.
 
     Args:
-        out: where the JSON goes too.
-        directory: where files are tried; None for the directory for temporary ones.
+        out: JSON file; None for none.
+        directory: directory of the file test; None for the temporary directory.
 
     Raises:
-        ConfigError: one of them is not to be written.
+        ConfigError: `out` or `directory` is not writable.
     """
     if out is not None:
         check_writable(out, flag="--json")

@@ -1,4 +1,4 @@
-"""Tries every transport between every two memories: within this process, and with another one."""
+"""Tests every transport between every pair of memories, within this process and with another one."""
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,8 +31,8 @@ Remote = Registration | RemoteRegion
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """An agent that has one transport, and another one's memory or its own."""
+class _Route:
+    """An agent with one transport, and the memory it reaches: its own or a peer's."""
 
     transport: str
     agent: TransferAgent
@@ -40,7 +40,7 @@ class _Way:
     peer: Peer | None = None
 
     def found(self, local: Registration, remote: Remote, figures: Figures) -> PathFinding:
-        """Say what two memories give."""
+        """Make the finding of a working pair of memories."""
         refused = self.refused(local, remote, "")
         return msgspec.structs.replace(
             refused,
@@ -50,7 +50,7 @@ class _Way:
         )
 
     def refused(self, local: Registration, remote: Remote, why: str) -> PathFinding:
-        """Say why two memories give nothing."""
+        """Make the finding of a pair that does not work."""
         return PathFinding(
             transport=self.transport,
             place=self.place,
@@ -61,14 +61,14 @@ class _Way:
 
 
 class Examination:
-    """One run: what it has found so far."""
+    """The findings of one run."""
 
     def __init__(self, memories: Memories, others: Mapping[str, bytes]) -> None:
-        """Know what there is.
+        """Create an examination.
 
         Args:
-            memories: of this process.
-            others: metadata of agents of another process, by place.
+            memories: memories of this process.
+            others: agent metadata of the other process, by place.
         """
         self.transports: list[TransportFinding] = []
         self.paths: list[PathFinding] = []
@@ -77,7 +77,7 @@ class Examination:
         self._others = others
 
     async def try_transport(self, transport: Transport | Storage) -> None:
-        """Find out what one transport does here."""
+        """Test one transport."""
         name = transport.name
         async with TransferAgent("doctor", transports=[transport]) as agent:
             if name in agent.unavailable:
@@ -89,58 +89,58 @@ class Examination:
                     for kind, message in unregistered.items()
                     if (why := _reason(name, message))
                 }
-                await self._try_place(_Way(name, agent, OWN), local, refusals)
+                await self._try_place(_Route(name, agent, OWN), local, refusals)
                 place = LOOPBACK if name in NETWORKED else PROCESS
                 if place in self._others:
-                    await self._try_other(_Way(name, agent, place), local, refusals)
+                    await self._try_other(_Route(name, agent, place), local, refusals)
         self.transports.append(TransportFinding(name=name, refusals=refusals))
 
     async def _try_other(
-        self, way: _Way, local: Mapping[MemoryKind, Registration], refusals: dict[str, str]
+        self, route: _Route, local: Mapping[MemoryKind, Registration], refusals: dict[str, str]
     ) -> None:
-        """Connect to the other process, and try that."""
+        """Connect to the other process and test it."""
         try:
-            peer = await way.agent.connect(self._others[way.place])
+            peer = await route.agent.connect(self._others[route.place])
         except PenstockError as error:
-            refusals[way.place] = error.message
-            self.problems.append(f"{way.transport}, {way.place}: {error.message}")
+            refusals[route.place] = error.message
+            self.problems.append(f"{route.transport}, {route.place}: {error.message}")
             return
-        if way.transport in peer.unreachable:
-            refusals[way.place] = peer.unreachable[way.transport]
+        if route.transport in peer.unreachable:
+            refusals[route.place] = peer.unreachable[route.transport]
         else:
-            await self._try_place(replace(way, peer=peer), local, refusals)
+            await self._try_place(replace(route, peer=peer), local, refusals)
 
     async def _try_place(
-        self, way: _Way, local: Mapping[MemoryKind, Registration], refusals: dict[str, str]
+        self, route: _Route, local: Mapping[MemoryKind, Registration], refusals: dict[str, str]
     ) -> None:
-        """Try all pairs of memories there. Where none works for one and the same reason, that is said once."""
-        found = [await self._try_pair(way, *pair) for pair in _pairs(local, way.peer)]
+        """Test all pairs of memories at a place. If all fail for one reason, report it once."""
+        found = [await self._try_pair(route, *pair) for pair in _pairs(local, route.peer)]
         reasons = {path.refusal for path in found}
         if len(reasons) == 1 and (reason := reasons.pop()):
-            refusals[way.place] = reason
+            refusals[route.place] = reason
         else:
             self.paths.extend(found)
 
-    async def _try_pair(self, way: _Way, local: Registration, remote: Remote) -> PathFinding:
+    async def _try_pair(self, route: _Route, local: Registration, remote: Remote) -> PathFinding:
         try:
-            return way.found(local, remote, await measure(way.agent, local, remote, way.peer))
+            return route.found(local, remote, await measure(route.agent, local, remote, route.peer))
         except TransferRefused as error:
-            return way.refused(local, remote, _reason(way.transport, error.message) or error.message)
+            return route.refused(local, remote, _reason(route.transport, error.message) or error.message)
         except PenstockError as error:
             kinds = f"{local.info.kind.value} and {remote.info.kind.value}"
-            self.problems.append(f"{way.transport}, {kinds}, {way.place}: {error.message}")
-            return way.refused(local, remote, error.message)
+            self.problems.append(f"{route.transport}, {kinds}, {route.place}: {error.message}")
+            return route.refused(local, remote, error.message)
 
 
 async def examine(
     directory: Path,
     transports: Callable[[TransferConfig], Iterable[Transport | Storage]] = default_transports,
 ) -> Findings:
-    """Try everything.
+    """Run all tests.
 
     Args:
-        directory: an empty one; what is written there is to be removed by the caller.
-        transports: makes what is to be tried.
+        directory: an empty directory; the caller removes its files.
+        transports: makes the transports to test.
     """
     problems: list[str] = []
     with Memories(directory) as memories:
@@ -154,7 +154,7 @@ async def examine(
             for transport in transports(TransferConfig()):
                 try:
                     await run.try_transport(transport)
-                except Exception as error:  # noqa: BLE001 - the others are still to be tried
+                except Exception as error:  # noqa: BLE001 - go on with the next transport
                     problems.append(f"{transport.name}: {_worded(error)}")
         return Findings(
             version=__version__,
@@ -172,7 +172,7 @@ async def examine(
 def _pairs(
     local: Mapping[MemoryKind, Registration], peer: Peer | None
 ) -> Iterator[tuple[Registration, Remote]]:
-    """Pair this agent's memory with a peer's; or with its own, each two once, and with storage."""
+    """Yield pairs of this agent's memory with a peer's; without a peer, each pair of its own memory, and storage."""
     ours = [kind for kind in PROCESS_KINDS if kind in local]
     if peer is not None:
         theirs = peer.regions
@@ -190,14 +190,14 @@ def _pairs(
 
 
 def _worded(error: Exception) -> str:
-    """Word what no transport should raise."""
+    """Format an unexpected error of a transport."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error.message if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
 
 
 def _reason(transport: str, message: str) -> str:
-    """Find what a transport itself says at the end of an agent's message, "" if it says nothing."""
+    """Extract a transport's own reason from the end of an agent's message; "" without one."""
     if message.endswith(")"):
         return message.removesuffix(")").partition(f"({transport}: ")[2]
     return message.partition(f": {transport}: ")[2]

@@ -1,4 +1,4 @@
-"""What the doctor finds, as data: printed as tables, or written as JSON."""
+"""The findings as data, printed as tables or written as JSON."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from penstock.core.wire import Wire
 
 
 class MemoryFinding(Wire, frozen=True):
-    """A kind of memory. `missing` is why there is none here, "" if there is."""
+    """A kind of memory. `missing` is the reason why it is unavailable, "" if available."""
 
     kind: str
     missing: str = ""
@@ -17,13 +17,13 @@ class PathFinding(Wire, frozen=True):
 
     Attributes:
         transport: its name.
-        place: where the other memory is, one of `PLACES`.
+        place: place of the other memory, one of `PLACES`.
         local: kind of this agent's memory.
         remote: kind of the other memory.
-        read_gb_per_s: GB = 10^9 bytes, in scattered blocks of 256 KiB; of objects and files 1 MiB, one after the other.
-        write_gb_per_s: likewise.
-        latency_us: of a read of 4 KiB, from `post` to done.
-        refusal: why it does not work; then there are no figures.
+        read_gb_per_s: GB (10^9 bytes) per second, in scattered blocks of 256 KiB; objects and files sequentially in 1 MiB.
+        write_gb_per_s: the same for writes.
+        latency_us: microseconds of a 4 KiB read, from `post` to completion.
+        refusal: reason why it does not work, then without figures; else "".
     """
 
     transport: str
@@ -37,14 +37,14 @@ class PathFinding(Wire, frozen=True):
 
 
 class TransportFinding(Wire, frozen=True):
-    """A transport. `refusals` says why it does not work, by place or by `place, kind` of memory."""
+    """A transport. `refusals` are reasons why it does not work, by place or by `place, kind` of memory."""
 
     name: str
     refusals: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class HostFinding(Wire, frozen=True):
-    """A setting of the host or the process that matters. `advice` is "" where nothing is to be done."""
+    """A relevant setting of the host or process. `advice` is what to change, "" if nothing."""
 
     name: str
     value: str
@@ -52,7 +52,7 @@ class HostFinding(Wire, frozen=True):
 
 
 class Findings(Wire, frozen=True):
-    """All of it. `problems` are measurements that failed though they should have worked."""
+    """All findings. `problems` are failures of transfers that should work."""
 
     version: str
     machine: str

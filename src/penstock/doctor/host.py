@@ -1,4 +1,4 @@
-"""Settings of the host that decide what transports can do, and what to change where they are low."""
+"""Host settings that limit transports, with advice on what to change."""
 
 import os
 import resource
@@ -14,14 +14,14 @@ from penstock.transfer import Arena
 _MEMLOCK_LEAST_BYTES = 64 << 20
 _FDS_LEAST = 4096
 _DEV_SHM_LEAST_BYTES = 1 << 30
-_DEV_SHM = "/dev/shm"  # noqa: S108 - looked at only
+_DEV_SHM = "/dev/shm"  # noqa: S108 - only inspected
 
 
 def inspect_host(root: Path = Path("/")) -> tuple[HostFinding, ...]:
-    """Look at all of them.
+    """Inspect all settings.
 
     Args:
-        root: where `proc`, `sys` and `dev` are.
+        root: directory that holds `proc`, `sys` and `dev`.
     """
     found = (_native, _memfd, _dev_shm, _ptrace, _huge_pages, _memlock, _open_files, _cpus)
     return tuple(finding for look in found for finding in look(root))

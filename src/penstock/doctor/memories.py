@@ -1,4 +1,4 @@
-"""One piece of memory of every kind that there is here, to move bytes between."""
+"""Allocates one region of every available kind of memory for the tests."""
 
 import importlib
 import importlib.util
@@ -16,23 +16,23 @@ from penstock.transfer import Arena, FileRegion, MemoryKind, ObjectRegion, Regis
 
 SIZE_BYTES = 64 << 20
 STORAGE_BYTES = (32 if native is not None else 2) << 20
-"""Less without native code: Python sums blocks of 4 KiB at 2 MB/s, so 32 MiB would take longer than a probe may."""
+"""Less without native code: Python checksums 4 KiB blocks at 2 MB/s, so 32 MiB would take too long."""
 PROCESS_KINDS = (MemoryKind.DRAM, MemoryKind.SHARED, MemoryKind.VRAM)
 STORAGE_KINDS = (MemoryKind.FILE, MemoryKind.OBJECT)
 
 
 class _Missing(Exception):  # noqa: N818 - a reason, not an error
-    """There is no such memory here."""
+    """This kind of memory is unavailable."""
 
 
 class Memories:
-    """What is to be registered, by kind; `missing` says why a kind is not there."""
+    """Memory regions by kind; `missing` gives the reason for each unavailable kind."""
 
     def __init__(self, directory: Path | None) -> None:
-        """Make nothing yet.
+        """Create it; entering its context allocates.
 
         Args:
-            directory: where a file and objects are to be; None for neither.
+            directory: directory of the file and objects; None for neither.
         """
         self.missing: dict[MemoryKind, str] = {}
         self._memory: dict[MemoryKind, object] = {}
@@ -66,7 +66,11 @@ class Memories:
         self._stack.close()
 
     def register(self, agent: TransferAgent) -> tuple[dict[MemoryKind, Registration], dict[MemoryKind, str]]:
-        """Register with an agent what it has a use for, under the name of its kind; and say why the rest is not."""
+        """Register each memory that an agent's transports support, named by its kind.
+
+        Returns:
+            (registrations, reasons for the memories not registered), by kind.
+        """
         registered: dict[MemoryKind, Registration] = {}
         refusals: dict[MemoryKind, str] = {}
         for kind, memory in self._memory.items():
@@ -78,7 +82,7 @@ class Memories:
 
 
 def _vram() -> Any:
-    """Take memory of the first GPU; torch is imported only where there is one."""
+    """Allocate memory of the first GPU; imports torch only if there is one."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         raise _Missing("no NVIDIA device here (/dev/nvidia0)")
     if importlib.util.find_spec("torch") is None:

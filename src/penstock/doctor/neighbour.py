@@ -1,4 +1,4 @@
-"""The other process: `python -m penstock.doctor.neighbour` shows its memory until its input ends."""
+"""The other process of the tests: `python -m penstock.doctor.neighbour` exports its memory until its stdin ends."""
 
 import asyncio
 import json
@@ -13,17 +13,17 @@ from penstock.doctor.memories import Memories
 from penstock.transfer import TransferAgent, TransferConfig
 
 NETWORKED = ("tcp",)
-"""Those whose bytes go over links' own kind of socket: measured over TCP, as between hosts."""
+"""Transports that use the link's kind of socket: tested over TCP, as between hosts."""
 _START_S = 20.0
 _STOP_S = 5.0
 
 
 @asynccontextmanager
 async def neighbour() -> AsyncIterator[dict[str, bytes]]:
-    """Run the other process, and give the metadata of its agents by place.
+    """Run the other process; yields the metadata of its agents by place.
 
     Raises:
-        TransferError: it does not start.
+        TransferError: the process does not start.
     """
     child = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -63,7 +63,7 @@ async def _main() -> None:
             for agent in (by_unix, by_tcp):
                 memories.register(agent)
             shown = {PROCESS: by_unix.metadata().hex(), LOOPBACK: by_tcp.metadata().hex()}
-            print(json.dumps(shown), flush=True)  # noqa: T201 - to the doctor
+            print(json.dumps(shown), flush=True)  # noqa: T201 - read by the doctor
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 

@@ -1,4 +1,4 @@
-"""How fast one transport is between two memories."""
+"""Measures one transport between two memories."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from penstock.transfer import Peer, PreparedTransfer, Registration, RemoteRegion
 _BLOCK_BYTES = 256 << 10
 _SMALL_BYTES = 4096
 _RUN_S = 0.1
-"""For one figure, after a run that does not count."""
+"""Seconds of measurement per figure, after one warm-up run."""
 _RUNS_MAX, _SMALL_RUNS_MAX = 5, 100
 _TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a way between two memories gives; GB are 10^9 bytes."""
+    """Bandwidth and latency between two memories; GB are 10^9 bytes."""
 
     read_gb_per_s: float
     write_gb_per_s: float
@@ -30,14 +30,14 @@ class Figures:
 async def measure(
     agent: TransferAgent, local: Registration, remote: Registration | RemoteRegion, peer: Peer | None
 ) -> Figures:
-    """Move bytes both ways.
+    """Measure reads and writes.
 
-    Memory moves in blocks of 256 KiB, scattered: from the first half of the one to the second half of the other, so that both may be
-    the same. Storage is written and read from one end to the other.
+    Memory is moved in scattered blocks of 256 KiB, from the first half of one region to the second half of the other, so that
+    both may be the same region. Storage is written and read sequentially.
 
     Raises:
-        TransferRefused: the agent's transports cannot.
-        TransferError, DeadlineExceeded: it failed.
+        TransferRefused: the agent's transports do not support the pair.
+        TransferError, DeadlineExceeded: a transfer failed.
     """
     if remote.info.kind in STORAGE_KINDS:
         large = agent.prepare(local.ranges(0, STORAGE_BYTES), remote.ranges(0, STORAGE_BYTES), peer)
@@ -62,7 +62,7 @@ def _posting(prepared: PreparedTransfer, op: TransferOp) -> Callable[[], Awaitab
 
 
 async def _seconds(run: Callable[[], Awaitable[None]], runs_max: int) -> float:
-    """Give the median of several runs."""
+    """Give the median seconds of several runs."""
     await run()
     took: list[float] = []
     while len(took) < runs_max and sum(took) < _RUN_S:

@@ -1,4 +1,4 @@
-"""The findings as text for a terminal."""
+"""The findings as terminal tables."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from penstock.doctor.findings import OWN, PLACES, Findings, PathFinding
 
 
 def paths_table(findings: Findings) -> Table:
-    """Show what works, the fastest for each two memories first."""
+    """Make the table of working paths, the fastest of each pair of memories first."""
     table = Table("with", "memory", "transport", box=None, header_style="bold", pad_edge=False)
     for title in ("read GB/s", "write GB/s", "4 KiB us"):
         table.add_column(title, justify="right")
@@ -33,7 +33,7 @@ def paths_table(findings: Findings) -> Table:
 
 
 def absences(findings: Findings) -> Iterator[tuple[str, str]]:
-    """Say what does not work, and why: (what, why)."""
+    """Yield (path, reason) of what does not work."""
     working = {path.transport for path in findings.paths if not path.refusal}
     for memory in findings.memories:
         if memory.missing:
@@ -44,7 +44,9 @@ def absences(findings: Findings) -> Iterator[tuple[str, str]]:
         if of_memory:
             yield from ((transport.name, why) for why in dict.fromkeys(of_memory.values()))
         elif transport.name not in working:
-            yield from ((transport.name, why) for why in of_places[:1])  # within a process others may do it
+            yield from (
+                (transport.name, why) for why in of_places[:1]
+            )  # within a process, another transport may work
     refused: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for path in findings.paths:
         if path.refusal and path.place != OWN:

@@ -1,1 +1,1 @@
-"""Floor 8: which deployment to make of so many devices: searched by the latency model, confirmed by the simulator."""
+"""Floor 8: the planner: finds the best deployment of N devices by the latency model and confirms it on the simulator."""

@@ -1,4 +1,4 @@
-"""What comes of a question: the layouts worth most, whole and apart, and what others would give users."""
+"""Answers a question: ranks aggregated and disaggregated layouts, and computes the throughput curve over user speed."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,30 +15,30 @@ from penstock.plan.trial import Effort, Proposal, predicted, requests_of_run, tr
 OnProgress = Callable[[int, int], None]
 USUAL = Effort(requests=500, precision=0.03, step=1.06, layouts=3)
 _RUNS = 4
-"""Rates at which a layout is simulated, about."""
+"""Approximate number of rates at which a layout is simulated."""
 _CURVE_MIN, _CURVE_MAX = 4, 11
-"""Targets along the curve."""
+"""Number of targets along the curve."""
 _CURVE_PAIRS = 4000
-"""Pairs of parallelisms that are tried along it, about: fewer targets where there are many of them."""
+"""Approximate number of parallelism pairs tried along the curve; with many pairs, fewer targets."""
 _SLOWEST_TOKENS_PER_S = 5.0
 _QUICKEST = 0.98
-"""Of what a user gets of a worker alone, up to where the curve goes."""
+"""End of the curve, as a fraction of a lone user's speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The most that is predicted where each user gets so many tokens a second; 0 where that cannot be."""
+    """Largest predicted rates at which each user gets `user_tokens_per_s`; 0 if impossible."""
 
     user_tokens_per_s: float
-    whole_per_s: float
-    """Requests a second on all devices, by workers that run whole requests."""
+    aggregated_per_s: float
+    """Requests per second on all devices, by aggregated workers."""
     disaggregated_per_s: float
-    """By prefill and decode on workers of their own."""
+    """Requests per second on all devices, by prefill and decode workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`proposals` are ranked, the best first; there is at least one."""
+    """`proposals` are ranked, best first; at least one."""
 
     question: Question
     proposals: tuple[Proposal, ...]
@@ -49,7 +49,7 @@ class Answer:
         return self.proposals[0]
 
     def best_of(self, *, disaggregated: bool) -> Proposal | None:
-        """Give the best of whole requests, or of prefill and decode apart; None where there is none."""
+        """Give the best aggregated or disaggregated proposal; None without any."""
         return next((each for each in self.proposals if each.layout.is_disaggregated is disaggregated), None)
 
 
@@ -62,19 +62,19 @@ def find_answer(
     kept: Sequence[Proposal] = (),
     on_progress: OnProgress = lambda _done, _total: None,
 ) -> Answer:
-    """Search, and simulate the layouts that promise most.
+    """Search layouts, and simulate the most promising ones.
 
     Args:
-        question: what is asked.
-        processes: that simulate.
-        effort: of the simulations.
-        with_curve: also search along the targets that users may have.
-        kept: simulated layouts that keep stricter targets, and so these: the search goes on from their rates.
-        on_progress: told how many parts of the work are done, and of how many.
+        question: model, devices, workload and targets.
+        processes: run the simulations.
+        effort: precision of the simulations.
+        with_curve: also compute the curve over user speed.
+        kept: simulated layouts that meet stricter targets; their rates are the search's start.
+        on_progress: called with (done, total) parts of the work.
 
     Raises:
-        ConfigError: no layout keeps the targets.
-        PenstockError: a process was killed.
+        ConfigError: no layout meets the targets.
+        PenstockError: a simulating process was killed.
     """
     search = question.search()
     kinds = search.aggregated(), search.disaggregated()
@@ -97,7 +97,7 @@ def find_answer(
         for done, _ in enumerate(as_completed(work), start=1):
             on_progress(done, len(work))
         found = [proposal for trial in trials if (proposal := trial.result()) is not None]
-        curve = never_less([point.result() for point in points])
+        curve = raise_by_stricter([point.result() for point in points])
     except BrokenProcessPool as error:
         raise PenstockError(
             "a process that simulated was killed, perhaps as memory ran out; free some and try again"
@@ -110,9 +110,9 @@ def find_answer(
 
 
 def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> list[Layout]:
-    """Choose those to be simulated, fewer where runs are long: of each way to spread the model the best by prediction, then the next.
+    """Choose layouts to simulate, fewer for long runs: the best predicted of each parallelism, then the second best.
 
-    The best with data-parallel ranks and the best without come first: prediction overrates the former (docs/decisions/0030).
+    The best with and the best without data-parallel ranks come first: prediction overrates the former (docs/decisions/0030).
     """
     if not layouts:
         return []
@@ -132,7 +132,7 @@ def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> 
 
 
 def user_targets(question: Question) -> list[float]:
-    """Give tokens a second and user, from slow reading to the quickest worker."""
+    """Give speeds in tokens per second and user, from slow reading to the fastest worker."""
     context, models = round(question.demand.context_tokens), question.search().models
     most = max(_QUICKEST / model.decode_step_s(1, context) for model in models)
     least = min(_SLOWEST_TOKENS_PER_S, most / 2)
@@ -141,20 +141,20 @@ def user_targets(question: Question) -> list[float]:
 
 
 def point_at(question: Question, user_tokens_per_s: float) -> Point:
-    """Search with the time between two tokens that gives users so much."""
+    """Search with the ITL target of a user speed."""
     search = question.search(replace(question.demand, itl_s=1 / user_tokens_per_s))
-    whole, apart = (
+    aggregated, disaggregated = (
         max((layout.rate_per_s for layout in kind), default=0.0)
         for kind in (search.aggregated(), search.disaggregated())
     )
-    return Point(user_tokens_per_s, whole, apart)
+    return Point(user_tokens_per_s, aggregated, disaggregated)
 
 
-def never_less(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Carry forward what keeps a stricter target: it keeps a laxer one, whatever the search found there.
+def raise_by_stricter(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Raise each point to the rate of any stricter target: a layout that meets the stricter one meets this one too.
 
     Args:
-        points: from the laxest target to the strictest.
+        points: from the loosest target to the strictest.
     """
     kept: list[Point] = []
     for point in reversed(points):
@@ -162,7 +162,7 @@ def never_less(points: Sequence[Point]) -> tuple[Point, ...]:
         kept.append(
             replace(
                 point,
-                whole_per_s=max(point.whole_per_s, stricter.whole_per_s),
+                aggregated_per_s=max(point.aggregated_per_s, stricter.aggregated_per_s),
                 disaggregated_per_s=max(point.disaggregated_per_s, stricter.disaggregated_per_s),
             )
         )

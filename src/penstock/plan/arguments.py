@@ -1,4 +1,4 @@
-"""What `penstock plan` takes; apart from what it does, so that `penstock --help` answers at once."""
+"""Arguments of `penstock plan`, in a module with few imports, so that `penstock --help` is fast."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a known shape, such as llama-3.1-70b, or a directory with a config.json",
     )
-    add("--hardware", required=True, metavar="NAME", help="what the devices are, such as h100")
+    add("--hardware", required=True, metavar="NAME", help="device type, such as h100")
     add("--gpus", type=int, required=True, metavar="N", help="how many there are")
     add("--isl", type=int, required=True, metavar="N", help="prompt tokens of a request")
     add("--osl", type=int, required=True, metavar="N", help="tokens of its answer")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=90.0,
         metavar="P",
-        help="share of requests that keep each target, in percent (default 90)",
+        help="share of requests that must meet each target, in percent (default 90)",
     )
     for flag, text in _FORMATS.items():
         add(flag, default="auto", metavar="F", help=text)
@@ -49,6 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="OUT",
-        help="draw tokens/s a user against tokens/s a GPU; a page that opens offline",
+        help="write a page that charts tokens/s per user against tokens/s per GPU; it opens offline",
     )
-    add("--json", type=Path, metavar="OUT", help="write all that was found to this file, as JSON")
+    add("--json", type=Path, metavar="OUT", help="write all results to this file, as JSON")

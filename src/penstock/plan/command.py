@@ -1,4 +1,4 @@
-"""What `penstock plan` does."""
+"""The command `penstock plan`."""
 
 import argparse
 import json
@@ -27,10 +27,10 @@ _FILE_COLUMNS = 1000
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Plan, print the ranked table, write what is asked for; returns the exit code.
+    """Plan, print the ranked table, write the output files; returns the exit code.
 
     Raises:
-        ConfigError: a flag is wrong, nothing fits or nothing keeps the targets.
+        ConfigError: a flag is invalid, or no layout fits or meets the targets.
     """
     question = Question(
         model=_name(options.model),
@@ -65,7 +65,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _name(model: str) -> str:
-    """Name a model so that a graph means it wherever that lies: a directory by its whole path."""
+    """Give a model name that is valid in a graph anywhere: a directory becomes an absolute path."""
     path = Path(model).expanduser()
     return model if model in {*known_shapes(), DEMO_MODEL} or not path.exists() else str(path.resolve())
 
@@ -79,13 +79,13 @@ def _print_table(answer: Answer) -> None:
         table.add_row(*row, style="bold" if number == 0 else "")
     console = Console()
     if not console.is_terminal:
-        console.width = _FILE_COLUMNS  # a file needs no line to be broken
+        console.width = _FILE_COLUMNS  # no line breaks in a file
     console.print(table)
 
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """Show a bar on a terminal, and nothing elsewhere."""
+    """Show a progress bar on a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda _done, _total: None

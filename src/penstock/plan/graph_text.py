@@ -1,4 +1,4 @@
-"""A layout as a deployment graph: what `penstock simulate` and `penstock serve` take."""
+"""Converts a layout to a deployment graph for `penstock simulate` and `penstock serve`."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ _RUNNING_MAX = 1024
 
 
 def graph_of(question: Question, layout: Layout) -> Graph:
-    """Make the graph of a layout."""
+    """Build the graph of a layout."""
     return build(graph_data(question, layout))
 
 
 def graph_data(question: Question, layout: Layout) -> dict[str, Any]:
-    """Describe a layout, as plain data."""
+    """Build the graph of a layout as plain data."""
     router: dict[str, Any] = {"policy": "kv"}
     if layout.is_disaggregated:
         prefill, decode = layout.role_groups
@@ -34,7 +34,7 @@ def graph_data(question: Question, layout: Layout) -> dict[str, Any]:
 
 
 def graph_text(question: Question, layout: Layout, note: str) -> str:
-    """Write the graph as YAML; `note` is said above it, each line as a comment."""
+    """Format the graph as YAML, with the lines of `note` as comments above it."""
     said = "".join(f"# {line}\n" for line in note.splitlines())
     return said + yaml.safe_dump(graph_data(question, layout), sort_keys=False)
 

@@ -1,4 +1,4 @@
-"""Processes that simulate beside each other, and end with this one however that ends."""
+"""A process pool for simulations, which ends with this process however that ends."""
 
 import multiprocessing
 import os
@@ -16,10 +16,10 @@ JOBS_MAX = 8
 
 
 class Processes:
-    """A pool that Ctrl-C does not reach: who started it ends it. Enter it."""
+    """A process pool that ignores Ctrl-C; leaving its context ends it."""
 
     def __init__(self, jobs: int | None = None) -> None:
-        """Prepare `jobs` processes, by default one for each core and at most `JOBS_MAX`.
+        """Create a pool of `jobs` processes, by default one for each core and at most `JOBS_MAX`.
 
         Raises:
             ConfigError: jobs < 1.
@@ -30,7 +30,7 @@ class Processes:
         self._pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare)
 
     def __enter__(self) -> Self:
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which what is started now inherits
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the processes started now
         try:
             self._pool.submit(os.getpid)
         finally:

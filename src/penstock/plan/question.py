@@ -1,4 +1,4 @@
-"""What is asked of a plan: a model, devices, requests and targets; refuses what nothing can answer, and says why."""
+"""The question of a plan: model, devices, workload and targets; impossible ones are errors with the reason."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,13 +25,13 @@ BLOCK_SIZE = 64
 
 @dataclass(kw_only=True)
 class Question:
-    """A question that makes sense, of a model that fits.
+    """A valid question about a model that fits the devices.
 
-    model:   as the graph will name it
-    devices: how many of `hardware` there are
-    demand:  what each request asks, and the targets
-    formats: `weight_dtype`, `expert_dtype` and `kv_dtype`, as in a graph
-    speculation: `tokens_per_step` and `draft_tokens`, likewise
+    model:   the graph's `model`
+    devices: number of devices of `hardware`
+    demand:  workload and targets
+    formats: `weight_dtype`, `expert_dtype` and `kv_dtype` of the graph's roles
+    speculation: `tokens_per_step` and `draft_tokens` of the graph's roles
     """
 
     model: str
@@ -42,10 +42,10 @@ class Question:
     speculation: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """See that there is an answer.
+        """Check that an answer is possible.
 
         Raises:
-            ConfigError: no: with the arithmetic.
+            ConfigError: it is not; the text has the arithmetic.
         """
         _check_number("--gpus", self.devices, DEVICES_MAX)
         _check_number("--isl", self.demand.input_tokens, self.shape.context_length)
@@ -73,7 +73,7 @@ class Question:
         return Slo(ttft_s=self.demand.ttft_s, itl_s=self.demand.itl_s, percentile=self.demand.percentile)
 
     def role(self, parallel: Parallel, **fields: Any) -> dict[str, Any]:
-        """Describe workers that are spread so, for a graph; what is as usual is left out."""
+        """Make a graph's role with this parallelism; defaults are left out."""
         spread = {
             "tensor_parallel": parallel.tp,
             "pipeline_parallel": parallel.pp,
@@ -90,21 +90,21 @@ class Question:
         }
 
     def price(self, parallel: Parallel) -> Roofline:
-        """Price one worker.
+        """Make the latency model of one worker.
 
         Raises:
-            ConfigError: there is no such number format, or the model cannot be spread so.
+            ConfigError: unknown number format, or the parallelism does not fit the model.
         """
         return make_roofline(self.shape, RoleSpec.parse(self.role(parallel), source=_flag))
 
     def link_bytes_per_s(self, prefill: Parallel, decode: Parallel) -> float:
-        """Say how fast KV moves between two workers: pairs of their devices, over NVLink where it reaches all devices."""
+        """Give the KV transfer bandwidth between two workers: pairs of their devices, over NVLink if it connects all devices."""
         reaches = self.devices <= self.hardware.scale_up_devices
         rate = self.hardware.scale_up_bytes_per_s if reaches else self.hardware.scale_out_bytes_per_s
         return rate * Factors().collective_bandwidth * min(prefill.devices, decode.devices)
 
     def search(self, demand: Demand | None = None) -> LayoutSearch:
-        """Search for this demand, or for one with other targets."""
+        """Make the search for this demand, or for another one."""
         return LayoutSearch(
             price=self.price,
             choices=tuple(parallelisms(self.shape, self.hardware, devices_max=self.devices)),
@@ -115,7 +115,7 @@ class Question:
         )
 
     def why_not(self) -> str:
-        """Say why no layout keeps the targets, and what would."""
+        """Explain why no layout meets the targets, and what to change."""
         demand, models = self.demand, self.search().models
         ttft_s, prefill = min(
             ((model.prefill_s(demand.input_tokens), model) for model in models),
@@ -126,7 +126,7 @@ class Question:
             key=lambda pair: pair[0],
         )
         late = [
-            f"--slo-{name} {target_s:g}: {said} takes {best_s:.3g} s at best, on {spread(model.parallel)} and nothing else"
+            f"--slo-{name} {target_s:g}: {said} takes {best_s:.3g} s at best, on {parallel_name(model.parallel)} and nothing else"
             " to do"
             for name, target_s, said, best_s, model in (
                 (
@@ -145,40 +145,40 @@ class Question:
         return (
             f"--slo-ttft {demand.ttft_s:g} and --slo-itl {demand.itl_s:g}: no layout on {self.devices} {self.hardware.name} keeps"
             f" both for {demand.percentile:g} % of the requests at any rate worth having; alone on idle devices the first token"
-            f" takes {ttft_s:.3g} s on {spread(prefill.parallel)}, and each further one {itl_s:.3g} s on {spread(decode.parallel)};"
+            f" takes {ttft_s:.3g} s on {parallel_name(prefill.parallel)}, and each further one {itl_s:.3g} s on {parallel_name(decode.parallel)};"
             " raise one of them"
         )
 
     def _why_nothing_fits(self, asked: int) -> str:
-        """Work out what is missing, on the devices as they are best shared."""
+        """Explain what is missing, with the best parallelism on these devices."""
         shares = list(self._shared(self.devices))
         widest = max((model for model in shares), key=lambda model: model.parallel.devices)
         usable = self.hardware.memory_bytes * widest.factors.memory_fraction
         weights = widest.weight_bytes_per_device()
         text = (
             f"{self.model} does not fit on {self.devices} {self.hardware.name}: {usable / 1e9:.1f} GB of a device are usable, and"
-            f" with {spread(widest.parallel)} {weights / 1e9:.1f} GB of it are {widest.weight_dtype} weights"
+            f" with {parallel_name(widest.parallel)} {weights / 1e9:.1f} GB of it are {widest.weight_dtype} weights"
         )
         if weights < usable:
             text += f", which leaves room for {widest.kv_capacity_tokens:,} tokens of KV, and a request has {asked:,}"
         enough = next((model.parallel for model in self._shared(DEVICES_MAX) if _holds(model, asked)), None)
         if enough is None:
             return f"{text}; take hardware with more memory, or narrower weights (--weight-dtype)"
-        return f"{text}; {enough.devices} are enough ({spread(enough)}), or take narrower weights (--weight-dtype)"
+        return f"{text}; {enough.devices} are enough ({parallel_name(enough)}), or take narrower weights (--weight-dtype)"
 
     def _shared(self, devices_max: int) -> Iterator[Roofline]:
-        """Price the parallelisms of up to so many devices, those of few first, whether they fit or not."""
+        """Yield latency models of all parallelisms up to `devices_max`, fewest devices first, whether they fit or not."""
         choices = parallelisms(self.shape, self.hardware, devices_max=devices_max)
         for parallel in sorted(choices, key=lambda parallel: parallel.devices):
             try:
                 yield self.price(parallel)
-            except ConfigError:  # cannot be spread so
+            except ConfigError:  # the model cannot be split this way
                 if parallel == Parallel():
-                    raise  # then it is not the spreading
+                    raise  # parallelism is not the cause
 
 
-def spread(parallel: Parallel) -> str:
-    """Name a parallelism as people do, such as TP 4 x PP 2."""
+def parallel_name(parallel: Parallel) -> str:
+    """Format a parallelism, such as TP 4 x PP 2."""
     degrees = {"TP": parallel.tp, "PP": parallel.pp, "DP": parallel.dp, "EP": parallel.ep}
     said = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     return " x ".join(said) or "one device"

@@ -1,11 +1,11 @@
-"""An answer in words, in rows and as JSON."""
+"""An answer as text, table rows and JSON."""
 
 from typing import Any
 
 from penstock.perf.search.search import Layout, RoleGroup
 from penstock.plan.answer import Answer
 from penstock.plan.graph_text import graph_data
-from penstock.plan.question import spread
+from penstock.plan.question import parallel_name
 from penstock.plan.trial import Proposal
 from penstock.sim.report.charts import say_s
 
@@ -15,7 +15,7 @@ _HEAD = (
 
 
 def describe(answer: Answer) -> str:
-    """Say in two lines what was asked, and what is best."""
+    """Give two lines: the question, and the gain of disaggregation."""
     question, demand = answer.question, answer.question.demand
     return (
         f"{question.model} on {question.devices} {question.hardware.name}, {demand.input_tokens:,} tokens in and"
@@ -25,29 +25,29 @@ def describe(answer: Answer) -> str:
 
 
 def gain(answer: Answer) -> str:
-    """Compare the best of whole requests with the best of prefill and decode apart."""
-    whole, apart = answer.best_of(disaggregated=False), answer.best_of(disaggregated=True)
-    if apart is None and answer.question.demand.output_tokens == 1:
-        return "prefill and decode apart: nobody has a second token to go on with"
-    if whole is None or apart is None:
-        missing = "whole requests" if whole is None else "prefill and decode apart"
-        return f"{missing}: none keeps the targets on so many devices"
-    ratio = apart.seen.rate_per_s / whole.seen.rate_per_s
-    return f"prefill and decode apart give {ratio:.2f} times what workers of whole requests give"
+    """Compare the best aggregated with the best disaggregated layout."""
+    aggregated, disaggregated = answer.best_of(disaggregated=False), answer.best_of(disaggregated=True)
+    if disaggregated is None and answer.question.demand.output_tokens == 1:
+        return "disaggregated: a request has no second token to decode"
+    if aggregated is None or disaggregated is None:
+        missing = "aggregated" if aggregated is None else "disaggregated"
+        return f"{missing}: no layout meets the targets on these devices"
+    ratio = disaggregated.seen.rate_per_s / aggregated.seen.rate_per_s
+    return f"disaggregated serving gives {ratio:.2f} times the rate of aggregated workers"
 
 
 def name_layout(layout: Layout) -> str:
-    """Name a layout in a few words."""
+    """Format a layout as short text."""
     return " + ".join(map(_name_role_group, layout.role_groups))
 
 
 def rows(answer: Answer) -> list[tuple[str, ...]]:
-    """Give the ranked table, its head first."""
+    """Give the rows of the ranked table, header first."""
     return [_HEAD, *(_row(answer, number, each) for number, each in enumerate(answer.proposals, start=1))]
 
 
 def make_report(answer: Answer) -> dict[str, Any]:
-    """Give all that was found, as docs/plan.md documents it."""
+    """Make the JSON report, as documented in docs/plan.md."""
     question = answer.question
     demand = question.demand
     return {
@@ -62,7 +62,7 @@ def make_report(answer: Answer) -> dict[str, Any]:
         "curve": [
             {
                 "tokens_per_s_per_user": point.user_tokens_per_s,
-                "aggregated_tokens_per_s_per_gpu": _tokens_per_s(answer, point.whole_per_s),
+                "aggregated_tokens_per_s_per_gpu": _tokens_per_s(answer, point.aggregated_per_s),
                 "disaggregated_tokens_per_s_per_gpu": _tokens_per_s(answer, point.disaggregated_per_s),
             }
             for point in answer.curve
@@ -89,7 +89,7 @@ def _figures(answer: Answer, proposal: Proposal) -> dict[str, Any]:
 
 
 def _tokens_per_s(answer: Answer, rate_per_s: float) -> float:
-    """Give the output tokens a second of each device there is, used or not."""
+    """Give output tokens per second and device, counting unused devices too."""
     return rate_per_s * answer.question.demand.output_tokens / answer.question.devices
 
 
@@ -110,4 +110,4 @@ def _row(answer: Answer, number: int, proposal: Proposal) -> tuple[str, ...]:
 
 
 def _name_role_group(role_group: RoleGroup) -> str:
-    return f"{role_group.workers} {role_group.role} ({spread(role_group.parallel)}, {role_group.max_batch_tokens:,} tokens a step)"
+    return f"{role_group.workers} {role_group.role} ({parallel_name(role_group.parallel)}, {role_group.max_batch_tokens:,} tokens a step)"

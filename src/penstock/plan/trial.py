@@ -1,4 +1,4 @@
-"""A layout on the simulator: the largest rate at which it keeps the targets, and what requests see then."""
+"""Finds the largest rate at which a simulated layout meets the targets, and the latencies at that rate."""
 
 import math
 import random
@@ -19,60 +19,60 @@ from penstock.sim.workload.workload import WorkloadConfig, make_sessions
 
 _SEED = 0
 _BEGIN, _END = 0.2, 0.9
-"""Of the requests in order of arrival, those between these parts count: the first find it empty, the last see it run dry."""
+"""Only requests between these fractions of arrivals count: the first ones find empty workers, the last ones emptying workers."""
 _LIFETIMES = 2.0
 _REQUESTS_MIN = 150
 _LONG = 4.0
-"""Requests of more weight than this are fewer."""
+"""Weight above which a run has fewer requests."""
 _SAMPLES = 100
 _SMALLEST = 0.05
-"""Below this part of what was predicted, a rate is none."""
+"""Rates below this fraction of the prediction count as 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How precisely to look for a rate."""
+    """Precision and cost of the search for a rate."""
 
     requests: int
-    """Of one run, at least."""
+    """Least requests of one run."""
     precision: float
-    """Relative, of the rate."""
+    """Relative precision of the rate."""
     step: float
-    """Factor between rates until one is too much and one is not."""
+    """Factor between rates until the largest rate is bracketed."""
     layouts: int
-    """Of either kind, so many at most."""
+    """Most layouts simulated of each kind, aggregated and disaggregated."""
     requests_max: int = 20_000
-    """Of all runs for one kind, longer prompts counted as more of them; beyond, fewer layouts are simulated, or none."""
+    """Most requests of all runs of one kind, weighted by `weight`; beyond it fewer layouts are simulated, or none."""
     begin: float = 0.95
-    """Of the predicted rate, where to begin."""
+    """First rate, as a fraction of the predicted one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the simulated requests saw at one rate; times at the demand's percentile."""
+    """Latencies of simulated requests at one rate, at the demand's percentile."""
 
     rate_per_s: float
     ttft_s: float
     itl_s: float
     kv_share: float
-    """Of a worker's KV, the most that any sample found in use; of the fullest role."""
+    """Largest sampled fraction of a worker's KV in use, of the fullest role."""
 
-    def keeps(self, demand: Demand) -> bool:
+    def meets(self, demand: Demand) -> bool:
         return self.ttft_s <= demand.ttft_s and self.itl_s <= demand.itl_s
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A layout at the largest rate that keeps the targets."""
+    """A layout with the largest rate that meets the targets."""
 
     layout: Layout
     seen: Seen
     is_simulated: bool
-    """Whether requests saw this on the simulator; else the latency model predicts it."""
+    """True: measured on the simulator. False: predicted by the latency model."""
 
 
 def predicted(layout: Layout) -> Proposal:
-    """Propose a layout as the search found it."""
+    """Make a proposal from the search's prediction."""
     said = layout.prediction
     seen = Seen(layout.rate_per_s, said.ttft_s, said.itl_s, min(said.kv_share, 1.0))
     return Proposal(layout, seen, is_simulated=False)
@@ -81,23 +81,23 @@ def predicted(layout: Layout) -> Proposal:
 def try_layout(
     question: Question, layout: Layout, effort: Effort, known: Seen | None = None
 ) -> Proposal | None:
-    """Simulate a layout at one rate after the other; None where it keeps the targets at none.
+    """Simulate a layout at different rates to find the largest; None if it meets the targets at no rate.
 
     Args:
-        question: what is asked.
-        layout: what answers it.
-        effort: how precisely.
-        known: a rate that is known to keep the targets, to go on from.
+        question: model, devices, workload and targets.
+        layout: the layout to simulate.
+        effort: precision and cost.
+        known: latencies at a rate that meets the targets, as the start.
     """
     deployment = plan_deployment(graph_of(question, layout), beside=Path())
     best = known
 
     def is_kept(rate_per_s: float) -> bool:
         nonlocal best
-        seen = play(deployment, question.demand, rate_per_s, effort.requests)
-        if keeps := seen.keeps(question.demand):
+        seen = simulate_rate(deployment, question.demand, rate_per_s, effort.requests)
+        if meets := seen.meets(question.demand):
             best = seen
-        return keeps
+        return meets
 
     largest_rate(
         is_kept,
@@ -111,19 +111,19 @@ def try_layout(
 
 
 def requests_of_run(demand: Demand, rate_per_s: float, least: int) -> int:
-    """Say how many requests a run has: `least`, fewer where prompts are long, or more where those would be over before the deployment is full."""
+    """Give the requests of a run: `least`, fewer with long prompts, more if the run would end before the workers are full."""
     enough = max(math.ceil(least / max(weight(demand) / _LONG, 1)), min(least, _REQUESTS_MIN))
     lifetime_s = demand.ttft_s + demand.itl_s * demand.output_tokens
     return max(enough, math.ceil(_LIFETIMES * lifetime_s * rate_per_s))
 
 
 def weight(demand: Demand) -> float:
-    """Say how many requests with short prompts take as long to simulate: about 1 ms each, and 17 ms with 130,000 tokens."""
+    """Give the cost of simulating a request in short requests: about 1 ms each, 17 ms with 130,000 tokens."""
     return 1 + demand.input_tokens / 8000
 
 
-def play(deployment: Deployment, demand: Demand, rate_per_s: float, requests: int) -> Seen:
-    """Simulate so many requests at least, at a rate."""
+def simulate_rate(deployment: Deployment, demand: Demand, rate_per_s: float, requests: int) -> Seen:
+    """Simulate at least `requests` requests at a rate."""
     workload = WorkloadConfig(
         requests=requests_of_run(demand, rate_per_s, requests),
         rate_per_s=rate_per_s,

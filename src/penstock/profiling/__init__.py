@@ -1,1 +1,1 @@
-"""What `penstock profile` does: sweep an engine or an endpoint, fit the latency model, say how far it can be trusted."""
+"""`penstock profile`: measures an engine or endpoint, fits the latency model and reports its accuracy."""

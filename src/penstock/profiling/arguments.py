@@ -1,4 +1,4 @@
-"""What `penstock profile` takes; apart from what it does, so that `penstock --help` answers at once."""
+"""Arguments of `penstock profile`, in a module with few imports, so that `penstock --help` is fast."""
 
 import argparse
 from pathlib import Path
@@ -20,19 +20,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of an engine: a checkpoint's directory or hub name (default: the demo model); of a URL: the name"
         " as listed there (default: the only one)",
     )
-    add("--hardware", metavar="NAME", help="what it runs on, such as h100 (default cpu for an engine)")
+    add("--hardware", metavar="NAME", help="device type, such as h100 (default cpu for an engine)")
     add("--api-key", metavar="KEY", help="sent to a URL as a bearer token")
-    add("--prompt-tokens", metavar="N,N", help="lengths of prompts to measure")
-    add("--contexts", metavar="N,N", help="tokens of context to decode at, and of cached prefixes")
+    add("--prompt-tokens", metavar="N,N", help="prompt lengths to measure")
+    add("--contexts", metavar="N,N", help="context lengths of decode cells and of cached prefixes")
     add("--batches", metavar="N,N", help="sequences to decode at once")
     add("--repeats", type=int, metavar="N", help="measurements of each cell (default 7; 3 with --quick)")
     add(
         "--held-out",
         type=int,
         metavar="N",
-        help="points kept back, of each kind (default 12; 6 with --quick)",
+        help="held-out points of each kind (default 12; 6 with --quick)",
     )
-    add("--max-seconds", type=float, metavar="S", help="measure no longer (default 900; 40 with --quick)")
+    add(
+        "--max-seconds",
+        type=float,
+        metavar="S",
+        help="longest time of the measurement (default 900; 40 with --quick)",
+    )
     add(
         "--request-timeout",
         type=float,
@@ -40,4 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a URL: it has stopped answering when one request takes longer (default 60)",
     )
     add("--quick", action="store_true", help="few cells, in less than a minute")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, order and points kept back (default 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of prompts, order and held-out points (default 0)",
+    )

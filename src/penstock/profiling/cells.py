@@ -1,18 +1,18 @@
-"""What a sweep measures: cells of one step each, and the limits that decide which of them an engine can do."""
+"""The cells of a sweep, one engine step each, and the limits of an engine that exclude cells."""
 
 from dataclasses import dataclass
 
 from penstock.perf.profile.profile import decode_name, prefill_name
 
 DECODE_STEPS = 16
-"""Timed in each measurement of a decode cell."""
+"""Timed steps per measurement of a decode cell."""
 SETTLING_STEPS = 2
-"""Of the whole batch, before the first that is timed."""
+"""Steps of the whole batch before the first timed one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCell:
-    """`prompts` prompts at once, each of `new_tokens` after `cached_tokens` that the prefix cache has."""
+    """One step of `prompts` prompts, each of `new_tokens` after `cached_tokens` in the prefix cache."""
 
     new_tokens: int
     cached_tokens: int = 0
@@ -31,12 +31,12 @@ class DecodeCell:
 
     @property
     def prompt_tokens(self) -> int:
-        """Give what leads to `context` in the middle of the steps that are timed."""
+        """Prompt length that gives `context` in the middle of the timed steps."""
         return max(1, self.context - DECODE_STEPS // 2 - SETTLING_STEPS)
 
     @property
     def generated_tokens(self) -> int:
-        """Give what each sequence has to generate, as those that begin first wait for the last one."""
+        """Output tokens per sequence, including those generated while waiting for the last sequence to start."""
         return DECODE_STEPS + SETTLING_STEPS + 2 + self.batch
 
     def __str__(self) -> str:
@@ -48,12 +48,12 @@ Cell = PrefillCell | DecodeCell
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a target can do. None is unknown, or without a limit.
+    """Limits of a target. None is unknown or unlimited.
 
-    step_tokens:    most prompt tokens that one step computes; longer prompts take several
-    block_size:     cached prefixes are multiples of it
-    caches:         whether a prefix cache shows which tokens it gave
-    batches_prompts: whether several prompts can be put into one step
+    step_tokens:    most prompt tokens of one step; longer prompts take several steps
+    block_size:     granularity of cached prefixes in tokens
+    caches:         whether the target reports cached tokens
+    batches_prompts: whether several prompts can run in one step
     """
 
     context_length: int | None = None
@@ -65,7 +65,7 @@ class Limits:
     batches_prompts: bool = True
 
     def refusal(self, cell: Cell) -> str | None:
-        """Say why a cell cannot be measured."""
+        """Give the reason why a cell cannot be measured; None if it can."""
         if isinstance(cell, PrefillCell):
             batch, length = cell.prompts, cell.new_tokens + cell.cached_tokens + 1
         else:
@@ -81,7 +81,7 @@ class Limits:
         return None
 
     def step_refusal(self, cell: Cell) -> str | None:
-        """Say why a prefill cell is not one step."""
+        """Give the reason why a prefill cell is more than one step; None if it is one."""
         if isinstance(cell, DecodeCell):
             return None
         if cell.prompts > 1 and not self.batches_prompts:

@@ -1,4 +1,4 @@
-"""What `penstock profile` does."""
+"""The command `penstock profile`."""
 
 import argparse
 import asyncio
@@ -19,7 +19,7 @@ from penstock.perf.profile.profile import Profile
 from penstock.profiling.cells import Cell
 from penstock.profiling.page import make_page
 from penstock.profiling.plan import QUICK, SweepConfig
-from penstock.profiling.profiler import OnProgress, Wanted, make_profile
+from penstock.profiling.profiler import OnProgress, ProfileRequest, make_profile
 from penstock.profiling.tables import FIT_COLUMNS, HELD_OUT_COLUMNS, about, fit_rows, held_out_rows, verdict
 
 _LISTS = ("prompt_tokens", "contexts", "batches")
@@ -28,10 +28,10 @@ _LINES = 10
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Profile, print the tables, write the profile and its page; nothing is written before all is measured.
+    """Profile, print the tables, write the profile and its page; files are written only after all measurements.
 
     Raises:
-        ConfigError: a flag, the target or the model is wrong, or a file cannot be written.
+        ConfigError: a flag, the target or the model is invalid, or a file cannot be written.
         EngineError, Unavailable: the engine or the endpoint failed.
     """
     config = sweep_config(options)
@@ -45,7 +45,7 @@ def run_command(options: argparse.Namespace) -> int:
         )
     check_writable(out, flag="--out")
     check_writable(page, flag="--plot")
-    wanted = Wanted(
+    wanted = ProfileRequest(
         target=options.target,
         model=options.model,
         hardware=options.hardware,
@@ -56,7 +56,7 @@ def run_command(options: argparse.Namespace) -> int:
         with _progress() as on_progress:
             profile = asyncio.run(make_profile(wanted, config, on_progress))
     except KeyboardInterrupt:
-        _tell("interrupted; nothing was written")
+        _warn("interrupted; nothing was written")
         raise
     profile.save(out)
     try:
@@ -71,10 +71,10 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def sweep_config(options: argparse.Namespace) -> SweepConfig:
-    """Read the flags of a sweep.
+    """Make the sweep config from flags.
 
     Raises:
-        ConfigError: one makes no sense.
+        ConfigError: a flag has an invalid value.
     """
     config = QUICK if options.quick else SweepConfig()
     said: dict[str, Any] = {"seed": options.seed}
@@ -127,13 +127,13 @@ def _print(profile: Profile) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _tell(text: str) -> None:
+def _warn(text: str) -> None:
     print(f"penstock profile: {text}", file=sys.stderr, flush=True)  # noqa: T201 - what a command is for
 
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """Show a bar on a terminal, and a line for each tenth elsewhere."""
+    """Show a progress bar on a terminal, elsewhere a line per tenth."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines()
@@ -155,4 +155,4 @@ class _Lines:
     def __call__(self, done: int, total: int, cell: Cell) -> None:
         if (tenth := done * _LINES // total) > self._told:
             self._told = tenth
-            _tell(f"{done} of {total} measurements, next: {cell}")
+            _warn(f"{done} of {total} measurements, next: {cell}")

@@ -1,4 +1,4 @@
-"""Judges a fit: by its own cells, with and without each, and by points that it has not seen."""
+"""Evaluates a fit: error at its cells, leave-one-out error, and error at held-out points."""
 
 from msgspec.structs import replace
 
@@ -13,9 +13,9 @@ def judge(profile: Profile, measured: Measured, left_out: tuple[str, ...]) -> Ev
     """Evaluate `ProfiledModel(profile)`.
 
     Args:
-        profile: of `measured`'s points.
-        measured: the sweep.
-        left_out: cells that could not be measured.
+        profile: profile of the measured points.
+        measured: points of the sweep.
+        left_out: cells not measured, with the reason.
     """
     model = ProfiledModel(profile)
     cells = [
@@ -44,14 +44,14 @@ def judge(profile: Profile, measured: Measured, left_out: tuple[str, ...]) -> Ev
 
 
 def predict_s(model: ProfiledModel, point: Point, step_tokens: int | None) -> float:
-    """Predict what a user waits at a point: for the first token of a prompt, or for the next one of a batch."""
+    """Predict a request's latency at a point: TTFT of a prompt, or ITL in a batch."""
     if isinstance(point, DecodePoint):
         return model.point_s(point)
     return ttft_s(model, point.new_tokens, point.cached_tokens, step_tokens)
 
 
 def ttft_s(model: LatencyModel, new_tokens: int, cached_tokens: int, step_tokens: int | None) -> float:
-    """Sum the steps of one prompt on an idle engine, each of at most `step_tokens`."""
+    """Sum the step times of one prompt on an idle engine, each step with at most `step_tokens`."""
     if step_tokens is None:
         return model.prefill_s(new_tokens, cached_tokens)
     total_s, end = 0.0, cached_tokens + new_tokens
@@ -61,7 +61,7 @@ def ttft_s(model: LatencyModel, new_tokens: int, cached_tokens: int, step_tokens
 
 
 def _without(profile: Profile, point: Point) -> float | None:
-    """Predict a point from the others; None where too few would be left."""
+    """Predict a point from a fit to the others; None if too few remain."""
     prefill = tuple(other for other in profile.prefill if other is not point)
     decode = tuple(other for other in profile.decode if other is not point)
     alone = sum(isinstance(other, PrefillPoint) and other.prompts == 1 for other in prefill)

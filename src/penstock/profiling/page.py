@@ -1,4 +1,4 @@
-"""A profile as a page that opens offline: the points, the fit through them, and how far it is off."""
+"""The HTML page of a profile: measured points, fit and errors; it opens offline."""
 
 import html
 import math
@@ -19,7 +19,7 @@ _MS = 1e3
 
 
 def make_page(profile: Profile) -> str:
-    """Write the page of a profile that has its evaluation."""
+    """Make the page of an evaluated profile."""
     evaluation = profile.evaluation
     assert evaluation is not None, "judged"
     model = ProfiledModel(profile)
@@ -32,7 +32,7 @@ def make_page(profile: Profile) -> str:
     ]
     tables: list[tuple[str, Sequence[Sequence[str]]]] = [
         ("Origin", about(profile)),
-        ("Points kept back: measured and predicted", [HELD_OUT_COLUMNS, *held_out_rows(evaluation)]),
+        ("Held-out points: measured and predicted", [HELD_OUT_COLUMNS, *held_out_rows(evaluation)]),
         ("Fitted cells", [FIT_COLUMNS, *fit_rows(evaluation)]),
     ]
     if evaluation.left_out_cells:
@@ -77,7 +77,7 @@ def _decode(profile: Profile, model: ProfiledModel) -> Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """What was measured, and the function fitted to it."""
+    """Measured points and the fitted function."""
 
     name: str
     xs: Sequence[int]
@@ -85,7 +85,7 @@ class _Curve:
     fitted_s: Callable[[float], float]
 
     def ms(self, x: float) -> float:
-        """Give what was fitted, within what was measured."""
+        """Give the fit in ms, clamped to the measured range."""
         return self.fitted_s(x) * _MS if self.xs[0] <= x <= self.xs[-1] else math.nan
 
 
@@ -111,7 +111,7 @@ def _held_out(evaluation: Evaluation, latency: Latency, title: str) -> Chart:
     predicted = np.array([point.predicted_s for point in points]) * _MS
     ends = np.array([0.0, max([*measured, *predicted], default=0.0)])
     return Chart(
-        f"{title}, points kept back",
+        f"{title}, held-out points",
         "ms predicted (up) by ms measured (along); on the line both are equal",
         ends,
         [Line("equal", ends, 1)],
@@ -122,7 +122,7 @@ def _held_out(evaluation: Evaluation, latency: Latency, title: str) -> Chart:
 
 
 def _errors(evaluation: Evaluation) -> Chart:
-    """Show of each kind of point which share is at most so far off."""
+    """Chart the cumulative distribution of errors per kind of point."""
     curves = {
         "fit": [abs(cell.error) for cell in evaluation.cells],
         "cell left out": [abs(e) for cell in evaluation.cells if (e := cell.left_out_error) is not None],

@@ -1,4 +1,4 @@
-"""Which cells a sweep measures, and which points it keeps back to judge the fit by."""
+"""Chooses the cells of a sweep and the held-out points."""
 
 import math
 import random
@@ -8,18 +8,18 @@ from penstock.core.errors import ConfigError
 from penstock.profiling.cells import Cell, DecodeCell, Limits, PrefillCell
 
 CELLS_MIN = 3
-"""Of prefill and of decode: the line that is fitted has three coefficients."""
+"""Least cells of prefill and of decode: the linear fit has three coefficients."""
 _ATTEMPTS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class SweepConfig:
-    """What to measure, and how often.
+    """Cells and repeats of a sweep.
 
-    held_out:    points kept back, of each kind
-    repeats:     samples of each cell, after one that is dropped
-    max_seconds: no measurement begins later
-    request_timeout_s: for one request to a URL, and for a measurement that is under way at `max_seconds`
+    held_out:    held-out points of each kind
+    repeats:     samples per cell, after one warm-up
+    max_seconds: no measurement starts after this
+    request_timeout_s: for one request to a URL, and for a measurement running at `max_seconds`
     """
 
     prompt_tokens: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -44,7 +44,7 @@ QUICK = SweepConfig(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`fitted` and `held_out` have no cell in common; `left_out` are cells that cannot be measured, with the reason."""
+    """`fitted` and `held_out` are disjoint; `left_out` are cells that cannot be measured, with the reason."""
 
     fitted: tuple[Cell, ...]
     held_out: tuple[Cell, ...]
@@ -55,7 +55,7 @@ def plan_sweep(config: SweepConfig, limits: Limits) -> Plan:
     """Choose the cells.
 
     Raises:
-        ConfigError: too few of the wanted ones can be measured for a fit.
+        ConfigError: too few cells can be measured for a fit.
     """
     fitted: list[Cell] = []
     left_out: list[str] = []
@@ -84,7 +84,7 @@ def _wanted(config: SweepConfig, limits: Limits) -> list[Cell]:
 
 
 def _batched(config: SweepConfig, limits: Limits) -> list[Cell]:
-    """Take, for each batch, the shortest and the longest prompts that fit into one step together."""
+    """Give, per batch size, the shortest and the longest prompts that fit into one step."""
     cells: list[Cell] = []
     for prompts in sorted(config.batches):
         fitting = [
@@ -98,14 +98,14 @@ def _batched(config: SweepConfig, limits: Limits) -> list[Cell]:
 
 
 def _draw_held_out(config: SweepConfig, limits: Limits, fitted: list[Cell]) -> list[Cell]:
-    """Draw points within the sweep's range, from the seed; prompts may take several steps."""
+    """Draw random points within the sweep's range; prompts may take several steps."""
     rng = random.Random(config.seed)
     decode = [cell for cell in fitted if isinstance(cell, DecodeCell)]
     prefill = [cell for cell in fitted if isinstance(cell, PrefillCell) and cell.prompts == 1]
     shortest = min(cell.new_tokens for cell in prefill)
     longest = max(cell.new_tokens + cell.cached_tokens for cell in prefill)
     if limits.step_tokens is None:
-        longest = max(cell.new_tokens for cell in prefill)  # beyond, nobody says how a prompt is cut
+        longest = max(cell.new_tokens for cell in prefill)  # longer prompts are chunked in unknown ways
     has_prefixes = any(cell.cached_tokens for cell in prefill)
 
     def draw_prefill(number: int) -> Cell:

@@ -1,4 +1,4 @@
-"""From a target to its profile: which engine or endpoint it is, the sweep, the fit, and what that is worth."""
+"""Makes a profile: opens the target, runs the sweep, fits and evaluates."""
 
 import importlib.metadata
 import random
@@ -33,18 +33,18 @@ from penstock.profiling.targets.engine_target import EngineTarget
 from penstock.profiling.targets.target import Description, Target
 
 OnProgress = Callable[[int, int, Cell], None]
-"""Told how many measurements are done, of how many, and which cell is next."""
+"""Called with (measurements done, total, next cell)."""
 _LIBRARIES = {"paged": ("torch", "transformers")}
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What to profile.
+class ProfileRequest:
+    """The target of a profile.
 
     target:   an engine's name, or a URL
-    model:    for an engine a checkpoint's directory, a hub name or `demo` (None); for a URL as it is listed there
-    hardware: what it runs on, as the catalogue names it; None is the CPU for an engine, and unknown for a URL
-    settings: of an engine, `place=value` of a graph
+    model:    for an engine a checkpoint's directory, a hub name or `demo` (None); for a URL the listed name
+    hardware: name in the hardware catalogue; None is the CPU for an engine, unknown for a URL
+    settings: settings of an engine, as `path=value` of a graph
     """
 
     target: str
@@ -58,11 +58,13 @@ class Wanted:
         return "://" in self.target
 
 
-async def make_profile(wanted: Wanted, config: SweepConfig, on_progress: OnProgress | None = None) -> Profile:
-    """Measure and fit.
+async def make_profile(
+    wanted: ProfileRequest, config: SweepConfig, on_progress: OnProgress | None = None
+) -> Profile:
+    """Measure the target and fit a profile.
 
     Raises:
-        ConfigError: there is no such engine, endpoint or model, or too few cells can be measured.
+        ConfigError: unknown engine, endpoint or model, or too few cells can be measured.
         EngineError, Unavailable: the engine or the endpoint failed.
     """
     measured_at = datetime.fromtimestamp(wall_time_s(), UTC).isoformat(timespec="seconds")
@@ -77,11 +79,11 @@ async def make_profile(wanted: Wanted, config: SweepConfig, on_progress: OnProgr
 
 
 async def sweep(target: Target, config: SweepConfig, on_progress: OnProgress | None = None) -> Profile:
-    """Measure a target that is ready, and judge the fit."""
+    """Measure a ready target and evaluate the fit."""
     plan = plan_sweep(config, target.limits)
     total = (len(plan.fitted) + len(plan.held_out)) * (config.repeats + 1)
-    told = None if on_progress is None else lambda done, cell: on_progress(done, total, cell)
-    measured = await measure(target, plan, config, told)
+    report = None if on_progress is None else lambda done, cell: on_progress(done, total, cell)
+    measured = await measure(target, plan, config, report)
     said = target.description
     profile = Profile(
         engine=said.engine,
@@ -99,7 +101,7 @@ async def sweep(target: Target, config: SweepConfig, on_progress: OnProgress | N
     return replace(profile, evaluation=judge(profile, measured, plan.left_out))
 
 
-async def _open_endpoint(wanted: Wanted, config: SweepConfig, *, run: str) -> EndpointTarget:
+async def _open_endpoint(wanted: ProfileRequest, config: SweepConfig, *, run: str) -> EndpointTarget:
     if wanted.settings:
         raise ConfigError("--set: only with an engine; a server at a URL has its own settings")
     hardware = find_hardware(wanted.hardware).name if wanted.hardware else ""
@@ -109,7 +111,7 @@ async def _open_endpoint(wanted: Wanted, config: SweepConfig, *, run: str) -> En
     return EndpointTarget(endpoint, hardware=hardware, run=run)
 
 
-def _open_engine(wanted: Wanted, seed: int) -> EngineTarget:
+def _open_engine(wanted: ProfileRequest, seed: int) -> EngineTarget:
     names = list(engine_names())
     if wanted.target not in names:
         raise ConfigError(

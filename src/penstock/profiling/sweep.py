@@ -1,4 +1,4 @@
-"""Measures a plan's cells in rounds, so that a machine that is busy for a while is so for all of them alike."""
+"""Measures a plan's cells in rounds, so that a temporarily busy machine affects all cells equally."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from penstock.profiling.plan import CELLS_MIN, Plan, SweepConfig
 from penstock.profiling.targets.target import Target
 
 OnProgress = Callable[[int, Cell], None]
-"""Told how many measurements are done, and which cell is next."""
+"""Called with (measurements done, next cell)."""
 
 _OUTLIER_MADS = 5.0
 _OUTLIER_SHARE = 0.2
@@ -25,7 +25,7 @@ _P = TypeVar("_P", PrefillPoint, DecodePoint)
 
 @dataclass(slots=True)
 class Measured:
-    """The points of a sweep: those to fit, those kept back, and the cells that time did not suffice for."""
+    """The points of a sweep: fitted, held out, and cells skipped for lack of time."""
 
     prefill: list[PrefillPoint] = field(default_factory=list)
     decode: list[DecodePoint] = field(default_factory=list)
@@ -36,14 +36,14 @@ class Measured:
 async def measure(
     target: Target, plan: Plan, config: SweepConfig, on_progress: OnProgress | None = None
 ) -> Measured:
-    """Measure every cell `config.repeats` times after a first time that is dropped.
+    """Measure every cell `config.repeats` times after one warm-up.
 
-    The first round goes from cheap to dear, so that a sweep cut short by `config.max_seconds` has a fit; the
-    others are in random order.
+    The first round goes from cheap to expensive cells, so that a sweep cut short by `config.max_seconds` has a fit; later
+    rounds are in random order.
 
     Raises:
-        ConfigError: time did not suffice for as many cells as the fit needs.
-        EngineError, Unavailable: a measurement failed; the text begins with its cell.
+        ConfigError: too few cells for a fit were measured in time.
+        EngineError, Unavailable: a measurement failed; the text starts with its cell.
     """
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + config.max_seconds
@@ -102,7 +102,7 @@ def _gather(samples: dict[Cell, list[Point]], plan: Plan, config: SweepConfig) -
 
 
 def combine(points: Sequence[_P]) -> _P:
-    """Make one point of all measurements of a cell: medians, without the first, which warms up."""
+    """Combine the measurements of a cell to one point: medians without the first, a warm-up."""
     kept = points[1:] or points
     samples_s = tuple(point.seconds for point in kept)
     middle = {
@@ -114,7 +114,7 @@ def combine(points: Sequence[_P]) -> _P:
 
 
 def outliers(point: Point) -> int:
-    """Count the samples far from their median: by five mean deviations of a normal spread, and by a fifth."""
+    """Count samples whose distance from the median exceeds both 5 standard deviations (estimated from the median absolute deviation) and 20 %."""
     deviations = [abs(sample_s - point.seconds) for sample_s in point.samples_s]
     if not deviations:
         return 0

@@ -1,4 +1,4 @@
-"""A profile in words and rows, for a terminal and for the page."""
+"""A profile as text and table rows, for the terminal and the page."""
 
 import statistics
 
@@ -10,7 +10,7 @@ FIT_COLUMNS = ("cell", "measured ms", "fit", "left out", "samples")
 
 
 def about(profile: Profile) -> list[tuple[str, str]]:
-    """Say what was measured, on what, when."""
+    """Give (name, value) rows about the engine, machine and time."""
     said = [
         ("engine", profile.engine),
         ("version", profile.engine_version),
@@ -52,7 +52,7 @@ def fit_rows(evaluation: Evaluation) -> list[tuple[str, ...]]:
 
 
 def verdict(evaluation: Evaluation) -> list[str]:
-    """Say in a line each how far the fit is off, the points kept back last."""
+    """Give lines about the fit's errors, held-out points last."""
     fitted = [abs(cell.error) for cell in evaluation.cells]
     left_out = [abs(error) for cell in evaluation.cells if (error := cell.left_out_error) is not None]
     lines = [f"fit: median error {statistics.median(fitted):.1%}, largest {max(fitted):.1%}"]
@@ -67,7 +67,7 @@ def verdict(evaluation: Evaluation) -> list[str]:
     counted = {"TTFT": evaluation.ttft_median_error, "ITL": evaluation.itl_median_error}
     said = ", ".join(f"{name} {error:.1%}" for name, error in counted.items() if error is not None)
     if said:
-        lines.append(f"{len(evaluation.held_out)} points kept back: median error of {said}")
+        lines.append(f"{len(evaluation.held_out)} held-out points: median error of {said}")
     return lines
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.search.demand import Demand
-from penstock.plan.answer import USUAL, Answer, Point, find_answer, never_less, promising, user_targets
+from penstock.plan.answer import USUAL, Answer, Point, find_answer, promising, raise_by_stricter, user_targets
 from penstock.plan.page import make_page
 from penstock.plan.question import Question
 from penstock.plan.report import describe, make_report, rows
@@ -79,23 +79,21 @@ def test_what_keeps_stricter_targets_is_not_lost_at_laxer_ones(question):
 
 
 def test_a_curve_never_gives_less_at_a_laxer_target():
-    found = never_less([Point(10.0, 3.0, 5.0), Point(20.0, 4.0, 2.0), Point(30.0, 1.0, 3.0)])
+    found = raise_by_stricter([Point(10.0, 3.0, 5.0), Point(20.0, 4.0, 2.0), Point(30.0, 1.0, 3.0)])
     assert found == (Point(10.0, 4.0, 5.0), Point(20.0, 4.0, 3.0), Point(30.0, 1.0, 3.0))
 
 
 def test_both_kinds_are_compared(answer):
-    assert describe(answer).endswith(
-        "prefill and decode apart give 2.00 times what workers of whole requests give"
-    )
+    assert describe(answer).endswith("disaggregated serving gives 2.00 times the rate of aggregated workers")
     alone = replace(answer, proposals=answer.proposals[:1])
-    assert describe(alone).endswith("whole requests: none keeps the targets on so many devices")
+    assert describe(alone).endswith("aggregated: no layout meets the targets on these devices")
 
 
 def test_where_answers_are_one_token_nothing_is_transferred(answer):
     whole = [proposal for proposal in answer.proposals if not proposal.layout.is_disaggregated]
     demand = replace(answer.question.demand, output_tokens=1)
     one = replace(answer, proposals=whole, question=replace(answer.question, demand=demand))
-    assert describe(one).endswith("prefill and decode apart: nobody has a second token to go on with")
+    assert describe(one).endswith("disaggregated: a request has no second token to decode")
 
 
 def test_the_report_has_its_documented_keys(answer):
@@ -119,7 +117,7 @@ def test_the_page_has_the_curve_and_the_table_and_asks_nobody(answer):
     assert "http" not in page
     (chart,) = re.findall(r'data-chart="([^"]*)"', page)
     drawn = json.loads(html.unescape(chart))
-    assert [name for _, name, _ in drawn["rows"]] == ["whole requests", "prefill and decode apart"]
+    assert [name for _, name, _ in drawn["rows"]] == ["aggregated", "disaggregated"]
     assert drawn["at"] == ["50", "100"]
     assert len(re.findall("<circle", page)) == 1, "only what was simulated"
     assert page.count("<tr>") == 3

@@ -10,7 +10,7 @@ from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.search.demand import Demand
 from penstock.plan.graph_text import graph_data, graph_of, graph_text
-from penstock.plan.question import Question, spread
+from penstock.plan.question import Question, parallel_name
 
 
 def ask(model="llama-3.1-8b", hardware="h100", devices=2, formats=(), **demand):
@@ -95,7 +95,7 @@ def test_targets_that_nobody_keeps_together_are_told_so():
     ],
 )
 def test_a_parallelism_has_a_short_name(parallel, said):
-    assert spread(parallel) == said
+    assert parallel_name(parallel) == said
 
 
 def test_a_graph_says_what_was_found():

@@ -1,4 +1,4 @@
-"""What is profiled: an engine in this process, or an OpenAI-compatible endpoint by URL.
+"""Targets of a profile: an engine in this process, or an OpenAI-compatible endpoint by URL.
 
-A target runs prefill and decode cells and gives their seconds; it fits nothing.
+A target measures prefill and decode cells; it fits nothing.
 """

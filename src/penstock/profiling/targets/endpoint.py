@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible endpoint is, found out before it is measured: its model, its dialect, how it counts."""
+"""Probes an OpenAI-compatible endpoint before the measurement: model, supported fields, token counts."""
 
 import asyncio
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ class _Models(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How the endpoint is to be asked.
+    """Path and fields that the endpoint supports.
 
     path:          completions or chat/completions
-    fixed_lengths: whether it takes `ignore_eos` and `min_tokens`, which most servers know beside OpenAI's own API
+    fixed_lengths: whether it accepts `ignore_eos` and `min_tokens`, extensions of most servers
     """
 
     path: str
@@ -70,7 +70,7 @@ _DIALECTS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An endpoint that answers, and a client that keeps its connections; close it at the end."""
+    """A probed endpoint with a client that keeps connections; close it at the end."""
 
     url: str
     model: str
@@ -84,7 +84,7 @@ class Endpoint:
         """Send one request and wait for the end of its stream.
 
         Raises:
-            Unavailable: it failed.
+            Unavailable: the request failed.
         """
         exchange = await self.client.send(self.dialect.body(self.model, prompt, output_tokens))
         if exchange.failure == Failure.TIMEOUT:
@@ -92,22 +92,22 @@ class Endpoint:
                 f"{self.url} stopped answering: {exchange.message}; is it stuck? A slow one needs a longer --request-timeout"
             )
         if exchange.failure is not None:
-            raise Unavailable(f"{self.url}: {_told(exchange)}")
+            raise Unavailable(f"{self.url}: {_failure_text(exchange)}")
         return exchange
 
 
 async def connect(url: str, model: str | None, api_key: str | None, *, request_timeout_s: float) -> Endpoint:
-    """Find out what answers at a URL.
+    """Connect to a URL and probe the endpoint.
 
     Args:
         url: with or without /v1.
-        model: None takes the only one listed.
+        model: model name; None takes the only listed one.
         api_key: sent as a bearer token.
-        request_timeout_s: for one request, to the last byte of its answer.
+        request_timeout_s: longest seconds of one request, to its last byte.
 
     Raises:
-        ConfigError: no URL, no such model, or it does not stream.
-        Unavailable: nobody answers, or not properly.
+        ConfigError: invalid URL, unknown model, or the endpoint does not stream.
+        Unavailable: no server answers, or with an invalid answer.
     """
     address = Address.parse(url, "models", flag=TARGET)
     base = f"{'https' if address.secure else 'http'}://{address.host}:{address.port}"
@@ -188,7 +188,7 @@ def _check_streams(exchange: Exchange, url: str) -> None:
 
 
 async def _scale(client: Client, dialect: Dialect, model: str, long: Exchange) -> Scale:
-    """Learn from the server's own counts how many tokens words make."""
+    """Fit tokens per word to the server's token counts."""
     short = await client.send(dialect.body(model, PROBES[0], 1))
     if short.failure is not None or short.usage is None or long.usage is None:
         return _UNKNOWN_SCALE
@@ -210,10 +210,10 @@ def _wrong(exchange: Exchange, url: str, model: str) -> PenstockError:
             f"{TARGET}: {url}: its answer is no stream of server-sent events ({exchange.message});"
             " it has to stream token by token"
         )
-    return Unavailable(f"{TARGET}: {url}: a first request failed: {_told(exchange)}")
+    return Unavailable(f"{TARGET}: {url}: a first request failed: {_failure_text(exchange)}")
 
 
-def _told(exchange: Exchange) -> str:
+def _failure_text(exchange: Exchange) -> str:
     return f"{exchange.failure}: {exchange.message}" if exchange.message else str(exchange.failure)
 
 

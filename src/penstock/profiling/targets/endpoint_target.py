@@ -1,4 +1,4 @@
-"""An endpoint by URL, from outside: what is timed is what its users feel, with HTTP, queue and tokenizer."""
+"""Measures an endpoint by URL; times include HTTP, queue and tokenizer, as for its users."""
 
 import asyncio
 import statistics
@@ -16,28 +16,28 @@ from penstock.profiling.targets.target import Description
 
 _STEPS_MIN = 4
 _BLOCK_TOKENS = 64
-"""Cached prefixes are asked for in multiples of this; a server tells how much of one it had."""
+"""Cached prefixes are multiples of this; the server reports how many tokens were cached."""
 
 
 class EndpointTarget:
-    """Asks for streams of a known length. Prompts whose first token is timed share nothing with any other one.
+    """Requests streams of a known length. Prompts with a timed first token share no prefix with others.
 
-    Decode cells and cached prefixes are made from a library of prompts, one for each sequence of a batch, that the
-    server sees before it is timed.
+    Decode cells and cached prefixes use a library of prompts, one per sequence of a batch, sent to the server before the
+    measurement.
     """
 
     def __init__(self, endpoint: Endpoint, *, hardware: str, run: str) -> None:
-        """Prepare.
+        """Create the target.
 
         Args:
-            endpoint: as `connect` found it.
-            hardware: what it runs on, as the user says.
-            run: makes the prompts of this run unlike those of others, which may still be in a cache.
+            endpoint: result of `connect`.
+            hardware: hardware name given by the user.
+            run: id that makes prompts differ from those of earlier runs, which may be cached.
         """
         self._endpoint = endpoint
         self._run = run
         self._numbers = count()
-        self._library_tokens: dict[int, int] = {}  # by row, how many tokens of it the server has seen
+        self._library_tokens: dict[int, int] = {}  # by row: tokens already sent to the server
         self.limits = Limits(
             context_length=endpoint.context_length,
             block_size=_BLOCK_TOKENS,
@@ -53,7 +53,7 @@ class EndpointTarget:
         )
 
     async def __aenter__(self) -> Self:
-        """See whether the server tells what its prefix cache gave."""
+        """Check whether the server reports cached tokens."""
         try:
             for _ in range(2):
                 exchange = await self._endpoint.ask(self._library(0, 4 * _BLOCK_TOKENS), 1)
@@ -108,22 +108,22 @@ class EndpointTarget:
         )
 
     def _library(self, row: int, tokens: int) -> str:
-        """Write the first `tokens` of a row's prompt, more or less."""
+        """Make about the first `tokens` tokens of a row's prompt."""
         scale = self._endpoint.scale
         return text(f"{self._run}/library/{row}", scale.words(tokens - scale.overhead_tokens))
 
     async def _show(self, rows: int, tokens: int) -> None:
-        """Let the server see rows that it has not seen yet, so that they are in its prefix cache."""
+        """Send rows not sent yet, so that they are in the server's prefix cache."""
         unseen = [row for row in range(rows) if self._library_tokens.get(row, 0) < tokens]
         await self._ask_all([self._library(row, tokens) for row in unseen], 1)
         for row in unseen:
             self._library_tokens[row] = tokens
 
     async def _ask_all(self, prompts: Sequence[str], output_tokens: int) -> list[Exchange]:
-        """Ask at once, and wait for all.
+        """Send all requests at once and wait for all.
 
         Raises:
-            Unavailable: one failed; the others are given up.
+            Unavailable: a request failed; the others are cancelled.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -134,6 +134,6 @@ class EndpointTarget:
 
 
 def _prompt_tokens(exchange: Exchange, expected: int) -> int:
-    """As the server counted them; without its word, as many as were asked for."""
+    """Give the server's count of prompt tokens, else the expected one."""
     counted = 0 if exchange.usage is None else exchange.usage.prompt_tokens
     return counted or expected

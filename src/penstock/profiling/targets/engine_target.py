@@ -1,6 +1,6 @@
-"""An engine in this process, step by step: what is timed is its step, scheduler included.
+"""Measures an engine in this process step by step; times include the scheduler.
 
-Times are the event loop's, so that an engine on virtual time is measured in virtual seconds.
+Times are event loop time, so that an engine on virtual time is measured in virtual seconds.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from penstock.seams import Engine
 
 
 class EngineTarget:
-    """Drives an engine; enter it to start the engine, leave it to close it.
+    """Drives an engine, which runs while the context is open.
 
-    Decode cells and cached prefixes are made from a library of prompts that are computed once and found in the
-    prefix cache afterwards, one for each sequence of a batch, so that sequences share no memory.
+    Decode cells and cached prefixes use a library of prompts, one per sequence of a batch so that sequences share no
+    memory. They are computed once and then found in the prefix cache.
     """
 
     def __init__(self, engine: Engine, description: Description, *, vocab_size: int, seed: int) -> None:
@@ -125,7 +125,7 @@ class EngineTarget:
         )
 
     async def _prefixes(self, rows: int, length: int) -> NDArray[np.int32]:
-        """Give (rows, length) tokens that are in the prefix cache, if that has room for them."""
+        """Give (rows, length) int32 tokens in the prefix cache, if it has room for them."""
         if not length:
             return np.zeros((rows, 0), dtype=np.int32)
         self._extend(rows, length)
@@ -148,7 +148,7 @@ class EngineTarget:
 
     @contextmanager
     def _requests(self, prompts: NDArray[np.int32], *, max_tokens: int) -> Iterator[set[RequestId]]:
-        """Submit all, and abort at the end what still runs: steps are taken by one task, so that is at once."""
+        """Submit all requests, and abort unfinished ones at the end; this task runs all steps, so the abort is immediate."""
         request_ids = set()
         try:
             for prompt in prompts:

@@ -1,4 +1,4 @@
-"""The seam between a sweep and what it measures."""
+"""The interface between a sweep and its target."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +9,7 @@ from penstock.profiling.cells import DecodeCell, Limits, PrefillCell
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a profile says of its origin, as the fields of `Profile` of the same name."""
+    """Origin of a profile; fields as in `Profile`."""
 
     engine: str
     model: str
@@ -21,7 +21,7 @@ class Description:
 
 
 class Target(Protocol):
-    """An engine that answers one measurement at a time and is idle in between."""
+    """Runs one measurement at a time and is idle in between."""
 
     @property
     def limits(self) -> Limits: ...
@@ -30,7 +30,7 @@ class Target(Protocol):
     def description(self) -> Description: ...
 
     async def prefill(self, cell: PrefillCell) -> PrefillPoint:
-        """Measure once, from sending the prompts to the last one's first token; the point says what it really was.
+        """Measure once from sending the prompts to the last first token; the point has the actual token counts.
 
         Raises:
             EngineError, Unavailable: it failed, in words of its own.
@@ -38,7 +38,7 @@ class Target(Protocol):
         ...
 
     async def decode(self, cell: DecodeCell) -> DecodePoint:
-        """Measure once the time between two tokens while all sequences decode.
+        """Measure once the ITL while all sequences decode.
 
         Raises:
             EngineError, Unavailable: it failed, in words of its own.

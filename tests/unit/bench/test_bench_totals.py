@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.bench.exchange import Exchange
-from penstock.bench.tally import Slo, Tally
+from penstock.bench.totals import Slo, Totals
 
 
 def _exchange(due_s=0.0, *, tokens=5, gap_s=0.1, ttft_s=0.5, per_chunk=1, failure=None) -> Exchange:
@@ -17,11 +17,11 @@ def _exchange(due_s=0.0, *, tokens=5, gap_s=0.1, ttft_s=0.5, per_chunk=1, failur
 
 
 def test_rates_and_percentiles_are_of_what_succeeded():
-    tally = Tally(Slo())
+    totals = Totals(Slo())
     for due_s in (0.0, 1.0):
-        tally.add(_exchange(due_s))
-    tally.add(_exchange(1.0, failure="http_429"))
-    figures = tally.figures()
+        totals.add(_exchange(due_s))
+    totals.add(_exchange(1.0, failure="http_429"))
+    figures = totals.figures()
     assert figures["requests"] == 3
     assert figures["failed_requests"] == figures["failed_http_429"] == 1
     assert figures["duration_s"] == 2.0
@@ -33,14 +33,14 @@ def test_rates_and_percentiles_are_of_what_succeeded():
     assert figures["e2e_ms_p90"] == pytest.approx(1000)
     assert figures["send_lag_ms_p99"] == pytest.approx(1)
     assert "goodput_fraction" not in figures
-    assert tally.problems() == ["1 of 3 requests failed: http_429: because of http_429"]
-    assert len(tally.samples()["itl_s"]) == 8
+    assert totals.problems() == ["1 of 3 requests failed: http_429: because of http_429"]
+    assert len(totals.samples()["itl_s"]) == 8
 
 
 def test_a_chunk_of_several_tokens_shares_its_gap():
-    tally = Tally(Slo())
-    tally.add(_exchange(tokens=8, per_chunk=2, gap_s=0.7))
-    figures = tally.figures()
+    totals = Totals(Slo())
+    totals.add(_exchange(tokens=8, per_chunk=2, gap_s=0.7))
+    figures = totals.figures()
     assert figures["chunk_gap_ms_p50"] == pytest.approx(700)
     assert figures["itl_ms_p50"] == pytest.approx(300)  # 7 tokens after the first in 3 gaps
     assert figures["tokens_per_chunk"] == 2.0
@@ -57,30 +57,30 @@ def test_a_chunk_of_several_tokens_shares_its_gap():
     ],
 )
 def test_goodput_counts_requests_that_meet_every_objective(slo, good):
-    tally = Tally(slo)
-    tally.add(_exchange(ttft_s=0.5, gap_s=0.05))
-    tally.add(_exchange(ttft_s=0.3, gap_s=0.1))
-    tally.add(_exchange(failure="timeout"))
-    assert tally.figures()["goodput_fraction"] == pytest.approx(good / 3)
-    assert tally.figures()["goodput_requests_per_s"] == pytest.approx(good)
+    totals = Totals(slo)
+    totals.add(_exchange(ttft_s=0.5, gap_s=0.05))
+    totals.add(_exchange(ttft_s=0.3, gap_s=0.1))
+    totals.add(_exchange(failure="timeout"))
+    assert totals.figures()["goodput_fraction"] == pytest.approx(good / 3)
+    assert totals.figures()["goodput_requests_per_s"] == pytest.approx(good)
 
 
 def test_nothing_but_failures_gives_counts_alone():
-    tally = Tally(Slo())
-    assert tally.figures()["requests"] == 0
-    tally.add(_exchange(failure="connect"))
-    assert set(tally.figures()) == {"requests", "failed_requests", "failed_connect", "duration_s"}
+    totals = Totals(Slo())
+    assert totals.figures()["requests"] == 0
+    totals.add(_exchange(failure="connect"))
+    assert set(totals.figures()) == {"requests", "failed_requests", "failed_connect", "duration_s"}
 
 
 def test_single_tokens_have_no_time_between_them():
-    tally = Tally(Slo(itl_s=0.001))
-    tally.add(_exchange(tokens=1))
-    assert "itl_ms_p50" not in tally.figures()
-    assert tally.figures()["goodput_fraction"] == 1.0
+    totals = Totals(Slo(itl_s=0.001))
+    totals.add(_exchange(tokens=1))
+    assert "itl_ms_p50" not in totals.figures()
+    assert totals.figures()["goodput_fraction"] == 1.0
 
 
 def test_many_samples_are_thinned():
-    tally = Tally(Slo())
+    totals = Totals(Slo())
     for _ in range(25_000):
-        tally._ttft_s.append(1.0)
-    assert len(tally.samples()["ttft_s"]) == 8334
+        totals._ttft_s.append(1.0)
+    assert len(totals.samples()["ttft_s"]) == 8334

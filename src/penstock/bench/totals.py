@@ -1,4 +1,4 @@
-"""What many exchanges add up to: percentiles, rates, goodput, failures by kind."""
+"""Totals of many exchanges: percentiles, rates, goodput, failures by kind."""
 
 from array import array
 from collections import Counter
@@ -11,12 +11,12 @@ from penstock.bench.exchange import Exchange
 
 _PERCENTILES = (50, 90, 99)
 _SAMPLES_MAX = 10_000
-"""Raw values of one kind in a report; of more, every so-manieth is kept."""
+"""Most raw values of one kind in a report; of more, every n-th is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to count as good: its time to the first token, and its mean time per further token."""
+    """Targets of a good request: TTFT, and mean time per further token."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -29,8 +29,8 @@ class Slo:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Adds up exchanges as they end. One task owns it."""
+class Totals:
+    """Sums exchanges as they end. One task owns it."""
 
     slo: Slo
     requests: int = 0
@@ -64,7 +64,7 @@ class Tally:
         self._ttft_s.append(exchange.ttft_s)
         self._e2e_s.append(exchange.e2e_s)
         if exchange.gaps_s:
-            # Where a chunk holds several tokens, its gap is theirs together.
+            # With several tokens per chunk, the gap belongs to all of them.
             tokens_per_gap = max((exchange.output_tokens - 1) / len(exchange.gaps_s), 1.0)
             self._gap_s.extend(exchange.gaps_s)
             self._itl_s.extend([gap / tokens_per_gap for gap in exchange.gaps_s])
@@ -110,7 +110,7 @@ class Tally:
         }
 
     def problems(self) -> list[str]:
-        """Say which kinds of failure there were, each with the first one's message."""
+        """Give one line per kind of failure, with the first message."""
         return [
             f"{count} of {self.requests} requests failed: {kind}: {self._messages[kind]}"
             for kind, count in self.failures.most_common()
