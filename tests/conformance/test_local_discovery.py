@@ -166,12 +166,12 @@ def test_registering_without_a_hub_says_so():
 
 def test_another_secret_is_refused():
     async def scenario(harness):
-        stranger = LocalDiscovery(
+        intruder = LocalDiscovery(
             harness.hub.address, Identity(secret=b"guess"), rng=random.Random(1), config=harness.config
         )
-        async with stranger:
+        async with intruder:
             with pytest.raises(Unavailable, match="deployment secret") as refused:
-                await stranger.register(scripted_instance("tcp://127.0.0.1:1"))
+                await intruder.register(scripted_instance("tcp://127.0.0.1:1"))
         assert "guess" not in str(refused.value)
         assert len(harness.hub.table) == 0
 

@@ -1,4 +1,4 @@
-"""What only a socket can show: strangers, broken peers, full buffers, silence."""
+"""What only a socket can show: unauthenticated clients, broken peers, full buffers, silence."""
 
 import asyncio
 import os
@@ -141,7 +141,7 @@ def test_a_refusal_names_both_versions_and_the_fix(changes, values):
             reply = await client.greet(**changes)
             assert all(value in reply.error.message for value in values)
             assert "same release" in reply.error.message
-            assert reply.proof == b"", "a stranger learns nothing"
+            assert reply.proof == b"", "an unauthenticated client learns nothing"
             await client.ended()
 
     run_async(main())
@@ -252,7 +252,7 @@ def test_garbage_before_hello():
     run_async(main())
 
 
-def test_a_stranger_may_not_send_much():
+def test_an_unauthenticated_client_may_not_send_much():
     async def main():
         async with serving() as (instance, worker), raw(instance) as client:
             client.writer.write((8000).to_bytes(LENGTH_BYTES, "little"))

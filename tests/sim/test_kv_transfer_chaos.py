@@ -383,7 +383,7 @@ def mutant(plant):
 
 @mutant
 def published_without_asking():
-    """What was read counts, whatever its producer says."""
+    """What was read counts, whatever its prefill worker says."""
 
     async def always(_self, _peer, _answer):
         return True
@@ -394,7 +394,7 @@ def published_without_asking():
 
 @mutant
 def unpinned_before_the_read():
-    """A producer lets blocks go at once, and says that it held them."""
+    """A prefill worker lets blocks go at once, and says that it held them."""
     original = _make
 
     def make(self, *args):
@@ -449,7 +449,7 @@ def memory_given_back_during_a_transfer():
 
 @mutant
 def piece_that_counts_without_confirmation():
-    """What was read is published, although its producer says that it was not pinned all the time."""
+    """What was read is published, although its prefill worker says that it was not pinned all the time."""
     original = Reader.read
 
     async def read(self, *args):
@@ -461,8 +461,8 @@ def piece_that_counts_without_confirmation():
 
 
 @mutant
-def producer_that_says_yes():
-    """A producer says of any pin that it is held."""
+def prefill_worker_that_says_yes():
+    """A prefill worker says of any pin that it is held."""
     with mock.patch.object(KvExports, "holds", return_value=True):
         yield
 

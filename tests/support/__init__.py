@@ -1,1 +1,1 @@
-"""What several tests share: workers by script, engines by hand, scenes, clusters, tokenizers, checkpoints."""
+"""Shared by several tests: manually stepped engines, clusters, scenes, tokenizers, checkpoints."""

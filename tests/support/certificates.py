@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS, made by the program `openssl`."""
+"""Certificates for TLS tests, made by the program `openssl`."""
 
 import subprocess
 from pathlib import Path
@@ -10,7 +10,7 @@ _DAYS = "2"
 
 
 def make_authority(folder: Path, name: str) -> Path:
-    """Make an authority; returns its certificate, beside which its key is."""
+    """Make a certificate authority; return the path of its certificate. The key is in the same directory."""
     certificate = folder / f"{name}.pem"
     files = ("-keyout", str(certificate.with_suffix(".key")), "-out", str(certificate))
     _openssl("req", "-x509", *_NEW_KEY, *files, "-subj", f"/CN={name}", "-days", _DAYS)

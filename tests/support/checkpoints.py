@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.tokenizer import tiny_model_files
 
 EOS_TOKEN_ID = 0
-"""What ends a chat message in the tokenizer."""
+"""End-of-message token of the tokenizer."""
 ARCHITECTURES = {
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
@@ -63,14 +63,14 @@ _SPREAD = 1.5
 def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **sizes: Any) -> Path:
     """Write a float32 checkpoint with random weights and a tokenizer.
 
-    Weights are spread wider than in a new model, so that the likeliest token leads clearly and greedy outputs
-    of two correct engines are equal.
+    Weights are spread wider than in a new model. So the most likely token leads clearly, and greedy outputs of two correct
+    engines are equal.
 
     Args:
-        path: the directory to make.
+        path: directory to create.
         architecture: one of `ARCHITECTURES`.
-        seed: of the weights.
-        sizes: fields of the architecture's config that differ from the small ones here.
+        seed: seed of the weights.
+        sizes: fields that override the small defaults of the architecture's config.
 
     Returns:
         `path`
@@ -96,7 +96,7 @@ def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **sizes: An
 
 
 def _name_all_tokens(file: Path, vocab_size: int) -> None:
-    """Give the token ids that the tokenizer does not know a text, `w417` and the like, so that each can be streamed."""
+    """Give every token id without a text one, such as `w417`, so that each can be streamed."""
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary |= {f"w{token_id}": token_id for token_id in range(len(vocabulary), vocab_size)}

@@ -1,4 +1,4 @@
-"""A whole deployment on one event loop: real workers and dispatchers, memory planes, and ways to hurt them."""
+"""A whole deployment on one event loop: real workers and dispatchers over memory planes, with fault injection."""
 
 import asyncio
 import random
@@ -26,12 +26,12 @@ from penstock.worker.worker import Worker, WorkerIdentity
 
 
 def small_card(name: str = "tiny", block_size: int = 4) -> ModelCard:
-    """Describe a model without files."""
+    """Make a model card without files."""
     return ModelCard(name=name, context_length=400, block_size=block_size, salt=b"tiny-1")
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Member:
     worker: Worker
     engine: Engine
     discovery: "_MortalDiscovery"
@@ -39,15 +39,15 @@ class _Seat:
 
 
 class MemoryCluster:
-    """Workers by name. Enter it; leaving it stops what is left, at once."""
+    """Workers by name. Enter it; leaving it stops the remaining workers at once."""
 
     def __init__(self, seed: int = 0, *, lease_ttl_s: float = 5.0, plane: PlaneConfig | None = None) -> None:
         self.rng = random.Random(seed)
         self.discovery = MemoryDiscovery(lease_ttl_s=lease_ttl_s)
         self.plane = MemoryPlane(plane)
         self.errors: dict[str, PenstockError] = {}
-        """Why workers ended, of those that did so with an error."""
-        self._seats: dict[str, _Seat] = {}
+        """Errors of workers that ended with one."""
+        self._members: dict[str, _Member] = {}
         self._numbers = 0
         self._group = asyncio.TaskGroup()
 
@@ -58,8 +58,8 @@ class MemoryCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for seat in self._seats.values():
-            seat.task.cancel()
+        for member in self._members.values():
+            member.task.cancel()
         await self._group.__aexit__(None, None, None)
         await self.discovery.close()
 
@@ -77,9 +77,9 @@ class MemoryCluster:
         transport: MemoryTransport | None = None,
         agent: TransferAgent | None = None,
     ) -> Worker:
-        """Run a worker; returns once it is registered or has failed.
+        """Run a worker; return once it is registered or has failed.
 
-        With a `transport`, or a role that needs one, it moves KV to and from others on this loop; with an `agent`, by that.
+        With a `transport`, or a role that needs one, it transfers KV within this loop; with an `agent`, through that agent.
         """
         self._numbers += 1
         discovery = _MortalDiscovery(self.discovery)
@@ -98,24 +98,24 @@ class MemoryCluster:
             else _agent(f"{name}-{self._numbers}", transport or memory_transport()),
         )
         task = self._group.create_task(self._run(name, worker), name=name)
-        self._seats[name] = _Seat(worker, engine, discovery, task)
+        self._members[name] = _Member(worker, engine, discovery, task)
         ready = self._group.create_task(worker.ready.wait())
         await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return worker
 
     def kill(self, name: str) -> None:
-        """Make a worker vanish like a killed process: connections break, its lease runs out, nothing is said."""
-        seat = self._seats.pop(name)
-        seat.discovery.abandon()
-        assert seat.worker.instance is not None, f"{name} has not been ready"
-        self.plane.kill(seat.worker.instance.address)
-        seat.task.cancel()
+        """Imitate a killed worker process: connections break and its lease expires, without a goodbye."""
+        member = self._members.pop(name)
+        member.discovery.abandon()
+        assert member.worker.instance is not None, f"{name} has not been ready"
+        self.plane.kill(member.worker.instance.address)
+        member.task.cancel()
 
     def dispatcher(
         self, config: RouterConfig | None = None, registry: CollectorRegistry | None = None
     ) -> Dispatcher:
-        """Make one more frontend's dispatcher; the caller enters it."""
+        """Make the dispatcher of another frontend; the caller enters it."""
         return Dispatcher(
             self.discovery,
             self.plane,
@@ -125,15 +125,15 @@ class MemoryCluster:
         )
 
     def worker(self, name: str) -> Worker:
-        return self._seats[name].worker
+        return self._members[name].worker
 
     def engine(self, name: str) -> Engine:
-        return self._seats[name].engine
+        return self._members[name].engine
 
     @property
     def names(self) -> list[str]:
-        """Name those that were neither killed nor ended by themselves."""
-        return [name for name, seat in self._seats.items() if not seat.task.done()]
+        """List workers that are still running."""
+        return [name for name, member in self._members.items() if not member.task.done()]
 
     async def _run(self, name: str, worker: Worker) -> None:
         try:
@@ -143,17 +143,17 @@ class MemoryCluster:
 
 
 def memory_transport() -> MemoryTransport:
-    """Make one whose small moves are done at once."""
+    """Make a memory transport whose small transfers complete synchronously."""
     return MemoryTransport(threads=1, inline_bytes_max=1 << 20)
 
 
 def _agent(name: str, transport: MemoryTransport) -> TransferAgent:
-    """Make an agent that reaches others of this event loop, without sockets or threads of its own."""
+    """Make an agent that reaches other agents of this event loop, without sockets or threads."""
     return TransferAgent(name, TransferConfig(listen=("memory",)), transports=[transport])
 
 
 class _MortalDiscovery:
-    """One worker's way to the registry, which dies with it."""
+    """One worker's client of the shared registry; it can be abandoned like a killed process."""
 
     def __init__(self, inner: MemoryDiscovery) -> None:
         self.dead = False
@@ -169,7 +169,7 @@ class _MortalDiscovery:
         return self._inner.watch()
 
     async def close(self) -> None:
-        """Leave the registry to the others."""
+        """Do nothing: the registry is shared."""
 
     def abandon(self) -> None:
         self.dead = True

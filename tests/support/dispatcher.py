@@ -1,4 +1,4 @@
-"""A dispatcher that plays scripts instead of asking workers, to test what stands above one."""
+"""A dispatcher that replays scripts instead of calling workers, for tests of frontends."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ Script = Callable[[Request], AsyncIterator[Delta]]
 
 
 class ScriptedDispatcher:
-    """Implements `RequestDispatcher`. Counts what was opened and what was left before its end."""
+    """Implements `RequestDispatcher`. Counts opened streams, and streams left before their end."""
 
     def __init__(
         self,
@@ -25,13 +25,13 @@ class ScriptedDispatcher:
         cards: Sequence[ModelCard] | None = None,
         files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Serve `cards` (None: one tiny model), whose files are found by name in `files`."""
+        """Serve the models of `cards` (None: one tiny model); `files` has their files by name."""
         self.script = script
         self.cards = {card.name: card for card in (cards if cards is not None else [tiny_card()])}
         self.files = dict(files if files is not None else tiny_model_files())
         self.opened: list[Request] = []
         self.beside: list[str | None] = []
-        """By stream, in the order they were made: beside which request."""
+        """For each stream, in order of `open`: the request of its `beside` stream."""
         self.open_streams = 0
         self.cancelled = 0
         self.fetches = 0
@@ -109,13 +109,13 @@ def speak(
     pause_s: float = 0.0,
     finish: FinishReason = FinishReason.LENGTH,
 ) -> Script:
-    """Write a script that answers every request with the same tokens.
+    """Make a script that answers every request with the same tokens.
 
     Args:
-        token_ids: the output, a stop token included where `finish` is STOP.
+        token_ids: the output, including a stop token if `finish` is STOP.
         at_once: tokens in one delta.
-        pause_s: before each delta.
-        finish: how the last delta ends.
+        pause_s: pause before each delta.
+        finish: finish reason of the last delta.
     """
 
     async def script(request: Request) -> AsyncIterator[Delta]:

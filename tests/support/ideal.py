@@ -1,4 +1,4 @@
-"""Factors of a roofline by which prices can be worked out by hand."""
+"""Ideal roofline factors, so that prices can be computed by hand."""
 
 from penstock.perf.roofline.factors import Factors
 
@@ -20,4 +20,4 @@ IDEAL = Factors(
     overlap=64,
     activation_passes=0,
 )
-"""Every peak is reached, and nothing takes time but bytes and FLOPs."""
+"""Every peak is reached, and only bytes and FLOPs take time."""

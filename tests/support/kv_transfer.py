@@ -1,4 +1,4 @@
-"""What tests of KV transfers share: small engines whose KV is checked on every step, and transfers that take their time."""
+"""For tests of KV transfers: small engines that check their KV on every step, and transports with delays."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ def tiny_engine(
     chunk_tokens: int = _CHUNK_TOKENS,
     places: int = 64,
 ) -> BatchedEngine:
-    """Make a mock engine whose every read of KV is checked (unless `kv_bytes` is 0)."""
+    """Make a mock engine that checks every read of KV (unless `kv_bytes` is 0)."""
     scheduling = SchedulerConfig(max_batch_tokens=chunk_tokens, max_running_requests=places)
     return mock_engine(_shape(kv_blocks, kv_bytes, block_size), _CONFIG, scheduling)
 
@@ -52,7 +52,7 @@ def tiny_engine(
 def tiny_laid_out_engine(
     layout: KvLayout, kv_blocks: int = 200, *, chunk_tokens: int = _CHUNK_TOKENS
 ) -> BatchedEngine:
-    """Make the same engine with its KV in this layout, and as many blocks in each rank."""
+    """Make the same engine with this KV layout, and as many blocks in each rank."""
     scheduling = SchedulerConfig(max_batch_tokens=chunk_tokens)
     return laid_out_engine(layout, _shape(kv_blocks, 0), _CONFIG, scheduling)
 
@@ -70,7 +70,7 @@ def _shape(kv_blocks: int, kv_bytes: int, block_size: int = BLOCK_SIZE) -> Runne
 def tiny_request(
     name: str, length: int = 50, max_tokens: int = 20, seed: int = 0, logprobs: int | None = None
 ) -> Request:
-    """Make a greedy request; equal seeds have equal beginnings."""
+    """Make a greedy request; prompts of equal seeds share a prefix."""
     return Request(
         request_id=RequestId(name),
         model="tiny",
@@ -82,7 +82,7 @@ def tiny_request(
 async def whole_answer(
     dispatcher: Dispatcher, request: Request
 ) -> tuple[list[int], FinishReason | None, int | None, int]:
-    """Read an answer to its end: its tokens, finish reason, cached tokens, and how many logprobs came."""
+    """Read an answer to its end; return tokens, finish reason, cached tokens and the number of logprobs."""
     tokens: list[int] = []
     cached: int | None = None
     last: Delta | None = None
@@ -99,7 +99,7 @@ async def whole_answer(
 
 
 def check_nothing_is_held(worker: Worker, engine: BatchedEngine) -> None:
-    """Raise AssertionError where a worker that has been idle for long still has something of anybody's."""
+    """Raise AssertionError if a worker that has been idle for long still holds anything of a request."""
     worker.check()
     engine.scheduler.check()
     load = engine.load()
@@ -111,7 +111,7 @@ def check_nothing_is_held(worker: Worker, engine: BatchedEngine) -> None:
 
 
 def meet_late(worker: Worker, seconds: float) -> None:
-    """Have a worker take so long to connect to another one's transfer agent."""
+    """Delay a worker's connections to other transfer agents by so long."""
     assert worker.kv_transfer is not None, "it moves KV"
     agent = worker.kv_transfer._agent
     connect = agent.connect
@@ -124,10 +124,10 @@ def meet_late(worker: Worker, seconds: float) -> None:
 
 
 class SlowTransport(MemoryTransport):
-    """Moves bytes some seconds after they were asked for, and cannot be stopped in between, as a thread cannot."""
+    """A transport that moves bytes some seconds after the post, and cannot be stopped in between, like a thread."""
 
     def __init__(self, delay_s: Callable[[int], float]) -> None:
-        """Draw how long each move of so many bytes takes."""
+        """Make a transport; `delay_s` returns the delay of a transfer of so many bytes."""
         super().__init__(threads=1, inline_bytes_max=1 << 20)
         self._delay_s = delay_s
 

@@ -18,12 +18,12 @@ from tests.support.cluster import MemoryCluster, memory_transport
 from tests.support.kv_transfer import PRICES, check_nothing_is_held, tiny_engine, tiny_request
 
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
-"""Every prompt is disaggregated while some prefill worker can."""
+"""Every prompt is disaggregated while a prefill worker is available."""
 _ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
 _REPORTED_S = 0.2
-"""By then workers have told of what they run."""
+"""By then workers have reported their load."""
 _IDLE_S = 60.0
-"""All that waits for something, a pin's end among it, is done by then."""
+"""By then all timers, such as those of pins, have ended."""
 
 _T = TypeVar("_T")
 
@@ -41,17 +41,17 @@ def play(
     config: WorkerConfig | None = None,
     prices: Mapping[Role, Prices] | None = None,
 ) -> None:
-    """Run a scene once all workers are there; a minute after it nobody holds anything of anyone's.
+    """Run a scene once all workers are registered, and check a minute later that no worker holds anything of a request.
 
     Args:
-        scene: gets the workers, and the dispatcher of one frontend.
-        names: of workers; the first letter says the role: p(refill), d(ecode) or a(ggregated).
-        router: the dispatcher's config.
-        registry: for the dispatcher's metrics, where the scene looks at them.
+        scene: called with the cluster and the dispatcher of one frontend.
+        names: names of the workers; the first letter is the role: p(refill), d(ecode) or a(ggregated).
+        router: config of the dispatcher.
+        registry: registry for the dispatcher's metrics.
         engine: makes the engine of the worker of this name.
-        transport: makes that of each worker; None for none, where its role needs none.
-        config: of all workers.
-        prices: of the workers of a role, where they are not `PRICES`.
+        transport: makes the transport of each worker; None: only roles that need one have one.
+        config: config of all workers.
+        prices: prices by role, instead of `PRICES`.
     """
 
     async def main() -> None:
@@ -83,13 +83,13 @@ def play(
 async def beside_streams(
     dispatcher: Dispatcher, run: Callable[[], Awaitable[_T]], streams: int, prompt_tokens: int = 12
 ) -> _T:
-    """Run something beside streams that a prompt holds up, and end these.
+    """Run something while several streams are decoding, then end the streams.
 
     Args:
-        dispatcher: of the scene.
-        run: what is to be done while they run, and gives the result.
-        streams: how many; each has 380 tokens to come.
-        prompt_tokens: of each of them.
+        dispatcher: dispatcher of the scene.
+        run: called while the streams run; its result is returned.
+        streams: number of streams, each with 380 tokens to decode.
+        prompt_tokens: prompt length of each stream.
     """
     async with AsyncExitStack() as stack:
         for number in range(streams):

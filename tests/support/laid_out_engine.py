@@ -1,7 +1,7 @@
-"""A mock engine whose KV lies in memory in any layout, over any ranks, and is checked on every read: for tests of moves.
+"""A mock engine with KV in any layout over any ranks, checked on every read, for tests of KV transfers.
 
-Each head of each token of each layer is a function of the prefix that ends there and of its place in the model, so that
-a piece that is missing, or that came to the wrong place, is an error of the step that reads it.
+The content of each head of each token of each layer depends on the prefix that ends there and on layer and head. So a
+missing or misplaced piece fails the step that reads it.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class LaidOutRank:
     """One rank's regions, and all of them as one array with the dimensions in the order of `DIMENSIONS`."""
 
     def __init__(self, layout: KvLayout, rank: RankLayout) -> None:
-        """Take memory for a rank without gaps."""
+        """Allocate memory for a rank without gaps."""
         assert rank.strides_bytes == (), "without gaps"
         before, after = (side.split() for side in rank.order.split("|"))
         extents = dict(
@@ -51,17 +51,17 @@ class LaidOutRank:
 
 
 class LaidOutKv:
-    """What `MockKv` is, in this layout."""
+    """Like `MockKv`, in any layout."""
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
         self.ranks = [LaidOutRank(layout, rank) for rank in layout.ranks]
 
     def compute(self, plan: StepPlan, table: SequenceTable) -> None:
-        """Check what the planned tokens depend on, and write their own.
+        """Check the KV that the planned tokens attend to, and write theirs.
 
         Raises:
-            EngineError: a head of a token is not what it should be.
+            EngineError: the content of a head of a token is wrong.
         """
         size = self.layout.block_size
         for slot, num_new in zip(plan.slots.tolist(), plan.num_new.tolist(), strict=True):
@@ -78,7 +78,7 @@ class LaidOutKv:
                 rank.view[:, :, blocks[start:], position[start:] % size] = content[:, :, start:]
 
     def holds(self, token_ids: TokenArray, block_ids: Sequence[int]) -> bool:
-        """Say whether these blocks, full, hold what belongs to the tokens."""
+        """Say whether these full blocks hold the KV of the tokens."""
         size = self.layout.block_size
         position = np.arange(len(block_ids) * size)
         blocks = np.array(block_ids, dtype=np.intp)[position // size]
@@ -89,7 +89,7 @@ class LaidOutKv:
         )
 
     def _content(self, rank: RankLayout, digests: NDArray[np.uint64]) -> Bytes:
-        """Give (layers, planes, tokens, heads, bytes of a head)."""
+        """Return the expected (layers, planes, tokens, heads, bytes of a head)."""
         layers, heads = np.array(rank.layers, np.uint64), np.array(rank.heads, np.uint64)
         planes = np.arange(self.layout.planes, dtype=np.uint64)
         place = (layers[:, None] * np.uint64(64) + planes)[:, :, None] * np.uint64(256) + heads
@@ -101,7 +101,7 @@ class LaidOutKv:
 
 
 def _digests(token_ids: TokenArray) -> NDArray[np.uint64]:
-    """Name each prefix of the tokens."""
+    """Return a digest of each prefix of the tokens."""
     weights = np.arange(len(token_ids), dtype=np.uint64) * _BASE + np.uint64(1)
     return np.cumsum((token_ids.astype(np.uint64) + np.uint64(1)) * weights, dtype=np.uint64)
 
@@ -132,7 +132,7 @@ class _LaidOutRunner(MockRunner):
 def laid_out_engine(
     layout: KvLayout, shape: RunnerInfo, config: MockConfig, scheduler: SchedulerConfig
 ) -> BatchedEngine:
-    """Make an engine; its number of blocks is that of `shape`, in every rank of `layout`."""
+    """Make an engine; every rank of `layout` gets the number of blocks of `shape`."""
     ranks = tuple(msgspec.structs.replace(rank, num_blocks=shape.num_blocks) for rank in layout.ranks)
     runner = _LaidOutRunner(shape, config, msgspec.structs.replace(layout, ranks=ranks))
     return BatchedEngine(runner, scheduler)

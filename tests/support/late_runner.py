@@ -1,7 +1,7 @@
-"""A device whose writes land late, around any runner: for tests of engines, and of what reads their blocks.
+"""A runner around another one that imitates a device whose writes land late.
 
-A GPU's kernels are only queued when a forward pass returns. Here the blocks that a step wrote look as they did before
-it, to all but the runner's own next step, unless the runner has waited for its fence by the end of the step.
+On a GPU, kernels are only queued when a forward pass returns. Here blocks that a step wrote keep their old content, for all
+readers but the runner's own next step, unless the runner has waited for its fence by the end of the step.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from penstock.transfer.regions.buffers import region_of
 
 
 class LateFence:
-    """Stands for a device's fence. It counts how often somebody has waited."""
+    """A fence that counts its waits."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -26,10 +26,10 @@ class LateFence:
 
 
 class LateRunner:
-    """A `BlockingRunner` around another one, whose blocks lie in one region, on such a device."""
+    """A `BlockingRunner` around another one whose blocks lie in one region."""
 
     def __init__(self, make_runner: Callable[[LateFence], BlockingRunner]) -> None:
-        """Make the runner on a fence of this device."""
+        """Wrap the runner that `make_runner` returns for this device's fence."""
         self._fence = LateFence()
         self._runner = make_runner(self._fence)
         self._blocks: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)

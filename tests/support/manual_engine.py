@@ -1,4 +1,4 @@
-"""An engine whose every step is given by hand, to test what drives engines."""
+"""An engine whose steps the test yields by hand, for tests of workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +14,7 @@ from penstock.core.wire import num_tokens, pack_tokens
 
 
 class ManualEngine:
-    """Implements `Engine`. `requests` are those submitted and neither finished nor aborted."""
+    """Implements `Engine`. `requests` holds submitted requests that are neither finished nor aborted."""
 
     def __init__(self, info: EngineInfo | None = None) -> None:
         self.info = info or EngineInfo(
@@ -24,9 +24,9 @@ class ManualEngine:
         self.submitted: list[Request] = []
         self.aborted: list[RequestId] = []
         self.lingering_blocks = 0
-        """Blocks that aborted requests still hold, as while a step is under way."""
+        """Blocks that aborted requests still hold, as during a step."""
         self.refusal: Exception | None = None
-        """What `submit` raises."""
+        """The error that `submit` raises."""
         self.start_error: PenstockError | None = None
         self.closed = False
         self._steps: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
@@ -48,7 +48,7 @@ class ManualEngine:
         self.step(deltas=(delta,))
 
     def step(self, *, deltas: Sequence[Delta] = (), events: Sequence[KvEvent] = ()) -> None:
-        """Yield a step; deltas of requests that are not running are the test's mistake."""
+        """Yield a step; a delta of a request that is not running is an error of the test."""
         for delta in deltas:
             assert delta.request_id in self.requests, f"{delta.request_id} does not run here"
             if delta.finish_reason is not None:

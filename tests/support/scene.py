@@ -1,4 +1,4 @@
-"""A frontend's dispatcher among workers whose engines are driven by hand, on virtual time: where router tests play."""
+"""A dispatcher with workers on manual engines, on virtual time, for router tests."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -20,15 +20,15 @@ from tests.support.manual_engine import ManualEngine
 PROMPT = tuple(range(100, 121))
 """Five full blocks of four tokens, and one token."""
 HASHES = block_hashes(PROMPT, 4, b"tiny-1")[:, 0]
-"""(5,) uint64, the low halves of its blocks' names."""
+"""(5,) uint64, low64 of its block hashes."""
 
 Engines = dict[str, ManualEngine]
-"""By worker: `w1`, `w2` and so on."""
+"""Engines by worker name: `w1`, `w2` and so on."""
 Scene = Callable[[MemoryCluster, Dispatcher, Engines], Awaitable[None]]
 
 
 def play(scene: Scene, num_workers: int = 3, config: RouterConfig | None = None) -> None:
-    """Run a scene once all workers are there; what the dispatcher knows is sound after it."""
+    """Run a scene once all workers are registered, and check the dispatcher's state afterwards."""
 
     async def main() -> None:
         async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
@@ -43,7 +43,7 @@ def play(scene: Scene, num_workers: int = 3, config: RouterConfig | None = None)
 
 
 async def settle() -> None:
-    """Let everything that is ready to run do so."""
+    """Run everything that is ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -51,7 +51,7 @@ async def settle() -> None:
 def make_request(
     request_id: str = "r", prompt: tuple[int, ...] = PROMPT, *, session: str | None = None
 ) -> Request:
-    """Ask for nine tokens after a prompt."""
+    """Make a request for nine tokens after a prompt."""
     return Request(
         request_id=RequestId(request_id),
         model="tiny",
@@ -63,11 +63,11 @@ def make_request(
 
 
 def stored(hashes: np.ndarray) -> BlockStored:
-    """Make the event that tells of these blocks, the first of them at the root."""
+    """Make the stored event of these blocks, the first of them at the root."""
     return BlockStored(block_hashes=pack_hashes(hashes), parent_block_hash=None, block_size=4)
 
 
 def view(dispatcher: Dispatcher, name: str) -> WorkerView:
-    """Give what the dispatcher tells people of one worker."""
+    """Return the dispatcher's description of one worker."""
     (found,) = (worker for worker in dispatcher.workers() if worker.name == name)
     return found

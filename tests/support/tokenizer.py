@@ -18,7 +18,7 @@ _TEXT = ("the quick brown fox jumps over the lazy dog, and the dog sleeps on. ",
 
 @functools.cache
 def tiny_tokenizer_json(vocabulary: int = 400) -> bytes:
-    """Train a byte-level BPE: every text can be written with it, a character may take several tokens."""
+    """Train a byte-level BPE: it can encode every text, a character may take several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,7 +33,7 @@ def tiny_tokenizer_json(vocabulary: int = 400) -> bytes:
 
 
 def tiny_model_files() -> dict[str, bytes]:
-    """Give a model's files by name, as a worker publishes them."""
+    """Return a model's files by name, as a worker publishes them."""
     config = {"chat_template": CHAT_TEMPLATE, "eos_token": END}
     return {"tokenizer.json": tiny_tokenizer_json(), "tokenizer_config.json": json.dumps(config).encode()}
 
@@ -45,7 +45,7 @@ def tiny_card(
     context_length: int = 512,
     block_size: int = 16,
 ) -> ModelCard:
-    """Describe a model with these files (None: `tiny_model_files`)."""
+    """Make a model card with these files (None: `tiny_model_files`)."""
     contents = tiny_model_files() if files is None else files
     return ModelCard(
         name=name,

@@ -1,6 +1,6 @@
-"""What of the transfer library reads bytes from strangers and peers, to be fed with anything at all.
+"""Fuzz targets: the parts of the transfer library that read bytes from unauthenticated clients and from peers.
 
-Each function takes any bytes and raises nothing but AssertionError, where something happened that must not.
+Each function takes any bytes, and raises only AssertionError, if something happened that must not.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _codec = link_codec()
 
 
 def feed_metadata(data: bytes) -> None:
-    """Read what is said to be an agent's metadata, and a contact of transport `tcp`."""
+    """Decode an agent's metadata, and a contact of transport `tcp`."""
     with contextlib.suppress(ProtocolError):
         decode_metadata(data)
     with contextlib.suppress(PenstockError):
@@ -38,14 +38,14 @@ def feed_metadata(data: bytes) -> None:
 
 
 def feed_link(data: bytes) -> None:
-    """Read what a stranger sends after it has said that it is a link."""
+    """Decode what an unauthenticated client sends on a connection that it has declared a link."""
     with contextlib.suppress(ProtocolError):
         for payload in FrameReader(UNAUTHENTICATED_FRAME_BYTES_MAX).feed(data):
             _codec.decode(payload)
 
 
 class TcpOwner:
-    """The owner's side of transport `tcp` without sockets: one region of `keys` and 4,096 bytes, between two that nobody may see.
+    """The owner's side of transport `tcp` without sockets: one granted region of 4,096 bytes with `keys`, between two without grants.
 
     Use it within a running event loop.
     """
@@ -68,7 +68,7 @@ class TcpOwner:
         )
 
     def feed(self, payload: bytes) -> None:
-        """Take one message as from an admitted peer."""
+        """Process one message of an authenticated peer."""
         with contextlib.suppress(ProtocolError):
             self._session.received(decode_frame(payload))
         assert (self.memory[:_GIVEN_BYTES] == 7).all(), "memory before the region was touched"
@@ -131,7 +131,7 @@ class _Link:
 
 
 def feed_tcp_owner(data: bytes) -> None:
-    """Read messages of an admitted peer, each behind its length in two bytes."""
+    """Process messages of an authenticated peer, each after its length in two bytes."""
 
     async def main() -> None:
         owner = TcpOwner()
@@ -145,7 +145,7 @@ def feed_tcp_owner(data: bytes) -> None:
 
 
 def feed_grants(data: bytes) -> None:
-    """Read what an admitted peer sends over a stream that asks for memory."""
+    """Process what an authenticated peer sends over a stream that requests memory."""
 
     async def main() -> None:
         owner = TcpOwner()

@@ -1,4 +1,4 @@
-"""One worker whose engine is driven by hand, and the frontends that it hears, on virtual time."""
+"""One worker on a manual engine, and its frontends, on virtual time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +21,7 @@ from tests.support.manual_engine import ManualEngine
 
 
 class Sink:
-    """One frontend: keeps what it is sent."""
+    """One frontend that records what it is sent."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[Delta, ...]] = []
@@ -38,7 +38,7 @@ class Sink:
         self.events.append(message)
 
     def error(self, request_id: str) -> str:
-        """Give the code of the error a request ended with."""
+        """Return the code of the error that a request ended with."""
         (delta,) = (
             d for frame in self.frames for d in frame if d.request_id == request_id and d.error is not None
         )
@@ -55,7 +55,7 @@ def make_request(
     deadline_s: float | None = None,
     known_peer_arrivals: int | None = None,
 ) -> Request:
-    """Ask for nine tokens after a prompt, whose blocks have these hashes or else their own."""
+    """Make a request for nine tokens after a prompt, with these block hashes or the correct ones."""
     return Request(
         request_id=RequestId(request_id),
         model="tiny",
@@ -68,13 +68,13 @@ def make_request(
 
 
 async def settle() -> None:
-    """Let everything that is ready to run do so."""
+    """Run everything that is ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 class Stage:
-    """One worker with its engine and its registry."""
+    """One worker with its manual engine and its registry."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Stage:
         return sink
 
     def state(self) -> InstanceState | None:
-        (instance,) = self.discovery._table.values() or (None,)
+        (instance,) = self.discovery._table._instances.values() or (None,)
         return None if instance is None else instance.state
 
     async def run(self) -> None:

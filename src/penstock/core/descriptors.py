@@ -210,18 +210,18 @@ class RangePairs:
 
 
 Keys = Mapping[TransferOp, Mapping[int, bytes]]
-"""What shows that regions were given: their keys by direction and region id."""
+"""Keys that prove the right to access regions: direction -> region id -> key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Granted:
-    """What lets a peer reach memory by itself: the transport's own `payload`, and a file `descriptor` where one is needed."""
+    """The right to reach memory directly: a `payload` of the transport, and a file `descriptor` if it needs one."""
 
     payload: bytes = b""
     descriptor: int | None = None
 
     def close(self) -> None:
-        """Close the descriptor; once."""
+        """Close the descriptor. Call it once."""
         if self.descriptor is not None:
             os.close(self.descriptor)
 

@@ -23,6 +23,8 @@ _HASH = np.dtype("<u8")  # parsed once, not for each array
 
 TokenArray = NDArray[np.int32]
 HashArray = NDArray[np.uint64]
+Hashes = HashArray | bytes
+"""(n,) uint64 of any stride, or the same as packed little-endian bytes."""
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -58,6 +60,19 @@ def pack_hashes(hashes: Iterable[int] | HashArray) -> PackedHashes:
 def unpack_hashes(packed: bytes) -> HashArray:
     """View packed hashes as a read-only (n,) uint64 array, without a copy."""
     return np.frombuffer(packed, dtype=_HASH)
+
+
+def hash_list(hashes: Hashes) -> list[int]:
+    """Convert hashes to a list of Python ints.
+
+    Raises:
+        TypeError: `hashes` is neither bytes nor a one-dimensional uint64 array.
+    """
+    if isinstance(hashes, bytes | bytearray | memoryview):
+        return unpack_hashes(hashes).tolist()  # type: ignore[no-any-return]
+    if hashes.dtype != np.uint64 or hashes.ndim != 1:
+        raise TypeError("hashes: must be uint64 in one dimension, or those packed as bytes")
+    return hashes.tolist()  # type: ignore[no-any-return]
 
 
 _encoder = msgspec.msgpack.Encoder()

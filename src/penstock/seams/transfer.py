@@ -59,20 +59,20 @@ class Link(Protocol):
         ...
 
     async def request(self, transport: str, keys: Keys, payload: bytes = b"") -> Granted:
-        """Ask the peer's transport of this name for what lets this side reach regions by itself (`grant`).
+        """Ask the peer's transport of this name for direct access to regions; its `grant` answers.
 
         Args:
-            transport: its name.
-            keys: show that the regions were given; none for what needs no region.
-            payload: the transport's own.
+            transport: name of the transport.
+            keys: keys of the regions; empty for a grant without regions.
+            payload: for the peer's transport.
 
         Returns:
-            the answer; its descriptor is the caller's to close.
+            the grant; the caller closes its descriptor.
 
         Raises:
-            TransferRefused: a region was not given for this, or is gone.
-            PeerLost: nobody answers.
-            TransferError: the peer's transport cannot answer.
+            TransferRefused: a key does not allow this access, or a region is gone.
+            PeerLost: the peer does not answer.
+            TransferError: the peer's transport cannot grant it.
         """
         ...
 
@@ -267,17 +267,17 @@ class Transport(Protocol):
         ...
 
     async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
-        """Answer a `Link.request` of this link's initiator, who was given all regions of `keys` for their directions.
+        """Answer a `Link.request` of this link's initiator. The agent has checked `keys`.
 
-        From then on it may be at these regions without this side's help, until it lets go of them.
+        From then on the initiator may access these regions without this side's help, until it releases them.
 
         Raises:
-            TransferError: it cannot be answered; the text says why.
+            TransferError: the access cannot be granted; the text says why.
         """
         ...
 
     def exposed_to(self, link: Link) -> Collection[int]:
-        """List regions that this link's initiator can access without this side's help although none was granted."""
+        """List regions that this link's initiator can access without this side's help, and without a `grant`."""
         ...
 
     def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
@@ -298,9 +298,9 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Storage(RangeMover, Protocol):
-    """Moves bytes between this agent's main memory and storage of its own, such as files. No peer has any part in it.
+    """Moves bytes between an agent's main memory and its own storage, such as files; no peer takes part.
 
-    An agent has one of each kind and calls it from its event loop only.
+    An agent has one storage of each kind and calls it from its event loop only.
     """
 
     @property
@@ -308,34 +308,34 @@ class Storage(RangeMover, Protocol):
 
     @property
     def kind(self) -> MemoryKind:
-        """What its regions are."""
+        """The kind of its regions."""
         ...
 
     @property
     def checksums(self) -> bool:
-        """Whether checksums are on where the caller does not say."""
+        """Whether transfers are checksummed if the caller does not say."""
         ...
 
     def start(self, host: TransportHost) -> None:
-        """Know the agent."""
+        """Start the storage of one agent."""
         ...
 
     def register(self, region_id: int, region: Region) -> None:
-        """Open a region of its kind; never blocks.
+        """Open a region of this kind. Never blocks.
 
         Raises:
-            TransferError: it cannot be opened; the text says why.
+            TransferError: the region cannot be opened; the text says why.
         """
         ...
 
     async def deregister(self, region_id: int) -> None:
-        """Close a region of its kind; its agent has ended what used it."""
+        """Close a region of this kind; the agent has ended all its transfers."""
         ...
 
     def lingering(self, region_id: int) -> Collection["asyncio.Future[None]"]:
-        """List what has ended for the caller and yet may use this region, as it cannot be taken back. Each is done when it does not."""
+        """List transfers that ended for their caller but may still access this region; each future is done once that has ended."""
         ...
 
     async def close(self) -> None:
-        """Let go of everything. Safe twice."""
+        """Release everything. Safe twice."""
         ...

@@ -1,1 +1,1 @@
-"""Floor 9, public: conformance suites for every seam, for implementations of your own."""
+"""Floor 9, public: conformance suites for every seam, to test your own implementations."""

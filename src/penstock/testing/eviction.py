@@ -1,4 +1,4 @@
-"""What every eviction policy must do, as tests. Subclass the suite and say how one is made.
+"""The conformance suite of eviction policies. Subclass it and make a policy.
 
 class TestMyPolicy(EvictionPolicySuite):
     def make(self):
@@ -34,7 +34,7 @@ class EvictionPolicySuite:
                 assert set(victims) <= candidates.keys()
 
     def test_a_full_pool_goes_on(self) -> None:
-        """Requests that share prefixes come and go in a pool that holds a fifth of what they name."""
+        """Requests that share prefixes arrive and end in a pool with room for a fifth of their blocks."""
         random_ = random.Random(0)
         pool = BlockPool(_POOL_BLOCKS, _BLOCK_SIZE, eviction=self.make())
         live: list[list[BlockId]] = []

@@ -1,4 +1,4 @@
-"""Running coroutines in plain tests, with a time limit; on virtual time `penstock.sim.loop` runs them."""
+"""Runs coroutines in plain tests, with a time limit; `penstock.sim.loop` runs them on virtual time."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,11 +1,11 @@
-"""What every transport between two agents must do, as tests. Subclass the suite and say how to make a harness.
+"""The conformance suite of transports between two agents. Subclass it and make a harness.
 
     class TestShm(PeerTransportSuite):
         @staticmethod
         def harness(size_bytes: int) -> TwoAgents:
             return TwoAgents(lambda: [ShmTransport(...)], size_bytes=size_bytes)
 
-A region that was not given cannot be reached, and a peer that goes away is an error.
+A region without a grant cannot be reached, and a lost peer is an error.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ _LOST_WITHIN_S = 0.2
 
 
 class PeerTransportSuite(TransportSuite):
-    """What holds between two agents."""
+    """Tests of a transport between two agents."""
 
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
-        """Make the transport's harness, with so much memory on either side."""
+        """Make the transport's harness, with `size_bytes` of memory on each side."""
         raise NotImplementedError
 
     def play_two(

@@ -1,4 +1,4 @@
-"""What every routing policy must do, as tests. Subclass the suite and say how one is made.
+"""The conformance suite of routing policies. Subclass it and make a policy.
 
 class TestMyPolicy(RoutingPolicySuite):
     def make(self):
@@ -21,7 +21,7 @@ _SIZES = (1, 2, 3, 17, 1000)
 
 
 def make_prices(num_slots: int = 3, **columns: Any) -> PriceColumns:
-    """Make prices of workers of 10 us a prompt token and 1 ms a decode step, that are otherwise as `columns` say."""
+    """Make prices of workers with 10 us per prompt token and 1 ms per decode step; `columns` override single columns."""
     values: dict[str, Any] = {
         "prefill_token_s": [1e-5] * num_slots,
         "decode_step_s": [1e-3] * num_slots,
@@ -37,7 +37,7 @@ def make_prices(num_slots: int = 3, **columns: Any) -> PriceColumns:
 
 
 def make_context(num_slots: int = 3, **columns: Any) -> RoutingContext:
-    """Make a context of idle workers, and of a request of 100 tokens, that is otherwise as `columns` say."""
+    """Make a context of idle workers and a request of 100 tokens; `columns` override single fields."""
     values: dict[str, Any] = {
         "request_tokens": 100,
         "request_blocks": 7,
@@ -69,7 +69,7 @@ def make_context(num_slots: int = 3, **columns: Any) -> RoutingContext:
 
 
 def some_contexts(seed: int = 0) -> Iterator[RoutingContext]:
-    """Give contexts of many kinds: few and many workers, idle and full ones, some of them not eligible."""
+    """Generate contexts with few and many workers, idle and full ones, some of them not eligible."""
     rng = np.random.default_rng(seed)
     for num_slots in _SIZES:
         for turn in (0, 1, 5, 1_000_003):
@@ -113,7 +113,7 @@ def some_contexts(seed: int = 0) -> Iterator[RoutingContext]:
 
 
 def _some_prices(num_slots: int, rng: np.random.Generator) -> PriceColumns:
-    """Give prices from those of a phone to those of a rack, some of them none."""
+    """Generate prices from those of a phone to those of a rack, some of them zero."""
 
     def some(largest: float) -> NDArray[np.float64]:
         return rng.integers(0, 4, num_slots) * rng.uniform(0.0, largest, num_slots)

@@ -387,7 +387,7 @@ class Worker:
             raise self._registration.refusal
         running = self._frontends.requests.get(request.request_id)
         if running is not None:
-            if running.frontend is frontend:  # the frontend could not tell the deltas of both apart: end both
+            if running.frontend is frontend:  # their deltas would have the same id: end both
                 self._abort(running)
             raise RequestError(
                 f"request_id: {request.request_id} is under way already; give each request its own",

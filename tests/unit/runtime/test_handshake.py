@@ -56,7 +56,7 @@ def test_a_mismatch_is_named(changes, what):
         shake(**changes)
 
 
-def test_a_stranger_learns_of_nothing_but_the_secret():
+def test_an_unauthenticated_client_learns_only_that_the_secret_differs():
     with pytest.raises(ProtocolError, match="deployment secret"):
         shake(Identity(secret=b"guess", hash_key=b"k" * 16), hash_version=99)
 

@@ -102,10 +102,6 @@ class FrameReader:
         self.frame_bytes_max = frame_bytes_max
         self._buffer = bytearray()
 
-    @property
-    def buffered_bytes(self) -> int:
-        return len(self._buffer)
-
     def feed(self, data: bytes) -> list[bytes]:
         """Add received bytes; return every frame that is complete now, without length bytes.
 

@@ -14,6 +14,12 @@ class Tier(StrEnum):
     OBJECT = "object"
 
 
+Copies = tuple[int, ...]
+"""How many copies of one block a worker holds in each `Tier`, device first."""
+COPIES_MAX = 4095
+"""Copies are counted up to here: 12 bits for each tier in the prefix index."""
+
+
 class BlockStored(Wire, frozen=True, tag="stored"):
     """Blocks became readable; each is the child of the one before it. `parent_block_hash` is the first one's parent, None: root."""
 

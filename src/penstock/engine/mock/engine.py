@@ -61,18 +61,18 @@ class StepTiming(Config):
 
 
 class MockConfig(Config):
-    """How a mock engine behaves."""
+    """Timing and answers of a mock engine."""
 
     speedup: float = Field(default=1.0, gt=0)
-    """How many times faster than `timing` its clock runs."""
+    """Steps are this many times faster than `timing` says."""
     timing: StepTiming = StepTiming()
-    """How long a step takes at speedup 1."""
+    """Duration of a step at speedup 1."""
     answer_tokens: int = Field(default=64, ge=1)
-    """Tokens in a usual answer, which ends by itself; the prompt decides between half and one and a half times this."""
+    """Mean length of an answer that ends by itself; the prompt decides between half and one and a half times this."""
     first_token_id: int = Field(default=300, ge=0)
-    """Answers are made of ids from here on, past a tokenizer's special tokens and single bytes (at most half the ids are left out)."""
+    """Smallest token id of answers, to skip a tokenizer's special tokens and single bytes; at most half the ids are skipped."""
     kv_bytes_per_block: int = Field(default=0, ge=0)
-    """Memory kept for each KV block, to move and to check: 0, or at least 8 bytes a token."""
+    """KV memory of a block, to test transfers and check their content: 0, or at least 8 bytes per token."""
 
     def prices(self) -> Prices:
         """Convert `timing` and `speedup` to the prices that a worker registers."""

@@ -25,11 +25,11 @@ class SchedulerConfig(Config):
     max_waiting_requests: int = Field(default=1024, ge=1)
     """Requests queued for the batch; beyond it new ones are refused."""
     order: Order | None = None
-    """Whose prompt is computed next: `fcfs`, who came first; `shortest`, who lacks the fewest tokens, less what waiting has earned. None is fcfs for an aggregated worker, else shortest."""
+    """Order of prompts: `fcfs`, first come first served; `shortest`, fewest missing tokens first, less an ageing credit. None is fcfs for an aggregated worker, else shortest."""
     ageing: float = Field(default=AGEING, gt=0, le=1)
-    """For `shortest`: tokens that waiting earns a prompt for each that the engine computes of any. One that lacks n is overtaken by those that come while n / ageing are computed, and by none that come later."""
+    """Ageing credit of `shortest`, in tokens per prompt token that the engine computes meanwhile. A prompt that lacks n tokens is overtaken only by prompts that arrive within the next n / ageing computed tokens."""
     failed_steps_max: int = Field(default=3, ge=1)
-    """Failed steps in a row after which the engine gives up, unless one request was in all of them; each hands the requests it was computing to other workers."""
+    """Failed steps in a row after which the engine ends, unless one request was in all of them. The requests of each failed step migrate to other workers."""
 
     @classmethod
     def of_ranks(

@@ -6,9 +6,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.block_copies import Copies
 from penstock.core.hashing import DEFAULT_KEY, as_tokens, root_hash
-from penstock.core.types.events import Tier
+from penstock.core.types.events import Copies, Tier
 from penstock.core.wire import HashArray, PackedHashes, TokenArray, unpack_hashes
 
 _TIERS = tuple(Tier)

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.block_copies import COPIES_MAX, Copies, Hashes, as_list
 from penstock.core.hashing import block_hashes_python
-from penstock.core.types.events import Tier
-from penstock.core.wire import PackedHashes, TokenArray, pack_hashes
+from penstock.core.types.events import COPIES_MAX, Copies, Tier
+from penstock.core.wire import Hashes, PackedHashes, TokenArray, hash_list, pack_hashes
 from penstock.router.index.calls import PrefixMatch, RadixCalls
 
 SLOTS_MAX = 65_535
@@ -78,7 +77,7 @@ class RadixTreePython(RadixCalls):
         held, holders = self._held[worker], self._holders
         bit, shift = 1 << worker, _SHIFTS[tier]
         self._clock += 1
-        for block_hash in as_list(hashes):
+        for block_hash in hash_list(hashes):
             copies = held.get(block_hash, 0)
             mask = holders.get(block_hash)
             if mask is None:
@@ -97,7 +96,7 @@ class RadixTreePython(RadixCalls):
         """Note one copy less of each block; those not held are counted and otherwise ignored."""
         self._grow_to_hold(worker)
         held, shift = self._held[worker], _SHIFTS[tier]
-        for block_hash in as_list(hashes):
+        for block_hash in hash_list(hashes):
             copies = held.get(block_hash, 0)
             if not copies >> shift & COPIES_MAX:
                 self._unknown_removals += 1
@@ -147,7 +146,7 @@ class RadixTreePython(RadixCalls):
         alive = -1
         last, depth = None, 0
         holders = self._holders
-        path = as_list(hashes)
+        path = hash_list(hashes)
         for depth, block_hash in enumerate(path):
             still = alive & holders.get(block_hash, 0)
             if still != alive:

@@ -6,7 +6,7 @@ number of instances, however slow its reader is, and quick successive changes co
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol, Self
 
 from penstock.core.errors import Overloaded
@@ -35,12 +35,6 @@ class InstanceTable:
 
     def __iter__(self) -> Iterator[WorkerId]:
         return iter(self._instances)
-
-    def get(self, worker_id: WorkerId) -> Instance | None:
-        return self._instances.get(worker_id)
-
-    def values(self) -> Iterable[Instance]:
-        return self._instances.values()
 
     def put(self, instance: Instance) -> None:
         if self._instances.get(instance.worker_id) != instance:

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.core.block_copies import COPIES_MAX, Copies, Hashes, as_list
 from penstock.core.native import native
-from penstock.core.types.events import Tier
-from penstock.core.wire import PackedHashes, pack_hashes
+from penstock.core.types.events import COPIES_MAX, Copies, Tier
+from penstock.core.wire import Hashes, PackedHashes, hash_list, pack_hashes
 
 __all__ = ["Content", "ContentPython"]
 
@@ -86,7 +85,7 @@ class ContentPython(ContentCalls):
 
     def store(self, hashes: Hashes, parent: int | None, tier: Tier) -> None:
         """Add a copy of each block of a chain; `parent` is the first one's parent."""
-        for block_hash in as_list(hashes):
+        for block_hash in hash_list(hashes):
             copies = self._copies.get(block_hash)
             if copies is None:
                 copies, self._parents[block_hash] = (0,) * len(_TIERS), parent
@@ -95,7 +94,7 @@ class ContentPython(ContentCalls):
 
     def remove(self, hashes: Hashes, tier: Tier) -> None:
         """Remove a copy of each block; blocks that are not held only count in `unknown_removals`."""
-        for block_hash in as_list(hashes):
+        for block_hash in hash_list(hashes):
             copies = self._copies.get(block_hash)
             if copies is None or not copies[_TIERS.index(tier)]:
                 self.unknown_removals += 1

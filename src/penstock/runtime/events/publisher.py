@@ -1,7 +1,7 @@
-"""A worker's KV events, numbered and kept: the latest in a replay ring, the sum of all in a mirror.
+"""A worker's KV events: numbered, the latest kept in a replay ring, their sum in a mirror.
 
-Workers are the truth. Whoever follows one asks for the batches after the last it has; where the ring is
-too short it gets a snapshot of the mirror, stamped with the sequence it stands for.
+Workers are the source of truth. A subscriber asks for the batches after its last one; if the ring is
+too short, it gets a snapshot of the mirror as of the latest sequence.
 """
 
 import weakref

@@ -1,1 +1,1 @@
-"""What every engine must do, as tests: answers, blocks, tails."""
+"""The conformance suite of engines: answers, KV blocks, partial blocks."""

@@ -1,4 +1,4 @@
-"""The part of the engine suite about answers: their tokens, how they end, and what is refused."""
+"""Engine suite, answers: tokens, finish reasons, refusals."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -35,7 +35,7 @@ _EXTREMES: dict[str, tuple[Any, ...]] = {
 
 
 def _extreme_requests(prompt: list[int], vocab_size: int) -> Iterator[tuple[str, Request]]:
-    """Make requests that have one extreme value each, with the field that has it."""
+    """Make (field, request) pairs; each request has one extreme value, in this field."""
     usual = SamplingParams(max_tokens=3, min_tokens=1, temperature=1.0, seed=1)
     for field, values in _EXTREMES.items():
         for value in (*values, (vocab_size,)) if field == "stop_token_ids" else values:
@@ -48,7 +48,7 @@ def _extreme_requests(prompt: list[int], vocab_size: int) -> Iterator[tuple[str,
 
 
 class EngineAnswers(EngineCase):
-    """What a request gets."""
+    """Tests of the answers that an engine gives."""
 
     def test_an_answer_has_as_many_tokens_as_asked_for(self) -> None:
         for max_tokens in (1, 2, 7):
@@ -195,7 +195,7 @@ class EngineAnswers(EngineCase):
         run_async(main())
 
     def test_extreme_values_are_refused_or_served_and_disturb_nobody(self) -> None:
-        """A refusal names the field; what is accepted is answered. Requests beside them never notice."""
+        """A refusal names the field, and an accepted request is answered; concurrent requests are not affected."""
         setup = replace(SETUP, max_batch_tokens=32)
         innocent = [
             make_request("greedy", self.prompt(20, 1), max_tokens=150),

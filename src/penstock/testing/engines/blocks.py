@@ -1,4 +1,4 @@
-"""The part of the engine suite about KV blocks: prefix cache, events, pressure, moves, and the load that tells of them."""
+"""Engine suite, KV blocks: prefix cache, KV events, memory pressure, transfers, load."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ from penstock.testing.loop import run_async
 
 
 class EngineBlocks(EngineCase):
-    """What an engine does with its blocks."""
+    """Tests of an engine's KV blocks."""
 
     def test_a_prefix_is_computed_once(self) -> None:
         size = SETUP.block_size
@@ -158,7 +158,7 @@ class EngineBlocks(EngineCase):
         run_async(main())
 
     def test_the_same_workload_gives_the_same_events(self) -> None:
-        """Also of the mock engine, which is the reference for scheduling and caching."""
+        """Compared with the mock engine, the reference for scheduling and caching."""
         setup = replace(SETUP, kv_blocks=24, context_length=96)
         workload = make_workload(random.Random(5), requests=40, vocab_size=self.vocab_size, tokens_max=96)
 
@@ -235,7 +235,7 @@ class EngineBlocks(EngineCase):
         run_async(main())
 
     def test_blocks_are_complete_when_they_can_be_held(self) -> None:
-        """On a device that only queues its writes, too: after each chunk of a prompt, after its end, and as events tell."""
+        """After each chunk of a prompt, after its end, and at each event; also on a device that only queues its writes."""
         size = SETUP.block_size
         prompt = self.prompt(6 * size + 1)
         hashes = block_hashes(np.array(prompt, dtype=np.int32), size)
@@ -289,7 +289,7 @@ class EngineBlocks(EngineCase):
 
         run_async(main())
 
-    def test_a_request_that_held_blocks_kept_out_runs_when_they_are_let_go(self) -> None:
+    def test_a_request_that_waits_for_pinned_blocks_runs_when_they_are_unpinned(self) -> None:
         size = SETUP.block_size
 
         async def main() -> None:

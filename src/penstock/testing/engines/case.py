@@ -1,4 +1,4 @@
-"""What the parts of the engine suite share: limits, prompts, and an engine to compare with."""
+"""Base of the parts of the engine suite: limits, prompts, and a reference engine."""
 
 import random
 from typing import ClassVar
@@ -12,11 +12,11 @@ from penstock.testing.loop import run_async
 
 SETUP = EngineSetup()
 FOREVER = 200
-"""Tokens of an answer that a test does not wait for."""
+"""Tokens of an answer that outlasts its test."""
 
 
 class EngineCase:
-    """Makes engines and prompts. `vocab_size` and `eos_token_ids` are those of the model."""
+    """Makes engines and prompts. Set `vocab_size` and `eos_token_ids` to the model's."""
 
     vocab_size: ClassVar[int] = 256
     eos_token_ids: ClassVar[tuple[int, ...]] = ()
@@ -45,7 +45,7 @@ class EngineCase:
 def reference_engine(
     setup: EngineSetup, vocab_size: int, eos_token_ids: tuple[int, ...] = ()
 ) -> MovingEngine:
-    """Make a mock engine that checks its block tables on every step and takes next to no time."""
+    """Make a mock engine that checks its block tables on every step and sleeps next to no time."""
     shape = RunnerInfo(
         num_blocks=setup.kv_blocks,
         block_size=setup.block_size,

@@ -1,4 +1,4 @@
-"""What every engine must do, as tests. Subclass the suite and make an engine.
+"""The conformance suite of engines. Subclass it and make an engine.
 
     class TestMyEngine(EngineSuite):
         def make_engine(self, setup):
@@ -25,7 +25,7 @@ from penstock.testing.loop import run_async
 
 
 class EngineSuite(EngineAnswers, EngineBlocks, EnginePartialBlocks):
-    """Tests of `Engine`, `KvBlocks`, `KvPartialBlocks` and `RoleAware`; those written here are about starting, ending and giving up."""
+    """Tests of `Engine`, `KvBlocks`, `KvPartialBlocks` and `RoleAware`; those in this class are about start, close and abort."""
 
     def test_it_says_what_it_is(self) -> None:
         async def main() -> None:
@@ -89,7 +89,7 @@ class EngineSuite(EngineAnswers, EngineBlocks, EnginePartialBlocks):
         run_async(main())
 
     def test_abort_is_silent_and_frees_blocks(self) -> None:
-        """In the queue, in prefill and in decode; between steps."""
+        """Between steps, of a request in the queue, in prefill and in decode."""
         long_prompt = make_request("prefill", self.prompt(200, 1), max_tokens=20)
         decoding = make_request("decode", self.prompt(20, 2), max_tokens=FOREVER)
 

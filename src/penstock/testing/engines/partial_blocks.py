@@ -1,4 +1,4 @@
-"""The part of the engine suite about the tokens past a prompt's full blocks, which move from engine to engine without a name."""
+"""Engine suite, partial blocks: the tokens after a prompt's full blocks, which have no hash, in KV transfers."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from penstock.testing.loop import run_async
 
 
 class EnginePartialBlocks(EngineCase):
-    """What an engine does with blocks that are not full."""
+    """Tests of `KvPartialBlocks`."""
 
     def test_the_tokens_past_the_full_blocks_move_too(self) -> None:
         size = SETUP.block_size
@@ -61,7 +61,7 @@ class EnginePartialBlocks(EngineCase):
                         target.submit(request)
                     target.engine.lend_partial_block(
                         request.request_id, block_id, 3
-                    )  # to the first, nobody knows it
+                    )  # the first engine knows no such request
                 target.abort("b1")
                 assert target.engine.load().active_blocks == 1
                 await target.finish()
@@ -71,7 +71,7 @@ class EnginePartialBlocks(EngineCase):
 
         run_async(main())
 
-    def test_tokens_that_nobody_claims_are_let_go(self) -> None:
+    def test_unclaimed_partial_blocks_are_freed(self) -> None:
         size = SETUP.block_size
 
         async def main() -> None:
@@ -94,7 +94,7 @@ class EnginePartialBlocks(EngineCase):
         run_async(main())
 
     async def _first_token(self, probe: EngineProbe, prompt: list[int]) -> tuple[list[int], BlockId | None]:
-        """Compute a prompt as a prefill worker does: its token, and the block past its full ones, held."""
+        """Compute a prompt like a prefill worker; return its first token and its pinned partial block."""
         request = _transferred(f"prompt{len(probe.answers)}", prompt)
         probe.submit(request)
         while (

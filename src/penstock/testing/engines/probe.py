@@ -1,4 +1,4 @@
-"""What the engine suite drives engines with, step by step; of use to tests of an engine of your own."""
+"""Drives an engine step by step, for the engine suite and for your own tests."""
 
 import ctypes
 import random
@@ -26,7 +26,7 @@ _STEPS_MAX = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """The limits a test wants an engine to have."""
+    """Limits of an engine under test."""
 
     block_size: int = 8
     kv_blocks: int = 128
@@ -38,7 +38,7 @@ class EngineSetup:
 
 @dataclass(slots=True)
 class Answer:
-    """All that an engine said to one request."""
+    """Everything that an engine answered to one request."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -48,11 +48,11 @@ class Answer:
 
 
 class MovingEngine(Engine, KvPartialBlocks, Protocol):
-    """An engine whose blocks can be held, read and written."""
+    """An engine whose blocks can be pinned, read and written."""
 
 
 class EngineProbe:
-    """Starts an engine, takes its steps one at a time, and holds each delta to the rules of the seam."""
+    """Starts an engine, takes its steps one at a time, and checks every delta against the rules of the seam."""
 
     def __init__(self, engine: MovingEngine) -> None:
         self.engine = engine
@@ -72,7 +72,7 @@ class EngineProbe:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has not ended yet."""
+        """Whether any request has not ended yet."""
         return bool(self._open)
 
     def submit(self, *requests: Request) -> None:
@@ -82,12 +82,12 @@ class EngineProbe:
             self.answers[request.request_id] = Answer()
 
     def abort(self, request_id: str) -> None:
-        """Abort; a delta of this request is an error from here on."""
+        """Abort a request; any further delta of it fails the test."""
         self.engine.abort(RequestId(request_id))
         self._open.discard(request_id)
 
     async def step(self) -> Step:
-        """Take one step. Only while there is something to do: the engine would wait."""
+        """Take one step. Call it only while there is work, else the engine waits for ever."""
         step = await anext(self._steps)
         for delta in step.deltas:
             assert delta.request_id in self._open, (
@@ -122,13 +122,13 @@ class EngineProbe:
         raise AssertionError(f"{len(self._open)} requests have not ended after {_STEPS_MAX} steps")
 
     async def run(self, *requests: Request) -> list[Answer]:
-        """Submit requests together and give their whole answers."""
+        """Submit requests together and return their complete answers."""
         self.submit(*requests)
         await self.finish()
         return [self.answers[request.request_id] for request in requests]
 
     def resident(self) -> Counter[int]:
-        """Replay all events: how often each low64 is resident. Some engines store equal blocks more than once."""
+        """Replay all events: low64 -> resident copies. Some engines store equal blocks more than once."""
         resident: Counter[int] = Counter()
         for event in self.events:
             match event:
@@ -153,7 +153,7 @@ def make_request(
     num_emitted: int = 0,
     sampling: SamplingParams | None = None,
 ) -> Request:
-    """Make a request; greedy and deaf to end-of-sequence tokens unless `sampling` says otherwise."""
+    """Make a request; greedy and with `ignore_eos` unless `sampling` says otherwise."""
     return Request(
         request_id=RequestId(request_id),
         model="any",
@@ -167,14 +167,14 @@ def make_request(
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a workload, submitted before the step of this number."""
+    """A request of a workload, and the number of the step before which it is submitted."""
 
     step: int
     request: Request
 
 
 def make_workload(rng: random.Random, *, requests: int, vocab_size: int, tokens_max: int) -> list[Arrival]:
-    """Make requests of `tokens_max` tokens at most, answer included, that share prefixes and come in bursts."""
+    """Make requests of at most `tokens_max` tokens, answer included, which share prefixes and arrive in bursts."""
     prefixes = [[rng.randrange(vocab_size) for _ in range(tokens_max // 2)] for _ in range(3)]
     arrivals = []
     step = 0
@@ -224,7 +224,7 @@ async def kv_event_trace(engine: MovingEngine, workload: Iterable[Arrival]) -> l
 
 
 def block_bytes(engine: KvBlocks, info: EngineInfo) -> NDArray[np.uint8]:
-    """View an engine's memory as (blocks, kv_bytes_per_block); no columns where it keeps none."""
+    """View an engine's KV memory as (blocks, kv_bytes_per_block); no columns for an engine without KV memory."""
     memory = engine.kv_memory()
     if not memory:
         return np.zeros((info.total_blocks, 0), np.uint8)
@@ -235,7 +235,7 @@ def block_bytes(engine: KvBlocks, info: EngineInfo) -> NDArray[np.uint8]:
 
 
 def move_blocks(source: "EngineProbe", target: "EngineProbe", hashes: HashArray) -> int:
-    """Copy the leading blocks that the source has and the target has not; returns how many the target has now."""
+    """Copy leading blocks that the source has and the target lacks; return how many the target has now."""
     held = target.engine.pin(hashes)
     pinned = source.engine.pin(hashes)
     missing = pinned[len(held) :]

@@ -1,1 +1,1 @@
-"""What discovery, request plane and event plane must do, as tests."""
+"""The conformance suites of discovery, request plane and KV events."""

@@ -1,9 +1,9 @@
-"""What every discovery must do, as tests. Subclass the suite and name a harness.
+"""The conformance suite of discovery. Subclass it and name a harness.
 
     class TestLocalDiscovery(DiscoverySuite):
         harness = LocalDiscoveryHarness
 
-For a discovery of your own, write a harness: `DiscoveryHarness` says what it must do.
+For your own discovery, write a `DiscoveryHarness`.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _MARGIN_S = 2.0  # for a machine that is busy
 
 
 class DiscoveryHarness(Protocol):
-    """What the suite needs. Leaving the context ends everything it started."""
+    """What the suite needs of a discovery. Leaving the context ends everything it started."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -51,7 +51,7 @@ class DiscoveryHarness(Protocol):
     ) -> None: ...
 
     async def client(self) -> Discovery:
-        """Give a discovery client; all clients share one registry."""
+        """Make a discovery client; all clients share one registry."""
         ...
 
     async def start_member(self, instance: Instance) -> None:
@@ -59,7 +59,7 @@ class DiscoveryHarness(Protocol):
         ...
 
     async def kill_member(self, instance: Instance) -> None:
-        """End who registered it without a word."""
+        """Kill the process that registered the instance, without a withdrawal."""
         ...
 
 
@@ -89,7 +89,7 @@ class MemoryDiscoveryHarness:
 
 
 class LocalDiscoveryHarness:
-    """A hub on the test's event loop, members in processes of their own."""
+    """A hub on the test's event loop; each member is a separate process."""
 
     def __init__(self, config: DiscoveryConfig | None = None) -> None:
         self.config = config or DiscoveryConfig(lease_ttl_s=_TTL_S, linger_s=0.1)
@@ -113,7 +113,7 @@ class LocalDiscoveryHarness:
         await self._stack.aclose()
 
     async def start_hub(self) -> None:
-        """Start a hub that knows nothing, where the last one was."""
+        """Start an empty hub at the address of the last one."""
         self.hub = LocalHub(_IDENTITY, listen=self._address, config=self.config)
         await self.hub.start()
 
@@ -131,7 +131,7 @@ class LocalDiscoveryHarness:
         await self._members[instance.worker_id].kill()
 
     def pid(self, instance: Instance) -> int:
-        """Give the process that registered it."""
+        """Return the process that registered the instance."""
         return self._members[instance.worker_id].pid
 
 
@@ -146,7 +146,7 @@ class Watcher:
         self.changes: AsyncIterator[InstanceChange] = discovery.watch()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Take changes until they add up to this. The caller bounds the time."""
+        """Take changes until `condition()` holds. The caller sets a timeout."""
         while not condition():
             self.take(await anext(self.changes))
 
@@ -167,7 +167,7 @@ class Watcher:
                 self.syncs += 1
 
     async def quiet(self, seconds: float) -> None:
-        """Assert that nothing is told for so long."""
+        """Assert that no change arrives for so long."""
         try:
             async with asyncio.timeout(seconds):
                 change = await anext(self.changes)
@@ -181,7 +181,7 @@ class DiscoverySuite:
 
     harness: ClassVar[Callable[[], DiscoveryHarness]]
     loop_factory: ClassVar[Callable[[], asyncio.AbstractEventLoop]] = asyncio.new_event_loop
-    """Of virtual time, where nothing is outside the loop."""
+    """Makes the event loop of the tests; of virtual time if nothing runs outside of it."""
 
     def run(self, scenario: Callable[[DiscoveryHarness], Awaitable[None]]) -> None:
         async def main() -> None:

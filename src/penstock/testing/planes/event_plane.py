@@ -1,6 +1,6 @@
-"""What every event plane must do, as tests. Subclass the suite and name a harness, as for the request plane.
+"""The conformance suite of KV events over a request plane. Subclass it and name a harness, as for the request plane.
 
-The worker publishes what a request tells it; the content that a subscriber ends up with is what counts.
+Requests tell the worker which events to publish; the tests check the content that a subscriber ends up with.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from penstock.testing.planes.scripted_worker import scripted_request
 
 
 class Follower:
-    """A subscriber and the content it has arrived at."""
+    """A subscriber and the content that it has derived."""
 
     def __init__(
         self, connection: Connection, sink: RecordingSink, config: EventConfig | None = None
     ) -> None:
-        """Follow the worker of `connection` once started."""
+        """Make a subscriber to the worker of `connection`; `start` subscribes."""
         self.mirror = ContentMirror()
         self.snapshots = 0
         self.faults: list[EventFault] = []
@@ -57,7 +57,7 @@ class Follower:
         self.apply(worker_id, part.events)
 
     async def until_at(self, sequence: int) -> None:
-        """Wait until it is in step with the worker's batch `sequence`."""
+        """Wait until it has applied the worker's batch `sequence`."""
         subscriber = self.subscriber
         await self.sink.until(lambda: subscriber.synced and (subscriber.sequence or 0) >= sequence)
 
@@ -76,7 +76,7 @@ class EventPlaneSuite:
         run_async(main(), loop_factory=type(self).loop_factory)
 
     async def publish(self, scene: Scene, *blocks: int) -> int:
-        """Have the worker store these blocks, or remove the negative ones; returns its sequence."""
+        """Make the worker store these blocks, or remove negative ones; return its sequence."""
         sink = RecordingSink()
         connection = await scene.harness.plane().connect(scene.instance, sink)
         connection.submit(scripted_request("publish", blocks, request_id="publish"))
@@ -220,7 +220,7 @@ class EventPlaneSuite:
 
 
 class _Dropping:
-    """Loses the first message of each of some sequences."""
+    """Drops the first message of each of some sequences."""
 
     def __init__(self, push: Callable[[EventMessage], None], sequences: set[int]) -> None:
         self._push = push

@@ -1,4 +1,4 @@
-"""How the plane suites get a plane, and workers that serve on it: on the test's loop, or in processes of their own."""
+"""Harnesses of the plane suites: a plane, and workers on the test's loop or in separate processes."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -18,7 +18,7 @@ SECRET = b"of the suite"
 
 
 class PlaneHarness(Protocol):
-    """What a suite needs. Leaving the context ends everything it started."""
+    """What a suite needs of a plane. Leaving the context ends everything it started."""
 
     crosses_processes: bool
 
@@ -29,7 +29,7 @@ class PlaneHarness(Protocol):
     ) -> None: ...
 
     def plane(self) -> RequestPlane:
-        """Give a frontend's plane."""
+        """Return a frontend's plane."""
         ...
 
     async def start_worker(self) -> Instance:
@@ -37,7 +37,7 @@ class PlaneHarness(Protocol):
         ...
 
     async def kill(self, instance: Instance) -> None:
-        """End a worker without a word."""
+        """Kill a worker, without a goodbye."""
         ...
 
 
@@ -81,7 +81,7 @@ class MemoryPlaneHarness:
 
 
 class TcpPlaneHarness:
-    """Each worker in a process of its own, on sockets."""
+    """Each worker in a separate process, on sockets."""
 
     crosses_processes = True
 

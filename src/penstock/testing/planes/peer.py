@@ -1,7 +1,7 @@
-"""The second party of a suite, in a process of its own.
+"""Peer processes of a suite.
 
-Peers are forked from a server that has imported everything already, so that each starts in milliseconds; they end
-with the test's process, however that ends.
+Peers are forked from a server that has imported everything already, so each starts in milliseconds. They end with the test's
+process, also if that is killed.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _END_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Cues:
-    """Between a peer and its test: `say_ready` once it serves, then play until `end` is set."""
+    """Signals between a peer and its test: call `say_ready` once the peer serves, and end when `end` is set."""
 
     say_ready: Callable[[str], None]
     end: asyncio.Event
@@ -40,11 +40,11 @@ Part = Callable[..., Awaitable[None]]
 
 
 class Peer:
-    """Another process that plays a part in a test."""
+    """A process that runs a part of a test."""
 
     def __init__(self, process: ForkServerProcess, pipe: Pipe, value: str) -> None:
         self.value = value
-        """What it said when it was ready."""
+        """The text that the peer passed to `say_ready`."""
         self._process = process
         self._pipe = pipe
 
@@ -53,7 +53,7 @@ class Peer:
         """Start a peer on its own event loop (`uvloop` or `asyncio`) and wait until it is ready.
 
         Raises:
-            Unavailable: it ended, or took too long.
+            Unavailable: the peer ended, or took too long.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
@@ -77,12 +77,12 @@ class Peer:
         return self._process.pid
 
     async def kill(self) -> None:
-        """End it with SIGKILL: it gets no chance to say goodbye."""
+        """Kill it with SIGKILL: it cannot send a goodbye."""
         self._process.kill()
         await asyncio.to_thread(self._process.join)
 
     async def close(self) -> None:
-        """Have it end by itself. Safe after `kill`, and twice."""
+        """Make it end by itself. Safe after `kill`, and twice."""
         self._pipe.close()
         await asyncio.to_thread(self._process.join, _END_TIMEOUT_S)
         if self._process.is_alive():
@@ -92,7 +92,7 @@ class Peer:
 def _play(pipe: Pipe, loop: str, part: Part, arguments: tuple[Any, ...]) -> None:
     async def run() -> None:
         cues = Cues(pipe.send, asyncio.Event())
-        asyncio.get_running_loop().add_reader(pipe.fileno(), cues.end.set)  # only its end can be read
+        asyncio.get_running_loop().add_reader(pipe.fileno(), cues.end.set)  # readable only at end of file
         await part(cues, *arguments)
 
     loop_factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
@@ -103,7 +103,7 @@ def _play(pipe: Pipe, loop: str, part: Part, arguments: tuple[Any, ...]) -> None
 async def worker_peer(
     cues: Cues, identity: Identity, listen: str, config: PlaneConfig, events: EventConfig
 ) -> None:
-    """Serve a `ScriptedWorker` on sockets; says its address."""
+    """Serve a `ScriptedWorker` on sockets, and report its address."""
     worker = ScriptedWorker(events)
     worker.say_goodbye = cues.end.set
     server = await TcpPlane(identity, listen=listen, config=config).serve(worker)

@@ -1,4 +1,4 @@
-"""A `WorkerSink` that keeps everything it is told, for tests to wait for and to look at."""
+"""A `WorkerSink` that records everything, for tests to wait for and to inspect."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from penstock.core.wire import unpack_tokens
 
 
 class RecordingSink:
-    """One frontend's end of its connections. One event loop owns it."""
+    """The recorded deltas, loads and events of one frontend. One event loop owns it."""
 
     def __init__(self) -> None:
         self.deltas: dict[str, list[Delta]] = {}
@@ -44,18 +44,18 @@ class RecordingSink:
         self._changed.set()
 
     def tokens(self, request_id: str) -> list[int]:
-        """Give what has come for a request so far."""
+        """Return the token ids of a request so far."""
         return [
             t for delta in self.deltas.get(request_id, ()) for t in unpack_tokens(delta.token_ids).tolist()
         ]
 
     def last(self, request_id: str | RequestId) -> Delta | None:
-        """Give the delta that ended a request; None while it goes on."""
+        """Return the delta that ended a request; None while it runs."""
         deltas = self.deltas.get(request_id, [])
         return deltas[-1] if deltas and deltas[-1].finish_reason is not None else None
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that the sink will be told. The caller bounds the time."""
+        """Wait until `condition()` holds. The caller sets a timeout."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()

@@ -1,9 +1,9 @@
-"""What every request plane must do, as tests. Subclass the suite and name a harness.
+"""The conformance suite of request planes. Subclass it and name a harness.
 
     class TestTcpPlane(RequestPlaneSuite):
         harness = TcpPlaneHarness
 
-For a plane of your own, write a harness: `PlaneHarness` says what it must do.
+For your own plane, write a `PlaneHarness`.
 """
 
 import asyncio
@@ -47,16 +47,16 @@ from penstock.testing.planes.scripted_worker import (
 _LOST_WITHIN_S = 0.2
 _GROWTH_KIB_MAX = 8 * 1024
 _WINDOW_TOKENS = 64
-_MANY_TOKENS = 3_000_000  # far more than a worker may hold for a reader that takes none
+_MANY_TOKENS = 3_000_000  # far more than a worker may buffer for a reader that grants nothing
 
 HarnessFactory = Callable[[PlaneConfig | None, EventConfig | None], PlaneHarness]
 
 
 class Scene:
-    """A worker and one frontend connected to it."""
+    """A worker with one connected frontend."""
 
     def __init__(self, harness: PlaneHarness) -> None:
-        """Play with the harness's first worker."""
+        """Use the harness's first worker."""
         self.harness = harness
         self.sink = RecordingSink()
         self._stack = AsyncExitStack()
@@ -78,7 +78,7 @@ class Scene:
         return connection
 
     async def stats(self) -> WorkerStats:
-        """Ask the worker over a connection of its own."""
+        """Get the worker's statistics over a separate connection."""
         sink = RecordingSink()
         connection = await self.harness.plane().connect(self.instance, sink)
         connection.submit(scripted_request("stats", request_id="stats"))

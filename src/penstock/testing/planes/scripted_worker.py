@@ -1,7 +1,7 @@
-"""A `WorkerService` without an engine that does what each request tells it: the far side of the plane suites.
+"""A `WorkerService` without an engine that runs the script named in each request, for the plane suites.
 
-The request's `model` names the script; see `ScriptedWorker`. As the script travels in the request, the same
-worker serves in the test's process and in another one.
+The request's `model` names the script, see `ScriptedWorker`. So the same worker serves in the test's process and in
+another one.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from penstock.seams import Answer, EventSink, FrontendSink
 
 TICK_S = 0.001
 FILE = bytes(range(256)) * 1000
-"""A file every scripted worker has, of several chunks."""
+"""A file of several chunks that every scripted worker has."""
 FILE_SHA256 = hashlib.sha256(FILE).hexdigest()
 WRONG_SHA256 = "0" * 64
-"""Under this name it gives content that has another hash."""
+"""For this hash the worker returns content with another hash."""
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 _instance_numbers = count(1)
@@ -76,7 +76,7 @@ def scripted_instance(
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """What a `ScriptedWorker` has seen; `rss_kib` is its process's memory."""
+    """Counters of a `ScriptedWorker`; `rss_kib` is the memory of its process."""
 
     connected: int
     disconnected: int
@@ -95,18 +95,24 @@ class _Live:
 
 
 class ScriptedWorker:
-    """Emits steps of a millisecond while it has anything to do. One event loop owns it.
+    """Runs steps of a millisecond while there are requests. One event loop owns it.
 
-    Scripts: `count` emits 0, 1, 2, ... up to `max_tokens` (`top_k` of them a step); `echo` emits the prompt, a token a
-    step; `fields` one delta with every field set; `refuse` an error; `deadline` the remaining milliseconds; `stats`
-    its `WorkerStats`; `publish` one event batch for each prompt token (a block stored at the root, or for a negative
-    token removed); `silence` nothing, ever; `goodbye` closes the server.
+    Scripts:
+        count: emits 0, 1, 2, ... up to `max_tokens`, `top_k` of them per step.
+        echo: emits the prompt, one token per step.
+        fields: emits one delta with every field set.
+        refuse: emits an error.
+        deadline: emits the remaining milliseconds.
+        stats: emits its `WorkerStats`.
+        publish: publishes one event batch per prompt token: a block stored at the root, or removed for a negative token.
+        silence: emits nothing, ever.
+        goodbye: closes the server.
     """
 
     def __init__(self, events: EventConfig | None = None) -> None:
         self.publisher = EventPublisher(events)
         self.say_goodbye: Callable[[], None] = lambda: None
-        """Set by whoever serves it: closes the server."""
+        """Closes the server; set by the harness."""
         self._live: dict[RequestId, _Live] = {}
         self._expected: dict[RequestId, FrontendSink] = {}
         self._sinks: list[FrontendSink] = []
@@ -126,7 +132,7 @@ class ScriptedWorker:
             self._tick_later()
 
     def prefetch(self, prefetch: Prefetch, sink: FrontendSink) -> None:
-        """Count it, and expect its request."""
+        """Count the prefetch, and expect its request."""
         self._submitted += 1
         self._expected[prefetch.request_id] = sink
 
@@ -158,7 +164,7 @@ class ScriptedWorker:
         self.publisher.unsubscribe(sink)
 
     def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
-        """Read it within a tick."""
+        """Read the file within a tick."""
         loop = asyncio.get_running_loop()
         content: asyncio.Future[bytes | None] = loop.create_future()
         files = {FILE_SHA256: FILE, WRONG_SHA256: b"something else", EMPTY_SHA256: b""}
@@ -166,7 +172,7 @@ class ScriptedWorker:
         return content
 
     def change_role(self, role: Role, answer: Answer) -> None:
-        """Become a decode worker after a tick, refuse to become an aggregated one, and never answer about prefill."""
+        """Accept role decode after a tick, refuse aggregated, and never answer for prefill."""
         loop = asyncio.get_running_loop()
         if role is Role.DECODE:
             loop.call_later(TICK_S, answer, None)
@@ -188,7 +194,7 @@ class ScriptedWorker:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """Do one step: a delta of each live request, pushed at once for each frontend."""
+        """Run one step: a delta for each live request, pushed in one call per frontend."""
         self._timer = None
         steps: dict[FrontendSink, list[Delta]] = {}
         for live in tuple(self._live.values()):

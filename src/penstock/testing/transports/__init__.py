@@ -1,1 +1,1 @@
-"""What every transport must do, as tests, between agents and to storage."""
+"""The conformance suite of transports, between agents and to storage."""

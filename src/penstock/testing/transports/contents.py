@@ -1,4 +1,4 @@
-"""What both sides of a transport's harness hold before a transfer."""
+"""Memory contents of both sides of a transport's harness before a transfer."""
 
 import numpy as np
 
@@ -6,14 +6,14 @@ from penstock.testing.transports.harness import Bytes, TransportHarness
 
 
 async def differ(harness: TransportHarness) -> None:
-    """Put other bytes on either side, so that every one that moves is seen."""
+    """Fill both sides so that they differ in every byte, and every byte that moves is seen."""
     size = harness.local.region.size_bytes
     harness.write_local(np.full(size, 1, np.uint8))
     await harness.write_remote(np.full(size, 2, np.uint8))
 
 
 async def fill(harness: TransportHarness, seed: int) -> tuple[Bytes, Bytes]:
-    """Put random bytes on both sides; returns copies."""
+    """Put random bytes on both sides; return copies."""
     random = np.random.default_rng(seed)
     size = harness.local.region.size_bytes
     here = random.integers(0, 256, size, np.uint8)

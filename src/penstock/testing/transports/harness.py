@@ -1,4 +1,4 @@
-"""Two ends for a transport's conformance suite: memory here, and memory of another agent or storage of the same one."""
+"""Harness of the transport suite: local memory, and memory of another agent or storage of the same agent."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
@@ -16,16 +16,16 @@ Bytes = NDArray[np.uint8]
 
 
 class TransportHarness(Protocol):
-    """What the suite plays with. Enter it; leaving closes everything."""
+    """Both ends of a transport under test. Enter it; leaving closes everything."""
 
     @property
     def agent(self) -> TransferAgent:
-        """Posts."""
+        """The agent that posts transfers."""
         ...
 
     @property
     def peer(self) -> Peer | None:
-        """The owner of the other memory as the agent knows it; None where that is the agent itself."""
+        """The peer that owns the remote memory; None if `agent` itself does."""
         ...
 
     @property
@@ -45,26 +45,26 @@ class TransportHarness(Protocol):
     def write_local(self, data: Bytes) -> None: ...
 
     async def read_remote(self) -> Bytes:
-        """Give what is there, by other means than the transport under test where that is possible."""
+        """Read the remote content, if possible without the transport under test."""
         ...
 
     async def write_remote(self, data: Bytes) -> None: ...
 
 
 class TwoAgents:
-    """Two agents in this process whose links are sockets, so that transports work as between processes.
+    """Two agents in this process, linked by sockets, so that transports work as between processes.
 
-    Subclass it for memory that is no numpy array.
+    Subclass it for memory other than numpy arrays.
     """
 
     agent: TransferAgent
     owner: TransferAgent
-    """Owns the other memory."""
+    """The agent that owns the remote memory."""
     peer: Peer
     local: Registration
     remote: RemoteRegion
     owned: Registration
-    """`remote`, as its owner knows it."""
+    """The `remote` region at its owner."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class TwoAgents:
         size_bytes: int,
         config: TransferConfig | None = None,
     ) -> None:
-        """Make nothing yet.
+        """Make a harness; entering it starts the agents.
 
         Args:
             transports: makes the transport under test, for one agent.
-            size_bytes: of the memory on either side.
-            config: of both agents.
+            size_bytes: size of the memory on each side.
+            config: config of both agents.
         """
         self.size_bytes = size_bytes
         self._config = config or TransferConfig(listen=("unix",))
@@ -110,7 +110,7 @@ class TwoAgents:
         return TransferAgent(name, self._config, transports=self._transports())
 
     def make_memory(self) -> tuple[Bytes, object]:
-        """Make one side's memory: a view of it, and what is registered."""
+        """Make one side's memory; return a view of it, and the object to register."""
         memory = np.zeros(self.size_bytes, np.uint8)
         return memory, memory
 

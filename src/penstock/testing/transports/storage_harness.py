@@ -1,4 +1,4 @@
-"""Two ends for the conformance suite of transports to storage: memory of one agent, and a region of its storage."""
+"""Harness of the suite for storage transports: memory of one agent, and a region of its storage."""
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -14,7 +14,7 @@ from penstock.transfer import Registration, TransferAgent, TransferConfig, Trans
 
 
 class OwnStorage:
-    """One agent that is both ends. All of its storage is written at the start: what never was cannot be read."""
+    """One agent that is both ends. All storage is written at the start, since unwritten storage cannot be read."""
 
     agent: TransferAgent
     peer = None
@@ -22,11 +22,11 @@ class OwnStorage:
     remote: Registration
 
     def __init__(self, transport: Transport, region: Region) -> None:
-        """Make nothing yet.
+        """Make a harness; entering it starts the agent.
 
         Args:
-            transport: the one under test.
-            region: the storage; it says how much memory there is on either side.
+            transport: the transport under test.
+            region: the storage; its size is the size of the memory on each side.
         """
         self._transport = transport
         self._region = region
@@ -34,7 +34,7 @@ class OwnStorage:
         self._stack = AsyncExitStack()
 
     def on_exit(self, clean_up: Callable[[], None]) -> None:
-        """Have this called at the end."""
+        """Call this when the harness is left."""
         self._stack.callback(clean_up)
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What every transport must do, storage of the same agent included, as tests: subclass the suite and make a harness.
+"""The conformance suite of all transports, including those to an agent's own storage. Subclass it and make a harness.
 
 `penstock.testing.peer_transport` has the tests of transports between two agents.
 """
@@ -29,15 +29,15 @@ Play = Callable[[TransportHarness], Awaitable[None]]
 
 
 class TransportSuite:
-    """Bytes arrive, in both directions, in whatever pieces."""
+    """Tests that bytes arrive, in both directions, in ranges of any kind."""
 
     size_bytes: ClassVar[int] = 1 << 20
     large_bytes: ClassVar[int] = 48 << 20
-    """Enough for a transfer to be under way when something happens to it."""
+    """Large enough that a transfer is still running when a test interrupts it."""
 
     @staticmethod
     def harness(size_bytes: int) -> TransportHarness:
-        """Make the transport's harness, with so much memory on either side."""
+        """Make the transport's harness, with `size_bytes` of memory on each side."""
         raise NotImplementedError
 
     def play(self, scenario: Play, size_bytes: int | None = None) -> None:
@@ -265,7 +265,7 @@ class TransportSuite:
 
 
 def _scattered(random: Random, size: int, count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Cut both sides into as many pieces that do not overlap, of equal lengths in pairs; some are neighbours."""
+    """Cut both sides into n ranges without overlap, of equal lengths in pairs; some ranges are adjacent."""
     lengths = [random.choice([1, 7, 64, 511, 512, 4096, size // count // 2]) for _ in range(count)]
     sides: list[list[tuple[int, int]]] = []
     for _ in range(2):

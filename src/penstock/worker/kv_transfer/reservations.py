@@ -59,7 +59,7 @@ class BlockReservations:
 
     def check_idle(self) -> None:
         """Raise AssertionError if a request waits."""
-        assert not self._turn.locked(), "somebody still waits for room"
+        assert not self._turn.locked(), "a request still waits for blocks"
 
     def _try_to_hold(self, hashes: HashArray) -> HeldBlocks | None:
         here = list(self._engine.pin(hashes))

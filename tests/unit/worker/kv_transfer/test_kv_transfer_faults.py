@@ -348,7 +348,7 @@ def test_who_waits_for_room_longer_than_its_handle_lasts_is_computed_where_it_is
     play(scene, kv_blocks={"d0": 42}, config=config)
 
 
-def test_a_producer_that_dies_before_it_has_answered_is_not_waited_for():
+def test_a_prefill_worker_that_dies_before_it_has_answered_is_not_waited_for():
     async def scene(cluster, dispatcher):
         async with dispatcher.open(tiny_request("a")) as stream:
             await anext(stream)

@@ -28,12 +28,12 @@ def test_who_follows_what_is_no_transfer_id_is_not_remembered():
 
     async def scene(cluster, dispatcher):
         await whole_answer(dispatcher, tiny_request("a"))
-        consumer, producer = (cluster.worker(name).kv_transfer for name in ("d0", "p0"))
+        decode_worker, prefill_worker = (cluster.worker(name).kv_transfer for name in ("d0", "p0"))
         for transfer_id in (*NO_IDS, bytes(16)):
             payload = encode(PinFollow(transfer_id=transfer_id, read_id=1))
-            consumer._agent.send_notification(producer._agent.name, payload)
+            decode_worker._agent.send_notification(prefill_worker._agent.name, payload)
         await asyncio.sleep(0.1)
-        assert list(producer.exports._early) == [bytes(16)]
+        assert list(prefill_worker.exports._early) == [bytes(16)]
 
     kv_transfer_scene.play(scene)
 

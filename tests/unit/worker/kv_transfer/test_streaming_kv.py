@@ -444,7 +444,7 @@ BYTES_OF_NO_ID = msgspec.structs.replace(grown(2, [7]), block_ids=b"abc")
 
 
 @pytest.mark.parametrize("message", [grown(1, [7]), grown(3, [7]), grown(2, [7, 8]), BYTES_OF_NO_ID])
-def test_what_a_producer_says_must_go_on_where_it_was(message):
+def test_what_a_prefill_worker_says_must_go_on_where_it_was(message):
     growth = Growth(num_blocks_max=3)
     growth.add(grown(0, [5, 6]))
     assert growth.error is None
@@ -453,29 +453,29 @@ def test_what_a_producer_says_must_go_on_where_it_was(message):
 
 
 def test_a_message_that_is_none_ends_no_worker():
-    """What a producer says wrongly is its own prompt's fate; what is no message at all is skipped."""
+    """What a prefill worker says wrongly is its own prompt's fate; what is no message at all is skipped."""
 
     async def scene(cluster, dispatcher):
-        producer, consumer = kv_transfer(cluster, "p0"), kv_transfer(cluster, "d0")
-        tell = producer.exports._tell
+        prefill_worker, decode_worker = kv_transfer(cluster, "p0"), kv_transfer(cluster, "d0")
+        tell = prefill_worker.exports._tell
 
         def say_it_wrongly(agent, message):
             if isinstance(message, PinGrown):
                 message = msgspec.structs.replace(message, block_ids=b"abc")
             for payload in (b"", b"nonsense", b"\x91" * 100_000, b"\x81\xa4type\xa1\xff"):
-                producer._agent.send_notification(agent, payload)
+                prefill_worker._agent.send_notification(agent, payload)
             tell(agent, message)
 
-        producer.exports._tell = say_it_wrongly
+        prefill_worker.exports._tell = say_it_wrongly
         tokens, *_ = await whole_answer(dispatcher, tiny_request("a", LENGTH))
         assert tokens == (await expected(tiny_request("a", LENGTH)))[0]
-        assert consumer.incoming.early_failures == {"protocol_error": 1}
-        producer.exports._tell = tell
-        with mock.patch.object(consumer._reader, "grown", side_effect=KeyError("a bug")):
+        assert decode_worker.incoming.early_failures == {"protocol_error": 1}
+        prefill_worker.exports._tell = tell
+        with mock.patch.object(decode_worker._reader, "grown", side_effect=KeyError("a bug")):
             await whole_answer(dispatcher, tiny_request("b", LENGTH, seed=1))
         await whole_answer(dispatcher, tiny_request("c", LENGTH, seed=2))
         assert cluster.names == ["p0", "d0"]
-        assert consumer.incoming.early_blocks == EARLY_BLOCKS
+        assert decode_worker.incoming.early_blocks == EARLY_BLOCKS
 
     play(scene)
 
