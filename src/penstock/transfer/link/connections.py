@@ -220,6 +220,7 @@ class Connections:
     # -- what connects --------------------------------------------------------------------------------------------
 
     async def link_came(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Accept a link, which begins with TLS if there is a context."""
         link = SocketLink(self, self._agent.config, self._me.host, initiated=False)
         link.greets_by(
             ServerHandshake(
@@ -242,12 +243,18 @@ class Connections:
                 link.channel.abort("it did not say who it is in time")
 
     def stream_key(self, link_id: int) -> bytes | None:
+        """Give the key that opens streams of this link; None if there is no such link."""
         link = self._links.get(link_id)
         if not isinstance(link, SocketLink) or link.initiated or link.error is not None:
             return None
         return link.stream_key
 
     def stream_came(self, link_id: int, transport: str, connection: socket.socket) -> None:
+        """Take ownership of a stream.
+
+        Raises:
+            TransferRefused: the link has ended, or this agent does not have the transport.
+        """
         link = self._links.get(link_id)
         if link is None:
             raise TransferRefused(f"a stream of link {link_id}, which has ended")
@@ -262,6 +269,7 @@ class Connections:
         found.accept(link, connection)
 
     def unauthenticated_refused(self, error: PenstockError, where: str) -> None:
+        """Count a connection that did not authenticate, or asked for nothing sensible."""
         self._agent.refused(error, where)
 
     def _admit(self, link: AgentLink) -> int:

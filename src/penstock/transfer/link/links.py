@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.descriptors import Granted, Keys
 from penstock.core.errors import (
@@ -17,6 +17,7 @@ from penstock.core.errors import (
 )
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.framing import FrameCodec
+from penstock.seams import Link
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.link.frames import (
     FRAME_BYTES_MAX,
@@ -30,6 +31,9 @@ from penstock.transfer.link.frames import (
 )
 from penstock.transfer.link.grants import GRANTS, GrantRequest, request_over
 from penstock.transfer.link.last_end import LastEnd
+
+if TYPE_CHECKING:
+    from penstock.transfer.link.handshake import ClientHandshake, ServerHandshake
 
 _WRITE_BUFFER_BYTES = 4 << 20
 _WRITE_BYTES_MAX = 64 << 20
@@ -76,32 +80,8 @@ class LinkHandler(Protocol):
         ...
 
 
-class AgentLink(Protocol):
-    """A `penstock.seams.Link` with what only the agent uses."""
-
-    @property
-    def peer(self) -> str: ...
-
-    @property
-    def initiated(self) -> bool: ...
-
-    @property
-    def same_host(self) -> bool: ...
-
-    @property
-    def peer_pid(self) -> int: ...
-
-    @property
-    def has_streams(self) -> bool: ...
-
-    @property
-    def error(self) -> PenstockError | None: ...
-
-    def send(self, transport: str, payload: bytes) -> None: ...
-
-    async def request(self, transport: str, keys: Keys, payload: bytes = b"") -> Granted: ...
-
-    async def open_stream(self, transport: str) -> socket.socket: ...
+class AgentLink(Link, Protocol):
+    """A `penstock.seams.Link` with the methods for the agent alone."""
 
     def notify(self, payload: bytes) -> None: ...
 
@@ -169,7 +149,7 @@ class SocketLink:
         self._is_held = False
         self._last_end: LastEnd | None = None
         self._handler = handler
-        self._greeter: Greeter | None = None
+        self._greeter: ClientHandshake | ServerHandshake | None = None
         self._open_stream: StreamOpener | None = None
 
     def introduce(self, peer: str, host: bytes) -> None:
@@ -177,7 +157,9 @@ class SocketLink:
         self.peer = peer
         self.same_host = host == self._host
 
-    def greets_by(self, greeter: "Greeter", open_stream: StreamOpener | None = None) -> None:
+    def greets_by(
+        self, greeter: "ClientHandshake | ServerHandshake", open_stream: StreamOpener | None = None
+    ) -> None:
         """Know how to introduce itself and, on the initiating side, how to open streams; before it is connected."""
         self._greeter = greeter
         self._open_stream = open_stream
@@ -307,17 +289,3 @@ class SocketLink:
         self.stream_key, self.link_id = stream_key, link_id
         self.channel.accept_frames(FRAME_BYTES_MAX)
         self.opened.set_result(None)
-
-
-class Greeter(Protocol):
-    """One side of the introduction."""
-
-    def began(self, link: SocketLink) -> None: ...
-
-    def received(self, link: SocketLink, message: LinkFrame) -> None:
-        """Take a frame.
-
-        Raises:
-            ProtocolError: it is not the one that has its turn.
-        """
-        ...

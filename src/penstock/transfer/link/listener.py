@@ -6,20 +6,21 @@ import hashlib
 import hmac
 import secrets
 import socket
-import ssl
 import struct
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from penstock.core.errors import ConfigError, PeerLost, PenstockError, ProtocolError, TransferRefused
+from penstock.core.errors import ConfigError, PeerLost, ProtocolError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
 from penstock.transfer.config import SAME_HOST
 from penstock.transfer.link.frames import NONCE_BYTES, Welcome, link_codec
 from penstock.transfer.link.socket_io import receive_exactly, send_all, shake_hands
 from penstock.transfer.tls import TlsIdentity
+
+if TYPE_CHECKING:
+    from penstock.transfer.link.connections import Connections
 
 _log = get_logger()
 
@@ -33,41 +34,11 @@ _STRANGERS_MAX = 1024
 """Connections that have not shown yet who they are; more are closed."""
 
 
-class TaskStarter(Protocol):
-    """Runs tasks that end with the agent."""
-
-    def create_task(self, work: Coroutine[object, object, None]) -> "asyncio.Task[None]": ...
-
-
-class Reception(Protocol):
-    """Who takes in what connects."""
-
-    async def link_came(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Take in a link, which begins with TLS where there is a context."""
-        ...
-
-    def stream_key(self, link_id: int) -> bytes | None:
-        """Give the key that streams of this link are opened with; None if there is no such link."""
-        ...
-
-    def stream_came(self, link_id: int, transport: str, connection: socket.socket) -> None:
-        """Own a stream.
-
-        Raises:
-            TransferRefused: nobody here takes it.
-        """
-        ...
-
-    def unauthenticated_refused(self, error: PenstockError, where: str) -> None:
-        """Hear of what could not show who it is, or what it wants."""
-        ...
-
-
 class Listener:
     """The listening sockets of one agent."""
 
     def __init__(
-        self, token: bytes, reception: Reception, timeout_s: float, tls: TlsIdentity | None = None
+        self, token: bytes, reception: "Connections", timeout_s: float, tls: TlsIdentity | None = None
     ) -> None:
         """Open nothing.
 
@@ -84,7 +55,7 @@ class Listener:
         self._accepting: list[asyncio.Task[None]] = []
         self._unauthenticated = 0
 
-    def open(self, addresses: tuple[str, ...], tasks: "TaskStarter") -> list[str]:
+    def open(self, addresses: tuple[str, ...], tasks: "Connections") -> list[str]:
         """Listen, in tasks.
 
         Returns:
@@ -107,7 +78,7 @@ class Listener:
         for accepting in self._accepting:
             accepting.cancel()
 
-    async def _accept(self, listening: socket.socket, tasks: "TaskStarter") -> None:
+    async def _accept(self, listening: socket.socket, tasks: "Connections") -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -3,7 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,10 @@ from penstock.seams import Link, Move
 from penstock.transfer.regions.checksum import Sums as SumArray
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
 from penstock.transfer.transports.nixl.frames import Given, Known, Place, SumRanges, decode
-from penstock.transfer.transports.nixl.thread import NONCE_BYTES, Flight, Handles, NixlThread, Plan, Rows, row
+from penstock.transfer.transports.nixl.thread import NONCE_BYTES, Handles, NixlThread, Plan, Rows, row
+
+if TYPE_CHECKING:
+    from penstock.transfer.transports.nixl.transport import NixlTransport
 
 _W = TypeVar("_W", bound=Wire)
 NAME = "nixl"
@@ -51,44 +54,12 @@ Pieces = tuple[OffsetArray, OffsetArray, OffsetArray]
 """Which range each piece is of, where it begins in it, and its length."""
 
 
-class Owner(Protocol):
-    """The transport, as far as its channels need it."""
-
-    @property
-    def failed(self) -> Mapping[int, str]:
-        """Why NIXL does not take regions of this agent."""
-        ...
-
-    @property
-    def places(self) -> Mapping[int, Place]:
-        """Where this agent's regions are."""
-        ...
-
-    async def thread(self) -> NixlThread:
-        """Give the thread, with its agent made.
-
-        Raises:
-            TransferError: NIXL does not work here.
-        """
-        ...
-
-    async def sum(self, ranges: Descriptors) -> SumArray:
-        """Sum ranges of this agent's own memory."""
-        ...
-
-    def leave(self, flight: Flight, link: Link, region_ids: frozenset[int]) -> None:
-        """A transfer over this link has ended for its caller, and may be at these regions of this agent until `ended`."""
-        ...
-
-    def closed(self, channel: "NixlChannel") -> None: ...
-
-
 class NixlChannel:
     """The initiator's side of one link."""
 
     def __init__(
         self,
-        owner: Owner,
+        owner: "NixlTransport",
         link: Link,
         regions: Mapping[int, RegionInfo],
         cost: Mapping[TransferOp, TransferCost],

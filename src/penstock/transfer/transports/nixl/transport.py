@@ -79,7 +79,9 @@ class NixlTransport(QuietTransport):
             bindings: imports NIXL's bindings.
         """
         self.places: dict[int, Place] = {}
+        """Addresses of this agent's regions."""
         self.failed: dict[int, str] = {}
+        """Why NIXL does not take regions of this agent."""
         self._find = find
         self._bindings = bindings
         self._host: TransportHost | None = None
@@ -175,6 +177,11 @@ class NixlTransport(QuietTransport):
     # -- for channels ---------------------------------------------------------------------------------------------
 
     async def thread(self) -> NixlThread:
+        """Give the thread with its NIXL agent; the first call starts both.
+
+        Raises:
+            TransferError: NIXL does not work here.
+        """
         async with self._opening:
             if self._host is None:
                 raise TransferError("nixl is closed")
@@ -191,6 +198,7 @@ class NixlTransport(QuietTransport):
             return self._thread
 
     async def sum(self, ranges: Descriptors) -> SumArray:
+        """Compute the checksum of each range of this agent's own memory."""
         bases = {region_id: place.address for region_id, place in self.places.items()}
         work = asyncio.get_running_loop().run_in_executor(
             None, checksum_ranges, addresses_of(ranges, bases), np.ascontiguousarray(ranges.lengths)
@@ -200,6 +208,7 @@ class NixlTransport(QuietTransport):
         return await work
 
     def leave(self, flight: Flight, link: Link, region_ids: frozenset[int]) -> None:
+        """Note a transfer that has ended for its caller and may use these regions of this agent until `flight.ended`."""
         self._lingering[flight] = link, region_ids
         flight.ended.add_done_callback(lambda _: self._lingering.pop(flight, None))
 

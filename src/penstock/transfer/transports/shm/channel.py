@@ -3,10 +3,9 @@
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import count
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from penstock.core.descriptors import (
     MAIN_MEMORY,
-    Descriptors,
     OffsetArray,
     RangePairs,
     Region,
@@ -29,6 +27,9 @@ from penstock.transfer.regions.arena import Arena, expect_sealed
 from penstock.transfer.regions.copies import CopyMove, Mapped
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
 from penstock.transfer.transports.shm.other_process import OtherProcess, is_ending
+
+if TYPE_CHECKING:
+    from penstock.transfer.transports.shm.transport import ShmTransport
 
 NAME = "shm"
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -60,25 +61,6 @@ class MappedArena(Wire, frozen=True):
     is_resident: bool = False
 
 
-class Shm(Protocol):
-    """What a channel uses of its transport."""
-
-    @property
-    def executor(self) -> Executor: ...
-
-    @property
-    def threads(self) -> int: ...
-
-    @property
-    def inline_bytes_max(self) -> int: ...
-
-    def local_addresses(self, ranges: Descriptors) -> OffsetArray: ...
-
-    def touch(self, arena: Arena) -> None: ...
-
-    def closed(self, channel: "ShmChannel") -> None: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Reachable:
     """A peer's region that was granted: where it begins, in this process or, where nothing is mapped, in the peer's.
@@ -97,7 +79,7 @@ class ShmChannel:
 
     def __init__(
         self,
-        shm: Shm,
+        shm: "ShmTransport",
         link: Link,
         regions: Mapping[int, RegionInfo],
         untraceable: str | None,

@@ -1,4 +1,4 @@
-"""The side of transport `tcp` that initiates: asks the owner, and moves its own bytes over streams that it opens."""
+"""The initiator's side of transport `tcp`: asks the owner, and moves its own bytes over the link or over streams."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from itertools import count
 
 from penstock.core.descriptors import (
     MAIN_MEMORY,
+    OffsetArray,
     RangePairs,
     Region,
     RegionInfo,
@@ -51,7 +52,6 @@ from penstock.transfer.transports.tcp.frames import (
     TcpFrame,
     encode_frame,
 )
-from penstock.transfer.transports.tcp.move import LargeMove, Nothing, Piece, SmallMove
 from penstock.transfer.transports.tcp.server import STREAM_NUMBER_BYTES
 from penstock.transfer.transports.tcp.stream import DataStream, StreamBroken, StreamRoom
 
@@ -61,6 +61,16 @@ _SAME_HOST = TransferCost(start_s=150e-6, range_s=1e-7, bytes_per_s=3e9)
 """Between processes on two cores of an AMD EPYC, measured."""
 _NETWORK = TransferCost(start_s=300e-6, range_s=1e-7, bytes_per_s=1.2e9)
 """A network of 10 Gbit/s; what is measured corrects it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """What one exchange moves."""
+
+    packed: PackedRanges
+    addresses: OffsetArray
+    lengths: OffsetArray
+    num_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -361,6 +371,51 @@ class TcpChannel:
             pairs.lengths,
             pairs.total_bytes,
         )
+
+
+class Nothing:
+    """Moves nothing."""
+
+    def run_now(self) -> bool:
+        return True
+
+    async def run(self) -> None: ...
+
+
+class SmallMove:
+    """Goes over the link, in one message."""
+
+    def __init__(self, channel: TcpChannel, op: TransferOp, piece: Piece, *, checksum: bool) -> None:
+        self._ask = channel.get if op is TransferOp.READ else channel.put
+        self._piece = piece
+        self._checksum = checksum
+
+    def run_now(self) -> bool:
+        return False
+
+    async def run(self) -> None:
+        await self._ask(self._piece, checksum=self._checksum)
+
+
+class LargeMove:
+    """Goes over streams, in pieces."""
+
+    def __init__(self, channel: TcpChannel, op: TransferOp, pieces: list[Piece], *, checksum: bool) -> None:
+        self._channel = channel
+        self._op = op
+        self._pieces = pieces
+        self._checksum = checksum
+
+    def run_now(self) -> bool:
+        return False
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for piece in self._pieces:
+                    group.create_task(self._channel.push(self._op, piece, checksum=self._checksum))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
 
 
 def _error_of(info: ErrorInfo) -> PenstockError:
