@@ -14,10 +14,11 @@ from structlog.testing import capture_logs
 from penstock.core.errors import ConfigError, Overloaded, ProtocolError, RequestError, WorkerLost
 from penstock.core.hashing import HASH_VERSION
 from penstock.core.net.framing import LENGTH_BYTES, FrameReader
+from penstock.core.net.handshake import Challenge
 from penstock.core.wire import WIRE_VERSION
 from penstock.runtime import handshake
 from penstock.runtime.config import EventConfig, PlaneConfig
-from penstock.runtime.handshake import Challenge, HelloReply, Identity
+from penstock.runtime.handshake import HelloReply, Identity
 from penstock.runtime.requests.frames import CODEC, Deltas, Event, Grant, Submit, Subscribe
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.testing.loop import run_async
@@ -173,7 +174,7 @@ def test_a_server_that_is_no_worker_of_ours(replies):
     async def play(reader, writer):
         version = WIRE_VERSION + 9 if replies == "old wire" else WIRE_VERSION
         if replies != "nothing":
-            writer.write(CODEC.encode(Challenge(wire_version=version, nonce=b"n" * 16)))
+            writer.write(CODEC.encode(Challenge(version=version, nonce=b"n" * 16)))
         if replies == "wrong proof":
             reply = HelloReply(wire_version=WIRE_VERSION, hash_version=HASH_VERSION, proof=b"p" * 32)
             writer.write(CODEC.encode(reply))

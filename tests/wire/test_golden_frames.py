@@ -16,6 +16,7 @@ from penstock.core.descriptors import TransferOp
 from penstock.core.errors import ErrorInfo, ProtocolError
 from penstock.core.net import framing
 from penstock.core.net.framing import LENGTH_BYTES, FrameReader, UnknownFrame
+from penstock.core.net.handshake import Challenge
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.events import (
     AllBlocksCleared,
@@ -155,7 +156,7 @@ BATCH = EventBatch(
     ),
 )
 HELLO = {
-    "challenge": handshake.Challenge(wire_version=1, nonce=b"n" * 16),
+    "challenge": Challenge(version=1, nonce=b"n" * 16),
     "hello": handshake.Hello(
         wire_version=1,
         hash_version=1,
@@ -219,7 +220,7 @@ HUB = {
 }
 LINK_CODEC = links.link_codec()
 LINK = {
-    "challenge": links.Challenge(version=1, nonce=b"n" * 16),
+    "challenge": Challenge(version=1, nonce=b"n" * 16),
     "greeting": links.Greeting(version=1, nonce=b"m" * 16, proof=b"p" * 32, name="worker-0", host=b"h" * 8),
     "welcome": links.Welcome(proof=b"p" * 32, link_id=7),
     "welcome_not": links.Welcome(error=ERROR),

@@ -12,6 +12,7 @@ import pytest
 from penstock.core.descriptors import MemoryKind, RegionInfo, TransferOp
 from penstock.core.errors import ErrorInfo
 from penstock.core.net.framing import LENGTH_BYTES, Goodbye, Ping, Pong
+from penstock.core.net.handshake import Challenge
 from penstock.core.types.kv_layout import KvLayout, RankLayout
 from penstock.core.wire import encode
 from penstock.transfer.link import frames
@@ -23,7 +24,7 @@ GOLDEN = Path(__file__).parent.parent / "data" / "golden_transfer.json"
 CODEC = frames.link_codec()
 ERROR = ErrorInfo(code="transfer_refused", message="no", http_status=503)
 LINK = {
-    "challenge": frames.Challenge(version=1, nonce=b"n" * 16),
+    "challenge": Challenge(version=1, nonce=b"n" * 16),
     "greeting": frames.Greeting(version=1, nonce=b"m" * 16, proof=b"p" * 32, name="reader", host=b"h" * 8),
     "welcome": frames.Welcome(proof=b"p" * 32, link_id=3, error=ERROR),
     "transport": frames.TransportMessage(transport="tcp", payload=b"\x80"),

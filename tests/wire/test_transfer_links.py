@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import PeerLost, ProtocolError
 from penstock.core.net.framing import LENGTH_BYTES
+from penstock.core.net.handshake import Challenge
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.link.frames import Challenge, Greeting, LinkFrame, Welcome, Withdrawn, link_codec
+from penstock.transfer.link.frames import Greeting, LinkFrame, Welcome, Withdrawn, link_codec
 from penstock.transfer.link.listener import Endpoint
 from penstock.transfer.link.metadata import TRANSFER_VERSION, decode_metadata
 from penstock.transfer.link.socket_io import send_all

@@ -5,27 +5,13 @@ another HMAC over both. The secret is never sent or logged.
 """
 
 import hashlib
-import hmac
-import secrets
 from dataclasses import dataclass, field
 
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, WorkerLost
 from penstock.core.hashing import DEFAULT_KEY, HASH_VERSION
 from penstock.core.ids import WorkerId
+from penstock.core.net.handshake import Challenge, check_proof, check_version, new_nonce, prove
 from penstock.core.wire import WIRE_VERSION, Wire
-
-UNAUTHENTICATED_FRAME_BYTES_MAX = 4096
-"""Longest frame that a server accepts before the client has authenticated."""
-_NONCE_BYTES = 16
-_VERSION_DISTANCE_MAX = 1
-"""Wire versions that differ by no more than this understand each other."""
-
-
-class Challenge(Wire, frozen=True, tag="challenge"):
-    """The server's first frame: `nonce` is new for every connection."""
-
-    wire_version: int
-    nonce: bytes
 
 
 class Hello(Wire, frozen=True, tag="hello"):
@@ -80,7 +66,7 @@ class Identity:
 
 
 def challenge() -> Challenge:
-    return Challenge(wire_version=WIRE_VERSION, nonce=secrets.token_bytes(_NONCE_BYTES))
+    return Challenge.new(WIRE_VERSION)
 
 
 def hello(
@@ -91,8 +77,8 @@ def hello(
     Raises:
         ProtocolError: the server's wire version is incompatible.
     """
-    _check_wire_version(challenge.wire_version)
-    nonce = secrets.token_bytes(_NONCE_BYTES)
+    _check_wire_version(challenge.version)
+    nonce = new_nonce()
     return Hello(
         wire_version=WIRE_VERSION,
         hash_version=HASH_VERSION,
@@ -139,24 +125,20 @@ def check_reply(identity: Identity, challenge: Challenge, hello: Hello, reply: H
 
 
 def _proof(secret: bytes, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    message = b"penstock " + side + server_nonce + client_nonce
-    return hmac.digest(secret, message, hashlib.sha256)
+    return prove(secret, b"penstock " + side, server_nonce, client_nonce)
 
 
 def _check_wire_version(theirs: int) -> None:
-    if abs(theirs - WIRE_VERSION) > _VERSION_DISTANCE_MAX:
-        raise ProtocolError(
-            f"wire version: the peer speaks {theirs}, this process {WIRE_VERSION} and its neighbours; "
-            "bring both to the same release of Penstock"
-        )
+    check_version(theirs, WIRE_VERSION, "wire version: the peer speaks")
 
 
 def _check_proof(theirs: bytes, ours: bytes) -> None:
-    if not hmac.compare_digest(theirs, ours):
-        raise ProtocolError(
-            "deployment secret: the peer's proof does not fit ours, so the two secrets differ; "
-            "start both processes with the secret of the same deployment"
-        )
+    check_proof(
+        theirs,
+        ours,
+        "deployment secret: the peer's proof does not fit ours, so the two secrets differ; "
+        "start both processes with the secret of the same deployment",
+    )
 
 
 def _check_hashes(identity: Identity, version: int, fingerprint: str) -> None:

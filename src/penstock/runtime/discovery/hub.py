@@ -13,6 +13,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
 from penstock.core.net.channel import FrameChannel
+from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
 from penstock.core.net.listening import Listener, listen, remove_socket
 from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime import handshake
@@ -171,7 +172,7 @@ class _Client:
         self.channel: FrameChannel[HubMessage] = FrameChannel(
             CODEC,
             self,
-            frame_bytes_max=handshake.UNAUTHENTICATED_FRAME_BYTES_MAX,
+            frame_bytes_max=UNAUTHENTICATED_FRAME_BYTES_MAX,
             write_buffer_bytes=64 << 10,
             write_bytes_max=config.frame_bytes_max,
             heartbeat_interval_s=config.lease_ttl_s / 3,

@@ -15,6 +15,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
 from penstock.core.net.channel import FrameChannel
+from penstock.core.net.handshake import Challenge
 from penstock.core.net.listening import dial
 from penstock.core.types.instances import Instance, InstanceChange, InstancePut, InstanceRemoved, WatchSynced
 from penstock.runtime import handshake
@@ -261,7 +262,7 @@ class _Session:
         self._discovery = discovery
         self._identity = identity
         self._close_timeout_s = config.connect_timeout_s
-        self._hello: tuple[handshake.Challenge, handshake.Hello] | None = None
+        self._hello: tuple[Challenge, handshake.Hello] | None = None
         self._trusted = False
         self._present: set[WorkerId] | None = None  # workers reported before `WatchSynced`; None after it
         self._timer: asyncio.TimerHandle | None = None
@@ -302,7 +303,7 @@ class _Session:
                     registration = self._discovery._registrations.get(worker_id)
                     if registration is not None:
                         registration.send()
-            case handshake.Challenge():
+            case Challenge():
                 self._hello = (message, handshake.hello(self._identity, message))
                 self.channel.send(self._hello[1])
             case handshake.HelloReply():

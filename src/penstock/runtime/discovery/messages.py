@@ -3,9 +3,10 @@
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import WorkerId
 from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
+from penstock.core.net.handshake import Challenge
 from penstock.core.types.instances import Instance, InstanceChange
 from penstock.core.wire import Wire
-from penstock.runtime.handshake import Challenge, Hello, HelloReply
+from penstock.runtime.handshake import Hello, HelloReply
 
 
 class Welcome(Wire, frozen=True, tag="welcome"):

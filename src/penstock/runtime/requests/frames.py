@@ -3,12 +3,13 @@
 from penstock.core.errors import ErrorInfo, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
+from penstock.core.net.handshake import Challenge
 from penstock.core.types.events import EventMessage
 from penstock.core.types.instances import Role
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import Wire
-from penstock.runtime.handshake import Challenge, Hello, HelloReply
+from penstock.runtime.handshake import Hello, HelloReply
 
 
 class Submit(Wire, frozen=True, tag="submit"):

@@ -9,6 +9,7 @@ from penstock.core.errors import Overloaded, PenstockError, ProtocolError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.net.channel import FrameChannel
+from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
 from penstock.core.types.events import EventMessage
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta
@@ -59,7 +60,7 @@ class FrontendPeer:
         self.channel: FrameChannel[Frame] = FrameChannel(
             CODEC,
             self,
-            frame_bytes_max=handshake.UNAUTHENTICATED_FRAME_BYTES_MAX,
+            frame_bytes_max=UNAUTHENTICATED_FRAME_BYTES_MAX,
             write_buffer_bytes=config.write_buffer_bytes,
             write_bytes_max=2 * config.connection_bytes_max,
             heartbeat_interval_s=config.heartbeat_interval_s,

@@ -17,6 +17,7 @@ from penstock.core.errors import (
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.net.channel import FrameChannel
+from penstock.core.net.handshake import Challenge
 from penstock.core.types.instances import Instance, Role
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime import handshake
@@ -75,7 +76,7 @@ class WorkerPeer:
         self._sink = sink
         self._identity = identity
         self._config = config
-        self._hello: tuple[handshake.Challenge, handshake.Hello] | None = None
+        self._hello: tuple[Challenge, handshake.Hello] | None = None
         self._closing = False
         self._ungranted: dict[RequestId, int] = {}  # open requests -> tokens consumed and not granted yet
         self._grants: dict[RequestId, int] = {}  # to send in the next turn of the loop
@@ -198,7 +199,7 @@ class WorkerPeer:
                 self._on_chunk(message)
             case RoleChanged(call_id=call_id, error=info):
                 self._calls.answered(call_id, None if info is None else from_info(info))
-            case handshake.Challenge():
+            case Challenge():
                 self._on_challenge(message)
             case handshake.HelloReply():
                 self._on_reply(message)
@@ -244,7 +245,7 @@ class WorkerPeer:
             self.channel.send(Grant(grants=tuple(self._grants.items())))
             self._grants.clear()
 
-    def _on_challenge(self, challenge: handshake.Challenge) -> None:
+    def _on_challenge(self, challenge: Challenge) -> None:
         if self._hello is not None:
             raise ProtocolError("challenge: a second one on the same connection; the peer is broken")
         try:

@@ -2,21 +2,11 @@
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
+from penstock.core.net.handshake import Challenge
 from penstock.core.wire import Wire
 
-NONCE_BYTES = 16
-PROOF_BYTES = 32
 FRAME_BYTES_MAX = 16 << 20
-UNAUTHENTICATED_FRAME_BYTES_MAX = 4096
-"""What an agent reads of one frame before it knows who sent it."""
 NOTIFICATION_BYTES_MAX = 1 << 20
-
-
-class Challenge(Wire, frozen=True, tag="challenge"):
-    """The listening side's first frame: `nonce` is new for every link."""
-
-    version: int
-    nonce: bytes
 
 
 class Greeting(Wire, frozen=True, tag="greeting"):

@@ -1,12 +1,10 @@
 """How two agents come to know each other: each proves to know what the other one's metadata carries, and the secret."""
 
-import hashlib
-import hmac
-import secrets
 from collections.abc import Callable
 
 from penstock.core.errors import PenstockError, ProtocolError, from_info
-from penstock.transfer.link.frames import NONCE_BYTES, Challenge, Greeting, LinkFrame, Welcome
+from penstock.core.net.handshake import Challenge, check_proof, new_nonce, prove
+from penstock.transfer.link.frames import Greeting, LinkFrame, Welcome
 from penstock.transfer.link.links import SocketLink
 from penstock.transfer.link.metadata import TRANSFER_VERSION, check_version
 
@@ -19,14 +17,14 @@ class Proof:
 
     def __init__(self, secret: bytes, token: bytes) -> None:
         """Derive the key."""
-        self._key = hmac.digest(b"penstock transfer" + secret, token, hashlib.sha256)
+        self._key = prove(b"penstock transfer" + secret, token)
 
     def challenge(self) -> Challenge:
-        return Challenge(version=TRANSFER_VERSION, nonce=secrets.token_bytes(NONCE_BYTES))
+        return Challenge.new(TRANSFER_VERSION)
 
     def greet(self, challenge: Challenge, name: str, host: bytes) -> Greeting:
         """Answer a challenge, of whatever version: the other side refuses this one, too, and knows why."""
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = new_nonce()
         return Greeting(
             version=TRANSFER_VERSION,
             nonce=nonce,
@@ -60,15 +58,16 @@ class Proof:
         return self._prove(b"stream", challenge.nonce, greeting.nonce)
 
     def _prove(self, side: bytes, *nonces: bytes) -> bytes:
-        return hmac.digest(self._key, side + b"".join(nonces), hashlib.sha256)
+        return prove(self._key, side, *nonces)
 
     @staticmethod
     def _check(theirs: bytes, ours: bytes, peer: str) -> None:
-        if not hmac.compare_digest(theirs, ours):
-            raise ProtocolError(
-                f"agent {peer}: its proof does not fit: the metadata is not of the agent that runs there now, or the two"
-                " `secret`s differ; exchange metadata anew, and give both agents the deployment's secret"
-            )
+        check_proof(
+            theirs,
+            ours,
+            f"agent {peer}: its proof does not fit: the metadata is not of the agent that runs there now, or the two"
+            " `secret`s differ; exchange metadata anew, and give both agents the deployment's secret",
+        )
 
 
 class ClientHandshake:
@@ -112,7 +111,7 @@ class ClientHandshake:
                 case Challenge(), None:
                     self._said = message, self._proof.greet(message, self._name, self._host)
                     link.channel.send(self._said[1])
-                    check_version(message.version, "the agent that listens there")
+                    check_version(message.version, f"agent {self._peer}")
                 case Welcome(error=None), (challenge, greeting):
                     self._proof.check_welcome(challenge, greeting, message, self._peer)
                     link.admitted(self._proof.stream_key(challenge, greeting), message.link_id)

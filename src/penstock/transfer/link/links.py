@@ -17,11 +17,11 @@ from penstock.core.errors import (
 )
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.framing import FrameCodec
+from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
 from penstock.seams import Link
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.link.frames import (
     FRAME_BYTES_MAX,
-    UNAUTHENTICATED_FRAME_BYTES_MAX,
     LinkFrame,
     Notification,
     TransportMessage,

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import hmac
-import secrets
 import socket
 import struct
 from dataclasses import dataclass
@@ -14,8 +12,9 @@ from typing import TYPE_CHECKING
 from penstock.core.errors import ConfigError, PeerLost, ProtocolError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
+from penstock.core.net.handshake import NONCE_BYTES, check_proof, new_nonce, prove
 from penstock.transfer.config import SAME_HOST
-from penstock.transfer.link.frames import NONCE_BYTES, Welcome, link_codec
+from penstock.transfer.link.frames import Welcome, link_codec
 from penstock.transfer.link.socket_io import receive_exactly, send_all, shake_hands
 from penstock.transfer.tls import TlsIdentity
 
@@ -139,14 +138,14 @@ class Listener:
                 raise
 
     async def _take_stream(self, connection: socket.socket) -> None:
-        nonce = secrets.token_bytes(
-            NONCE_BYTES
-        )  # this side's: a header that was seen once opens nothing again
+        nonce = new_nonce()  # this side's: a recorded header opens nothing
         await send_all(connection, nonce)
         link_id, transport, proof = _HEADER.unpack(await receive_exactly(connection, _HEADER.size))
         key = self._reception.stream_key(link_id)
-        if key is None or not hmac.compare_digest(proof, _prove(key, nonce, link_id, transport)):
-            raise ProtocolError(f"a stream of link {link_id}, which is not known, or not known to the caller")
+        unknown = f"a stream of link {link_id}, which is not known, or not known to the caller"
+        if key is None:
+            raise ProtocolError(unknown)
+        check_proof(proof, _prove_stream(key, nonce, link_id, transport), unknown)
         await send_all(connection, _ACCEPTED)
         name = transport.rstrip(b"\0").decode("ascii", "replace")
         self._reception.stream_came(link_id, name, connection)
@@ -210,7 +209,7 @@ class Endpoint:
                     await shake_hands(secure)
                     self.check_certificate(secure.getpeercert(binary_form=True))
                 nonce = await receive_exactly(connection, NONCE_BYTES)
-                proof = _prove(key, nonce, link_id, padded)
+                proof = _prove_stream(key, nonce, link_id, padded)
                 await send_all(connection, _HEADER.pack(link_id, padded, proof))
                 await receive_exactly(connection, len(_ACCEPTED))
         except (OSError, EOFError, TimeoutError) as error:
@@ -314,5 +313,5 @@ def _place(text: str, token: bytes) -> tuple[socket.AddressFamily, tuple[str, in
     return family, (str(where[0]), int(where[1]))
 
 
-def _prove(key: bytes, nonce: bytes, link_id: int, transport: bytes) -> bytes:
-    return hmac.digest(key, nonce + link_id.to_bytes(8, "little") + transport, hashlib.sha256)
+def _prove_stream(key: bytes, nonce: bytes, link_id: int, transport: bytes) -> bytes:
+    return prove(key, b"", nonce, link_id.to_bytes(8, "little"), transport)

@@ -7,13 +7,13 @@ import msgspec
 
 from penstock.core.descriptors import RegionInfo
 from penstock.core.errors import ProtocolError
+from penstock.core.net import handshake
 from penstock.core.wire import Wire, encode
 
 TRANSFER_VERSION = 1
 """Raised when an older agent could misread metadata or frames; neighbours understand each other."""
 _MAGIC = b"PTA\n"
 _BYTES_MAX = 64 << 20
-_NEIGHBOURS = 1
 
 
 class AgentMetadata(Wire, frozen=True):
@@ -66,16 +66,12 @@ def decode_metadata(data: bytes) -> AgentMetadata:
 
 
 def check_version(theirs: int, who: str) -> None:
-    """Refuse what speaks another language.
+    """Check a peer's version.
 
     Raises:
-        ProtocolError: its version is too far from ours.
+        ProtocolError: it is too far from ours.
     """
-    if abs(theirs - TRANSFER_VERSION) > _NEIGHBOURS:
-        raise ProtocolError(
-            f"{who}: transfer version {theirs}, this process speaks {TRANSFER_VERSION} and its neighbours; bring both"
-            " to the same release of Penstock"
-        )
+    handshake.check_version(theirs, TRANSFER_VERSION, f"{who}: transfer version")
 
 
 def host_fingerprint() -> bytes:
