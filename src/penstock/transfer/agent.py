@@ -1,4 +1,4 @@
-"""One process's end of all transfers: it registers memory, meets other agents and moves bytes between theirs and its own."""
+"""The transfer agent of a process: registers memory, connects to other agents and moves bytes."""
 
 import asyncio
 from collections import deque
@@ -39,13 +39,13 @@ from penstock.transfer.requests.running import RunningTransfers
 _log = get_logger()
 _REFUSALS_KEPT = 64
 _LAST_WAIT_S = 0.1
-"""What a peer that was cut off has left to let go of memory."""
+"""The least time that a peer has to release memory after it was cut off."""
 
 
 class TransferAgent:
-    """Moves bytes between registered memory of this process and that of others, one-sided and without blocking.
+    """Moves bytes between registered memory of this process and of other processes, one-sided and without blocking.
 
-    Enter it; leaving ends every transfer. One event loop owns it. Transfers are not ordered among each other.
+    Use it as a context manager; leaving ends every transfer. One event loop owns it. Transfers have no order among each other.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class TransferAgent:
         """Do nothing yet.
 
         Args:
-            name: what peers call it; unique among the agents that meet.
+            name: its name at peers; unique among agents that connect to each other.
             config: bounds and times.
-            transports: with storage among them, to use instead of all that are built in.
+            transports: transports and storage to use; None for all that are built in.
         """
         self.name = name
         self.config = config or TransferConfig()
         self.counters = TransferCounters()
         self.refusals: deque[PenstockError] = deque(maxlen=_REFUSALS_KEPT)
-        """The latest refusals of what others asked of this agent."""
+        """The latest requests of peers that this agent refused."""
         self.identity = Identity(name, self.config)
         made = default_transports(self.config) if transports is None else transports
         self._transports, self._storage = allowed(made, self.config.transports)
@@ -76,7 +76,7 @@ class TransferAgent:
         self.grants = Grants(self, self.config.connect_timeout_s)
         self._connections = Connections(self)
         self._quarantine = Quarantine(name, self._transports, self._storage, self.grants)
-        self._met = PeerTable(
+        self._peers = PeerTable(
             Peer(name, self.identity.token, None),
             self._connections,
             self._transports,
@@ -90,7 +90,7 @@ class TransferAgent:
         """Start transports and listen.
 
         Raises:
-            ConfigError: it cannot listen as it should.
+            ConfigError: it cannot listen at an address of `config.listen`.
         """
         self._tasks = await asyncio.TaskGroup().__aenter__()
         self.running.open(self._tasks)
@@ -99,16 +99,16 @@ class TransferAgent:
                 try:
                     await transport.start(self)
                 except TransferError as error:
-                    self._met.unavailable[transport.name] = error.message
+                    self._peers.unavailable[transport.name] = error.message
                     del self._transports[transport.name]
                     await transport.close()
             for storage in self._storage.values():
                 storage.start(self)
             self._addresses = self._connections.open(self.config.listen, self._tasks)
-            await self._met.find_ways(
-                self._met.own, {name: t.contact() for name, t in self._transports.items()}
+            await self._peers.find_routes(
+                self._peers.own, {name: t.contact() for name, t in self._transports.items()}
             )
-            self._met.own.routes.update(
+            self._peers.own.routes.update(
                 {name: Route(name, storage, storage) for name, storage in self._storage.items()}
             )
         except BaseException:
@@ -122,22 +122,23 @@ class TransferAgent:
         await self.close()
 
     async def close(self) -> None:
-        """End every transfer and every link; memory that was registered is free then. Safe twice.
+        """End every transfer and every link; registered memory is free when this returns. Safe twice.
 
         Raises:
-            MemoryInUse: a peer that does not answer may still use some of it, which stays as long as the process does.
+            MemoryInUse: a peer that does not answer may still use some memory; that memory stays allocated as long as the
+                process runs.
         """
         tasks, self._tasks = self._tasks, None
         if tasks is None:
             return
         await self.running.close(TransferError(f"agent {self.name} closes"))
-        peers = [*self._met.by_name.values(), self._met.own]
+        peers = [*self._peers.by_name.values(), self._peers.own]
         self._connections.close()
         for peer in peers:
-            await peer.close_ways()
+            await peer.close_routes()
         for one in self._parts():
             await one.close()
-        self._met.let_go()
+        self._peers.let_go()
         for task in self._connections.tasks:
             task.cancel()
         await tasks.__aexit__(None, None, None)
@@ -146,32 +147,31 @@ class TransferAgent:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def register(self, memory: object, name: str = "", *, access: Access | None = None) -> Registration:
-        """Make memory known, so that transfers can use it. Prefer one large region to many small ones.
+        """Register memory for transfers. Prefer one large region to many small ones.
 
         Args:
-            memory: a `Region` (an `Arena`'s, a file's, an object store's), a numpy array, a torch tensor or any
-                contiguous buffer; it is kept alive.
-            name: how peers find it; "" for the name that a `Region` brings.
-            access: the most that peers may do with it, whatever metadata they are given; None for all that the memory
-                lets them.
+            memory: a `Region` (an `Arena`'s, a file's, an object store's), a numpy array, a torch tensor or any contiguous
+            buffer; the agent keeps it alive.
+            name: its name at peers; "" for the name of the `Region`.
+            access: the most that any peer may do with it; None for all that the memory permits.
 
         Raises:
-            TransferRefused: it is no memory, no transport has any use for it, or it cannot be written as `access` says.
+            TransferRefused: it is no memory, no transport can use it, or `access` asks to write read-only memory.
         """
         region = memory if isinstance(memory, Region) else region_of(memory, name)
         registration = self._table.register(
             region, self._transports, self._storage, self.unavailable, name=name, access=access
         )
-        self._met.own.infos[registration.region_id] = registration.info
+        self._peers.own.infos[registration.region_id] = registration.info
         return registration
 
     async def deregister(self, registration: Registration) -> None:
-        """Forget memory: what uses it ends with an error, here and at peers, and has ended when this returns.
+        """Deregister memory: transfers that use it end with an error, here and at peers, before this returns.
 
         Raises:
             TransferRefused: it is not registered (any more), or by another agent.
-            MemoryInUse: who may still use it did not answer within `heartbeat_timeout_s`. The agent keeps the memory alive
-                until that one answers or ends (`quarantined`); this may be called again to wait for it.
+            MemoryInUse: a peer that may still use it did not answer within `heartbeat_timeout_s`. The agent keeps the memory
+                alive until the peer answers or ends (`quarantined`); call this again to wait on.
         """
         began_s = asyncio.get_running_loop().time()
         if registration not in self._quarantine:
@@ -181,7 +181,7 @@ class TransferAgent:
 
     @property
     def quarantined(self) -> tuple[Registration, ...]:
-        """What was deregistered while somebody who does not answer could use it, and is not free yet."""
+        """Deregistered memory that a peer without an answer may still use."""
         return self._quarantine.held
 
     def _parts(self) -> list[Transport | Storage]:
@@ -190,7 +190,7 @@ class TransferAgent:
     async def _withdraw(self, registration: Registration) -> None:
         region_id = registration.region_id
         self._table.remove(registration)
-        self._met.own.infos.pop(region_id, None)
+        self._peers.own.infos.pop(region_id, None)
         gone = TransferRefused(f"region {region_id} of agent {self.name} was deregistered")
         await self.running.end_local(region_id, gone)
         await self._connections.withdraw(region_id)
@@ -202,14 +202,14 @@ class TransferAgent:
     def metadata(
         self, regions: Iterable[Registration] | None = None, *, access: Access | None = None
     ) -> bytes:
-        """Say what a peer has to know to `connect`, to be handed to it by any safe means: who has it, has access.
+        """Encode what a peer needs to `connect`. Transmit it safely: whoever has it has access.
 
         Args:
-            regions: what the peer may use; None for all that are registered now. It can be handed more later.
-            access: what it may do with them; None for all that each registration allows.
+            regions: regions that the peer may use; None for all that are registered now. Later metadata can add regions.
+            access: what the peer may do with them; None for all that each registration allows.
 
         Raises:
-            TransferRefused: one of them is not registered (any more), or by another agent, or not for such access.
+            TransferRefused: a region is not registered here (any more), or not for such access.
         """
         given = list(self._table) if regions is None else [self._table.expect(region) for region in regions]
         contacts = {name: transport.contact() for name, transport in self._transports.items()}
@@ -218,14 +218,14 @@ class TransferAgent:
         )
 
     async def connect(self, metadata: bytes) -> Peer:
-        """Meet another agent, or learn of more of its regions.
+        """Connect to another agent; if it is connected already, add the regions that the metadata names.
 
         Args:
-            metadata: what its `metadata` gave.
+            metadata: the result of its `metadata`.
 
         Raises:
-            ProtocolError: that is no metadata, of another version, or the peer's `secret` is another one.
-            PeerLost: it cannot be reached; the text says at which addresses it was tried.
+            ProtocolError: this is no metadata, the peer speaks another version, or the two `secret`s differ.
+            PeerLost: it cannot be reached; the text lists the addresses that were tried.
         """
         found = decode_metadata(metadata)
         if found.token == self.identity.token:
@@ -234,50 +234,50 @@ class TransferAgent:
             )
         if self._tasks is None:
             raise TransferError(f"agent {self.name} is not open; use it within `async with`")
-        return await self._met.meet(found)
+        return await self._peers.meet(found)
 
     async def disconnect(self, peer: Peer | str) -> None:
-        """End all transfers with a peer and forget it. No error if it is gone."""
-        known = self._met.by_name.get(peer if isinstance(peer, str) else peer.name)
+        """End all transfers with a peer and its link. No error if it is not connected."""
+        known = self._peers.by_name.get(peer if isinstance(peer, str) else peer.name)
         if known is not None:
-            await self._met.forget(known, "disconnected")
+            await self._peers.forget(known, "disconnected")
 
     @property
     def peers(self) -> Mapping[str, Peer]:
-        """The agents that this one is connected to, by name; one that is lost is forgotten."""
-        return self._met.by_name
+        """The connected agents by name, without those that were lost."""
+        return self._peers.by_name
 
     @property
     def transport_names(self) -> tuple[str, ...]:
-        """Those that may reach other agents: that work here, or before it is entered, that it will try."""
+        """Names of the transports that work here; before the agent is entered, of those that it will try."""
         return tuple(self._transports)
 
     def setup_s(self, name: str) -> float:
-        """Say what one of these takes to reach another agent for the first time, in seconds."""
+        """Give the seconds that a transport needs before its first transfer with a peer."""
         return self._transports[name].setup_s
 
     @property
     def unavailable(self) -> Mapping[str, str]:
         """Why transports cannot work here, by name."""
-        return self._met.unavailable
+        return self._peers.unavailable
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
     def prepare(
         self, local: Descriptors, remote: Descriptors, peer: Peer | str | None = None
     ) -> PreparedTransfer:
-        """Check and merge two lists of ranges, to be posted again and again.
+        """Check and merge two lists of ranges; the result can be posted any number of times.
 
         Args:
             local: ranges of this agent's regions.
-            remote: as many, each as long; of the peer's regions, or of this agent's own without one.
+            remote: ranges of the peer's regions, as many and each as long; of this agent's own if there is no peer.
             peer: whose; None for this agent itself, as for files.
 
         Raises:
-            TransferRefused: the lists do not fit each other or what is registered.
+            TransferRefused: the lists do not fit each other, or the registered regions.
             PeerLost: there is no such peer (any more).
         """
-        there = self._met.find(peer)
+        there = self._peers.find(peer)
         self._table.check(local)
         there.check(remote)
         pairs = pair_ranges(local, remote)
@@ -296,16 +296,16 @@ class TransferAgent:
         timeout_s: float | None = None,
         checksum: bool | None = None,
     ) -> TransferHandle:
-        """Begin to move bytes; returns at once, and small transfers are then done already.
+        """Post a transfer and return at once. A small one is done by then.
 
         Args:
             op: READ from the peer into this agent's memory, or WRITE.
             local: ranges of this agent's regions.
-            remote: as many, each as long, of the peer's.
+            remote: ranges of the peer's regions, as many and each as long.
             peer: whose; None for this agent itself, as for files.
-            notify: given to the peer's `notifications` after all bytes have arrived; "" for nothing.
+            notify: a notification for the peer, sent after all bytes have arrived; b"" for none.
             timeout_s: the deadline; None for the configured one.
-            checksum: whether bytes that arrive changed are an error; None for the transport's own habit.
+            checksum: whether to verify the bytes (`ChecksumMismatch`); None for the transport's default.
 
         Raises:
             TransferRefused: this cannot be done, ever; the text says why.
@@ -324,20 +324,20 @@ class TransferAgent:
         *,
         remote: Registration | RemoteRegion | None = None,
     ) -> float:
-        """Estimate a transfer in seconds: by the fastest transport to that peer, and by what was measured so far.
+        """Estimate the seconds of a transfer by the fastest transport to a peer, from its cost and measured transfers.
 
         Args:
             op: the direction.
             num_bytes: of all ranges.
             ranges: how many.
             peer: whose memory is at the other end; None for this agent itself, as for files.
-            remote: a region there; then only transports that reach it count, as those of a file.
+            remote: a region of the peer; only transports that reach it count. None for all transports.
 
         Raises:
             PeerLost: there is no such peer (any more).
             TransferError: no transport reaches it.
         """
-        there = self._met.find(peer)
+        there = self._peers.find(peer)
         now_s = asyncio.get_running_loop().time()
         seconds = [
             route.seconds(op, num_bytes, ranges, now_s)
@@ -349,11 +349,11 @@ class TransferAgent:
         return min(seconds)
 
     def notifications(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield what peers sent with transfers or alone: (agent's name, payload), for ever. One reader at a time."""
+        """Yield notifications for ever: (agent's name, payload). One reader at a time."""
         return self._notification_queue.read()
 
     def send_notification(self, peer: Peer | str, payload: bytes) -> None:
-        """Tell a peer something; one that this agent connected to, or that connected to it. Ordered, not acknowledged.
+        """Send a notification to a connected agent, whichever side connected. Notifications are ordered and not acknowledged.
 
         Raises:
             PeerLost: there is no link to it.
@@ -366,7 +366,7 @@ class TransferAgent:
 
     @property
     def transfers_under_way(self) -> int:
-        """How many transfers were posted and have not ended."""
+        """The number of posted transfers that have not ended."""
         return len(self.running)
 
     # -- for prepared transfers -----------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ class TransferAgent:
             if op is TransferOp.READ:
                 registration.check_writable()
         for region_id in prepared.remote_ids:
-            if prepared.peer is not self._met.own:
+            if prepared.peer is not self._peers.own:
                 prepared.peer.check_given(region_id, op)
             elif op is TransferOp.WRITE:
                 self._table.get(region_id).check_writable()
@@ -398,7 +398,7 @@ class TransferAgent:
             raise
 
     def refused(self, error: PenstockError, peer: str) -> None:
-        """Count and log what somebody asked for in vain."""
+        """Count, log and keep a peer's request that was refused."""
         add(self.counters.refused, error.code)
         self.refusals.append(error)
         _log.warning("transfer_refused", agent=self.name, peer=peer, error=error.message)
@@ -413,20 +413,20 @@ class TransferAgent:
         self._notification_queue.received(link, payload)
 
     async def withdrawn(self, link: AgentLink, region_id: int) -> None:
-        """A peer's region is gone: end what uses it, then say so."""
-        await self._met.withdrawn(link, region_id)
+        """End the transfers that use a peer's deregistered region, then tell the peer."""
+        await self._peers.withdrawn(link, region_id)
         link.withdraw_done(region_id)
 
-    def see_off(self, link: AgentLink) -> bool:
-        """Note what a peer that leaves may still use."""
-        return self._quarantine.see_off(link)
+    def note_departure(self, link: AgentLink) -> bool:
+        """Note the memory that a leaving peer may still use; say whether there is any."""
+        return self._quarantine.note_departure(link)
 
     def lost(self, link: AgentLink, error: PenstockError) -> None:
-        """A link has ended: so has all that goes over it."""
+        """End all that uses a link that has ended."""
         for transport in self._transports.values():
             transport.lost(link, error)
-        peer = self._met.lost(link)
+        peer = self._peers.lost(link)
         if peer is not None:
             self.counters.lost_peers += 1
             if self._tasks is not None:  # else `close` lets go of it
-                self.spawn(self._met.forget(peer, error.message, PeerLost(error.message)))
+                self.spawn(self._peers.forget(peer, error.message, PeerLost(error.message)))

@@ -1,13 +1,13 @@
-"""What an agent has done, counted; for metrics."""
+"""Counters of an agent, for metrics."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class TransferCounters:
-    """Totals since the agent began, by transport where there is a mapping.
+    """Totals since the agent began; mappings are by transport.
 
-    `refused` counts what peers asked for and did not get, by the error's code; `lost_peers` links that broke.
+    `refused` counts peers' refused requests by error code; `lost_peers` counts links that ended without a disconnect here.
     """
 
     read_bytes: dict[str, int] = field(default_factory=dict)

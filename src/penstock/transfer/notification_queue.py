@@ -1,4 +1,4 @@
-"""An agent's notifications: it tells peers and itself, and keeps what came until it is read."""
+"""An agent's notifications: sent to peers and to itself, and queued on arrival until they are read."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,15 +10,15 @@ from penstock.transfer.link.links import AgentLink
 
 
 class NotificationQueue:
-    """Those of one agent. Its event loop owns it."""
+    """The notifications of one agent. Its event loop owns the queue."""
 
     def __init__(self, owner: str, notifications_max: int, counters: TransferCounters) -> None:
-        """Be empty.
+        """Begin empty.
 
         Args:
             owner: the agent's name.
-            notifications_max: kept for a reader; those of the agent's own transfers under way may come on top.
-            counters: what was sent and received.
+            notifications_max: the most unread notifications; notifications of the agent's own running transfers may exceed it.
+            counters: count sent and received notifications.
         """
         self._owner = owner
         self._notifications_max = notifications_max
@@ -26,15 +26,15 @@ class NotificationQueue:
         self._unread: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
 
     def check(self, link: AgentLink | None, payload: bytes) -> None:
-        """Refuse what cannot be sent.
+        """Check a notification before its transfer starts.
 
         Args:
-            link: to whom; None for the agent itself.
-            payload: what.
+            link: to the receiver; None for the agent itself.
+            payload: its bytes.
 
         Raises:
             TransferRefused: it is too long.
-            Overloaded: it is for the agent itself, which does not read.
+            Overloaded: it is for the agent itself, whose queue is full.
             TypeError: it is not bytes.
         """
         if not isinstance(payload, bytes):
@@ -47,7 +47,7 @@ class NotificationQueue:
             raise Overloaded(self._full)
 
     def send(self, link: AgentLink | None, payload: bytes) -> None:
-        """Tell a peer, or the agent itself, what was checked."""
+        """Send a checked notification to a peer or to the agent itself."""
         self._counters.notifications_sent += 1
         if link is None:
             self._unread.put_nowait((self._owner, payload))
@@ -55,10 +55,10 @@ class NotificationQueue:
             link.notify(payload)
 
     def received(self, link: AgentLink, payload: bytes) -> None:
-        """Keep what a peer says.
+        """Queue a peer's notification.
 
         Raises:
-            ProtocolError: nobody reads.
+            ProtocolError: the queue is full.
         """
         if self._is_full:
             raise ProtocolError(self._full)

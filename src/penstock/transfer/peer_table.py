@@ -1,4 +1,4 @@
-"""The peers of one agent: connected, with the transports that reach each, and forgotten when lost."""
+"""The connected peers of an agent, each with the transports that reach it."""
 
 import asyncio
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ class PeerTable:
         running: RunningTransfers,
         connect_timeout_s: float,
     ) -> None:
-        """Know nobody.
+        """Begin without peers.
 
         Args:
             own: the agent itself.
             dialler: opens links to others.
             transports: those that work here.
-            running: the transfers that end with a peer.
-            connect_timeout_s: how long a transport may take to find out whether it reaches a peer.
+            running: the running transfers; those with a peer end with its link.
+            connect_timeout_s: the longest time for a transport to find out whether it reaches a peer.
         """
         self.own = own
         self.unavailable: dict[str, str] = {}
@@ -70,11 +70,11 @@ class PeerTable:
         raise PeerLost(f"agent {name} is not connected (any more); connect to it first")
 
     async def meet(self, found: AgentMetadata) -> Peer:
-        """Connect, unless it is known already, and learn of its regions.
+        """Connect unless the peer is connected already, and add its regions.
 
         Raises:
-            ProtocolError: it is not who it should be.
-            PeerLost: it cannot be reached, or leaves meanwhile.
+            ProtocolError: its handshake failed.
+            PeerLost: it cannot be reached, or the link ends meanwhile.
         """
         async with self._meeting.setdefault(found.name, asyncio.Lock()):
             known = self.by_name.get(found.name)
@@ -91,14 +91,14 @@ class PeerTable:
             peer.learn(found.regions)
             self.by_name[peer.name] = peer
             try:
-                await self.find_ways(peer, found.contacts)
+                await self.find_routes(peer, found.contacts)
                 peer.check_alive()
             except BaseException:
                 await self.forget(peer, "they did not come to know each other")
                 raise
             return peer
 
-    async def find_ways(self, peer: Peer, contacts: Mapping[str, bytes]) -> None:
+    async def find_routes(self, peer: Peer, contacts: Mapping[str, bytes]) -> None:
         """Find out which transports reach a peer."""
         peer.unreachable.update(self.unavailable)
         for name, transport in self._transports.items():
@@ -117,12 +117,12 @@ class PeerTable:
                 peer.routes[name] = Route(name, channel, transport)
 
     async def forget(self, peer: Peer, why: str, error: PeerLost | None = None) -> None:
-        """End all transfers with a peer, then the link and all that was opened for it.
+        """End all transfers with a peer, then its channels and its link.
 
         Args:
-            peer: whom.
-            why: for the peer.
-            error: of the transfers; None to say no more than that.
+            peer: the peer to forget.
+            why: the reason that the peer is told.
+            error: the error of the transfers; None for one that says `why`.
         """
         self._drop(peer)
         link = peer.link
@@ -130,13 +130,13 @@ class PeerTable:
             await self._running.end_peer(peer, error or PeerLost(f"agent {peer.name}: {why}"))
             if link is not None:
                 link.close(why)
-            await peer.close_ways()
+            await peer.close_routes()
         finally:
             if link is not None:
                 call_after(self._users(peer, link), lambda: self._let_go(link))
 
     def let_go(self) -> None:
-        """Nothing uses memory of any peer any more: the agent has closed."""
+        """Release every peer's memory, when the agent has closed."""
         for link in list(self._held):
             self._let_go(link)
 
@@ -145,10 +145,10 @@ class PeerTable:
         link.let_go()
 
     def lost(self, link: AgentLink) -> Peer | None:
-        """A link has ended: who was reached by it is known no longer.
+        """Remove the peer of a link that has ended.
 
         Returns:
-            the peer, to be forgotten; None if it was not one that this agent connected to, or is forgotten already.
+            the peer, for the caller to `forget`; None if the link was not initiated here, or the peer is forgotten already.
         """
         peer = self._at(link)
         if peer is not None:
@@ -156,7 +156,7 @@ class PeerTable:
         return peer
 
     async def withdrawn(self, link: AgentLink, region_id: int) -> None:
-        """A peer's region is gone, and so is what uses it when this returns."""
+        """End the transfers that use a deregistered region of a peer, and have channels forget it."""
         peer = self._at(link)
         if peer is not None:
             peer.infos.pop(region_id, None)
@@ -167,7 +167,7 @@ class PeerTable:
                     route.channel.forget(region_id)
 
     def _users(self, peer: Peer, link: AgentLink) -> "list[asyncio.Future[None]]":
-        """List what may use memory of a peer that is forgotten."""
+        """List what may still use memory of a forgotten peer."""
         lingering = [user for transport in self._transports.values() for user in transport.lingering(link)]
         return [user for user in (*self._running.tasks_of(peer), *lingering) if not user.done()]
 

@@ -22,13 +22,13 @@ class TlsConfig(Config):
 
 
 class TlsIdentity:
-    """What an agent shows, and what it accepts."""
+    """An agent's certificate, and the certificates that it accepts."""
 
     def __init__(self, config: TlsConfig) -> None:
         """Read the files.
 
         Raises:
-            ConfigError: one cannot be read, or they do not fit each other.
+            ConfigError: a file cannot be read, or certificate and key do not belong together.
         """
         self.server = _context(ssl.PROTOCOL_TLS_SERVER, config)
         self.server.num_tickets = 0  # nobody resumes
@@ -36,7 +36,7 @@ class TlsIdentity:
         text = Path(config.certificate).read_text(encoding="ascii", errors="replace")
         first = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
         self.fingerprint = fingerprint_of(ssl.PEM_cert_to_DER_cert(first))
-        """Names the certificate in this agent's metadata."""
+        """The fingerprint of the certificate, for this agent's metadata."""
 
     @classmethod
     def of(cls, config: TlsConfig | None) -> Self | None:
@@ -55,7 +55,7 @@ class TlsIdentity:
             )
 
     def wrap(self, connection: socket.socket, *, server_side: bool) -> ssl.SSLSocket:
-        """Own a connected socket; the handshake comes next."""
+        """Wrap a connected socket; the caller runs the TLS handshake."""
         context = self.server if server_side else self.client
         return context.wrap_socket(connection, server_side=server_side, do_handshake_on_connect=False)
 

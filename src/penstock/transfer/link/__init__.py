@@ -1,4 +1,4 @@
 """Links between agents: listening, handshake, metadata, frames.
 
-A link carries what agents say to each other; the bytes of a transfer go by a transport.
+A link carries control messages of two agents; transports move the bytes.
 """

@@ -1,4 +1,4 @@
-"""An agent's links: those that it opened and those that came, over sockets or within the process."""
+"""The links of an agent, whichever side opened them, over sockets or within the process."""
 
 import asyncio
 import os
@@ -25,11 +25,11 @@ from penstock.transfer.link.metadata import AgentMetadata
 _log = get_logger()
 
 _here: "WeakValueDictionary[bytes, Connections]" = WeakValueDictionary()
-"""The agents of this process that listen to others of it, by token."""
+"""The agents of this process that accept links within the process, by token."""
 
 
 class Exchange(Protocol):
-    """The agent, as far as its links need it."""
+    """The part of the agent that its links use."""
 
     config: TransferConfig
     identity: Identity
@@ -43,18 +43,18 @@ class Exchange(Protocol):
 
     def lost(self, link: AgentLink, error: PenstockError) -> None: ...
 
-    def see_off(self, link: AgentLink) -> bool: ...
+    def note_departure(self, link: AgentLink) -> bool: ...
 
     def refused(self, error: PenstockError, peer: str) -> None: ...
 
 
 class Connections:
-    """Opens links, takes in those that come, and tells the agent what they say."""
+    """Opens links, accepts links, and passes their messages to the agent."""
 
     def __init__(self, agent: Exchange) -> None:
-        """Listen to nobody yet."""
+        """Open nothing yet."""
         self.tasks: set[asyncio.Task[None]] = set()
-        """They end with the agent."""
+        """Tasks that end with the agent."""
         self._agent = agent
         self._me = agent.identity
         self._links: dict[int, AgentLink] = {}
@@ -72,7 +72,7 @@ class Connections:
             the addresses with their real ports.
 
         Raises:
-            ConfigError: one is in use, or not of this host.
+            ConfigError: an address is in use, or not of this host.
         """
         self._group = tasks
         self._loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ class Connections:
         return tuple(real)
 
     def create_task(self, work: Coroutine[object, object, None]) -> "asyncio.Task[None]":
-        """Run something that ends with the agent."""
+        """Run a task that ends with the agent."""
         assert self._group is not None, "opened"
         task = self._group.create_task(_guarded(work))
         self.tasks.add(task)
@@ -93,7 +93,7 @@ class Connections:
         return task
 
     def close(self) -> None:
-        """End every link with a goodbye, and listen no more; links that are being opened end, too."""
+        """Stop listening, and end every link with a goodbye, links that are being opened as well."""
         for link in self._links.values():
             self.link_exposed(link)
         self._loop = None
@@ -103,11 +103,11 @@ class Connections:
             link.close(f"agent {self._me.name} closes")
 
     async def dial(self, found: AgentMetadata) -> AgentLink:
-        """Open a link to the agent with this metadata, by the nearest of its addresses that works.
+        """Open a link to an agent at the nearest of its addresses that works.
 
         Raises:
-            ProtocolError: it answers, and the secrets differ, or it speaks another version.
-            PeerLost: it does not answer anywhere.
+            ProtocolError: it answers, but the secrets or the versions differ.
+            PeerLost: no address answers.
         """
         tried: list[str] = []
         same_host = found.host == self._me.host
@@ -128,10 +128,10 @@ class Connections:
         raise PeerLost(f"agent {found.name} cannot be reached: {where}")
 
     def _endpoint(self, address: str, found: AgentMetadata) -> Endpoint:
-        """Find out how an address is spoken to.
+        """Find out whether TLS is spoken at an address.
 
         Raises:
-            PeerLost: one of the two agents speaks TLS there and the other one does not.
+            PeerLost: only one of the two agents has TLS.
         """
         if address == SAME_HOST:
             return Endpoint(address, found.token)
@@ -145,7 +145,7 @@ class Connections:
         return Endpoint(address, found.token, tls, found.certificate)
 
     def link_to(self, name: str) -> AgentLink:
-        """Find a link to an agent, whoever opened it.
+        """Find the link to an agent, whichever side opened it.
 
         Raises:
             PeerLost: there is none.
@@ -156,9 +156,9 @@ class Connections:
         raise PeerLost(f"agent {name} is not connected (any more)")
 
     async def withdraw(self, region_id: int) -> None:
-        """Have every agent that may use a region of this one forget it; those that do not answer are cut off.
+        """Tell all peers that a region is deregistered and wait until none uses it; cut off peers that do not answer in time.
 
-        What these may still use is in quarantine then.
+        The quarantine then holds the memory that such a peer may still use.
         """
         asked = {link for link in self._links.values() if not link.initiated and link.error is None}
         if not asked:
@@ -208,7 +208,7 @@ class Connections:
         return await self._agent.grants.answer(link, request)
 
     def link_exposed(self, link: AgentLink) -> bool:
-        return not link.initiated and self._agent.see_off(link)
+        return not link.initiated and self._agent.note_departure(link)
 
     def link_lost(self, link: AgentLink, error: PenstockError) -> None:
         self._links = {link_id: known for link_id, known in self._links.items() if known is not link}
@@ -222,7 +222,7 @@ class Connections:
     async def link_came(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Accept a link, which begins with TLS if there is a context."""
         link = SocketLink(self, self._agent.config, self._me.host, initiated=False)
-        link.greets_by(
+        link.set_handshake(
             ServerHandshake(
                 self._me.proof, self._admit, lambda error: self._agent.refused(error, link.channel.peer)
             )
@@ -269,7 +269,7 @@ class Connections:
         found.accept(link, connection)
 
     def unauthenticated_refused(self, error: PenstockError, where: str) -> None:
-        """Count a connection that did not authenticate, or asked for nothing sensible."""
+        """Count and log a connection that did not authenticate."""
         self._agent.refused(error, where)
 
     def _admit(self, link: AgentLink) -> int:
@@ -299,7 +299,7 @@ class Connections:
         async def open_stream(transport: str) -> socket.socket:
             return await endpoint.open_stream(link.link_id, link.stream_key, transport, timeout_s)
 
-        link.greets_by(handshake, open_stream)
+        link.set_handshake(handshake, open_stream)
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.get_running_loop().create_connection(
@@ -332,12 +332,12 @@ class Connections:
 
 
 def _nearness(address: str) -> int:
-    """Prefer what the kernel vouches for: over a unix socket it says which process is at the other end."""
+    """Prefer memory, then unix sockets, where the kernel names the peer's process; then TCP."""
     return (IN_PROCESS, SAME_HOST).index(address) if address in {IN_PROCESS, SAME_HOST} else 2
 
 
 async def _guarded(work: Coroutine[object, object, None]) -> None:
-    """Keep a fault from ending the agent; whoever waits for what was to be done has a time limit."""
+    """Log an unexpected exception instead of ending the agent's task group."""
     try:
         await work
     except Exception:  # noqa: BLE001 - the fate of the task is owned here

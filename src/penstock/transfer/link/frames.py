@@ -1,4 +1,4 @@
-"""What two agents say to each other over a link, the first three frames of which show that each may."""
+"""The frames of a link. The first three are the handshake."""
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
@@ -10,7 +10,7 @@ NOTIFICATION_BYTES_MAX = 1 << 20
 
 
 class Greeting(Wire, frozen=True, tag="greeting"):
-    """The initiator's answer: who it is, and proof that it was given the metadata and knows the secret."""
+    """The initiator's answer to the challenge: its identity, and proof that it has the metadata and the secret."""
 
     version: int
     nonce: bytes
@@ -20,7 +20,7 @@ class Greeting(Wire, frozen=True, tag="greeting"):
 
 
 class Welcome(Wire, frozen=True, tag="welcome"):
-    """The listening side's answer: its own proof, and a number that names the link to streams; or why not."""
+    """The listening side's answer: its own proof and the id of the link for streams; or the error that refuses the initiator."""
 
     proof: bytes = b""
     link_id: int = 0
@@ -28,20 +28,20 @@ class Welcome(Wire, frozen=True, tag="welcome"):
 
 
 class TransportMessage(Wire, frozen=True, tag="transport"):
-    """What one side's transport says to the other's of the same name."""
+    """A message from one side's transport to the other side's transport of the same name."""
 
     transport: str
     payload: bytes
 
 
 class Notification(Wire, frozen=True, tag="notification"):
-    """What the sender's user says to the receiver's."""
+    """A notification from user to user."""
 
     payload: bytes
 
 
 class Withdrawn(Wire, frozen=True, tag="withdrawn"):
-    """The sender's region is gone: forget it, and say when nothing here uses it any more."""
+    """A region of the sender is deregistered: forget it, and answer when nothing here uses it any more."""
 
     region_id: int
 

@@ -1,7 +1,7 @@
-"""Grants: a peer shows the keys of regions once and gets what reaches them, such as NIXL's metadata or a file descriptor.
+"""Grants of memory: a peer shows the keys of regions and gets what accesses them: NIXL's metadata, a file descriptor.
 
-Each request has a connection of its own, a stream of the link, that ends with the answer. A request that is cancelled closes its
-connection, so no answer is ever taken for another one's, and the kernel closes a descriptor that nobody took.
+Each request has a connection of its own, a stream of the link, which closes after the answer. A cancelled request closes its
+connection, so no answer is taken for another request's, and the kernel closes a descriptor that nobody received.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from penstock.transfer.link.frames import FRAME_BYTES_MAX
 from penstock.transfer.link.socket_io import receive_exactly, receive_with_descriptor, send_all
 
 GRANTS = "grants"
-"""The name of streams that carry requests, where other streams have the name of their transport."""
+"""The name of streams that carry requests; other streams have the name of their transport."""
 _LENGTH = struct.Struct("<I")
 _REQUESTS_MAX = 256
-"""Of one link, unanswered."""
+"""The most unanswered requests of one link."""
 _REQUEST_BYTES_MAX = 2 << 20
-"""The longest names 65,536 ranges to be summed."""
+"""The longest request lists 65,536 ranges for checksums."""
 _W = TypeVar("_W", bound=Wire)
 _RegionId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class GrantRequest(Wire, frozen=True):
-    """Asks the owner's transport for access. `keys` shows for each direction which regions were given; `payload` is the transport's."""
+    """Asks the owner's transport for access. `keys` are the regions' keys by direction, `payload` is the transport's own."""
 
     transport: str
     keys: dict[TransferOp, dict[_RegionId, bytes]] = msgspec.field(default_factory=dict)
@@ -50,7 +50,7 @@ class Grant(Wire, frozen=True):
 
 
 class GrantOwner(Protocol):
-    """The agent, as far as its grants need it; see `penstock.seams.TransportHost`."""
+    """The part of the agent that grants use; see `penstock.seams.TransportHost`."""
 
     def region(self, region_id: int) -> Region: ...
 
@@ -65,11 +65,11 @@ class GrantOwner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Grants:
-    """The owner's side: answers requests, and knows which regions each peer reaches by itself. The event loop owns it."""
+    """The owner's side: answers requests, and records which regions each peer can access by itself. The event loop owns it."""
 
     owner: GrantOwner
     timeout_s: float
-    """How long a peer may take to send a request, or to take the answer."""
+    """The longest time for a peer to send a request, or to receive the answer."""
     _granted: dict[Link, set[int]] = field(default_factory=dict)
     _answering: Counter[Link] = field(default_factory=Counter)
 
@@ -87,10 +87,10 @@ class Grants:
         self._granted.pop(link, None)
 
     def check_room(self, link: Link) -> None:
-        """Refuse one more request at once.
+        """Check that the link may have one more request.
 
         Raises:
-            TransferRefused: too many are unanswered.
+            TransferRefused: too many are unanswered (256).
         """
         if self._answering[link] >= _REQUESTS_MAX:
             raise TransferRefused(f"agent {link.peer}: more than {_REQUESTS_MAX} requests for memory at once")
@@ -102,7 +102,7 @@ class Grants:
             the answer; its descriptor is the caller's to close.
 
         Raises:
-            TransferRefused: a region was not given for this, or is gone.
+            TransferRefused: a region was not given for this direction, or is deregistered.
             TransferError: the transport cannot answer.
         """
         for op, keys in request.keys.items():
@@ -123,7 +123,7 @@ class Grants:
         return granted
 
     def _check_still(self, link: Link, region_ids: Collection[int]) -> None:
-        """Refuse to expose what was deregistered meanwhile, or to who has left."""
+        """Check that no region was deregistered meanwhile and that the link lives."""
         for region_id in region_ids:
             self.owner.region(region_id)
         if link.error is not None:
@@ -191,7 +191,7 @@ async def _send(connection: socket.socket, message: Wire, descriptor: int | None
 
 
 async def _receive(connection: socket.socket, kind: type[_W], bytes_max: int, first: bytes = b"") -> _W:
-    """Receive a message of which `first` has come already.
+    """Receive a message that begins with `first`, which has arrived already.
 
     Raises:
         ProtocolError: it is too long, or none.

@@ -1,4 +1,4 @@
-"""How two agents come to know each other: each proves to know what the other one's metadata carries, and the secret."""
+"""The handshake of a link: each side proves that it knows the listener's token and the deployment's secret."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,9 @@ from penstock.transfer.link.metadata import TRANSFER_VERSION, check_version
 
 
 class Proof:
-    """Proves to know what the other side was given, without sending it.
+    """Makes and checks the proofs of a handshake.
 
-    The key is the deployment's secret together with the token in the listening agent's metadata.
+    The key is derived from the deployment's secret and the token in the listening agent's metadata.
     """
 
     def __init__(self, secret: bytes, token: bytes) -> None:
@@ -23,7 +23,7 @@ class Proof:
         return Challenge.new(TRANSFER_VERSION)
 
     def greet(self, challenge: Challenge, name: str, host: bytes) -> Greeting:
-        """Answer a challenge, of whatever version: the other side refuses this one, too, and knows why."""
+        """Answer a challenge of any version, so that the other side too can say why the versions do not fit."""
         nonce = new_nonce()
         return Greeting(
             version=TRANSFER_VERSION,
@@ -34,10 +34,10 @@ class Proof:
         )
 
     def check_greeting(self, challenge: Challenge, greeting: Greeting) -> None:
-        """Check who connects.
+        """Check the initiator.
 
         Raises:
-            ProtocolError: it does not know the secret or the token, or speaks another version.
+            ProtocolError: its secret, token or version differs.
         """
         check_version(greeting.version, f"agent {greeting.name}")
         self._check(greeting.proof, self._prove(b"greeting", challenge.nonce, greeting.nonce), greeting.name)
@@ -46,7 +46,7 @@ class Proof:
         return Welcome(proof=self._prove(b"welcome", challenge.nonce, greeting.nonce), link_id=link_id)
 
     def check_welcome(self, challenge: Challenge, greeting: Greeting, welcome: Welcome, peer: str) -> None:
-        """Check who let us in.
+        """Check the listening side.
 
         Raises:
             ProtocolError: it does not know the secret or the token.
@@ -54,7 +54,7 @@ class Proof:
         self._check(welcome.proof, self._prove(b"welcome", challenge.nonce, greeting.nonce), peer)
 
     def stream_key(self, challenge: Challenge, greeting: Greeting) -> bytes:
-        """Derive what streams of this link are opened with."""
+        """Derive the key that opens streams of this link."""
         return self._prove(b"stream", challenge.nonce, greeting.nonce)
 
     def _prove(self, side: bytes, *nonces: bytes) -> bytes:
@@ -71,7 +71,7 @@ class Proof:
 
 
 class ClientHandshake:
-    """The initiator's side of the introduction."""
+    """The initiator's side of the handshake."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class ClientHandshake:
         peer: str,
         check_certificate: Callable[[bytes | None], None],
     ) -> None:
-        """Know who meets whom.
+        """Prepare the handshake.
 
         Args:
-            proof: what the peer has to be shown.
+            proof: for the peer's token.
             name: this agent's.
             host: its machine.
             peer: the other agent's name.
-            check_certificate: raises ProtocolError where the peer shows another one than it should.
+            check_certificate: raises ProtocolError if the certificate is not the one of the peer's metadata.
         """
         self._proof = proof
         self._name = name
@@ -99,7 +99,7 @@ class ClientHandshake:
         self._said: tuple[Challenge, Greeting] | None = None
 
     def began(self, link: SocketLink) -> None:
-        """Wait for the challenge; say nothing to who listens in the peer's place."""
+        """Check the listener's certificate; the challenge comes next."""
         try:
             self._check_certificate(link.channel.peer_certificate)
         except ProtocolError as error:
@@ -130,17 +130,17 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """The listening side of the introduction."""
+    """The listening side of the handshake."""
 
     def __init__(
         self, proof: Proof, admit: Callable[[SocketLink], int], refuse: Callable[[PenstockError], None]
     ) -> None:
-        """Know whom to ask.
+        """Prepare the handshake.
 
         Args:
-            proof: what visitors have to prove.
-            admit: takes the link in and gives its number.
-            refuse: hears of those that could not prove it.
+            proof: for this agent's token.
+            admit: registers the link and returns its id.
+            refuse: called with the error of a handshake that failed.
         """
         self._proof = proof
         self._admit = admit

@@ -1,4 +1,4 @@
-"""Who an agent is to its peers."""
+"""The identity of an agent: name, token, host, certificate."""
 
 import secrets
 from collections.abc import Iterable, Mapping
@@ -13,18 +13,18 @@ _TOKEN_BYTES = 16
 
 
 class Identity:
-    """An agent's name, what proves that it is the one of its metadata, and the machine that it runs on.
+    """An agent's name, the proof that it is the agent of its metadata, and its host.
 
     Attributes:
-        name: what peers call it.
-        token: new for every agent; who has it was given the metadata.
-        host: names the machine as far as memory and abstract sockets reach.
+        name: its name at peers.
+        token: random; a peer that knows it was given the metadata.
+        host: names the machine and its namespaces, see `host_fingerprint`.
         tls: its certificate; None for no TLS.
-        proof: what is proved to this agent, and by it.
+        proof: makes and checks proofs of this agent's token.
     """
 
     def __init__(self, name: str, config: TransferConfig) -> None:
-        """Make up a token.
+        """Draw a token and read the certificates.
 
         Raises:
             ConfigError: the certificates cannot be read.
@@ -37,13 +37,13 @@ class Identity:
         self.proof = self.proof_for(self.token)
 
     def proof_for(self, token: bytes) -> Proof:
-        """Make what is proved to the agent with this token."""
+        """Give the proofs of another agent's token."""
         return Proof(self._secret, token)
 
     def metadata(
         self, addresses: tuple[str, ...], contacts: Mapping[str, bytes], regions: Iterable[RegionInfo]
     ) -> bytes:
-        """Say what a peer has to know to connect."""
+        """Encode what a peer needs to connect."""
         return encode_metadata(
             AgentMetadata(
                 version=TRANSFER_VERSION,

@@ -1,7 +1,7 @@
-"""The socket of a link that has ended, kept to see when the process at its other end is done with this one's memory.
+"""The socket of an ended link, kept to learn when the peer's process has stopped using this process's memory.
 
-A peer that initiated a link keeps its own end open until none of its transfers uses memory any more. So the end of the
-stream says that it has let go, whether it answered, closed or was killed.
+The initiator keeps its end open until none of its transfers uses memory. So the end of the stream means that the memory is
+free, whether the initiator answered, closed or was killed.
 """
 
 import asyncio
@@ -13,14 +13,14 @@ from collections.abc import Callable
 _LOOK_S = 0.02
 _LOOKS_RISE, _LOOK_S_MAX = 1.5, 0.5
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""Seconds, and probes: a host that is gone answers none of them, one whose process was stopped does."""
+"""Seconds, and probes: a host that is down answers none, a host with a stopped process answers."""
 
 
 class LastEnd:
-    """Looks now and then whether the other end is closed, and reads nothing that comes meanwhile."""
+    """Polls whether the other end is closed; reads nothing that arrives."""
 
     def __init__(self, end: socket.socket, closed: Callable[[], None]) -> None:
-        """Own a socket, say that nothing more is sent, so that the other side hears of the end, and look at once.
+        """Take ownership of a socket, shut down its sending side so that the peer sees the end, and poll at once.
 
         Args:
             end: this side's.
@@ -41,7 +41,7 @@ class LastEnd:
         self._look()
 
     def close(self) -> None:
-        """Look no more. Safe twice."""
+        """Stop polling and close the socket. Safe twice."""
         if self._timer is not None:
             self._timer.cancel()
         self._end.close()

@@ -1,4 +1,4 @@
-"""Links between agents: over a socket, or within one process. Both tell an agent the same things."""
+"""Links between agents, as an agent uses them, and the link over a socket."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _WRITE_BUFFER_BYTES = 4 << 20
 _WRITE_BYTES_MAX = 64 << 20
-"""With more than this to be written the peer is given up: it does not read."""
+"""With more unsent bytes than this the link is aborted: the peer does not read."""
 _LINK_ENDS_S = 1.0
 _CODEC: FrameCodec[LinkFrame] = link_codec()
 
@@ -45,13 +45,13 @@ StreamOpener = Callable[[str], Awaitable[socket.socket]]
 
 
 class LinkHandler(Protocol):
-    """What a link calls: the agent. Sync, from the event loop."""
+    """Callbacks of a link, from the event loop."""
 
     def link_message(self, link: "AgentLink", transport: str, payload: bytes) -> None:
         """Take a transport's message.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: the message is invalid.
         """
         ...
 
@@ -59,7 +59,7 @@ class LinkHandler(Protocol):
         """Take a notification.
 
         Raises:
-            ProtocolError: there are too many that nobody has read.
+            ProtocolError: too many notifications are unread.
         """
         ...
 
@@ -68,15 +68,15 @@ class LinkHandler(Protocol):
     def link_withdrawn_done(self, link: "AgentLink", region_id: int) -> None: ...
 
     def link_lost(self, link: "AgentLink", error: PenstockError) -> None:
-        """The link has ended, on whichever side. Called once, if it was ever open."""
+        """The link has ended. Called once, if the link was ever open."""
         ...
 
     async def link_requested(self, link: "AgentLink", request: GrantRequest) -> Granted:
-        """Answer a peer of this process that asks for memory; see `Grants.answer`."""
+        """Answer a request for memory from a peer within this process; see `Grants.answer`."""
         ...
 
     def link_exposed(self, link: "AgentLink") -> bool:
-        """Say whether the peer may use memory of this agent by itself. Asked before `link_lost`."""
+        """Say whether the peer may use memory of this agent by itself. Called before `link_lost`."""
         ...
 
 
@@ -91,28 +91,28 @@ class AgentLink(Link, Protocol):
 
     @property
     def gone(self) -> "asyncio.Future[None]":
-        """Done when the link has ended and the initiator at its other end uses no memory of this agent any more."""
+        """Done when the link has ended and its initiator uses no memory of this agent any more."""
         ...
 
     def hold(self) -> None:
-        """On the initiator's side: memory of the peer may be used from now on, until `let_go`."""
+        """Initiator's side: the peer's memory is in use until `let_go`."""
         ...
 
     def let_go(self) -> None:
-        """Nothing here uses memory of the peer any more; the peer hears of it. Safe twice."""
+        """Initiator's side: nothing here uses the peer's memory any more; the peer is told. Safe twice."""
         ...
 
     def abandon(self) -> None:
-        """Learn no more of `gone`: the agent is closed."""
+        """Stop waiting for `gone`, when the agent is closed."""
         ...
 
     def close(self, reason: str) -> None:
-        """End it on purpose; both handlers hear `link_lost`."""
+        """End the link on purpose; both handlers get `link_lost`."""
         ...
 
 
 class SocketLink:
-    """A link over one socket, on either side of it. It is of use from the moment `opened` is done."""
+    """A link over one socket, on either side. Use it once `opened` is done."""
 
     has_streams = True
 
@@ -120,9 +120,9 @@ class SocketLink:
         """Wait for a connection.
 
         Args:
-            handler: who hears what comes.
+            handler: gets the callbacks.
             config: the times.
-            host: names the machine, see `host_fingerprint`.
+            host: of this machine, see `host_fingerprint`.
             initiated: whether this side connects.
         """
         self.peer = ""
@@ -132,7 +132,7 @@ class SocketLink:
         self._host = host
         self.error: PenstockError | None = None
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when both sides have shown who they are; has the error where they could not."""
+        """Done when the handshake is complete; has the error if it failed."""
         self.channel: FrameChannel[LinkFrame] = FrameChannel(
             _CODEC,
             self,
@@ -149,19 +149,19 @@ class SocketLink:
         self._is_held = False
         self._last_end: LastEnd | None = None
         self._handler = handler
-        self._greeter: ClientHandshake | ServerHandshake | None = None
+        self._handshake: ClientHandshake | ServerHandshake | None = None
         self._open_stream: StreamOpener | None = None
 
     def introduce(self, peer: str, host: bytes) -> None:
-        """Know who says to be at the other end."""
+        """Set the peer's name and host, as the peer gives them."""
         self.peer = peer
         self.same_host = host == self._host
 
-    def greets_by(
-        self, greeter: "ClientHandshake | ServerHandshake", open_stream: StreamOpener | None = None
+    def set_handshake(
+        self, handshake: "ClientHandshake | ServerHandshake", open_stream: StreamOpener | None = None
     ) -> None:
-        """Know how to introduce itself and, on the initiating side, how to open streams; before it is connected."""
-        self._greeter = greeter
+        """Set the handshake and, on the initiator's side, how to open streams; before the link is connected."""
+        self._handshake = handshake
         self._open_stream = open_stream
 
     def send(self, transport: str, payload: bytes) -> None:
@@ -220,14 +220,14 @@ class SocketLink:
             self._last_end.close()
 
     def channel_opened(self) -> None:
-        assert self._greeter is not None, "greets_by comes first"
+        assert self._handshake is not None, "set_handshake comes first"
         self.peer_pid = self.channel.peer_pid
-        self._greeter.began(self)
+        self._handshake.began(self)
 
     def message_received(self, message: LinkFrame) -> None:
         if not self.opened.done():
-            assert self._greeter is not None
-            self._greeter.received(self, message)
+            assert self._handshake is not None
+            self._handshake.received(self, message)
             return
         match message:
             case TransportMessage(transport=transport, payload=payload):
@@ -265,7 +265,7 @@ class SocketLink:
         self._outlive(is_exposed=False)
 
     def _outlive(self, *, is_exposed: bool) -> None:
-        """Keep the socket as long as this side uses the peer's memory, or the peer this one's."""
+        """Keep the socket as long as one side may use the other side's memory."""
         if is_exposed:
             left, self.channel.left_socket = self.channel.left_socket, None
             if left is not None:  # else it was not kept, for want of descriptors: nobody will ever know
@@ -285,7 +285,7 @@ class SocketLink:
             self.gone.set_result(None)
 
     def admitted(self, stream_key: bytes, link_id: int) -> None:
-        """Both sides know each other."""
+        """Complete the handshake."""
         self.stream_key, self.link_id = stream_key, link_id
         self.channel.accept_frames(FRAME_BYTES_MAX)
         self.opened.set_result(None)

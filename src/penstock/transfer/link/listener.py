@@ -1,4 +1,4 @@
-"""Where an agent listens, and how its peers connect: links, and streams that belong to a link, on the same addresses."""
+"""Listening sockets of an agent, and connections to those of a peer. Links, and the streams of links, use the same addresses."""
 
 import asyncio
 import contextlib
@@ -29,8 +29,8 @@ _KIND_BYTES = len(_LINK)
 _HEADER = struct.Struct("<Q16s32s")
 _ACCEPTED = b"\x01"
 _BACKLOG = 1024
-_STRANGERS_MAX = 1024
-"""Connections that have not shown yet who they are; more are closed."""
+_UNAUTHENTICATED_MAX = 1024
+"""The most connections that have not authenticated; more are closed."""
 
 
 class Listener:
@@ -42,10 +42,10 @@ class Listener:
         """Open nothing.
 
         Args:
-            token: names the socket for peers of this host.
-            reception: takes what connects.
-            timeout_s: how long a stranger may take to say what it wants.
-            tls: what to show on TCP; None for no TLS.
+            token: of the agent; names its unix socket.
+            reception: gets accepted connections.
+            timeout_s: the longest time for a connection to authenticate.
+            tls: the certificate for TCP; None for no TLS.
         """
         self._token = token
         self._reception = reception
@@ -55,13 +55,13 @@ class Listener:
         self._unauthenticated = 0
 
     def open(self, addresses: tuple[str, ...], tasks: "Connections") -> list[str]:
-        """Listen, in tasks.
+        """Listen, and accept in tasks.
 
         Returns:
             the addresses with their real ports.
 
         Raises:
-            ConfigError: one is in use, or not of this host.
+            ConfigError: an address is in use, or not of this host.
         """
         real: list[str] = []
         for text in addresses:
@@ -86,7 +86,7 @@ class Listener:
                 _log.warning("transfer_accept_failed", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
-            if self._unauthenticated >= _STRANGERS_MAX:
+            if self._unauthenticated >= _UNAUTHENTICATED_MAX:
                 connection.close()
                 continue
             connection.setblocking(False)
@@ -153,13 +153,13 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A peer's listening address, as seen by who connects.
+    """A peer's listening address, for connecting to it.
 
     Attributes:
-        address: where.
+        address: `unix` or `tcp://HOST:PORT`.
         token: the peer's.
-        tls: what to show there; None for no TLS.
-        certificate: the fingerprint of what the peer shows.
+        tls: this agent's certificate; None for no TLS.
+        certificate: fingerprint of the peer's certificate.
     """
 
     address: str
@@ -168,16 +168,16 @@ class Endpoint:
     certificate: bytes = b""
 
     def check_certificate(self, shown: bytes | None) -> None:
-        """Check what the peer shows, in DER.
+        """Check the peer's certificate, in DER.
 
         Raises:
-            ProtocolError: it is not what its metadata names.
+            ProtocolError: its metadata names another certificate.
         """
         if self.tls is not None:
             self.tls.check_peer(shown, self.certificate)
 
     async def open_link(self, timeout_s: float) -> socket.socket:
-        """Connect for a link, which then begins with TLS where there is one.
+        """Connect for a link; with TLS, the TLS handshake comes next.
 
         Raises:
             PeerLost: nobody answers in time.
@@ -195,7 +195,7 @@ class Endpoint:
 
         Raises:
             PeerLost: nobody answers in time, or the peer refuses.
-            ProtocolError: it has another certificate than its metadata names.
+            ProtocolError: its metadata names another certificate.
         """
         padded = transport.encode("ascii").ljust(16, b"\0")
         connection = await self._connect(timeout_s)
@@ -244,9 +244,9 @@ class Endpoint:
 
 
 def _address_of(listening: socket.socket) -> str:
-    """Give the address that peers are told.
+    """Give the address for this agent's metadata.
 
-    Where it listens at all addresses of the host, that is the one that it would speak to others from.
+    For a socket that listens at all addresses, this is the host's address on the route to other hosts.
     """
     is_v4 = listening.family == socket.AF_INET
     host, port = listening.getsockname()[:2]
@@ -273,9 +273,9 @@ def _name_of(connection: socket.socket) -> str:
 
 
 def _abstract_name(token: bytes) -> str:
-    """Name the socket of an agent for its own host; abstract: it ends with the process, and with the network namespace.
+    """Name the abstract unix socket of an agent. It ends with the process, and is local to the network namespace.
 
-    It is derived from the token and does not give it away, as every process of the host can list such names.
+    The name is a hash of the token, since every process of the host can list abstract names.
     """
     return "\0penstock-transfer-" + hashlib.sha256(b"address" + token).hexdigest()[:24]
 
@@ -301,7 +301,7 @@ def _listening_socket(text: str, token: bytes) -> socket.socket:
 
 
 def _place(text: str, token: bytes) -> tuple[socket.AddressFamily, tuple[str, int] | str]:
-    """Find what the system calls an address; a name may take a while to be resolved."""
+    """Resolve an address, which may block."""
     if text == SAME_HOST:
         return socket.AF_UNIX, _abstract_name(token)
     address = Address.parse(text, source="agent address")

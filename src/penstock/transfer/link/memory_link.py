@@ -1,4 +1,4 @@
-"""A link within one process: what one end sends, the other gets in the next turn of the loop."""
+"""A link between two agents of one event loop; messages arrive in the next turn of the loop."""
 
 import asyncio
 import socket
@@ -11,13 +11,13 @@ from penstock.transfer.link.links import LinkHandler
 
 
 class MemoryLink:
-    """One end of a link within a process: what one end sends, the other gets in the next turn of the loop."""
+    """One end of a link within a process."""
 
     same_host = True
     has_streams = False
 
     def __init__(self, handler: LinkHandler, peer: str, pid: int, *, initiated: bool) -> None:
-        """Make one end; `join` makes it useful."""
+        """Make one end; `pair` makes both."""
         self.peer = peer
         self.peer_pid = pid
         self.initiated = initiated
@@ -31,7 +31,7 @@ class MemoryLink:
     def pair(
         cls, here: tuple[LinkHandler, str], there: tuple[LinkHandler, str], pid: int
     ) -> "tuple[MemoryLink, MemoryLink]":
-        """Make both ends: of the initiator, with its name, and of the other agent."""
+        """Make both ends: the initiator's and the other agent's, from (handler, agent's name)."""
         ours = cls(here[0], there[1], pid, initiated=True)
         theirs = cls(there[0], here[1], pid, initiated=False)
         ours._other, theirs._other = theirs, ours
@@ -73,7 +73,7 @@ class MemoryLink:
     def abandon(self) -> None: ...
 
     def other_let_go(self) -> None:
-        """Hear that the initiator uses nothing of this side any more; until it ends, it may again."""
+        """Note that the initiator has released this side's memory; final only once the link has ended."""
         if self.error is not None and not self.gone.done() and not (self._other and self._other._is_held):
             self.gone.set_result(None)
 

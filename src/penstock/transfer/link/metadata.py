@@ -1,4 +1,4 @@
-"""What an agent tells its peers out of band: who it is, where it listens, and the regions that they are given."""
+"""The metadata of an agent, exchanged out of band: identity, addresses, and the regions that a peer is given."""
 
 import hashlib
 from pathlib import Path
@@ -19,9 +19,8 @@ _BYTES_MAX = 64 << 20
 class AgentMetadata(Wire, frozen=True):
     """An agent as its peers see it.
 
-    `token` is new for every agent that starts and proves that a peer was given this; `host` names the machine as far
-    as memory and abstract sockets reach; `contacts` is what each transport adds; `certificate` is the fingerprint of
-    what it shows on TCP, where it speaks TLS.
+    `token` is random and proves that a peer was given this; `host` names the machine and its namespaces; `contacts` is what
+    each transport adds; `certificate` is the fingerprint of the agent's TLS certificate.
     """
 
     version: int
@@ -42,10 +41,10 @@ def encode_metadata(metadata: AgentMetadata) -> bytes:
 
 
 def decode_metadata(data: bytes) -> AgentMetadata:
-    """Read what `TransferAgent.metadata` gave.
+    """Decode the result of `TransferAgent.metadata`.
 
     Raises:
-        ProtocolError: it is none, or of a version that this one does not speak.
+        ProtocolError: it is no metadata, or of an unsupported version.
         TypeError: it is not bytes.
     """
     if not isinstance(data, bytes | bytearray):
@@ -75,7 +74,7 @@ def check_version(theirs: int, who: str) -> None:
 
 
 def host_fingerprint() -> bytes:
-    """Name what processes have to share so that they can share memory: the boot, and the namespaces of sockets and pids."""
+    """Name what processes must have in common to share memory: the boot, and the namespaces of network, pids and IPC."""
     digest = hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes())
     for namespace in ("net", "pid", "ipc"):
         digest.update(str(Path(f"/proc/self/ns/{namespace}").readlink()).encode())

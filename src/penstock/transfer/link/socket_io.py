@@ -1,4 +1,4 @@
-"""Non-blocking sends and receives on sockets with TLS and without, awaited; what the event loop has knows no TLS sockets."""
+"""Awaitable sends and receives on non-blocking sockets, with TLS and without; the event loop's own do not take TLS sockets."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Receive so many bytes and not one more.
+    """Receive exactly `num_bytes`.
 
     Raises:
         EOFError: the other end closed before.
@@ -45,16 +45,16 @@ async def send_all(connection: socket.socket, data: bytes) -> None:
 
 
 async def shake_hands(connection: ssl.SSLSocket) -> None:
-    """Begin TLS.
+    """Run the TLS handshake.
 
     Raises:
-        ssl.SSLError: an OSError; the other end has no certificate, another authority's, or speaks no TLS.
+        ssl.SSLError: an OSError; the other end has no valid certificate, or does not speak TLS.
     """
     await _done(connection, connection.do_handshake, writes=False)
 
 
 async def _done(connection: socket.socket, call: Callable[[], T], *, writes: bool) -> T:
-    """Call until it does not have to wait. `writes`: what a plain socket waits for; TLS says it itself."""
+    """Repeat a non-blocking call until it succeeds. `writes` says what a plain socket waits for; a TLS socket says it itself."""
     loop = asyncio.get_running_loop()
     while True:
         try:

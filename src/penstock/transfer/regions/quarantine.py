@@ -51,7 +51,7 @@ class Quarantine:
         """What was deregistered and is not free yet."""
         return tuple(self._held.values())
 
-    def see_off(self, link: AgentLink) -> bool:
+    def note_departure(self, link: AgentLink) -> bool:
         """A peer leaves, or is cut off: note what it may still use, until it has let go.
 
         Returns:

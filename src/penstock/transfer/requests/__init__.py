@@ -1,1 +1,1 @@
-"""A transfer from its post to its end: peer, transport chosen, handle, lists made ready."""
+"""Transfer requests from post to end: peer, prepared lists, choice of a transport, handle."""

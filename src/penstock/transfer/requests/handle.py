@@ -1,4 +1,4 @@
-"""A posted transfer: its state, how to wait for it or end it, and what it took."""
+"""The handle of a posted transfer: state, waiting, cancelling, telemetry."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from penstock.core.errors import PenstockError, TransferCancelled
 
 
 class TransferState(Enum):
-    """How far a transfer is."""
+    """The state of a transfer."""
 
     PENDING = "pending"
     DONE = "done"
@@ -20,17 +20,17 @@ class TransferState(Enum):
 
 @dataclass(slots=True)
 class Telemetry:
-    """What a transfer moved, and what it took.
+    """Measurements of a transfer.
 
     Attributes:
         num_bytes: bytes to move.
-        ranges: as they were posted; neighbours are merged before they move.
+        ranges: number of ranges posted, before neighbours are merged.
         backend: the transport that was chosen.
-        expected_s: what each transport that could do it was expected to take; the lowest was chosen.
-        refusals: why the others could not.
-        failures: why those failed that were tried before `backend`.
+        expected_s: expected seconds by transport, of those that can do it; the lowest was chosen.
+        refusals: by transport, why it cannot do it.
+        failures: by transport, the error of each that was tried before `backend`.
         queue_s: seconds from `post` until bytes began to move.
-        wire_s: seconds they moved.
+        wire_s: seconds that bytes moved.
     """
 
     num_bytes: int
@@ -56,7 +56,7 @@ class Telemetry:
 
 
 class TransferHandle:
-    """One transfer under way, or past. `TransferAgent.post` makes them; the agent's event loop owns them."""
+    """The handle of a transfer, made by `TransferAgent.post`. The agent's event loop owns it."""
 
     __slots__ = ("_cancel", "_done", "_error", "state", "telemetry")
 
@@ -69,12 +69,12 @@ class TransferHandle:
         self._cancel: Callable[[], object] | None = None
 
     async def wait(self) -> None:
-        """Return when every byte is where it belongs.
+        """Return when every byte is at its target.
 
-        Cancelling the wait leaves the transfer alone.
+        Cancelling the wait does not cancel the transfer.
 
         Raises:
-            PeerLost: the other agent is gone; where a write had begun, its memory may hold a part.
+            PeerLost: the other agent is gone; its memory may hold a part of a write.
             TransferRefused: the peer does not let this happen.
             TransferCancelled: `cancel` was called.
             DeadlineExceeded: it took longer than its deadline.
@@ -88,7 +88,7 @@ class TransferHandle:
             raise self._error
 
     async def complete(self) -> None:
-        """Wait as `wait` does; but where this is cancelled, so is the transfer, and both sides' memory is free afterwards."""
+        """Wait as `wait` does. Cancelling this cancels the transfer too, and returns when both sides' memory is free."""
         try:
             await self.wait()
         except asyncio.CancelledError:
@@ -102,7 +102,7 @@ class TransferHandle:
             raise
 
     def cancel(self) -> None:
-        """End it; both sides' memory is free once `wait` has raised. No error if it has ended."""
+        """Cancel the transfer; both sides' memory is free once `wait` has raised. No error if it has ended."""
         if self.is_pending and self._cancel is not None:
             self._cancel()
 
@@ -113,15 +113,15 @@ class TransferHandle:
 
     @property
     def error(self) -> PenstockError | None:
-        """What `wait` raises, once it has failed."""
+        """The error that `wait` raises, once it has failed."""
         return self._error
 
     def cancels_by(self, cancel: Callable[[], object]) -> None:
-        """Know what ends it; for the agent."""
+        """Set the function that cancels it; for the agent."""
         self._cancel = cancel
 
     def finish(self, error: PenstockError | None = None) -> None:
-        """Take note that it has ended; for the agent."""
+        """Mark it as ended; for the agent."""
         self._error = error
         if error is None:
             self.state = TransferState.DONE

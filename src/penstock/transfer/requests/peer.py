@@ -1,4 +1,4 @@
-"""Another agent, or this one itself, as somewhere to move bytes to and from."""
+"""The other side of transfers: another agent, or the agent itself."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,36 +15,36 @@ _STORED = {
 
 
 class Peer:
-    """What this agent knows of another one. `TransferAgent.connect` gives it."""
+    """A connected agent with its regions and routes, from `TransferAgent.connect`."""
 
     def __init__(self, name: str, token: bytes, link: AgentLink | None) -> None:
-        """Know nothing of its memory yet.
+        """Begin without regions and routes.
 
         Args:
             name: the peer's.
-            token: names its incarnation.
+            token: of its metadata; another one after it restarts.
             link: to it; None for the agent's own memory.
         """
         self.name = name
         self.token = token
         self.link = link
         self.routes: dict[str, Route] = {}
-        """By transport; those that reach it."""
+        """Routes to it by transport."""
         self.unreachable: dict[str, str] = {}
-        """Why other transports do not, by name."""
+        """By transport, why it does not reach the peer."""
         self.infos: dict[int, RegionInfo] = {}
 
     def learn(self, infos: Iterable[RegionInfo]) -> None:
-        """Know these regions, too; what was given before stays given."""
+        """Add regions; keys that were given before stay valid."""
         for info in infos:
             older = self.infos.get(info.region_id)
             self.infos[info.region_id] = info if older is None else info.with_keys_of(older)
 
     def check_given(self, region_id: int, op: TransferOp) -> None:
-        """Refuse what the peer has not given, or has withdrawn.
+        """Check that the peer gave a region for this direction.
 
         Raises:
-            TransferRefused: the region is gone, or was not given for this direction.
+            TransferRefused: it did not, or the region is gone.
         """
         info = self.infos.get(region_id)
         if info is None:
@@ -78,14 +78,14 @@ class Peer:
         """Whether the link has ended."""
         return self.link is not None and self.link.error is not None
 
-    async def close_ways(self) -> None:
-        """Let go of all that transports opened for it; for the agent."""
+    async def close_routes(self) -> None:
+        """Close all channels to it; for the agent."""
         while self.routes:
             _, route = self.routes.popitem()
             await route.channel.close()
 
     def check_alive(self) -> None:
-        """Refuse to use what is gone.
+        """Check that the link lives.
 
         Raises:
             PeerLost: the link has ended.
@@ -94,10 +94,10 @@ class Peer:
             raise PeerLost(self.link.error.message)
 
     def check(self, ranges: Descriptors) -> None:
-        """Check that ranges lie in what this agent was given.
+        """Check that ranges lie within regions that the peer gave.
 
         Raises:
-            TransferRefused: one does not.
+            TransferRefused: a range does not.
         """
         for region_id in distinct(ranges.region_ids):
             expect_inside(ranges, region_id, self._info(region_id).size_bytes)
@@ -105,10 +105,10 @@ class Peer:
     def infos_of(self, ranges: Descriptors) -> list[RegionInfo]:
         return [self._info(region_id) for region_id in distinct(ranges.region_ids)]
 
-    def ways_for(
+    def routes_for(
         self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]
     ) -> tuple[list[Route], dict[str, str]]:
-        """Find the transports that can move between these, and why the others cannot."""
+        """Find the routes that can move bytes between these regions, and by transport why others cannot."""
         able: list[Route] = []
         refusals = dict(self.unreachable)
         if self.link is not None:

@@ -1,4 +1,4 @@
-"""A list of ranges made ready once and posted again and again."""
+"""Prepared lists of ranges, and the requests that post them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from penstock.transfer.requests.peer import Peer
 from penstock.transfer.requests.routes import Route, choose, next_of
 
 _FINAL = (TransferRefused, TransferCancelled, ChecksumMismatch)
-"""What another transport would not do better."""
+"""Errors after which no other transport is tried."""
 _TIMES_EXPECTED = 4
-"""A transport that takes this many times what was expected of it, and half of the deadline, is given up for another one."""
+"""A transport is given up for another one after this many times its expected seconds and half of the deadline."""
 
 
 @dataclass(slots=True, eq=False)
 class TransferRequest:
-    """A posted transfer: what moves, in which direction, by which route, and whom to notify. `routes` are all possible ones."""
+    """A posted transfer. `routes` are all possible routes, `route` is the one in use."""
 
     prepared: "PreparedTransfer"
     op: TransferOp
@@ -39,22 +39,22 @@ class TransferRequest:
     posted_s: float
 
     def move(self) -> Move:
-        """Make ready what moves the bytes by `route`."""
+        """Prepare the move by `route`."""
         checksum = self.route.checksums if self.checksum is None else self.checksum
         return self.prepared.move(self.op, self.route, checksum=checksum)
 
     def patience_s(self, left_s: float) -> float:
-        """Say how long this way may take: a part of what is left of the deadline, where another way could still be taken."""
+        """Give the seconds that the current route may take: all of `left_s` on the last route, else a part of it."""
         telemetry = self.handle.telemetry
         if len(telemetry.failures) + 1 == len(self.routes):
             return left_s
         return max(left_s / 2, min(left_s, _TIMES_EXPECTED * telemetry.expected_s[self.route.name]))
 
     def fail_over(self, error: PenstockError, now_s: float) -> bool:
-        """The way that was taken has failed: take the next one.
+        """Switch to the next route after a failure.
 
         Returns:
-            whether there is one, and the bytes may be moved once more.
+            whether there is a next route, and it is safe to move the bytes again.
         """
         route, peer = self.route, self.prepared.peer
         if not isinstance(error, TransferError) or isinstance(error, _FINAL) or peer.is_lost:
@@ -74,7 +74,7 @@ class TransferRequest:
 
 
 class RequestRunner(Protocol):
-    """Runs what was posted."""
+    """Runs transfer requests."""
 
     def carry(self, request: TransferRequest, timeout_s: float | None) -> None:
         """Run a transfer, at once if it is small.
@@ -86,13 +86,13 @@ class RequestRunner(Protocol):
 
 
 class TransferOwner(Protocol):
-    """The agent, as far as a prepared transfer needs it."""
+    """The part of the agent that prepared transfers use."""
 
     @property
     def running(self) -> RequestRunner: ...
 
     def check_prepared(self, prepared: "PreparedTransfer", op: TransferOp) -> None:
-        """Refuse what has changed since.
+        """Check that peer and regions are still there, and permit `op`.
 
         Raises:
             TransferRefused: a region is gone, or may not be written.
@@ -102,7 +102,7 @@ class TransferOwner(Protocol):
 
 
 class PreparedTransfer:
-    """Local and remote ranges, checked and merged; `post` moves them, in either direction, as often as it is called."""
+    """Local and remote ranges, checked and merged; `post` moves them in either direction, any number of times."""
 
     __slots__ = (
         "_agent",
@@ -119,7 +119,7 @@ class PreparedTransfer:
     def __init__(
         self, agent: TransferOwner, peer: Peer, pairs: RangePairs, regions: list[Region], num_ranges: int
     ) -> None:
-        """Take what `TransferAgent.prepare` has checked."""
+        """Hold lists that `TransferAgent.prepare` has checked."""
         self.peer = peer
         self.pairs = pairs
         self.regions = regions
@@ -138,7 +138,7 @@ class PreparedTransfer:
         timeout_s: float | None = None,
         checksum: bool | None = None,
     ) -> TransferHandle:
-        """Begin to move the bytes. See `TransferAgent.post`."""
+        """Post a transfer of these ranges. See `TransferAgent.post`."""
         if not isinstance(op, TransferOp):
             raise TypeError(f"op: {op!r}; expected TransferOp.READ or TransferOp.WRITE")
         self._agent.check_prepared(self, op)
@@ -154,7 +154,7 @@ class PreparedTransfer:
         return handle
 
     def move(self, op: TransferOp, route: Route, *, checksum: bool) -> Move:
-        """Give what moves the bytes by this way, made ready when it is first needed."""
+        """Give the move by a route; it is prepared at its first use."""
         key = op, route.name, checksum
         move = self._moves.get(key)
         if move is None:
@@ -164,7 +164,7 @@ class PreparedTransfer:
     def _found(self, op: TransferOp) -> tuple[list[Route], dict[str, str]]:
         found = self._routes.get(op)
         if found is None:
-            found = self.peer.ways_for(op, self.regions, self.peer.infos_of(self.pairs.remote))
+            found = self.peer.routes_for(op, self.regions, self.peer.infos_of(self.pairs.remote))
             if not found[0]:
                 why = "; ".join(f"{name}: {reason}" for name, reason in found[1].items()) or "there is none"
                 raise TransferRefused(

@@ -1,4 +1,4 @@
-"""The transports that reach a peer, and which of them a transfer takes: the lowest expected time of those that work."""
+"""Routes to a peer, one for each transport, and the choice between them: the lowest expected time."""
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from penstock.seams import Storage, TransferChannel, Transport
 from penstock.transfer.requests.speeds import Speeds
 
 _REST_S, _REST_S_MAX = 1.0, 60.0
-"""For so long a transport that failed is left alone where another one can; twice as long after each failure more."""
+"""Seconds that a failed route is not used if another one can do it; doubled after each further failure."""
 _PASSED_OVER, _PASSED_OVER_MAX = 32, 1024
-"""After so many transfers one is tried again that was found to be slower than it should be; twice as many each time."""
+"""Transfers after which a route that is slower than its own estimate is tried again; doubled each time."""
 
 
 _NEVER_S = float("inf")
@@ -18,7 +18,7 @@ _NEVER_S = float("inf")
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """A transport that reaches the peer, or storage of the agent itself, and what was learned of it."""
+    """One transport to a peer, or one storage of the agent itself, with what was measured of it."""
 
     name: str
     channel: TransferChannel | Storage
@@ -26,7 +26,7 @@ class Route:
     speeds: Speeds = field(default_factory=Speeds)
     rests_until_s: float = 0.0
     is_set_up: bool = field(init=False)
-    """Whether it has moved anything, or needs no setting up."""
+    """Whether its first transfer is over, or it needs no set-up."""
     _forgone_s: float = field(default=0.0, init=False)
     _failures: int = field(default=0, init=False)
     _passed_over: int = field(default=0, init=False)
@@ -37,41 +37,41 @@ class Route:
 
     @property
     def checksums(self) -> bool:
-        """Whether they are on where the caller does not say."""
+        """Whether checksums are on by default."""
         return self.transport.checksums
 
     def seconds(self, op: TransferOp, num_bytes: int, ranges: int, now_s: float) -> float:
-        """Estimate a transfer, and what is left of setting it up."""
+        """Estimate the seconds of a transfer, with what is left of the set-up charge."""
         moving_s = self.channel.cost(op).seconds(num_bytes, ranges) * self.speeds.factor(op, num_bytes, now_s)
         return moving_s if self.is_set_up else moving_s + self.setup_left_s(op)
 
     def forgo(self, other_s: float, own_s: float) -> None:
-        """Hear that a transfer goes another way, which takes so long; it loses what this one would be quicker once it is set up."""
+        """Note a transfer that took another route of `other_s`; once set up, this route would have taken `own_s`."""
         self._forgone_s += max(0.0, other_s - own_s)
 
     def setup_left_s(self, op: TransferOp) -> float:
-        """What the next transfer is charged for setting it up: less what others have lost by not using it.
+        """The set-up seconds charged to the next transfer: the set-up less what earlier transfers lost on slower routes.
 
-        So all of them together lose at most one set-up before it is used, and it is not kept from use for ever (docs/decisions/0035).
+        So transfers lose at most one set-up in total before the route is used (docs/decisions/0035).
         """
         return 0.0 if self.is_set_up else max(0.0, self.channel.cost(op).setup_s - self._forgone_s)
 
     def worked(self) -> None:
-        """A transfer was done."""
+        """Note a transfer that succeeded."""
         self.is_set_up = True
         self._failures = 0
         self.rests_until_s = 0.0
 
     def failed(self, now_s: float) -> None:
-        """A transfer failed, for a reason of the transport's own."""
+        """Note a transfer that the transport failed."""
         self.rests_until_s = now_s + min(_REST_S * 2**self._failures, _REST_S_MAX)
         self._failures = min(self._failures + 1, 16)
 
     def passed_over(self) -> bool:
-        """Count a transfer that it should have had by its own estimate.
+        """Count a transfer that another route got although this route's own estimate is the lowest.
 
         Returns:
-            whether it shall have this one, so that it is known what it takes now.
+            whether to use it for this transfer all the same, to measure it anew.
         """
         self._passed_over += 1
         if self._passed_over < self._patience:
@@ -81,7 +81,7 @@ class Route:
         return True
 
     def chosen(self) -> None:
-        """It was the best."""
+        """Note that it was chosen as the best."""
         if self._patience != _PASSED_OVER or self._passed_over:
             self._passed_over, self._patience = 0, _PASSED_OVER
 
@@ -89,10 +89,10 @@ class Route:
 def choose(
     routes: Sequence[Route], op: TransferOp, num_bytes: int, ranges: int, now_s: float
 ) -> tuple[Route, dict[str, float]]:
-    """Choose from at least one way.
+    """Choose one of at least one route.
 
     Returns:
-        it, and what each was expected to take.
+        the route, and the expected seconds by transport.
     """
     expected: dict[str, float] = {}
     best, least_s, cold = None, _NEVER_S, None
@@ -122,6 +122,6 @@ def choose(
 def next_of(
     routes: Iterable[Route], tried: Container[str], expected: dict[str, float], now_s: float
 ) -> Route | None:
-    """Give the best of those that were not tried; first of those that do not rest."""
+    """Give the best route that was not tried; routes that failed lately come last. None if all were tried."""
     left = [route for route in routes if route.name not in tried]
     return min(left, key=lambda route: (route.rests_until_s > now_s, expected[route.name]), default=None)

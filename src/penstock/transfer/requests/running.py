@@ -1,4 +1,4 @@
-"""Transfers under way: small ones are done at once, others run in a task of their own until they end, or are ended."""
+"""Running transfers. Small ones finish within `post`, each other one has a task."""
 
 import asyncio
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ _log = get_logger()
 
 
 class _Hung(TransferError):  # noqa: N818 - a state
-    """It took longer than it may; whether that is the end depends on what is left of the deadline."""
+    """A route took longer than its patience; the deadline may still allow another one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class _Running:
 
 
 class RunningTransfers:
-    """Those of one agent. Its event loop owns them."""
+    """The running transfers of one agent. Its event loop owns them."""
 
     def __init__(
         self, config: TransferConfig, counters: TransferCounters, notification_queue: NotificationQueue
@@ -49,9 +49,9 @@ class RunningTransfers:
         """Run nothing.
 
         Args:
-            config: how many, and how long.
-            counters: what became of them.
-            notification_queue: tells the peer that a transfer is done.
+            config: bounds and deadlines.
+            counters: count transfers by result.
+            notification_queue: sends the notifications of transfers.
         """
         self._config = config
         self._counters = counters
@@ -67,12 +67,12 @@ class RunningTransfers:
         self._tasks = tasks
 
     def carry(self, request: TransferRequest, timeout_s: float | None) -> None:
-        """Run a transfer, at once if it is small.
+        """Run a transfer; a small one finishes at once.
 
         Raises:
             TransferError: the agent is not open.
             TransferRefused: the notification is too long.
-            Overloaded: too many are under way, or nobody reads this agent's notifications to itself.
+            Overloaded: too many transfers are running, or this agent's own notification queue is full.
         """
         if self._tasks is None:
             raise TransferError("the agent is not open; use it within `async with`")
@@ -130,7 +130,7 @@ class RunningTransfers:
 
     @staticmethod
     async def _attempt(running: _Running, move: Move, patience_s: float) -> PenstockError | None:
-        """Run a move, and give what went wrong."""
+        """Run a move and return its error, None for success."""
         backend = running.request.route.name
         try:
             async with asyncio.timeout(patience_s):
@@ -147,7 +147,7 @@ class RunningTransfers:
         return None
 
     def _next(self, request: TransferRequest, error: PenstockError) -> Move | None:
-        """Turn to the next way after a failure; None where there is none, or it would do no better."""
+        """Prepare the move by the next route after a failure; None if no route is left, or none would do better."""
         failed = request.route.name
         if not request.fail_over(error, asyncio.get_running_loop().time()):
             return None
@@ -200,7 +200,7 @@ class RunningTransfers:
         )
 
     def using_local(self, region_id: int) -> list[_Running]:
-        """List those that use a region of this agent, as local or as the remote side of a transfer with itself."""
+        """List transfers that use a region of this agent, on either side."""
         return [
             running
             for running in self._running
@@ -212,27 +212,27 @@ class RunningTransfers:
         ]
 
     def using_remote(self, peer: Peer, region_id: int) -> list[_Running]:
-        """List those that use a region of a peer."""
+        """List transfers that use a region of a peer."""
         return [running for running in self._of(peer) if region_id in running.request.prepared.remote_ids]
 
     async def end_peer(self, peer: Peer, error: PenstockError) -> None:
-        """End all transfers with a peer; they have ended when this returns."""
+        """End all transfers with a peer and wait for their end."""
         await _end(self._of(peer), error)
 
     async def end_local(self, region_id: int, error: PenstockError) -> None:
-        """End those that use a region of this agent."""
+        """End the transfers that use a region of this agent."""
         await _end(self.using_local(region_id), error)
 
     async def end_remote(self, peer: Peer, region_id: int, error: PenstockError) -> None:
-        """End those that use a region of a peer."""
+        """End the transfers that use a region of a peer."""
         await _end(self.using_remote(peer, region_id), error)
 
     def tasks_of(self, peer: Peer) -> list["asyncio.Task[None]"]:
-        """List the tasks of transfers with a peer that have not ended."""
+        """List the tasks of running transfers with a peer."""
         return [running.task for running in self._of(peer) if running.task is not None]
 
     async def close(self, error: PenstockError) -> None:
-        """End every transfer, and take no more."""
+        """End every transfer and accept no more."""
         self._tasks = None
         await _end(list(self._running), error)
 

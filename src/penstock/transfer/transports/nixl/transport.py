@@ -43,7 +43,7 @@ from penstock.transfer.transports.quiet import QuietTransport
 
 _CONTACT = b"1"
 """The version of what the two sides say to each other."""
-_STRANGERS_MAX = 64
+_UNLINKED_AGENTS_MAX = 64
 """Agents that NIXL goes on knowing after their link has ended."""
 _READ, _WRITE = TransferOp.READ, TransferOp.WRITE
 _SETUP_S = 1.0
@@ -91,9 +91,7 @@ class NixlTransport(QuietTransport):
         self._thread: NixlThread | None = None
         self._channels: dict[Link, NixlChannel] = {}
         self._lingering: dict[Flight, tuple[Link, frozenset[int]]] = {}
-        self._unauthenticated: dict[
-            str, None
-        ] = {}  # agents that NIXL knows and no link led to, the oldest first
+        self._unlinked: dict[str, None] = {}  # agents that NIXL knows and no link led to, the oldest first
         self._summing: set[asyncio.Future[SumArray]] = set()
 
     async def start(self, host: TransportHost) -> None:
@@ -220,13 +218,13 @@ class NixlTransport(QuietTransport):
         """
         if self._channels.pop(channel.link, None) is None or not channel.remote_name:
             return
-        self._unauthenticated.pop(channel.remote_name, None)
-        self._unauthenticated[channel.remote_name] = None
+        self._unlinked.pop(channel.remote_name, None)
+        self._unlinked[channel.remote_name] = None
         met = {other.remote_name for other in self._channels.values()}
         thread = self._thread
-        while len(self._unauthenticated) > _STRANGERS_MAX and thread is not None and not self._lingering:
-            name = next(iter(self._unauthenticated))
-            del self._unauthenticated[name]
+        while len(self._unlinked) > _UNLINKED_AGENTS_MAX and thread is not None and not self._lingering:
+            name = next(iter(self._unlinked))
+            del self._unlinked[name]
             if name not in met:
                 thread.submit(partial(thread.forget_agent, name))
 

@@ -105,7 +105,7 @@ class TcpTransport(QuietTransport):
         session = self._sessions.get(link)
         if session is not None and self._server is not None:
             session.lost(error)
-            self._server.host.spawn(self._see_off(link, session, error))
+            self._server.host.spawn(self._close_session(link, session, error))
 
     async def close(self) -> None:
         server, self._server = self._server, None
@@ -116,7 +116,7 @@ class TcpTransport(QuietTransport):
         if server is not None:
             self._room.close()
 
-    async def _see_off(self, link: Link, session: TcpSession, error: PenstockError) -> None:
+    async def _close_session(self, link: Link, session: TcpSession, error: PenstockError) -> None:
         """Forget a peer when nothing moves for it any more."""
         await session.close(error)
         self._sessions.pop(link, None)

@@ -243,7 +243,7 @@ async def _no_probe(*_: object) -> None: ...
 def test_an_agent_that_comes_back_is_known_and_many_that_do_not_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nixl, "_STRANGERS_MAX", 2)
+    monkeypatch.setattr(nixl, "_UNLINKED_AGENTS_MAX", 2)
     monkeypatch.setattr(nixl_channel.NixlChannel, "_probe", _no_probe)
 
     async def main() -> None:
